@@ -1,0 +1,54 @@
+# Everything here sets up its own virtual environment; only Python and make are needed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install check lint types unit integration faults test test-all soak bench demo clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP)  ## create the virtual environment and install the project with its development extras
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest tests/unit -q
+
+integration: $(STAMP)
+	$(BIN)/python -m pytest tests/integration -q
+
+faults: $(STAMP)
+	$(BIN)/python -m pytest tests/faults -q -m "not soak"
+
+check: lint types unit  ## lint, types and unit tests: under two minutes
+
+test: lint types  ## what CI runs: check, integration and faults
+	$(BIN)/python -m pytest tests -q -m "not soak"
+
+test-all: lint types  ## every test, the long random ones included
+	$(BIN)/python -m pytest tests -q
+
+soak: $(STAMP)  ## the long random fault runs only
+	$(BIN)/python -m pytest tests -q -m soak --timeout 7200
+
+bench: $(STAMP)  ## overhead and recovery, against raw Ray Train and torchrun
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.recovery
+
+demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipeline
+	$(BIN)/python -m flows.digits
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .demo

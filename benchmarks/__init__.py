@@ -1,0 +1,1 @@
+"""Side-by-side measurements of elastic_train, raw Ray Train and torchrun on one machine."""

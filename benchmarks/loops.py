@@ -1,0 +1,200 @@
+"""The train loops of the benchmarks: one for everything that runs on Ray Train, its twin for torchrun.
+
+Both train the same tiny DDP model and append one line a step and rank to a ledger file, the only thing that
+the benchmarks read, so that all sides are measured alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+WORKERS = 2
+CHECKPOINT_FILE = "state.pt"
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a loop does.
+
+    Attributes:
+        ledger: The file that takes a line for every step of every rank.
+        steps: Number of steps; they count from 1.
+        step_seconds: Length of the pause in each step, in seconds.
+        checkpoint_every: A checkpoint is reported after each step that this divides.
+    """
+
+    ledger: str
+    steps: int
+    step_seconds: float
+    checkpoint_every: int
+
+    def to_config(self) -> dict[str, Any]:
+        """The settings as a `train_loop_config`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SideSettings:
+    """Everything that one side gets to know.
+
+    Attributes:
+        loop: What the loop does.
+        storage: The directory for runs and checkpoints.
+        run_name: The run's name; the same name resumes the same run.
+        temp_dir: Where raw Ray keeps its session directory.
+    """
+
+    loop: LoopSettings
+    storage: str
+    run_name: str
+    temp_dir: str
+
+    def to_json(self) -> str:
+        """The settings as one command line argument."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SideSettings:
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        return cls(loop=LoopSettings(**values.pop("loop")), **values)
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    """One step of one rank.
+
+    Attributes:
+        at: When the step ended, in seconds since the epoch.
+        pid: The worker's process.
+        rank: Its rank.
+        step: The step, from 1.
+        resumed_from: The step of the checkpoint that the worker started from; 0 without one.
+        world_size: Number of workers in its group.
+    """
+
+    at: float
+    pid: int
+    rank: int
+    step: int
+    resumed_from: int
+    world_size: int
+
+    @classmethod
+    def parse(cls, text: str) -> LedgerLine:
+        """Read one line of a ledger file."""
+        at, *rest = text.split()
+        pid, rank, step, resumed_from, world_size = map(int, rest)
+        return cls(float(at), pid, rank, step, resumed_from, world_size)
+
+
+class Ledger:
+    """Appends lines to a ledger file; whole lines only, from any number of processes."""
+
+    def __init__(self, path: str, rank: int, world_size: int, resumed_from: int) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._head = f"{os.getpid()} {rank}"
+        self._tail = f"{resumed_from} {world_size}\n"
+
+    def mark(self, step: int) -> None:
+        """Append that `step` is done now."""
+        os.write(self._descriptor, f"{time.time():.6f} {self._head} {step} {self._tail}".encode())
+
+
+def ray_loop(config: dict[str, Any]) -> None:
+    """The loop as a plain Ray Train loop: raw Ray Train and elastic_train run it unchanged.
+
+    Args:
+        config: `LoopSettings` as a dictionary.
+    """
+    import torch
+    from ray import train
+    from ray.train.torch import prepare_model
+
+    settings = LoopSettings(**config)
+    context = train.get_context()
+    model, optimizer = _model_and_optimizer()
+    resumed_from = 0
+    checkpoint = train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as directory:
+            resumed_from = _load(Path(directory) / CHECKPOINT_FILE, model, optimizer)
+    wrapped = prepare_model(model)
+    ledger = Ledger(settings.ledger, context.get_world_rank(), context.get_world_size(), resumed_from)
+    for step in range(resumed_from + 1, settings.steps + 1):
+        loss = _train_step(wrapped, optimizer, settings.step_seconds)
+        ledger.mark(step)
+        if step % settings.checkpoint_every:
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            saved = None
+            if context.get_world_rank() == 0:
+                torch.save(_state(step, model, optimizer), Path(directory) / CHECKPOINT_FILE)
+                saved = train.Checkpoint.from_directory(directory)
+            train.report({"step": step, "loss": loss}, checkpoint=saved)
+
+
+def torchrun_loop(settings: LoopSettings, storage: str) -> None:
+    """The same loop as a torchrun worker: gloo, and a checkpoint file of its own.
+
+    Args:
+        settings: What the loop does.
+        storage: The directory for the checkpoint file.
+    """
+    import torch
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    path = Path(storage) / CHECKPOINT_FILE
+    model, optimizer = _model_and_optimizer()
+    resumed_from = _load(path, model, optimizer) if path.exists() else 0
+    wrapped = DistributedDataParallel(model)
+    ledger = Ledger(settings.ledger, rank, distributed.get_world_size(), resumed_from)
+    for step in range(resumed_from + 1, settings.steps + 1):
+        _train_step(wrapped, optimizer, settings.step_seconds)
+        ledger.mark(step)
+        if step % settings.checkpoint_every == 0 and rank == 0:
+            partial = path.with_suffix(".partial")
+            torch.save(_state(step, model, optimizer), partial)
+            partial.replace(path)
+    distributed.destroy_process_group()
+
+
+def _model_and_optimizer() -> tuple[Any, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(32, 8)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _train_step(model: Any, optimizer: Any, seconds: float) -> float:
+    import torch
+
+    optimizer.zero_grad()
+    loss = model(torch.ones(16, 32)).square().mean()
+    loss.backward()
+    optimizer.step()
+    time.sleep(seconds)
+    return float(loss.detach())
+
+
+def _state(step: int, model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _load(path: Path, model: Any, optimizer: Any) -> int:
+    import torch
+
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])

@@ -1,0 +1,65 @@
+"""What is measured against what, each side as the script that a person would write.
+
+One fresh process a side: `python -m benchmarks.sides SIDE SETTINGS`, with `SideSettings` as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.loops import WORKERS, SideSettings, ray_loop, torchrun_loop
+
+FAILURES = 3
+
+
+def run_ours(settings: SideSettings) -> None:
+    """A flow that trains with elastic_train."""
+    from prefect import flow
+
+    from prefect_elastic_train import ElasticScaling, FailureBudget, LocalStorage, RayCluster, elastic_train
+
+    @flow(name="benchmark")
+    def benchmark() -> None:
+        elastic_train(
+            ray_loop,
+            train_loop_config=settings.loop.to_config(),
+            framework="torch",
+            scaling=ElasticScaling(min_workers=1, max_workers=WORKERS),
+            failures=FailureBudget(max_failures=FAILURES, driver_restarts=FAILURES, driver_restart_delay_seconds=0),
+            storage=LocalStorage(path=settings.storage),
+            cluster=RayCluster(num_cpus=WORKERS),
+            run_name=settings.run_name,
+        )
+
+    benchmark()
+
+
+def run_raw(settings: SideSettings) -> None:
+    """Raw Ray Train on a cluster of its own. Run again, it resumes by its run name."""
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    ray.init(num_cpus=WORKERS, _temp_dir=settings.temp_dir)
+    TorchTrainer(
+        ray_loop,
+        train_loop_config=settings.loop.to_config(),
+        scaling_config=ScalingConfig(num_workers=WORKERS),
+        run_config=RunConfig(
+            name=settings.run_name,
+            storage_path=settings.storage,
+            failure_config=FailureConfig(max_failures=FAILURES),
+        ),
+    ).fit()
+
+
+def run_torchrun(settings: SideSettings) -> None:
+    """One worker of torchrun."""
+    torchrun_loop(settings.loop, settings.storage)
+
+
+ENTRY_POINTS = {"ours": run_ours, "raw": run_raw, "torchrun": run_torchrun}
+
+
+if __name__ == "__main__":
+    ENTRY_POINTS[sys.argv[1]](SideSettings.from_json(sys.argv[2]))

@@ -1,0 +1,1 @@
+"""Deployable example flows: a pipeline that reads handwritten digits, and a flow that runs any train loop."""

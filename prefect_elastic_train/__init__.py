@@ -1,0 +1,75 @@
+"""Long, elastic, fault-tolerant Ray Train runs, operated from Prefect.
+
+Importing this package imports neither Ray nor torch nor JAX, and Prefect only when a name is used: Prefect's
+server imports every registered collection, and the processes of a run import this package at every restart.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.blocks import (
+        CheckpointPolicy,
+        ElasticScaling,
+        FailureBudget,
+        LocalStorage,
+        RayCluster,
+    )
+    from prefect_elastic_train.outcomes import (
+        AttemptFailedError,
+        ConfigurationError,
+        ElasticTrainError,
+        Outcome,
+    )
+    from prefect_elastic_train.result import TrainingResult
+    from prefect_elastic_train.training import aelastic_train, elastic_train
+
+_MODULES = {
+    "AttemptFailedError": "outcomes",
+    "CheckpointPolicy": "blocks",
+    "ConfigurationError": "outcomes",
+    "ElasticScaling": "blocks",
+    "ElasticTrainError": "outcomes",
+    "FailureBudget": "blocks",
+    "LocalStorage": "blocks",
+    "Outcome": "outcomes",
+    "RayCluster": "blocks",
+    "TrainingResult": "result",
+    "aelastic_train": "training",
+    "elastic_train": "training",
+}
+
+__all__ = [
+    "AttemptFailedError",
+    "CheckpointPolicy",
+    "ConfigurationError",
+    "ElasticScaling",
+    "ElasticTrainError",
+    "FailureBudget",
+    "LocalStorage",
+    "Outcome",
+    "RayCluster",
+    "TrainingResult",
+    "__version__",
+    "aelastic_train",
+    "elastic_train",
+]
+
+try:
+    __version__ = version("prefect-elastic-train")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0.0.0"
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

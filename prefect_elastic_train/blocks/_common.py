@@ -1,0 +1,51 @@
+"""What all blocks of the collection have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect.blocks.core import Block
+from pydantic import BaseModel, GetJsonSchemaHandler, HttpUrl, model_validator
+from pydantic_core import CoreSchema
+
+__all__ = ["DOCUMENTATION_URL", "LOGO_URL", "TrainingBlock"]
+
+_REPOSITORY = "prefect-elastic-train/prefect-elastic-train"
+DOCUMENTATION_URL = HttpUrl(f"https://github.com/{_REPOSITORY}/tree/main/docs/guide.md")
+LOGO_URL = HttpUrl(f"https://raw.githubusercontent.com/{_REPOSITORY}/main/docs/images/logo.png")
+
+#: What Prefect adds to the data of a block that it serialises.
+_BOOKKEEPING = ("block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous")
+
+
+class _FlowParameter(BaseModel):
+    """Makes a block with forbidden extra fields usable as a flow parameter, inline and by reference."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_bookkeeping(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if name not in _BOOKKEEPING}
+        return values
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Let references through where a deployment is created, and only there.
+
+        Prefect's server validates a new deployment's parameters without ``required``, references unresolved;
+        a new flow run's with ``required``, references replaced by what they refer to. A reference that was
+        left in a flow run's parameters is refused by a field that nobody can have.
+        """
+        schema = handler(core_schema)
+        handler.resolve_ref_schema(schema)["patternProperties"] = {
+            r"^\$ref$": {"required": ["a value instead of a reference"]},
+            f"^({'|'.join(_BOOKKEEPING)})$": {},
+        }
+        return schema
+
+
+class TrainingBlock(_FlowParameter, Block):
+    """Base of the collection's blocks."""
+
+    _logo_url = LOGO_URL
+    _documentation_url = DOCUMENTATION_URL

@@ -1,0 +1,33 @@
+"""Which Ray cluster trains."""
+
+from __future__ import annotations
+
+from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.config import ClusterSettings
+
+
+class RayCluster(TrainingBlock, ClusterSettings):
+    """Which Ray cluster trains: one of the run's own on this machine, or an existing one.
+
+    Attributes:
+        address: ``""`` for a local cluster, ``"auto"`` or ``"host:port"`` to join one. Default ``""``.
+        auth_token: Ray's cluster token, a secret. Default: Ray's own look-up.
+        runtime_env: Ray runtime environment of the run; Ray shows it. Default none.
+        num_cpus: CPUs of the local cluster; 0 for all. Default 0.
+        num_gpus: GPUs of the local cluster; -1 for all. Default -1.
+        working_dir: Directory of code to send to every node. Default none.
+        connect_timeout_seconds: Seconds that an attempt waits for the cluster. Default 30.
+
+    Example:
+        Join a cluster from one of its nodes::
+
+            from prefect_elastic_train import RayCluster
+
+            cluster = RayCluster(address="10.0.0.5:6379")
+            cluster.save("BLOCK_NAME")
+            cluster = RayCluster.load("BLOCK_NAME")
+    """
+
+    _block_type_name = "Ray Cluster (training)"
+    _block_type_slug = "ray-cluster-training"
+    _description = "The Ray cluster that trains: a local one for each run, or an existing one."

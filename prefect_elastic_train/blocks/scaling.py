@@ -1,0 +1,39 @@
+"""How many workers a training runs with."""
+
+from __future__ import annotations
+
+from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.config import ScalingSettings
+
+
+class ElasticScaling(TrainingBlock, ScalingSettings):
+    """How many workers a training runs with, and what each of them gets.
+
+    Training asks for ``max_workers``, starts as soon as ``min_workers`` fit, goes on smaller after a loss and
+    grows again when capacity returns.
+
+    Attributes:
+        min_workers: Fewest workers to train with, 1 or more. Default 1.
+        max_workers: Workers asked for, at least ``min_workers``. Default 1.
+        accelerator: ``"cpu"``, ``"gpu"`` or ``"tpu"``. Default ``"cpu"``.
+        resources_per_worker: Ray resources of a worker. Default: those of the accelerator.
+        resize_check_interval_seconds: Seconds between two looks for more capacity. Default 60.
+        wait_for_max_seconds: Seconds to wait for ``max_workers`` before starting smaller. Default 0.
+        placement_strategy: Ray's placement strategy. Default ``"PACK"``.
+        label_selector: Node labels that workers ask for. Default none.
+        topology: TPU slice topology. Default none.
+        accelerator_type: Ray's accelerator type. Default any.
+
+    Example:
+        Train on one to eight GPUs::
+
+            from prefect_elastic_train import ElasticScaling
+
+            scaling = ElasticScaling(min_workers=1, max_workers=8, accelerator="gpu")
+            scaling.save("BLOCK_NAME")
+            scaling = ElasticScaling.load("BLOCK_NAME")
+    """
+
+    _block_type_name = "Elastic Scaling"
+    _block_type_slug = "elastic-scaling"
+    _description = "How many workers a training runs with, and what each of them gets."

@@ -1,0 +1,312 @@
+"""What a training asks for, as plain validated values.
+
+The Prefect blocks in :mod:`prefect_elastic_train.blocks` are these models with a form in the UI. The driver
+process reads the same models without importing Prefect, which saves it two seconds at every restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+
+__all__ = [
+    "CheckpointSettings",
+    "ClusterSettings",
+    "FailureSettings",
+    "LocalStorageSettings",
+    "ScalingSettings",
+    "plain",
+]
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def _unwrap_ui_json(value: Any) -> Any:
+    """Give the dict that Prefect's V2 UI sends as ``{"__prefect_kind": "json", "value": "<text>"}``."""
+    if isinstance(value, dict) and value.get("__prefect_kind") == "json":
+        value = value.get("value")
+    if isinstance(value, str):
+        text = value.strip()
+        if not text:
+            return {}
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"expected a JSON object such as {{}}, got {text[:80]!r} (line {error.lineno}: {error.msg})"
+            ) from None
+    return value
+
+
+def _no_float_count(value: Any) -> Any:
+    """Refuse booleans, which pydantic would take for 0 and 1."""
+    if isinstance(value, bool):
+        raise ValueError("expected a whole number, got a boolean")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_float_count)]
+JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
+Resources = Annotated[dict[str, float], BeforeValidator(_unwrap_ui_json)]
+Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]
+
+
+class _Settings(BaseModel):
+    # A misspelt field is an error, and Prefect's server needs it to accept an all-default block as a parameter.
+    model_config = ConfigDict(extra="forbid")
+
+
+class ScalingSettings(_Settings):
+    """How many workers to run and what each of them gets. See :class:`ElasticScaling`."""
+
+    min_workers: Count = Field(
+        default=1,
+        ge=1,
+        title="Minimum workers",
+        description="Training runs only with at least this many workers; below it, it waits for capacity.",
+    )
+    max_workers: Count = Field(
+        default=1,
+        ge=1,
+        title="Maximum workers",
+        description="The number of workers asked for; the group grows up to it when capacity comes back.",
+    )
+    accelerator: Literal["cpu", "gpu", "tpu"] = Field(
+        default="cpu",
+        description="What each worker computes on: one CPU, one GPU or one TPU host by default.",
+    )
+    resources_per_worker: Resources = Field(
+        default_factory=dict,
+        title="Resources per worker",
+        description='Ray resources of each worker, such as {"CPU": 4}. Empty: the default of the accelerator.',
+    )
+    resize_check_interval_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        title="Resize check interval (seconds)",
+        description="How often a healthy worker group looks whether it could grow.",
+    )
+    wait_for_max_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        title="Wait for the maximum (seconds)",
+        description="How long to wait for the maximum number of workers before starting with fewer.",
+    )
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK",
+        title="Placement strategy",
+        description="How Ray places the workers: packed on few nodes or spread over many.",
+    )
+    label_selector: Labels = Field(
+        default_factory=dict,
+        title="Label selector",
+        description='Ray node labels that a worker\'s node must have, such as {"market-type": "spot"}.',
+    )
+    topology: str = Field(
+        default="", description="TPU slice topology, such as 4x4. Needed for TPU slices of several hosts."
+    )
+    accelerator_type: str = Field(
+        default="",
+        title="Accelerator type",
+        description="Ray's accelerator type, such as A100 or TPU-V6E. Empty: any.",
+    )
+
+    @field_validator("resources_per_worker")
+    @classmethod
+    def _resources_are_positive(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, amount in value.items():
+            if amount < 0:
+                raise ValueError(f"resource {name!r} must be 0 or more, got {amount:g}")
+        return value
+
+    @model_validator(mode="after")
+    def _min_is_at_most_max(self) -> ScalingSettings:
+        if self.min_workers > self.max_workers:
+            raise ValueError(
+                f"min_workers ({self.min_workers}) must be at most max_workers ({self.max_workers}); "
+                "raise max_workers or lower min_workers"
+            )
+        if self.accelerator == "tpu" and self.max_workers > 1 and not (self.topology and self.accelerator_type):
+            raise ValueError(
+                "accelerator 'tpu' with more than one worker needs topology (such as '4x4') and "
+                "accelerator_type (such as 'TPU-V6E')"
+            )
+        return self
+
+
+class FailureSettings(_Settings):
+    """How much may fail before the training does. See :class:`FailureBudget`."""
+
+    max_failures: Count = Field(
+        default=3,
+        ge=-1,
+        title="Maximum worker failures",
+        description="Worker-group failures recovered inside the cluster, per driver attempt. -1: unlimited.",
+    )
+    max_preemption_failures: Count = Field(
+        default=-1,
+        ge=-1,
+        title="Maximum preemptions",
+        description="Preemptions recovered inside the cluster, counted apart from failures. -1: unlimited.",
+    )
+    driver_restarts: Count = Field(
+        default=3,
+        ge=0,
+        le=1000,
+        title="Driver restarts",
+        description="New drivers after a lost driver, head or cluster: the retries of the Prefect task.",
+    )
+    driver_restart_delay_seconds: float = Field(
+        default=10.0,
+        ge=0,
+        le=3600,
+        title="Driver restart delay (seconds)",
+        description="Delay before the first driver restart, doubled each time up to 300 seconds, with jitter.",
+    )
+    preemption_grace_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        title="Preemption grace (seconds)",
+        description="How long the surviving workers may go on past a preemption deadline.",
+    )
+    relax_collectives_on_preemption: bool = Field(
+        default=False,
+        title="Relax collectives on preemption",
+        description="Let healthy ranks commit a just-in-time checkpoint without the ranks being preempted.",
+    )
+    max_attempts_without_progress: Count = Field(
+        default=2,
+        ge=1,
+        title="Maximum attempts without progress",
+        description="Driver attempts in a row without a new checkpoint after which the training gives up.",
+    )
+    stall_timeout_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        title="Stall timeout (seconds)",
+        description="No report for so long is a failure of the worker group. 0: off.",
+    )
+
+
+class CheckpointSettings(_Settings):
+    """Which checkpoints are kept. See :class:`CheckpointPolicy`."""
+
+    keep: Count | None = Field(
+        default=None,
+        ge=1,
+        title="Checkpoints to keep",
+        description="How many checkpoints to keep, the best or the newest ones. Empty: all.",
+    )
+    score_attribute: str = Field(
+        default="",
+        title="Score attribute",
+        description="The reported metric that ranks checkpoints. Empty: the newest are the best.",
+    )
+    score_order: Literal["max", "min"] = Field(
+        default="max", title="Score order", description="Whether a higher or a lower score is better."
+    )
+
+
+class LocalStorageSettings(_Settings):
+    """A directory that holds runs. See :class:`LocalStorage`."""
+
+    path: str = Field(
+        description="Directory for run directories: local, or a mount shared by all nodes of the cluster."
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_a_directory_path(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("must name a directory, got an empty string")
+        if "://" in value and not value.startswith("file://"):
+            raise ValueError(f"{value!r} is a URL; LocalStorage takes a directory such as /mnt/shared/runs")
+        path = value.removeprefix("file://")
+        if "\0" in path:
+            raise ValueError("must not contain a NUL character")
+        return os.path.abspath(os.path.expanduser(path))
+
+
+_ADDRESS = re.compile(r"^(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})$")
+
+
+class ClusterSettings(_Settings):
+    """Which Ray cluster trains. See :class:`RayCluster`."""
+
+    address: str = Field(
+        default="",
+        description="Empty: a local cluster for this run. 'auto' or host:port: join a cluster from one of its nodes.",
+    )
+    auth_token: SecretStr = Field(
+        default=SecretStr(""),
+        title="Authentication token",
+        description="Ray's cluster token. Empty: whatever RAY_AUTH_TOKEN or ~/.ray/auth_token gives.",
+    )
+    runtime_env: JsonDict = Field(
+        default_factory=dict,
+        title="Runtime environment",
+        description='Ray runtime environment of the run, such as {"pip": ["einops"]}. Shown by Ray: no secrets.',
+    )
+    num_cpus: Count = Field(
+        default=0, ge=0, title="CPUs", description="CPUs of the local cluster. 0: all of this machine."
+    )
+    num_gpus: Count = Field(
+        default=-1, ge=-1, title="GPUs", description="GPUs of the local cluster. -1: all of this machine."
+    )
+    working_dir: str = Field(
+        default="",
+        title="Working directory",
+        description="Directory with the code of the train loop, sent to every node. Empty: nothing is sent.",
+    )
+    connect_timeout_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        title="Connect timeout (seconds)",
+        description="How long an attempt waits for the cluster to answer.",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _address_is_joinable(cls, value: str) -> str:
+        value = value.strip()
+        if value in ("", "auto"):
+            return value
+        if value.startswith(("http://", "https://", "ray://")):
+            raise ValueError(
+                f"cannot use {value!r}: submitting through the Ray Jobs API or the Ray client is not supported; "
+                "use '' (a local cluster), 'auto' or 'host:port' from a node of the cluster"
+            )
+        match = _ADDRESS.match(value)
+        if match is None or not 0 < int(match["port"]) < 65536:
+            raise ValueError(f"expected '', 'auto' or 'host:port' (port 1 to 65535), got {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _local_sizes_are_for_local_clusters(self) -> ClusterSettings:
+        if self.address and (self.num_cpus > 0 or self.num_gpus >= 0):
+            raise ValueError(
+                f"num_cpus and num_gpus size a local cluster; remove them, or remove address ({self.address!r})"
+            )
+        return self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the run gets a cluster of its own on this machine."""
+        return not self.address
+
+
+def plain(settings_type: type[Settings], block: BaseModel) -> Settings:
+    """Give a block's values as the plain settings that the driver reads, secrets included."""
+    return settings_type(**{name: getattr(block, name) for name in settings_type.model_fields})

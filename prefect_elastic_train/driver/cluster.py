@@ -1,0 +1,157 @@
+"""A local Ray cluster that belongs to one training and outlives its drivers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from prefect_elastic_train.config import ClusterSettings
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+
+__all__ = ["LocalCluster", "write_token"]
+
+#: A driver whose head has died notices it after so many seconds instead of Ray's 60.
+_GCS_RECONNECT_SECONDS = "6"
+_PORT_TRIES = 3
+
+
+def write_token(token: str, folder: Path) -> dict[str, str]:
+    """Put a cluster token into a private file.
+
+    Returns:
+        Environment variables that make Ray use it, none of which holds the token itself.
+    """
+    path = folder / "token"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(token)
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+class LocalCluster:
+    """A head node on this machine, with a token, ports and a session folder of its own.
+
+    Args:
+        settings: Sizes of the cluster.
+        extra_cpus: CPUs to add to this machine's count, for Ray Data beside the workers.
+        folder: Private folder of the training; its path is short, since sockets are made below it.
+        environment: Environment of the training's processes, with their mark.
+    """
+
+    def __init__(self, settings: ClusterSettings, extra_cpus: int, folder: Path, environment: dict[str, str]) -> None:
+        self._settings = settings
+        self._extra_cpus = extra_cpus
+        self._folder = folder
+        self._token = write_token(secrets.token_hex(32), folder)
+        self._environment = {
+            **environment,
+            **self._token,
+            "RAY_gcs_rpc_server_reconnect_timeout_s": _GCS_RECONNECT_SECONDS,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+
+    @property
+    def driver_environment(self) -> dict[str, str]:
+        """Environment variables that a driver needs to join."""
+        return {**self._token, "RAY_gcs_rpc_server_reconnect_timeout_s": _GCS_RECONNECT_SECONDS}
+
+    def is_alive(self) -> bool:
+        """Tell whether the cluster's head node runs."""
+        return self._process is not None and self._process.poll() is None and bool(self.address)
+
+    def start(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> str:
+        """Start the head node.
+
+        Args:
+            timeout_seconds: How long it may take.
+            check: Called while waiting; what it raises ends the wait.
+
+        Returns:
+            The address, ``host:port``.
+
+        Raises:
+            AttemptFailedError: It did not come up; outcome ``cluster_lost``.
+        """
+        output = ""
+        for number in range(_PORT_TRIES):
+            session_folder = self._folder / f"ray{number}"
+            shutil.rmtree(session_folder, ignore_errors=True)
+            port = _free_port()
+            log = self._folder / f"ray{number}.log"
+            with log.open("wb") as stream:
+                self._process = subprocess.Popen(
+                    self._command(port, session_folder),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    cwd=self._folder,
+                    start_new_session=True,
+                )
+            if self._wait_until_up(port, timeout_seconds, check):
+                self.address = f"127.0.0.1:{port}"
+                return self.address
+            output = log.read_text(errors="replace")[-2000:]
+            self.forget()
+        raise AttemptFailedError(
+            f"the local Ray cluster did not start within {timeout_seconds:g} s in {_PORT_TRIES} tries; its last "
+            f"words were:\n{output}",
+            outcome=Outcome.CLUSTER_LOST,
+        )
+
+    def forget(self) -> None:
+        """Give up a head node that has died or did not start; its processes are ended by their mark."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(timeout=10)
+        self._process = None
+        self.address = ""
+
+    def _command(self, port: int, session_folder: Path) -> list[str]:
+        cpus = self._settings.num_cpus or (os.cpu_count() or 1) + self._extra_cpus
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            "--disable-usage-stats",
+            "--include-dashboard=false",
+            "--node-ip-address=127.0.0.1",
+            f"--port={port}",
+            f"--ray-client-server-port={_free_port()}",
+            "--dashboard-agent-listen-port=0",
+            f"--num-cpus={cpus}",
+            f"--temp-dir={session_folder}",
+        ]
+        if self._settings.num_gpus >= 0:
+            command.append(f"--num-gpus={self._settings.num_gpus}")
+        return command
+
+    def _wait_until_up(self, port: int, timeout_seconds: float, check: Callable[[], None]) -> bool:
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline and self._process.poll() is None:
+            check()
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1):
+                    return True
+            except OSError:
+                time.sleep(0.05)
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

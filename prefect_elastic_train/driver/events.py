@@ -1,0 +1,200 @@
+"""What a driver tells its supervisor, and what the run's history consists of.
+
+Events travel as tagged JSON lines on the driver's standard output, between whatever else is printed there.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from prefect_elastic_train.outcomes import Outcome
+
+__all__ = [
+    "EVENT_TAG",
+    "AttemptEnded",
+    "AttemptStarted",
+    "CheckpointCommitted",
+    "ClusterConnected",
+    "ClusterWanted",
+    "ControllerAlive",
+    "Event",
+    "Reported",
+    "StateChanged",
+    "WaitingForCapacity",
+    "WorkerFailed",
+    "WorkerGroupResized",
+    "WorkerGroupStarted",
+    "WorkersPreempted",
+    "decode_event",
+    "encode_event",
+]
+
+#: Begins a line of the driver's output that is an event.
+EVENT_TAG = "@elastic-train-event "
+
+
+class _Event(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    #: Number of the event within its attempt, 0 until the driver has numbered it.
+    sequence: int = 0
+    #: Seconds since the epoch.
+    at: float = Field(default_factory=time.time)
+    attempt: int = 0
+    #: Whether the event may be dropped when a channel is full.
+    droppable: bool = False
+
+
+class ClusterWanted(_Event):
+    """The run is not finished, so the driver needs its local cluster."""
+
+    kind: Literal["cluster_wanted"] = "cluster_wanted"
+
+
+class ClusterConnected(_Event):
+    """The driver has joined the Ray cluster."""
+
+    kind: Literal["cluster_connected"] = "cluster_connected"
+    address: str
+    dashboard_url: str = ""
+    resources: dict[str, float] = Field(default_factory=dict)
+
+
+class AttemptStarted(_Event):
+    """The attempt holds the fence; training starts from ``checkpoint`` (empty: from the beginning)."""
+
+    kind: Literal["attempt_started"] = "attempt_started"
+    run_name: str
+    run_uri: str
+    checkpoint: str = ""
+    notes: list[str] = Field(default_factory=list)
+
+
+class StateChanged(_Event):
+    """Ray Train's controller went into another state, such as ``SCHEDULING`` or ``RUNNING``."""
+
+    kind: Literal["state_changed"] = "state_changed"
+    state: str
+
+
+class WaitingForCapacity(_Event):
+    """The cluster cannot hold ``min_workers`` now."""
+
+    kind: Literal["waiting_for_capacity"] = "waiting_for_capacity"
+    possible_workers: int
+    min_workers: int
+    resources_per_worker: dict[str, float]
+
+
+class WorkerGroupStarted(_Event):
+    """A worker group trains. ``ranks`` maps a worker's process id to its rank, for log lines."""
+
+    kind: Literal["worker_group_started"] = "worker_group_started"
+    world_size: int
+    checkpoint: str = ""
+    ranks: dict[str, int] = Field(default_factory=dict)
+
+
+class WorkerGroupResized(_Event):
+    """A healthy worker group is taken down to start with another size."""
+
+    kind: Literal["worker_group_resized"] = "worker_group_resized"
+    old_size: int
+    new_size: int
+
+
+class WorkerFailed(_Event):
+    """Ranks of the worker group failed. ``errors`` maps a rank to its traceback."""
+
+    kind: Literal["worker_failed"] = "worker_failed"
+    errors: dict[str, str]
+    retried: bool
+    #: Reports since the last checkpoint, which are done again.
+    reports_lost: int = 0
+
+
+class WorkersPreempted(_Event):
+    """A node of the worker group was drained or reclaimed."""
+
+    kind: Literal["workers_preempted"] = "workers_preempted"
+    errors: dict[str, str]
+    retried: bool
+    #: Reports since the last checkpoint, which are done again.
+    reports_lost: int = 0
+
+
+class Reported(_Event):
+    """All ranks reported. ``checkpoint`` is the folder of the checkpoint that came with it, if any."""
+
+    kind: Literal["reported"] = "reported"
+    #: Number of the report within the attempt, counted by the driver.
+    index: int = 0
+    metrics: dict[str, Any]
+    world_size: int
+    checkpoint: str = ""
+
+
+class CheckpointCommitted(_Event):
+    """A checkpoint is durable: a restart will not fall behind it."""
+
+    kind: Literal["checkpoint_committed"] = "checkpoint_committed"
+    checkpoint: str
+    size_bytes: int
+    metrics: dict[str, Any]
+
+
+class ControllerAlive(_Event):
+    """The controller's process lives; ``doing`` says what it does, ``seconds`` since when."""
+
+    kind: Literal["controller_alive"] = "controller_alive"
+    doing: str
+    seconds: float
+    callback_errors: int = 0
+
+
+class AttemptEnded(_Event):
+    """The last word of an attempt."""
+
+    kind: Literal["attempt_ended"] = "attempt_ended"
+    outcome: Outcome
+    message: str = ""
+    #: Begun by an earlier attempt and finished then; this driver had nothing to do.
+    already_finished: bool = False
+    final: bool = False
+    result: dict[str, Any] | None = None
+
+
+Event = Annotated[
+    AttemptEnded
+    | AttemptStarted
+    | CheckpointCommitted
+    | ClusterConnected
+    | ClusterWanted
+    | ControllerAlive
+    | Reported
+    | StateChanged
+    | WaitingForCapacity
+    | WorkerFailed
+    | WorkerGroupResized
+    | WorkerGroupStarted
+    | WorkersPreempted,
+    Field(discriminator="kind"),
+]
+
+_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def encode_event(event: Event) -> str:
+    """Give an event as one line of JSON without its tag."""
+    return event.model_dump_json()
+
+
+def decode_event(text: str | bytes) -> Event | None:
+    """Read an event, or None if it is none that this version knows."""
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError:
+        return None

@@ -1,0 +1,315 @@
+"""Starting, following and ending drivers as child processes, with the local cluster and the guard around them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from prefect_elastic_train.driver.cluster import LocalCluster, write_token
+from prefect_elastic_train.driver.events import (
+    EVENT_TAG,
+    AttemptEnded,
+    AttemptStarted,
+    ClusterWanted,
+    ControllerAlive,
+    Event,
+    decode_event,
+)
+from prefect_elastic_train.driver.guard import DISMISSED
+from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked
+from prefect_elastic_train.driver.relay import read_lines
+from prefect_elastic_train.driver.spec import DriverSpec, write_spec
+from prefect_elastic_train.outcomes import Outcome
+from prefect_elastic_train.settings import ElasticTrainSettings
+
+__all__ = ["Runtime"]
+
+_TURN_SECONDS = 0.2
+#: How long a driver may take from its last word to its end.
+_LEAVE_SECONDS = 15.0
+#: How long a driver may take to notice that its local cluster has died.
+_CLUSTER_DEATH_SECONDS = 20.0
+_LAST_WORDS = 30
+#: Sockets below the private folder must fit into 107 characters with Ray's session name.
+_MAX_FOLDER_CHARACTERS = 40
+_OUTPUT_QUEUE = 10_000
+
+
+class Runtime:
+    """The processes of one training on this machine: guard, local cluster and, one at a time, its drivers.
+
+    It outlives a driver, so that a driver restart keeps the cluster. Use it from one thread at a time.
+
+    Args:
+        settings: The operator's settings.
+        on_event: Called with each event of the driver.
+        on_line: Called with each other line of output: where it came from, and the text.
+        check_stop: Called several times a second; what it raises ends the driver and passes on.
+    """
+
+    def __init__(
+        self,
+        settings: ElasticTrainSettings,
+        on_event: Callable[[Event], None],
+        on_line: Callable[[str, str], None],
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.settings = settings
+        self.on_event = on_event
+        self.on_line = on_line
+        self.check_stop = check_stop
+        self._mark = secrets.token_hex(12)
+        self._folder: Path | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._cluster: LocalCluster | None = None
+        self._starting: threading.Thread | None = None
+        self._driver: subprocess.Popen[bytes] | None = None
+
+    def run_attempt(self, spec: DriverSpec, extra_cpus: int = 0) -> AttemptEnded:
+        """Run one driver to its end.
+
+        Args:
+            spec: What the driver is told.
+            extra_cpus: CPUs of a local cluster beside those of this machine.
+
+        Returns:
+            How the attempt ended, also if the driver went without a word.
+        """
+        folder = self._prepare()
+        environment = self._environment()
+        if spec.cluster.is_local:
+            if self._cluster is None:
+                self._cluster = LocalCluster(spec.cluster, extra_cpus, folder, environment)
+            environment.update(self._cluster.driver_environment)
+            spec = _with_address_file(spec, folder)
+            if not self._cluster.is_alive():
+                self._forget_cluster(spec)
+        elif spec.cluster.auth_token.get_secret_value():
+            environment.update(write_token(spec.cluster.auth_token.get_secret_value(), folder))
+        spec_file = folder / "spec"
+        write_spec(spec, spec_file)
+        self._driver = subprocess.Popen(
+            [sys.executable, "-m", "prefect_elastic_train.driver", str(spec_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            return _Following(self, self._driver, spec).until_end()
+        finally:
+            self._end_driver()
+            spec_file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End everything that belongs to the training; nothing of it is left after this, bar what cannot be killed."""
+        self._end_driver()
+        if self._folder is None:
+            return
+        guard = self._guard
+        end_marked(self._mark, timeout_seconds=10.0)
+        if self._starting is not None:
+            self._starting.join(timeout=5)
+            end_marked(self._mark, timeout_seconds=5.0)
+        if self._cluster is not None:
+            self._cluster.forget()
+            self._cluster = None
+        if guard is not None and guard.stdin is not None:
+            try:
+                guard.stdin.write(DISMISSED)
+                guard.stdin.close()
+                guard.wait(timeout=5)
+            except (OSError, subprocess.TimeoutExpired):
+                guard.kill()
+                guard.wait(timeout=5)
+        self._guard = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+
+    def want_cluster(self, spec: DriverSpec) -> None:
+        """Start the local cluster in the background, unless it runs or is joined."""
+        if self._cluster is None or self._cluster.is_alive() or not spec.address_file:
+            return
+        if self._starting is not None and self._starting.is_alive():
+            return
+        self._starting = threading.Thread(
+            target=self._start_cluster, args=(self._cluster, Path(spec.address_file)), daemon=True
+        )
+        self._starting.start()
+
+    def cluster_is_dead(self) -> bool:
+        """Tell whether the local cluster was up and is not any more."""
+        return self._cluster is not None and bool(self._cluster.address) and not self._cluster.is_alive()
+
+    def _start_cluster(self, cluster: LocalCluster, address_file: Path) -> None:
+        try:
+            address = cluster.start(self.settings.local_cluster_timeout_seconds)
+        except Exception as error:  # noqa: BLE001 - told to the driver, which ends the attempt with it
+            address = f"!{error}"
+        temporary = address_file.with_suffix(".new")
+        try:
+            temporary.write_text(address)
+            temporary.replace(address_file)
+        except OSError:  # the training is over and its folder gone
+            return
+
+    def _forget_cluster(self, spec: DriverSpec) -> None:
+        """Clear away a dead local cluster, so that the next one is not mistaken for it."""
+        if self._cluster is not None:
+            self._cluster.forget()
+        Path(spec.address_file).unlink(missing_ok=True)
+        end_marked(self._mark, timeout_seconds=10.0)
+
+    def _prepare(self) -> Path:
+        if self._folder is None:
+            base = tempfile.gettempdir()
+            if len(base) > _MAX_FOLDER_CHARACTERS:
+                base = "/tmp"
+            self._folder = Path(tempfile.mkdtemp(prefix="elastic-train-", dir=base))
+        if self._guard is None or self._guard.poll() is not None:
+            self._guard = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "prefect_elastic_train.driver.guard",
+                    f"--mark={self._mark}",
+                    f"--parent={os.getpid()}",
+                    f"--folder={self._folder}",
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                start_new_session=True,
+            )
+        return self._folder
+
+    def _environment(self) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment[MARK_VARIABLE] = self._mark
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in sys.path if p and p[-4:] != ".zip"))
+        environment["PYTHONUNBUFFERED"] = "1"
+        return environment
+
+    def _end_driver(self) -> None:
+        driver, self._driver = self._driver, None
+        if driver is None or driver.poll() is not None:
+            return
+        driver.send_signal(signal.SIGINT)
+        try:
+            driver.wait(timeout=self.settings.stop_grace_seconds)
+        except subprocess.TimeoutExpired:
+            driver.kill()
+            driver.wait(timeout=10)
+
+
+class _Following:
+    """Follows one driver's output until it has ended."""
+
+    def __init__(self, runtime: Runtime, driver: subprocess.Popen[bytes], spec: DriverSpec) -> None:
+        self._runtime = runtime
+        self._driver = driver
+        self._spec = spec
+        self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
+        self._open = 0
+        for stream, source in ((driver.stdout, "driver"), (driver.stderr, "stderr")):
+            assert stream is not None
+            read_lines(stream, source, self._output)
+            self._open += 1
+        self._attempt = 0
+        self._ended: AttemptEnded | None = None
+        self._ended_at = float("inf")
+        self._alive_at: float | None = None
+        self._doing = ""
+        self._cluster_dead_at: float | None = None
+        self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+
+    def until_end(self) -> AttemptEnded:
+        """Follow; end a driver that hangs or whose cluster is gone."""
+        while self._open:
+            self._runtime.check_stop()
+            try:
+                source, line = self._output.get(timeout=_TURN_SECONDS)
+            except queue.Empty:
+                given_up = self._look_after()
+                if given_up is not None:
+                    return given_up
+                continue
+            if line is None:
+                self._open -= 1
+            else:
+                self._take(source, line)
+        try:
+            code = self._driver.wait(timeout=_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._driver.kill()
+            code = self._driver.wait(timeout=10)
+        return self._ended or self._lost_without_a_word(code)
+
+    def _take(self, source: str, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\n")
+        event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
+        if event is None:
+            self._last_words.append(text)
+            self._runtime.on_line(source, text)
+            return
+        if isinstance(event, ClusterWanted):
+            self._runtime.want_cluster(self._spec)
+        elif isinstance(event, AttemptStarted):
+            self._attempt = event.attempt
+            self._alive_at = time.monotonic()
+        elif isinstance(event, ControllerAlive):
+            self._alive_at, self._doing = time.monotonic(), event.doing
+        elif isinstance(event, AttemptEnded):
+            self._ended, self._ended_at = event, time.monotonic()
+        self._runtime.on_event(event)
+
+    def _look_after(self) -> AttemptEnded | None:
+        """Find what ends an attempt from outside; give its end if the driver was given up."""
+        now = time.monotonic()
+        if self._ended is not None:
+            if now - self._ended_at > _LEAVE_SECONDS:
+                return self._ended
+            return None
+        if self._runtime.cluster_is_dead():
+            self._cluster_dead_at = self._cluster_dead_at or now
+            if now - self._cluster_dead_at > _CLUSTER_DEATH_SECONDS:
+                return self._end(Outcome.CLUSTER_LOST, "the local Ray cluster has died")
+        limit = self._runtime.settings.liveness_timeout_seconds
+        if self._alive_at is not None and now - self._alive_at > limit:
+            return self._end(
+                Outcome.DRIVER_LOST,
+                f"Ray Train's controller gave no sign of life for {limit:g} s; it was last {self._doing or 'starting'}",
+            )
+        return None
+
+    def _lost_without_a_word(self, code: int) -> AttemptEnded:
+        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+        if self._runtime.cluster_is_dead():
+            return self._end(Outcome.CLUSTER_LOST, f"the local Ray cluster has died, and the driver with it ({how})")
+        return self._end(Outcome.DRIVER_LOST, f"the driver process (pid {self._driver.pid}) was ended by {how}")
+
+    def _end(self, outcome: Outcome, message: str) -> AttemptEnded:
+        words = "\n".join(self._last_words)
+        return AttemptEnded(
+            attempt=self._attempt,
+            outcome=outcome,
+            message=f"{message}. Its last output:\n{words}" if words else message,
+        )
+
+
+def _with_address_file(spec: DriverSpec, folder: Path) -> DriverSpec:
+    return replace(spec, address_file=str(folder / "address"))

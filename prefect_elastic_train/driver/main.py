@@ -1,0 +1,250 @@
+"""One driver attempt, from the spec to the last event.
+
+The driver does all work on the run directory, so the supervisor works the same whether or not it can see the
+storage. It ends with one ``attempt_ended`` event; a driver that ends without one was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from prefect_elastic_train.driver.events import (
+    AttemptEnded,
+    AttemptStarted,
+    ClusterConnected,
+    ClusterWanted,
+    Event,
+    Reported,
+)
+from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
+from prefect_elastic_train.driver.spec import DriverSpec, read_spec
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.runs.attempts import (
+    Begun,
+    Claim,
+    Finished,
+    begin_attempt,
+    end_attempt,
+    host_id,
+    peek,
+)
+from prefect_elastic_train.runs.commits import all_attempts
+from prefect_elastic_train.runs.heartbeat import HeartbeatWriter
+from prefect_elastic_train.runs.history import HistoryWriter, read_history
+from prefect_elastic_train.runs.store import LocalRunStore
+
+__all__ = ["main"]
+
+logger = logging.getLogger("prefect_elastic_train.driver")
+
+
+class _Stopped(BaseException):
+    """The supervisor asked this driver to end."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run one attempt as the spec file says."""
+    output = EventOutput(sys.stdout)
+    sys.stdout = LineStream(output.write_text, sys.__stdout__.fileno())  # type: ignore[union-attr]
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
+    driver = _Driver(read_spec(Path(arguments[0])), output)
+    try:
+        ended = driver.run()
+    except AttemptFailedError as error:
+        ended = AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
+    except (_Stopped, KeyboardInterrupt, SystemExit):
+        ended = AttemptEnded(outcome=Outcome.CANCELLED, message="the driver was told to stop")
+    except OSError as error:
+        ended = AttemptEnded(outcome=Outcome.STORAGE_ERROR, message=_storage_message(driver.spec, error))
+    except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
+        ended = AttemptEnded(
+            outcome=Outcome.DRIVER_LOST,
+            message=f"the driver failed: {type(error).__name__}: {error}\n{traceback.format_exc()}",
+        )
+    # From here on a second signal must not cut the last word short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    driver.close(ended)
+    _leave_cluster()
+    output.close()
+    # Threads of Ray or of the user's libraries may not keep a finished driver.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _leave_cluster() -> None:
+    """Disconnect from Ray, for a bounded time: a cluster that is gone does not answer."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        thread = threading.Thread(target=ray.shutdown, daemon=True)
+        thread.start()
+        thread.join(timeout=5)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise _Stopped
+
+
+class _Driver:
+    """State of the attempt, and its end."""
+
+    def __init__(self, spec: DriverSpec, output: EventOutput) -> None:
+        self.spec = spec
+        self._output = output
+        self._store = LocalRunStore(os.path.join(spec.storage.path, spec.run_name))
+        self._sequence = 0
+        self._reports = 0
+        self._attempt = 0
+        self._history: HistoryWriter | None = None
+        self._heartbeat: HeartbeatWriter | None = None
+        self._receiver: EventReceiver | None = None
+
+    def run(self) -> AttemptEnded:
+        """Run the attempt and give its end."""
+        claim = self._claim()
+        self._check_storage()
+        finished = peek(self._store, claim)
+        if finished is not None:
+            return _finished(finished)
+        self.emit(ClusterWanted())
+        # The poll interval is read when Ray Train is imported in the controller, which inherits it from here.
+        os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
+        from prefect_elastic_train.driver import training
+
+        prepared = training.prepare(self.spec)
+        try:
+            address, dashboard_url, resources = training.connect(self.spec)
+        except AttemptFailedError as error:
+            # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
+            error.final = error.final or not (self.spec.cluster.is_local or all_attempts(self._store))
+            raise
+        self.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
+        training.check_capacity(self.spec, resources)
+        begun = begin_attempt(self._store, claim, seed=self._seed_from(claim))
+        if isinstance(begun, Finished):
+            return _finished(begun)
+        self._begin(begun)
+        assert self._receiver is not None
+        training.fit(self.spec, prepared, self._store, begun.attempt, self._receiver.receiving)
+        return self._completed(begun)
+
+    def emit(self, event: Event) -> None:
+        """Number an event and send it to the supervisor and into the history."""
+        self._sequence += 1
+        update: dict[str, Any] = {"sequence": self._sequence, "attempt": self._attempt}
+        if isinstance(event, Reported):
+            self._reports += 1
+            update["index"] = self._reports
+        event = event.model_copy(update=update)
+        self._output.put(event)
+        if self._history is not None:
+            self._history.add(event)
+
+    def close(self, ended: AttemptEnded) -> None:
+        """Say the last word, and record it with the attempt if one was begun."""
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if self._attempt and not ended.already_finished:
+            try:
+                end_attempt(self._store, self._attempt, ended.outcome.value, ended.message, result=ended.result)
+            except OSError as error:
+                logger.warning("could not record the end of attempt %d: %s", self._attempt, error)
+        self.emit(ended)
+        if self._history is not None:
+            self._history.close()
+
+    def _claim(self) -> Claim:
+        spec = self.spec
+        process = psutil.Process()
+        owner = spec.owner.model_copy(
+            update={
+                "host": host_id(),
+                "pid": process.pid,
+                "process_started_at": process.create_time(),
+            }
+        )
+        versions = {name: version(name) for name in ("ray", "prefect-elastic-train")}
+        return Claim(
+            name=spec.run_name,
+            owner=owner,
+            fingerprint=spec.fingerprint,
+            named=spec.named,
+            resume=spec.resume,
+            resume_from=spec.resume_from,
+            versions={**versions, "python": sys.version.split()[0]},
+            driver_restarts=spec.failures.driver_restarts,
+            max_attempts_without_progress=spec.failures.max_attempts_without_progress,
+        )
+
+    def _check_storage(self) -> None:
+        """Find out before anything starts whether the run directory can be written."""
+        path = Path(self._store.path)
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write-probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+
+    def _seed_from(self, claim: Claim) -> Any:
+        if not claim.resume_from:
+            return None
+        from prefect_elastic_train.runs.seeding import copy_checkpoint
+
+        return lambda: copy_checkpoint(self.spec.storage.path, claim.resume_from, self._store)
+
+    def _begin(self, begun: Begun) -> None:
+        self._attempt = begun.attempt
+        self._heartbeat = HeartbeatWriter(self._store, begun.attempt)
+        self._heartbeat.start()
+        self._history = HistoryWriter(self._store, begun.attempt)
+        self._receiver = EventReceiver(self.emit)
+        self.emit(
+            AttemptStarted(
+                run_name=self.spec.run_name,
+                run_uri=self._store.uri,
+                checkpoint=begun.point.checkpoint,
+                notes=begun.notes,
+            )
+        )
+
+    def _completed(self, begun: Begun) -> AttemptEnded:
+        # The controller has sent all its events before fit() returned; let the last ones arrive.
+        time.sleep(0.1)
+        from prefect_elastic_train.reporting.accounts import add_up
+        from prefect_elastic_train.runs.reading import make_result
+
+        ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=begun.attempt)
+        assert self._history is not None
+        self._history.close()
+        accounts = add_up([*read_history(self._store), ended])
+        result = make_result(
+            self._store, self.spec.run_name, accounts, begun.attempt, storage_block=self.spec.storage_block
+        )
+        return ended.model_copy(update={"result": result.model_dump(mode="json")})
+
+
+def _finished(finished: Finished) -> AttemptEnded:
+    return AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, result=finished.ended.result or {})
+
+
+def _storage_message(spec: DriverSpec, error: OSError) -> str:
+    return (
+        f"cannot use storage {spec.storage.path!r}: {type(error).__name__}: {error}. Give LocalStorage a directory "
+        "that exists or can be made, with room and write permission for this user"
+    )

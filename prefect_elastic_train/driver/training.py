@@ -1,0 +1,313 @@
+"""The driver's work with Ray: the user's objects, the cluster, and ``fit()``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import logging
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tenacity
+
+from prefect_elastic_train.driver.relay import Receiving
+from prefect_elastic_train.driver.spec import DriverSpec, Payload
+from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.runs.commits import FencedOffError
+from prefect_elastic_train.runs.store import LocalRunStore
+
+__all__ = ["Prepared", "check_capacity", "check_loop", "connect", "fit", "prepare", "resolve_loop"]
+
+logger = logging.getLogger("prefect_elastic_train.driver")
+
+_ADDRESS_FILE_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The user's objects, resolved and checked."""
+
+    train_loop: Callable[..., Any]
+    payload: Payload
+
+
+def prepare(spec: DriverSpec) -> Prepared:
+    """Import the framework and unpickle the user's objects.
+
+    Raises:
+        AttemptFailedError: Something of it does not work out; outcome ``invalid``.
+    """
+    sys.path[:] = list(dict.fromkeys([*sys.path, *spec.sys_path]))
+    try:
+        if spec.framework == "torch":
+            import ray.train.torch  # noqa: F401
+        elif spec.framework == "jax":
+            import jax  # noqa: F401
+    except ImportError as error:
+        raise AttemptFailedError(
+            f"framework {spec.framework!r} is not installed where the driver runs ({error}); install it with "
+            f"`pip install 'prefect-elastic-train[{spec.framework}]'`",
+            outcome=Outcome.INVALID,
+        ) from error
+    try:
+        payload = pickle.loads(spec.payload)
+        loop = resolve_loop(payload.train_loop) if isinstance(payload.train_loop, str) else payload.train_loop
+        check_loop(loop)
+    except ConfigurationError as error:
+        raise AttemptFailedError(str(error), outcome=Outcome.INVALID) from error
+    except Exception as error:
+        raise AttemptFailedError(
+            f"the driver cannot load train loop {spec.loop_label!r} and its configuration: "
+            f"{type(error).__name__}: {error}. What it refers to must be importable by another process of this "
+            "Python environment, or defined in the flow's own script",
+            outcome=Outcome.INVALID,
+        ) from error
+    return Prepared(loop, payload)
+
+
+def resolve_loop(path: str) -> Callable[..., Any]:
+    """Import a train loop given as ``"package.module:function"``.
+
+    Raises:
+        ConfigurationError: The path has another form, the module cannot be imported, or it has no such function.
+    """
+    module_name, _, function_name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigurationError(
+            f"train loop {path!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    for part in function_name.split("."):
+        if not hasattr(found, part):
+            raise ConfigurationError(f"train loop {path!r}: {module_name!r} has no {function_name!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigurationError(
+            f"train loop {path!r} is a {type(found).__name__}; it must be a function of no argument or of the config"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def check_loop(loop: Callable[..., Any]) -> None:
+    """Check that a loop takes nothing or the config.
+
+    Raises:
+        ConfigurationError: It requires more arguments.
+    """
+    try:
+        parameters = inspect.signature(loop).parameters.values()
+    except (TypeError, ValueError):
+        return
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) > 1:
+        raise ConfigurationError(
+            f"train loop {getattr(loop, '__name__', loop)!r} requires {len(required)} arguments "
+            f"({', '.join(required)}); it may take none, or one: the train_loop_config"
+        )
+
+
+def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
+    """Join the cluster.
+
+    Returns:
+        Its address, the URL of its dashboard (empty without one) and its resources.
+
+    Raises:
+        AttemptFailedError: Nothing answers, or it does not let us in.
+    """
+    address = _cluster_address(spec)
+    _wait_for_listener(spec, address)
+    import ray
+    from ray.job_config import JobConfig
+
+    user_env = dict(spec.cluster.runtime_env)
+    if spec.cluster.working_dir:
+        user_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
+    # Ray's tools in the workers would otherwise look for any cluster on their host.
+    variables = {"RAY_ADDRESS": address} if address != "auto" else {}
+    user_env["env_vars"] = {**variables, **user_env.get("env_vars", {})}
+    own_path = [p for p in spec.sys_path if p and os.path.isdir(p) and not _is_installed(p)]
+    try:
+        context = ray.init(
+            address=address,
+            runtime_env=user_env,
+            job_config=JobConfig(_py_driver_sys_path=own_path),
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+        )
+    except Exception as error:
+        raise _connection_failure(address, error) from error
+    # ray.init takes SIGTERM over; keep ours, which ends the attempt in order.
+    import signal
+
+    from prefect_elastic_train.driver.main import _stop
+
+    signal.signal(signal.SIGTERM, _stop)
+    return address, context.dashboard_url or "", ray.cluster_resources()
+
+
+def check_capacity(spec: DriverSpec, resources: dict[str, float]) -> None:
+    """Refuse what a local cluster can never hold, since nothing will join it later.
+
+    Raises:
+        AttemptFailedError: ``min_workers`` do not fit; outcome ``invalid``.
+    """
+    if not spec.cluster.is_local:
+        return
+    from prefect_elastic_train.elastic.translate import scaling_config
+
+    for name, amount in scaling_config(spec.scaling)._resources_per_worker_not_none.items():
+        needed = amount * spec.scaling.min_workers
+        if needed > resources.get(name, 0):
+            raise AttemptFailedError(
+                f"min_workers={spec.scaling.min_workers} need {needed:g} {name}, and the local cluster on this "
+                f"machine has {resources.get(name, 0):g}; lower min_workers or resources_per_worker, set num_cpus or "
+                "num_gpus of the RayCluster, or join a larger cluster",
+                outcome=Outcome.INVALID,
+            )
+
+
+def fit(spec: DriverSpec, prepared: Prepared, store: LocalRunStore, attempt: int, receiving: Receiving) -> None:
+    """Train until the loop has returned on all ranks.
+
+    Raises:
+        AttemptFailedError: Training ended otherwise.
+    """
+    from ray.train import DataConfig
+
+    from prefect_elastic_train.elastic.callbacks import RunCallback
+    from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
+    from prefect_elastic_train.elastic.translate import run_config, scaling_config
+    from prefect_elastic_train.filesystems import run_filesystem
+
+    payload = prepared.payload
+    scaling = scaling_config(spec.scaling)
+    callback = RunCallback(receiving, store.path, spec.scaling.min_workers, scaling._resources_per_worker_not_none)
+    setup = ControllerSetup(_requester_id(store), spec.scaling.wait_for_max_seconds, callback)
+    datasets = payload.datasets() if callable(payload.datasets) else payload.datasets
+    try:
+        trainer = make_trainer(
+            spec.framework,
+            setup,
+            train_loop_per_worker=prepared.train_loop,
+            train_loop_config=payload.train_loop_config,
+            scaling_config=scaling,
+            run_config=run_config(
+                name=spec.run_name,
+                storage_path=os.path.dirname(store.path),
+                storage_filesystem=run_filesystem(store.path, attempt),
+                failures=spec.failures,
+                checkpoints=spec.checkpoints,
+                worker_runtime_env=spec.worker_runtime_env,
+            ),
+            datasets={name: d() if inspect.isfunction(d) else d for name, d in (datasets or {}).items()},
+            dataset_config=payload.dataset_config or DataConfig(),
+            validation_config=payload.validation_config,
+            torch_config=payload.torch_config,
+            jax_config=payload.jax_config,
+        )
+    except (TypeError, ValueError, DeprecationWarning) as error:
+        raise AttemptFailedError(
+            f"Ray Train does not accept the configuration: {error}", outcome=Outcome.INVALID
+        ) from error
+    try:
+        trainer.fit()
+    except Exception as error:
+        raise classify(error, attempt) from error
+
+
+def classify(error: Exception, attempt: int) -> AttemptFailedError:
+    """Decide from what ``fit()`` raised how the attempt ended."""
+    import ray.exceptions
+    from ray.train import ControllerError, WorkerGroupError
+    from ray.train.v2.api.exceptions import PreemptionError
+
+    def failed(outcome: Outcome, message: str) -> AttemptFailedError:
+        return AttemptFailedError(message, outcome=outcome, attempt=attempt)
+
+    cause = error.controller_failure if isinstance(error, ControllerError) else error
+    if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
+        return failed(Outcome.INVALID, str(cause))
+    if isinstance(error, WorkerGroupError):
+        if any(not isinstance(e, ray.exceptions.RayError) for e in error.worker_failures.values()):
+            return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows.\n{error}")
+        return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows.\n{error}")
+    if isinstance(error, PreemptionError):
+        return failed(Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}")
+    if isinstance(cause, OSError):
+        return failed(Outcome.STORAGE_ERROR, f"the run directory could not be written: {cause}")
+    if isinstance(error, TypeError) and "serialize" in str(error):
+        return failed(Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}")
+    if isinstance(cause, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
+        return failed(Outcome.DRIVER_LOST, f"Ray Train's controller died: {cause}")
+    if isinstance(cause, ray.exceptions.RaySystemError | ConnectionError):
+        return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {cause}")
+    return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {type(cause).__name__}: {cause}")
+
+
+def _requester_id(store: LocalRunStore) -> str:
+    """Give the id that every attempt of a run reserves resources under."""
+    digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
+    return f"elastic-train-{os.path.basename(store.path)}-{digest}"
+
+
+def _cluster_address(spec: DriverSpec) -> str:
+    if not spec.address_file:
+        return spec.cluster.address
+    deadline = time.monotonic() + _ADDRESS_FILE_SECONDS
+    path = Path(spec.address_file)
+    while time.monotonic() < deadline:
+        if path.exists() and (address := path.read_text().strip()):
+            if address.startswith("!"):
+                raise AttemptFailedError(address[1:], outcome=Outcome.CLUSTER_LOST)
+            return address
+        time.sleep(0.05)
+    raise AttemptFailedError("the local cluster gave no address", outcome=Outcome.CLUSTER_LOST)
+
+
+def _wait_for_listener(spec: DriverSpec, address: str) -> None:
+    """Wait until something listens at the address, since Ray itself ends the process if nothing does."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        for attempt in tenacity.Retrying(
+            stop=tenacity.stop_after_delay(spec.cluster.connect_timeout_seconds),
+            wait=tenacity.wait_exponential(multiplier=0.1, max=2.0),
+            retry=tenacity.retry_if_exception_type(OSError),
+            reraise=True,
+        ):
+            with attempt:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+    except OSError as error:
+        raise AttemptFailedError(
+            f"no Ray cluster answers at {address} ({error}; tried for {spec.cluster.connect_timeout_seconds:g} s). "
+            "Start one there with `ray start --head`, or correct the address of the RayCluster",
+            outcome=Outcome.CLUSTER_LOST,
+        ) from error
+
+
+def _connection_failure(address: str, error: Exception) -> AttemptFailedError:
+    text = str(error)
+    if "uthentication" in text or "UNAUTHENTICATED" in text or "oken" in text:
+        return AttemptFailedError(
+            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
+            outcome=Outcome.INVALID,
+        )
+    return AttemptFailedError(
+        f"cannot join the Ray cluster at {address}: {type(error).__name__}: {text[:1000]}",
+        outcome=Outcome.CLUSTER_LOST,
+    )
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith((sys.prefix + os.sep, sys.base_prefix + os.sep)) or path.endswith(".zip")

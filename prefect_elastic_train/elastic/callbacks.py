@@ -1,0 +1,256 @@
+"""What we do inside Ray Train's controller and workers: tell the driver what happens, and tidy up before a start.
+
+An exception in a callback would end the training, so none leaves this module: each is counted, logged and
+passed over. Uses ``ray.train.v2._internal``, since the public ``UserCallback`` sees neither states nor sizes nor
+decisions, and runs after Ray has written its snapshot.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from ray.train.v2._internal.execution.callback import (
+    ControllerCallback,
+    ReportCallback,
+    TrainContextCallback,
+    WorkerGroupCallback,
+)
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
+
+from prefect_elastic_train.driver.events import (
+    CheckpointCommitted,
+    ControllerAlive,
+    Event,
+    Reported,
+    StateChanged,
+    WaitingForCapacity,
+    WorkerFailed,
+    WorkerGroupResized,
+    WorkerGroupStarted,
+    WorkersPreempted,
+)
+from prefect_elastic_train.driver.relay import EventSender, Receiving
+from prefect_elastic_train.filesystems import uploading
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs.snapshots import latest_checkpoint, parse_snapshot
+from prefect_elastic_train.runs.store import LocalRunStore
+
+__all__ = ["RunCallback", "UploadCallback", "notify_waiting"]
+
+logger = logging.getLogger(__name__)
+
+_ALIVE_SECONDS = 2.0
+_MAX_ERROR_CHARACTERS = 20_000
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+#: The callback of this controller process. Policy and callbacks are pickled one by one, so they meet here.
+_current: RunCallback | None = None
+
+
+def notify_waiting(possible_workers: int) -> None:
+    """Tell that the cluster holds fewer than the minimum of workers now."""
+    if _current is not None:
+        _current.waiting_for_capacity(possible_workers)
+
+
+def _never_raises(method: _Method) -> _Method:
+    """Count and log what a callback raises, and go on."""
+
+    @functools.wraps(method)
+    def wrapper(self: RunCallback, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            self.errors += 1
+            if self.errors <= 10:
+                logger.warning("%s failed; training goes on", method.__name__, exc_info=True)
+            return None
+
+    return wrapper  # type: ignore[return-value]
+
+
+class UploadCallback(TrainContextCallback):  # type: ignore[misc]
+    """Tells the run filesystem, in each worker, which folders are checkpoints being uploaded."""
+
+    @contextmanager
+    def on_checkpoint_transfer(self) -> Iterator[None]:
+        """Wrap the upload of a checkpoint."""
+        with uploading():
+            yield
+
+
+class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]
+    """Reports the controller's life to the driver.
+
+    Args:
+        receiving: Where the driver listens.
+        run_path: The run directory.
+        min_workers: Fewest workers to train with.
+        resources_per_worker: What each worker needs, for messages.
+    """
+
+    def __init__(
+        self,
+        receiving: Receiving,
+        run_path: str,
+        min_workers: int,
+        resources_per_worker: dict[str, float],
+    ) -> None:
+        self._receiving = receiving
+        self._run_path = run_path
+        self._min_workers = min_workers
+        self._resources_per_worker = resources_per_worker
+        self._sender: EventSender | None = None
+        self._state = "INITIALIZING"
+        self._state_since = time.time()
+        self._world_size = 0
+        self._last_errors: dict[int, Exception] = {}
+        self._reports_since_checkpoint = 0
+        self._checkpoint = ""
+        # Made in the controller: a lock cannot be pickled on its way there.
+        self._stopped: threading.Event | None = None
+        self.errors = 0
+
+    @_never_raises
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Begin to send, and to show signs of life."""
+        global _current
+        _current = self
+        self._sender = EventSender(self._receiving)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._show_life, name="elastic-train-alive", daemon=True).start()
+
+    @_never_raises
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Report a new state; Ray calls this at every poll, changed or not."""
+        name = current_state._state_type.state_name
+        if name != self._state:
+            self._state, self._state_since = name, time.time()
+            self._send(StateChanged(state=name))
+
+    @_never_raises
+    def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
+        """Report that a healthy worker group gives way to one of another size."""
+        if self._world_size and not self._last_errors:
+            self._send(WorkerGroupResized(old_size=self._world_size, new_size=resize_decision.num_workers))
+
+    @_never_raises
+    def before_controller_execute_failure_decision(self, failure_decision: FailureDecision) -> None:
+        """Report a failure of the worker group and what is done about it."""
+        from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
+
+        errors = self._last_errors
+        if not errors and self._state != "PREEMPTING":
+            return
+        preempted = self._state == "PREEMPTING" or any(_is_preempted_actor(e) for e in errors.values())
+        event_type = WorkersPreempted if preempted else WorkerFailed
+        self._send(
+            event_type(
+                errors={str(rank): str(error)[-_MAX_ERROR_CHARACTERS:] for rank, error in errors.items()},
+                retried=failure_decision is FailureDecision.RETRY,
+                reports_lost=self._reports_since_checkpoint,
+            )
+        )
+        self._world_size = 0
+
+    @_never_raises
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Remove what interrupted uploads left behind: no worker runs now."""
+        self._last_errors = {}
+        self._world_size = 0
+        removed = remove_interrupted_uploads(LocalRunStore(self._run_path))
+        if removed:
+            logger.warning("Removed checkpoints whose upload was interrupted: %s", ", ".join(removed))
+
+    @_never_raises
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Report size and ranks of the new worker group."""
+        workers = worker_group.get_workers()
+        self._world_size = len(workers)
+        self._reports_since_checkpoint = 0
+        snapshot = parse_snapshot(LocalRunStore(self._run_path).read(layout.SNAPSHOT))
+        latest = latest_checkpoint(snapshot) if snapshot else None
+        self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
+        ranks = {
+            f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
+            for worker in workers
+        }
+        self._send(WorkerGroupStarted(world_size=len(workers), checkpoint=self._checkpoint, ranks=ranks))
+
+    @_never_raises
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Remember the errors of the ranks for the failure decision that follows."""
+        if worker_group_status.errors:
+            self._last_errors = dict(worker_group_status.errors)
+
+    @_never_raises
+    def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
+        """Report what rank 0 reported, and the commit that came with it: Ray has written its snapshot."""
+        checkpoint = training_report.checkpoint
+        name = checkpoint.path.rstrip("/").removeprefix(f"{self._run_path}/") if checkpoint else ""
+        rank_zero = _plain(metrics[0]) if metrics else {}
+        self._reports_since_checkpoint = 0 if checkpoint else self._reports_since_checkpoint + 1
+        self._send(Reported(metrics=rank_zero, world_size=self._world_size, checkpoint=name, droppable=not checkpoint))
+        if checkpoint:
+            sizes = LocalRunStore(self._run_path).file_sizes(name) or {}
+            self._send(CheckpointCommitted(checkpoint=name, size_bytes=sum(sizes.values()), metrics=rank_zero))
+
+    @_never_raises
+    def after_controller_finish(self, result: Any) -> None:
+        """Send what is left; the process ends soon."""
+        self._stop_sending(timeout_seconds=3.0)
+
+    @_never_raises
+    def before_controller_abort(self) -> None:
+        """Send what is left; the process ends at once."""
+        self._stop_sending(timeout_seconds=1.0)
+
+    @_never_raises
+    def waiting_for_capacity(self, possible_workers: int) -> None:
+        """Report what the start of a worker group waits for."""
+        self._send(
+            WaitingForCapacity(
+                possible_workers=possible_workers,
+                min_workers=self._min_workers,
+                resources_per_worker=self._resources_per_worker,
+            )
+        )
+
+    def _send(self, event: Event) -> None:
+        if self._sender is not None:
+            self._sender.send(event)
+
+    def _stop_sending(self, timeout_seconds: float) -> None:
+        if self._stopped is not None:
+            self._stopped.set()
+        if self._sender is not None:
+            self._sender.close(timeout_seconds)
+
+    def _show_life(self) -> None:
+        while self._stopped is not None and not self._stopped.wait(_ALIVE_SECONDS):
+            self._send(
+                ControllerAlive(
+                    doing=self._state,
+                    seconds=time.time() - self._state_since,
+                    callback_errors=self.errors,
+                    droppable=True,
+                )
+            )
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Give metrics as plain JSON values: numbers as numbers, anything else as short text."""
+    plain: dict[str, Any] = {}
+    for name, value in metrics.items():
+        item = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+        plain[str(name)] = item if isinstance(item, bool | int | float | str) or item is None else str(item)[:200]
+    return plain

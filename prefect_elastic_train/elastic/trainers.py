@@ -1,0 +1,87 @@
+"""Ray Train's trainers with our policy and callbacks in their controller.
+
+Uses ``ray.train.v2._internal``: ``fit()`` hands policy and callbacks to its controller through
+``_initialize_and_run_controller``, and has no public parameter for either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from prefect_elastic_train.elastic.callbacks import RunCallback, UploadCallback, notify_waiting
+from prefect_elastic_train.elastic.policy import RunScalingPolicy
+
+__all__ = ["FRAMEWORKS", "ControllerSetup", "make_trainer"]
+
+FRAMEWORKS = ("torch", "jax", "none")
+
+
+@dataclass(frozen=True)
+class ControllerSetup:
+    """What goes into the controller besides Ray's own parts.
+
+    Attributes:
+        requester_id: Under which the run reserves resources.
+        wait_for_max_seconds: How long to wait for the maximum of workers.
+        callback: Reports to the driver.
+    """
+
+    requester_id: str
+    wait_for_max_seconds: float
+    callback: RunCallback
+
+
+class _ElasticTrainerMixin:
+    """Puts our parts into the controller of a Ray Train trainer."""
+
+    _elastic_setup: ControllerSetup
+
+    def _initialize_and_run_controller(self, **controller_arguments: Any) -> Any:
+        setup = self._elastic_setup
+        controller_arguments["scaling_policy"] = RunScalingPolicy(
+            self.scaling_config,  # type: ignore[attr-defined]
+            requester_id=setup.requester_id,
+            wait_for_max_seconds=setup.wait_for_max_seconds,
+            on_waiting=notify_waiting,
+        )
+        return super()._initialize_and_run_controller(**controller_arguments)  # type: ignore[misc]
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Ray's callbacks and ours, without the cleaner of placement groups.
+
+        Placement groups go with the job of their driver, which ends when its controller does. The cleaner may
+        ask another cluster on the same host whether the controller lives, and remove a living group.
+        """
+        callbacks = super()._create_default_callbacks()  # type: ignore[misc]
+        kept = [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+        return [*kept, self._elastic_setup.callback, UploadCallback()]
+
+
+def make_trainer(framework: str, setup: ControllerSetup, **arguments: Any) -> DataParallelTrainer:
+    """Make the trainer of a framework with our parts in its controller.
+
+    Args:
+        framework: ``"torch"``, ``"jax"`` or ``"none"``.
+        setup: Our parts.
+        **arguments: The trainer's own; ``torch_config`` and ``jax_config`` reach the one they belong to.
+
+    Raises:
+        ImportError: The framework is not installed.
+    """
+    torch_config, jax_config = arguments.pop("torch_config", None), arguments.pop("jax_config", None)
+    base: type[DataParallelTrainer] = DataParallelTrainer
+    if framework == "torch":
+        from ray.train.torch import TorchTrainer
+
+        base, arguments["torch_config"] = TorchTrainer, torch_config
+    elif framework == "jax":
+        from ray.train.v2.jax import JaxTrainer
+
+        base, arguments["jax_config"] = JaxTrainer, jax_config
+    trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_elastic_setup": setup})
+    trainer: DataParallelTrainer = trainer_type(**arguments)
+    return trainer

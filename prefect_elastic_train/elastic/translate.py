@@ -1,0 +1,77 @@
+"""The one place where blocks become Ray Train's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
+
+__all__ = ["checkpoint_config", "failure_config", "run_config", "scaling_config"]
+
+
+def scaling_config(scaling: ScalingSettings) -> Any:
+    """Give Ray's ``ScalingConfig``: always elastic, also when min equals max, so that our policy is in charge."""
+    from ray.train import ScalingConfig
+
+    optional: dict[str, Any] = {}
+    if scaling.resources_per_worker:
+        optional["resources_per_worker"] = dict(scaling.resources_per_worker)
+    if scaling.label_selector:
+        optional["label_selector"] = dict(scaling.label_selector)
+    if scaling.topology:
+        optional["topology"] = scaling.topology
+    if scaling.accelerator_type:
+        optional["accelerator_type"] = scaling.accelerator_type
+    return ScalingConfig(
+        num_workers=(scaling.min_workers, scaling.max_workers),
+        use_gpu=scaling.accelerator == "gpu",
+        use_tpu=scaling.accelerator == "tpu",
+        placement_strategy=scaling.placement_strategy,
+        elastic_resize_monitor_interval_s=scaling.resize_check_interval_seconds,
+        **optional,
+    )
+
+
+def failure_config(failures: FailureSettings) -> Any:
+    """Give Ray's ``FailureConfig``."""
+    from ray.train import FailureConfig
+
+    return FailureConfig(
+        max_failures=failures.max_failures,
+        max_preemption_failures=failures.max_preemption_failures,
+        relax_collectives_on_preemption=failures.relax_collectives_on_preemption,
+        preemption_grace_s=failures.preemption_grace_seconds,
+    )
+
+
+def checkpoint_config(checkpoints: CheckpointSettings) -> Any:
+    """Give Ray's ``CheckpointConfig``."""
+    from ray.train import CheckpointConfig
+
+    return CheckpointConfig(
+        num_to_keep=checkpoints.keep,
+        checkpoint_score_attribute=checkpoints.score_attribute or None,
+        checkpoint_score_order=checkpoints.score_order,
+    )
+
+
+def run_config(
+    *,
+    name: str,
+    storage_path: str,
+    storage_filesystem: Any,
+    failures: FailureSettings,
+    checkpoints: CheckpointSettings,
+    worker_runtime_env: dict[str, Any],
+) -> Any:
+    """Give Ray's ``RunConfig`` for a run directory ``<storage_path>/<name>`` on our filesystem."""
+    from ray.train import RunConfig
+
+    return RunConfig(
+        name=name,
+        storage_path=storage_path,
+        storage_filesystem=storage_filesystem,
+        failure_config=failure_config(failures),
+        checkpoint_config=checkpoint_config(checkpoints),
+        worker_runtime_env=worker_runtime_env or None,
+    )

@@ -1,0 +1,100 @@
+"""How an attempt ended, and whether another one can heal it: decided here and nowhere else."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State, TaskRun
+    from prefect.tasks import Task
+
+__all__ = [
+    "AttemptFailedError",
+    "ConfigurationError",
+    "ElasticTrainError",
+    "Outcome",
+    "may_retry",
+    "restart_delays",
+]
+
+#: Prefect accepts at most this many entries in a list of retry delays.
+_PREFECT_MAX_DELAYS = 50
+_MAX_DELAY_SECONDS = 300.0
+
+
+class Outcome(str, enum.Enum):
+    """How a driver attempt, and with it perhaps the training, ended."""
+
+    COMPLETED = "completed"
+    USER_ERROR = "user_error"
+    DRIVER_LOST = "driver_lost"
+    CLUSTER_LOST = "cluster_lost"
+    STORAGE_ERROR = "storage_error"
+    NO_PROGRESS = "no_progress"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    INVALID = "invalid"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether a new driver on the same run may succeed where this attempt did not."""
+        return self in (Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
+
+
+class ElasticTrainError(Exception):
+    """Base of all errors that this package raises."""
+
+
+class ConfigurationError(ElasticTrainError, ValueError):
+    """The training cannot start as it is configured. Nothing has been started."""
+
+
+class AttemptFailedError(ElasticTrainError):
+    """A driver attempt ended without a result.
+
+    Attributes:
+        outcome: How it ended; :attr:`Outcome.retryable` tells whether Prefect will start another attempt.
+        attempt: Number of the attempt in the run directory, 0 if none was begun.
+        final: A budget is used up, so that nothing follows whatever the outcome.
+    """
+
+    def __init__(self, message: str, *, outcome: Outcome, attempt: int = 0, final: bool = False) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.attempt = attempt
+        self.final = final
+
+    @property
+    def retryable(self) -> bool:
+        """Whether another attempt may follow."""
+        return self.outcome.retryable and not self.final
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.outcome, self.attempt, self.final)
+
+
+def _rebuild(
+    error_type: type[AttemptFailedError], message: str, outcome: Outcome, attempt: int, final: bool
+) -> AttemptFailedError:
+    return error_type(message, outcome=outcome, attempt=attempt, final=final)
+
+
+def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """Prefect's ``retry_condition_fn``: retry what a new driver can heal, nothing else.
+
+    A plain function, since Prefect takes any other callable for "never".
+    """
+    error = getattr(state, "data", None)
+    if error is not None and not isinstance(error, BaseException):
+        error = getattr(error, "result", error)
+    return isinstance(error, AttemptFailedError) and error.retryable
+
+
+def restart_delays(restarts: int, first_delay_seconds: float) -> list[float]:
+    """Give the delay before each driver restart, in seconds: doubled each time, up to 300."""
+    if restarts <= 0:
+        return []
+    cap = max(_MAX_DELAY_SECONDS, first_delay_seconds)
+    return [min(cap, first_delay_seconds * math.pow(2, n)) for n in range(min(restarts, _PREFECT_MAX_DELAYS))]

@@ -1,0 +1,143 @@
+"""The run's output and events as lines of a log, as many as a person can read."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+from prefect_elastic_train.driver.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    ClusterConnected,
+    Event,
+    StateChanged,
+    WaitingForCapacity,
+    WorkerFailed,
+    WorkerGroupResized,
+    WorkerGroupStarted,
+    WorkersPreempted,
+)
+
+__all__ = ["RunLog"]
+
+#: Ray's prefix of a worker's line: actor, process id and, for another node, its address.
+_WORKER_LINE = re.compile(r"^(?:\x1b\[\d+m)*\((?P<actor>\w+) pid=(?P<pid>\d+)(?:, ip=(?P<ip>[\d.]+))?\)(?:\x1b\[0m)* ?")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_MAX_LINE = 8000
+
+
+class RunLog:
+    """Writes events and output to a logger, output at a limited rate with a count of what was left out.
+
+    Args:
+        logger: Where to, such as Prefect's run logger.
+        lines_per_second: Lines of output let through, with a burst of ten seconds' worth.
+    """
+
+    def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
+        self._logger = logger
+        self._rate = lines_per_second
+        self._burst = 10 * lines_per_second
+        self._allowance = self._burst
+        self._last = time.monotonic()
+        self._dropped = 0
+        self._ranks: dict[str, int] = {}
+        self._attempt = 0
+
+    def line(self, source: str, text: str) -> None:
+        """Write a line of output; a worker's is tagged with its rank."""
+        if not text.strip():
+            return
+        now = time.monotonic()
+        self._allowance = min(self._burst, self._allowance + (now - self._last) * self._rate)
+        self._last = now
+        if self._allowance < 1:
+            self._dropped += 1
+            return
+        self._allowance -= 1
+        if self._dropped:
+            self._logger.info("[%d lines of output left out: more than %g a second]", self._dropped, self._rate)
+            self._dropped = 0
+        self._logger.info("%s", self._tagged(source, text)[:_MAX_LINE])
+
+    def event(self, event: Event) -> None:
+        """Write an event that a person wants to know of."""
+        log = self._logger
+        if isinstance(event, ClusterConnected):
+            cpus = event.resources.get("CPU", 0)
+            log.info(
+                "Joined the Ray cluster at %s (%g CPUs, %g GPUs)", event.address, cpus, event.resources.get("GPU", 0)
+            )
+        elif isinstance(event, AttemptStarted):
+            self._attempt = event.attempt
+            where = f"from checkpoint {event.checkpoint}" if event.checkpoint else "from the beginning"
+            log.info(
+                "Attempt %d of run %s starts %s; run directory %s", event.attempt, event.run_name, where, event.run_uri
+            )
+            for note in event.notes:
+                log.warning("Run %s: %s", event.run_name, note)
+        elif isinstance(event, WorkerGroupStarted):
+            self._ranks = event.ranks
+            where = f"from checkpoint {event.checkpoint}" if event.checkpoint else "from the beginning"
+            log.info("%d workers train %s", event.world_size, where)
+        elif isinstance(event, WorkerGroupResized):
+            log.info("The worker group is resized from %d to %d workers", event.old_size, event.new_size)
+        elif isinstance(event, WorkerFailed | WorkersPreempted):
+            what = "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure"
+            then = "the worker group is restarted" if event.retried else "the budget is used up"
+            reasons = "\n".join(f"[rank {rank}] {error}" for rank, error in sorted(event.errors.items()))
+            log.warning("%s: %s; %d reports are done again\n%s", what, then, event.reports_lost, reasons)
+        elif isinstance(event, WaitingForCapacity):
+            log.warning(
+                "Waiting for capacity: %d workers fit, at least %d are needed with %s each",
+                event.possible_workers,
+                event.min_workers,
+                event.resources_per_worker,
+            )
+        elif isinstance(event, CheckpointCommitted):
+            log.info(
+                "Checkpoint %s is committed (%s): %s", event.checkpoint, _size(event.size_bytes), _short(event.metrics)
+            )
+        elif isinstance(event, StateChanged):
+            log.debug("Ray Train is %s", event.state)
+
+    def close(self) -> None:
+        """Tell how many lines were left out at the end."""
+        if self._dropped:
+            self._logger.info("[%d lines of output left out]", self._dropped)
+            self._dropped = 0
+
+    def _tagged(self, source: str, text: str) -> str:
+        match = _WORKER_LINE.match(text)
+        rest = _COLOURS.sub("", text[match.end() :] if match else text)
+        if match is None:
+            return f"[attempt {self._attempt} {source}] {rest}"
+        if match["actor"] != "RayTrainWorker":
+            return f"[attempt {self._attempt} {match['actor']}] {rest}"
+        rank = next(
+            (
+                rank
+                for worker, rank in self._ranks.items()
+                if worker.endswith(f":{match['pid']}") and (not match["ip"] or worker.startswith(match["ip"]))
+            ),
+            None,
+        )
+        name = f"rank {rank}" if rank is not None else f"worker {match['pid']}"
+        return f"[attempt {self._attempt} {name}] {rest}"
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _short(metrics: dict[str, object]) -> str:
+    parts = [
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
+    ]
+    return ", ".join(parts)[:500]

@@ -1,0 +1,397 @@
+"""Beginning an attempt: who may write a run, and taking it over from whoever did before."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import all_attempts, lineage
+from prefect_elastic_train.runs.records import (
+    AttemptRecord,
+    EndedRecord,
+    Fingerprint,
+    Heartbeat,
+    Owner,
+    RunRecord,
+    decode,
+    encode,
+)
+from prefect_elastic_train.runs.resume import (
+    ResumePoint,
+    adopt_snapshot,
+    find_resume_point,
+    restore_snapshot,
+)
+from prefect_elastic_train.runs.store import RunStore
+
+__all__ = ["Begun", "Claim", "Finished", "begin_attempt", "end_attempt", "host_id", "is_alive", "peek"]
+
+#: Bound of the take-over loop. It turns again only when somebody else took a step in between.
+_MAX_TURNS = 20
+#: A holder counts as dead after this many of its heartbeat intervals without a beat.
+_MISSED_BEATS = 3
+_HEARTBEAT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a driver wants with a run.
+
+    Attributes:
+        name: The run's name.
+        owner: The flow run and the driver process.
+        fingerprint: What makes it the same training as before.
+        named: The user gave the run name, so that a changed configuration is meant.
+        resume: Take over a run of another flow run.
+        resume_from: The run whose checkpoint a new run starts from, empty for none.
+        versions: Versions in use, for the record.
+        driver_restarts: Attempts allowed beyond the first one, over all resumes of the flow run.
+        max_attempts_without_progress: Attempts in a row without a commit after which none is begun.
+    """
+
+    name: str
+    owner: Owner
+    fingerprint: Fingerprint
+    named: bool = False
+    resume: bool = False
+    resume_from: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    driver_restarts: int = 3
+    max_attempts_without_progress: int = 2
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An attempt that holds the fence.
+
+    Attributes:
+        attempt: Its number in the run directory.
+        point: What it resumes from.
+        counted: How many attempts of this flow run there were, this one included.
+        without_progress: How many attempts before it, in a row, ended without a commit.
+        notes: What the user should know: repairs, changed configuration, a driver that was ended.
+    """
+
+    attempt: int
+    point: ResumePoint
+    counted: int
+    without_progress: int
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run is complete and was this flow run's: nothing is left to do."""
+
+    attempt: int
+    ended: EndedRecord
+
+
+@dataclass(frozen=True)
+class _Past:
+    """An attempt that ended or died, or still runs."""
+
+    number: int
+    record: AttemptRecord | None
+    ended: EndedRecord | None
+
+    @property
+    def flow_run_id(self) -> str:
+        return self.record.owner.flow_run_id if self.record else ""
+
+
+def begin_attempt(
+    store: RunStore,
+    claim: Claim,
+    *,
+    seed: Callable[[], None] | None = None,
+    observe_seconds: float | None = None,
+) -> Begun | Finished:
+    """Take the run over, or say why not.
+
+    Args:
+        store: The run directory.
+        claim: Who wants it, and how.
+        seed: Copies the checkpoint that a new run starts from; called while the run has no commit.
+        observe_seconds: How long another flow run's attempt is watched for a sign of life; default three of
+            its heartbeat intervals.
+
+    Returns:
+        The attempt, which holds the fence; or what the finished run left behind.
+
+    Raises:
+        AttemptFailedError: With outcome ``invalid``: the run is another flow run's, or is not the same
+            training. With ``no_progress`` or ``driver_lost``: a budget is used up.
+    """
+    notes: list[str] = []
+    _claim_run(store, claim, notes)
+    for _ in range(_MAX_TURNS):
+        past = _past_attempts(store)
+        last = past[-1] if past else None
+        if last is not None:
+            if last.flow_run_id == claim.owner.flow_run_id:
+                if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value:
+                    return Finished(last.number, last.ended)
+                note = _end_old_driver(last)
+                notes += [note] if note else []
+            else:
+                _check_takeover(store, claim, last, observe_seconds)
+        counted, without_progress = _spent(store, claim, past)
+        _check_budgets(store, claim, past, counted, without_progress)
+        if seed is not None and next(lineage(store), None) is None:
+            seed()
+        newest = next(lineage(store), None)
+        point = find_resume_point(store)
+        attempt = (last.number if last else 0) + 1
+        record = AttemptRecord(
+            attempt=attempt,
+            owner=claim.owner,
+            base=point.base,
+            repairs=point.repairs,
+            versions=claim.versions,
+        )
+        if not store.create(layout.attempt_name(attempt), encode(record)):
+            continue  # somebody else began this attempt: look again at who holds the run
+        if next(lineage(store, before=attempt), None) != newest:
+            end_attempt(store, attempt, "superseded", "the previous holder committed meanwhile", superseded=True)
+            continue
+        if last is not None and last.ended is None:
+            end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
+        repairs = point.repairs + restore_snapshot(store, point)
+        return Begun(attempt, point, counted + 1, without_progress, notes + repairs)
+    raise AttemptFailedError(
+        f"run {claim.name!r} changed hands {_MAX_TURNS} times while this driver tried to begin; "
+        "another flow run is starting on it, give this one another run_name",
+        outcome=Outcome.INVALID,
+    )
+
+
+def peek(store: RunStore, claim: Claim) -> Finished | None:
+    """Tell, without beginning anything, whether the run is finished for this flow run.
+
+    Raises:
+        AttemptFailedError: :func:`begin_attempt` would refuse because the run is another flow run's.
+    """
+    past = _past_attempts(store)
+    if not past:
+        return None
+    last = past[-1]
+    if last.flow_run_id == claim.owner.flow_run_id:
+        if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value:
+            return Finished(last.number, last.ended)
+    elif not claim.resume and last.record is not None:
+        state = f"ended as {last.ended.outcome}" if last.ended is not None else "may still be running"
+        raise _owned(store, claim, last.record.owner, f"attempt {last.number} {state}")
+    return None
+
+
+def end_attempt(
+    store: RunStore,
+    attempt: int,
+    outcome: str,
+    message: str = "",
+    *,
+    result: dict[str, object] | None = None,
+    superseded: bool = False,
+) -> None:
+    """Record how an attempt ended; the first record stays."""
+    record = EndedRecord(attempt=attempt, outcome=outcome, message=message[:4000], result=result, superseded=superseded)
+    store.create(layout.ended_name(attempt), encode(record))
+
+
+def host_id() -> str:
+    """Give a name of this machine that changes when it boots anew."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"
+
+
+def is_alive(store: RunStore, record: AttemptRecord, observe_seconds: float | None = None) -> bool:
+    """Tell whether an attempt that has not ended shows a sign of life.
+
+    No clocks are compared: on the driver's own machine its process is looked up, elsewhere the heartbeat is
+    watched for a change.
+    """
+    if record.owner.host == host_id():
+        return _same_process(record.owner) is not None
+    first = store.read(layout.HEARTBEAT)
+    beat = decode(Heartbeat, first)
+    interval = beat.interval_seconds if beat else _HEARTBEAT_SECONDS
+    bound = observe_seconds if observe_seconds is not None else _MISSED_BEATS * interval
+    deadline = time.monotonic() + bound
+    while time.monotonic() < deadline:
+        time.sleep(min(0.5, bound / 10))
+        if store.read(layout.HEARTBEAT) != first:
+            return True
+    return False
+
+
+def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
+    """Create the run, or check that it is the same training."""
+    record = RunRecord(
+        name=claim.name,
+        creator=claim.owner,
+        fingerprint=claim.fingerprint,
+        resume_from=claim.resume_from,
+        versions=claim.versions,
+    )
+    if store.read(layout.RUN) is None:
+        if store.read(layout.SNAPSHOT) is not None and not store.names(layout.ATTEMPTS):
+            if not claim.resume:
+                raise AttemptFailedError(
+                    f"{store.uri} holds a run that another program wrote with Ray Train; give another run_name, "
+                    "or resume=True to continue it",
+                    outcome=Outcome.INVALID,
+                )
+            if adopt_snapshot(store):
+                notes.append("the run was written by Ray Train alone; its checkpoints were adopted")
+        if store.create(layout.RUN, encode(record)):
+            return
+    existing = decode(RunRecord, store.read(layout.RUN))
+    if existing is None:
+        notes.append("run.json was torn or missing and was written anew")
+        store.replace(layout.RUN, encode(record))
+        return
+    if existing.creator.flow_run_id != claim.owner.flow_run_id and not all_attempts(store) and not claim.resume:
+        raise _owned(store, claim, existing.creator, "has not begun an attempt yet")
+    differences = existing.fingerprint.differences(claim.fingerprint)
+    if differences and (claim.named or claim.resume):
+        notes.append("the run continues with another configuration: " + "; ".join(differences))
+    elif differences and existing.creator.flow_run_id == claim.owner.flow_run_id:
+        raise AttemptFailedError(
+            f"run {claim.name!r} was begun with another configuration: {'; '.join(differences)}. If this flow trains "
+            "several models, give each its own run_name; to continue this run with the new configuration, give "
+            f"run_name={claim.name!r}",
+            outcome=Outcome.INVALID,
+        )
+    if claim.resume_from and existing.resume_from != claim.resume_from:
+        raise AttemptFailedError(
+            f"run {claim.name!r} exists and did not start from {claim.resume_from!r}; resume_from starts a new "
+            "run, so give it a new run_name",
+            outcome=Outcome.INVALID,
+        )
+
+
+def _past_attempts(store: RunStore) -> list[_Past]:
+    past = []
+    for number in all_attempts(store):
+        record = decode(AttemptRecord, store.read(layout.attempt_name(number)))
+        ended = decode(EndedRecord, store.read(layout.ended_name(number)))
+        past.append(_Past(number, record, ended))
+    return past
+
+
+def _check_takeover(store: RunStore, claim: Claim, last: _Past, observe_seconds: float | None) -> None:
+    """Refuse another flow run's run unless the user wants it and nobody works on it."""
+    if last.record is None:
+        return
+    ended = last.ended
+    state = f"ended as {ended.outcome}" if ended is not None else "may still be running"
+    if not claim.resume:
+        raise _owned(store, claim, last.record.owner, f"attempt {last.number} {state}")
+    if ended is None and is_alive(store, last.record, observe_seconds):
+        owner = last.record.owner
+        raise AttemptFailedError(
+            f"run {claim.name!r} is being trained right now by {owner.describe()} on "
+            f"{owner.host.partition('/')[0]}, pid {owner.pid}; cancel that flow run first, then resume",
+            outcome=Outcome.INVALID,
+        )
+
+
+def _owned(store: RunStore, claim: Claim, owner: Owner, state: str) -> AttemptFailedError:
+    return AttemptFailedError(
+        f"run {claim.name!r} in {store.uri} belongs to {owner.describe()}; {state}. Give this training another "
+        "run_name, or resume=True to take the run over",
+        outcome=Outcome.INVALID,
+    )
+
+
+def _spent(store: RunStore, claim: Claim, past: list[_Past]) -> tuple[int, int]:
+    """Count this flow run's attempts, and those in a row without a commit, since the last verdict.
+
+    A verdict is an end that no automatic restart follows: only a person's retry gets past it, and that
+    starts with fresh budgets.
+    """
+    progressed = {attempt for attempt, _ in lineage(store)}
+    counted = without_progress = 0
+    in_a_row = True
+    for attempt in reversed(past):
+        if attempt.flow_run_id != claim.owner.flow_run_id:
+            break
+        if attempt.ended is not None:
+            if attempt.ended.superseded:
+                continue
+            if attempt.ended.final or not _retryable(attempt.ended.outcome):
+                break
+        counted += 1
+        if attempt.number in progressed:
+            in_a_row = False
+        elif in_a_row:
+            without_progress += 1
+    return counted, without_progress
+
+
+def _retryable(outcome: str) -> bool:
+    try:
+        return Outcome(outcome).retryable
+    except ValueError:  # written by a newer version
+        return False
+
+
+def _check_budgets(store: RunStore, claim: Claim, past: list[_Past], counted: int, without_progress: int) -> None:
+    """Refuse another attempt when a budget is used up, and record that as the run's verdict."""
+    if without_progress >= claim.max_attempts_without_progress:
+        outcome = Outcome.NO_PROGRESS
+        message = (
+            f"{without_progress} attempts in a row ended without a new checkpoint, so another one would too. Mend "
+            "what ends them and retry the flow run, or raise max_attempts_without_progress (now "
+            f"{claim.max_attempts_without_progress}) of the FailureBudget"
+        )
+    elif counted > claim.driver_restarts:
+        outcome = Outcome.DRIVER_LOST
+        message = (
+            f"the driver restarts of this flow run are used up: {counted} attempts began, 1 + driver_restarts "
+            f"({claim.driver_restarts}) are allowed over all its resumes. Retry the flow run for a fresh budget, or "
+            "raise driver_restarts of the FailureBudget"
+        )
+    else:
+        return
+    last = past[-1]
+    verdict = EndedRecord(attempt=last.number, outcome=outcome.value, message=message, final=True)
+    store.replace(layout.ended_name(last.number), encode(verdict))
+    raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
+
+
+def _same_process(owner: Owner) -> psutil.Process | None:
+    try:
+        process = psutil.Process(owner.pid)
+        if abs(process.create_time() - owner.process_started_at) > 1.0:
+            return None
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
+    except (psutil.Error, ValueError):
+        return None
+
+
+def _end_old_driver(last: _Past) -> str:
+    """End this flow run's previous driver if it still lives on this machine. It is fenced off in any case."""
+    if last.ended is not None or last.record is None or last.record.owner.host != host_id():
+        return ""
+    process = _same_process(last.record.owner)
+    if process is None or process.pid == os.getpid():
+        return ""
+    try:
+        process.kill()
+        process.wait(10)
+    except psutil.Error as error:
+        return f"the driver of attempt {last.number} (pid {process.pid}) could not be ended: {error}"
+    return f"the driver of attempt {last.number} (pid {process.pid}) was still alive and was ended"

@@ -1,0 +1,193 @@
+"""Commits: what a run has durably reached, written by the attempt that holds the fence.
+
+The protocol, with ``list`` and exclusive ``create`` as its only primitives:
+
+- A holder writes its commit, then looks at the attempts, and only then deletes what the commit no longer names.
+- A successor creates its attempt, then looks at the commits again, and begins anew if a newer one has appeared.
+
+Whoever acts second sees the other. So a checkpoint that a living lineage needs is never deleted, and a commit
+that was written after the successor's second look belongs to an older attempt and counts for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, unquote
+
+from prefect_elastic_train.outcomes import ElasticTrainError
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
+from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
+from prefect_elastic_train.runs.store import RunStore
+
+__all__ = [
+    "CommitLog",
+    "FencedOffError",
+    "all_attempts",
+    "all_commits",
+    "check_fence",
+    "lineage",
+    "mark_name",
+    "newest_attempt",
+    "unquote_mark",
+]
+
+#: Commits of one attempt that are kept; older ones only matter if the newest are damaged.
+_COMMITS_KEPT = 5
+
+
+class FencedOffError(ElasticTrainError):
+    """Another attempt has taken the run over; this one must stop and leave the run directory alone."""
+
+
+def all_attempts(store: RunStore) -> list[int]:
+    """Give the numbers of all attempts that ever began, ascending."""
+    return sorted(n for name in store.names(layout.ATTEMPTS) if (n := layout.parse_attempt(name)) is not None)
+
+
+def newest_attempt(store: RunStore) -> int:
+    """Give the number of the attempt that holds the fence, 0 if none ever began."""
+    return max(all_attempts(store), default=0)
+
+
+def check_fence(store: RunStore, attempt: int) -> None:
+    """Return if the attempt still holds the fence.
+
+    Raises:
+        FencedOffError: A later attempt has begun.
+    """
+    newest = newest_attempt(store)
+    if newest > attempt:
+        record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
+        holder = f" for {record.owner.describe()}" if record else ""
+        raise FencedOffError(
+            f"attempt {attempt} of {store.uri} was taken over by attempt {newest}{holder}; it stops here"
+        )
+
+
+def all_commits(store: RunStore) -> list[tuple[int, int]]:
+    """Give attempt and sequence number of all commits, ascending."""
+    found = (layout.parse_commit(name) for name in store.names(layout.COMMITS))
+    return sorted(commit for commit in found if commit is not None)
+
+
+def lineage(store: RunStore, before: int | None = None) -> Iterator[tuple[int, int]]:
+    """Give the commits that count, newest first.
+
+    These are the commits of the newest attempt, then those up to its base, and so on. What an attempt
+    committed after its successor had chosen its base is passed over.
+
+    Args:
+        store: The run directory.
+        before: Look at attempts below this number only; default all.
+    """
+    commits = all_commits(store)
+    attempts = [n for n in all_attempts(store) if before is None or n < before]
+    # An attempt's record may have been removed by hand; its commits still tell that it was there.
+    attempts = sorted({*attempts, *(a for a, _ in commits if before is None or a < before)})
+    upto: tuple[int, int] | None = None
+    while attempts:
+        attempt = attempts.pop()
+        if upto is not None and attempt > upto[0]:
+            continue
+        for commit in reversed(commits):
+            if commit[0] == attempt and (upto is None or commit <= upto):
+                yield commit
+        record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
+        if record is not None:
+            if record.base is None:
+                return
+            upto = record.base
+
+
+class CommitLog:
+    """Writes the commits of one attempt. Lives in the process of Ray Train's controller."""
+
+    def __init__(self, store: RunStore, attempt: int) -> None:
+        self._store = store
+        self._attempt = attempt
+        self._manifest: dict[str, dict[str, int]] | None = None
+        self._sequence = 0
+        self._lock = threading.Lock()
+
+    def commit(self, data: bytes) -> CommitRecord:
+        """Make Ray's snapshot durable together with the files that its checkpoints consist of.
+
+        Args:
+            data: The snapshot as Ray writes it.
+
+        Returns:
+            What was committed.
+
+        Raises:
+            FencedOffError: Another attempt has taken over. If the commit was already written, it counts for
+                nothing; Ray's file is untouched.
+            ElasticTrainError: The snapshot is torn, or a checkpoint that it names is not there.
+        """
+        snapshot = parse_snapshot(data)
+        if snapshot is None:
+            raise ElasticTrainError(f"Ray Train wrote a torn snapshot of {len(data)} bytes; not committed")
+        with self._lock:
+            check_fence(self._store, self._attempt)
+            manifest = self._complete_manifest(snapshot)
+            record = self._write(snapshot, manifest)
+            check_fence(self._store, self._attempt)
+            self._store.replace(layout.SNAPSHOT, data)
+            self._manifest = manifest
+            self._tidy(manifest)
+        return record
+
+    def _complete_manifest(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
+        known = self._known_manifest()
+        manifest = {}
+        names = checkpoint_names(snapshot)
+        for name in names:
+            # The newest is always listed: its name may be one that an earlier, damaged checkpoint had.
+            files = known.get(name) if name != names[-1] else None
+            if files is None:
+                files = self._store.file_sizes(name)
+            if files is None:
+                raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
+            manifest[name] = files
+        return manifest
+
+    def _known_manifest(self) -> dict[str, dict[str, int]]:
+        """Give the manifest of the previous commit, so that a commit lists only its new checkpoint."""
+        if self._manifest is None:
+            self._manifest = {}
+            for attempt, sequence in lineage(self._store):
+                if attempt == self._attempt:
+                    self._sequence = max(self._sequence, sequence)
+                record = decode(CommitRecord, self._store.read(layout.commit_name(attempt, sequence)))
+                if record is not None:
+                    self._manifest = record.manifest
+                    break
+        return self._manifest
+
+    def _write(self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]]) -> CommitRecord:
+        while True:
+            self._sequence += 1
+            record = CommitRecord(attempt=self._attempt, sequence=self._sequence, snapshot=snapshot, manifest=manifest)
+            if self._store.create(layout.commit_name(self._attempt, self._sequence), encode(record)):
+                return record
+
+    def _tidy(self, manifest: dict[str, dict[str, int]]) -> None:
+        """Remove upload marks of what is committed now, and commits that nobody will need again."""
+        for mark in self._store.names(layout.UPLOADS):
+            if unquote_mark(mark) in manifest:
+                self._store.delete(f"{layout.UPLOADS}/{mark}")
+        own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
+        for sequence in own[:-_COMMITS_KEPT]:
+            self._store.delete(layout.commit_name(self._attempt, sequence))
+
+
+def mark_name(checkpoint_name: str) -> str:
+    """Give the object that marks a checkpoint folder as being uploaded."""
+    return f"{layout.UPLOADS}/{quote(checkpoint_name, safe='')}"
+
+
+def unquote_mark(mark: str) -> str:
+    """Give the checkpoint folder that a mark stands for."""
+    return unquote(mark)

@@ -1,0 +1,109 @@
+"""The run's history: its events in numbered segments, written by the driver and read by whoever comes later."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+from prefect_elastic_train.driver.events import (
+    ControllerAlive,
+    Event,
+    Reported,
+    decode_event,
+    encode_event,
+)
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.store import RunStore
+
+__all__ = ["HistoryWriter", "read_history"]
+
+logger = logging.getLogger(__name__)
+
+_SEGMENT_BYTES = 256 * 1024
+_WRITE_SECONDS = 2.0
+#: After so many reports, those without a checkpoint are kept only once in so many seconds.
+_REPORTS_IN_FULL = 2000
+_REPORT_SECONDS = 1.0
+_SEGMENT = re.compile(r"^(\d{4,})-(\d{3,})\.jsonl$")
+
+
+def read_history(store: RunStore) -> Iterator[Event]:
+    """Give the events of all attempts in order; a torn line is passed over."""
+    segments = sorted(
+        (int(match[1]), int(match[2]), name) for name in store.names(layout.EVENTS) if (match := _SEGMENT.match(name))
+    )
+    for _, _, name in segments:
+        for line in (store.read(f"{layout.EVENTS}/{name}") or b"").splitlines():
+            event = decode_event(line)
+            if event is not None:
+                yield event
+
+
+class HistoryWriter:
+    """Writes the events of one attempt. Errors are logged and passed over: training matters more.
+
+    The current segment is replaced as a whole, which a disk and an object store do alike, until it is full.
+    """
+
+    def __init__(self, store: RunStore, attempt: int) -> None:
+        self._store = store
+        self._attempt = attempt
+        self._segment = 0
+        self._lines: list[bytes] = []
+        self._size = 0
+        self._unwritten = False
+        self._urgent = threading.Event()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._last_report_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="elastic-train-history", daemon=True)
+        self._thread.start()
+
+    def add(self, event: Event) -> None:
+        """Take an event; signs of life and most reports without a checkpoint are left out."""
+        if isinstance(event, ControllerAlive):
+            return
+        if isinstance(event, Reported) and not event.checkpoint:
+            if event.index > _REPORTS_IN_FULL and event.at - self._last_report_at < _REPORT_SECONDS:
+                return
+            self._last_report_at = event.at
+        line = encode_event(event).encode() + b"\n"
+        with self._lock:
+            if self._size + len(line) > _SEGMENT_BYTES and self._lines:
+                self._write()
+                self._segment += 1
+                self._lines, self._size = [], 0
+            self._lines.append(line)
+            self._size += len(line)
+            self._unwritten = True
+        if not isinstance(event, Reported):
+            self._urgent.set()
+
+    def close(self) -> None:
+        """Write what is left; returns within some seconds."""
+        self._closed = True
+        self._urgent.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while True:
+            self._urgent.wait(_WRITE_SECONDS)
+            self._urgent.clear()
+            with self._lock:
+                self._write()
+            if self._closed:
+                return
+            time.sleep(0.2)
+
+    def _write(self) -> None:
+        if not self._unwritten:
+            return
+        name = f"{layout.EVENTS}/{self._attempt:04d}-{self._segment:03d}.jsonl"
+        try:
+            self._store.replace(name, b"".join(self._lines))
+            self._unwritten = False
+        except OSError as error:
+            logger.warning("could not write the history, will try again: %s", error)

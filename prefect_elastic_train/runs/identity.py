@@ -1,0 +1,77 @@
+"""What a run is called, and what makes it the same training as before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.runs.records import Fingerprint
+
+__all__ = ["check_run_name", "default_run_name", "fingerprint", "loop_name"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MAX_NAME = 128
+
+
+def check_run_name(name: str) -> str:
+    """Give the name back if every store can hold it as a folder.
+
+    Raises:
+        ConfigurationError: It is empty, longer than 128 characters, contains ``..`` or a character other than
+            letters, digits, ``.``, ``_`` and ``-``, or does not begin with a letter or digit.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or len(name) > _MAX_NAME:
+        raise ConfigurationError(
+            f"run_name {name!r} cannot name a run directory: use 1 to {_MAX_NAME} letters, digits, '.', '_' and "
+            "'-', beginning with a letter or digit, without '..'"
+        )
+    return name
+
+
+def default_run_name(flow_name: str, flow_run_id: str, ordinal: int) -> str:
+    """Give the run name of the n-th training of a flow run.
+
+    Args:
+        flow_name: The flow's name, or the train loop's outside of flows.
+        flow_run_id: Id of the flow run; its first 8 characters tell runs of one flow apart.
+        ordinal: 1 for the first training of the flow run.
+    """
+    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_name).strip("-_") or "training"
+    suffix = f"-{ordinal}" if ordinal > 1 else ""
+    return f"{slug[:100]}-{flow_run_id[:8]}{suffix}"
+
+
+def loop_name(train_loop: Callable[..., Any] | str) -> str:
+    """Give a name of the train loop that stays when its module is loaded under another name."""
+    if isinstance(train_loop, str):
+        return train_loop.rpartition(":")[2]
+    return getattr(train_loop, "__qualname__", type(train_loop).__qualname__).replace("<locals>.", "")
+
+
+def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Mapping[str, Any] | None) -> Fingerprint:
+    """Give what makes a training the same one: its loop's name, its framework and its config.
+
+    The code of the loop is left out on purpose: a mended loop continues the run.
+    """
+    return Fingerprint(
+        loop=loop_name(train_loop),
+        framework=framework,
+        config={str(key): _digest(value) for key, value in (config or {}).items()},
+    )
+
+
+def _digest(value: Any) -> str:
+    try:
+        text = json.dumps(value, sort_keys=True, default=_type_only)
+    except (TypeError, ValueError):
+        text = _type_only(value)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _type_only(value: Any) -> str:
+    """Stand in for a value without a stable text form, such as an object with an address in its repr."""
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"

@@ -1,0 +1,64 @@
+"""Names inside a run directory."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "ATTEMPTS",
+    "COMMITS",
+    "ENDED",
+    "EVENTS",
+    "HEARTBEAT",
+    "RUN",
+    "SNAPSHOT",
+    "STATE_FOLDER",
+    "UPLOADS",
+    "attempt_name",
+    "commit_name",
+    "ended_name",
+    "parse_attempt",
+    "parse_commit",
+]
+
+#: Ray Train's own file; ours is a mirror of the newest commit.
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+STATE_FOLDER = ".elastic_train"
+RUN = f"{STATE_FOLDER}/run.json"
+ATTEMPTS = f"{STATE_FOLDER}/attempts"
+ENDED = f"{STATE_FOLDER}/ended"
+COMMITS = f"{STATE_FOLDER}/commits"
+EVENTS = f"{STATE_FOLDER}/events"
+#: One empty object for each checkpoint folder whose upload has begun and that no commit names yet.
+UPLOADS = f"{STATE_FOLDER}/uploads"
+HEARTBEAT = f"{STATE_FOLDER}/heartbeat.json"
+
+_ATTEMPT = re.compile(r"^(\d{4,})\.json$")
+_COMMIT = re.compile(r"^(\d{4,})-(\d{6,})\.json$")
+
+
+def attempt_name(attempt: int) -> str:
+    """Give the object that fences off all attempts before this one."""
+    return f"{ATTEMPTS}/{attempt:04d}.json"
+
+
+def ended_name(attempt: int) -> str:
+    """Give the object that tells how an attempt ended."""
+    return f"{ENDED}/{attempt:04d}.json"
+
+
+def commit_name(attempt: int, sequence: int) -> str:
+    """Give the object that holds an attempt's commit."""
+    return f"{COMMITS}/{attempt:04d}-{sequence:06d}.json"
+
+
+def parse_attempt(name: str) -> int | None:
+    """Give the attempt number of an object name, or None for a foreign object."""
+    match = _ATTEMPT.match(name)
+    return int(match[1]) if match else None
+
+
+def parse_commit(name: str) -> tuple[int, int] | None:
+    """Give attempt and sequence number of a commit's object name, or None for a foreign object."""
+    match = _COMMIT.match(name)
+    return (int(match[1]), int(match[2])) if match else None

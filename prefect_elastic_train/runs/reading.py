@@ -1,0 +1,62 @@
+"""Reading a run directory: checkpoints that count, and the result of a finished run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefect_elastic_train.result import BestCheckpoint, TrainingResult
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import lineage
+from prefect_elastic_train.runs.records import CommitRecord, decode
+from prefect_elastic_train.runs.snapshots import latest_checkpoint
+from prefect_elastic_train.runs.store import RunStore
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.reporting.accounts import Accounts
+
+__all__ = ["make_result", "newest_commit"]
+
+
+def newest_commit(store: RunStore) -> CommitRecord | None:
+    """Give the newest whole commit of the valid lineage, None if there is none."""
+    for attempt, sequence in lineage(store):
+        record = decode(CommitRecord, store.read(layout.commit_name(attempt, sequence)))
+        if record is not None:
+            return record
+    return None
+
+
+def make_result(
+    store: RunStore, run_name: str, accounts: Accounts, attempt: int, storage_block: str = ""
+) -> TrainingResult:
+    """Give the result of a run from its newest commit and its accounts.
+
+    Args:
+        store: The run directory.
+        run_name: Name of the run.
+        accounts: What its history adds up to.
+        attempt: The attempt that completed it.
+        storage_block: Name of the saved storage block, empty for an inline one.
+    """
+    commit = newest_commit(store)
+    snapshot = commit.snapshot if commit else {}
+    latest = latest_checkpoint(snapshot)
+    kept = snapshot.get("checkpoint_results", [])
+    return TrainingResult(
+        run_name=run_name,
+        run_uri=store.uri,
+        checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
+        metrics=latest["metrics"] if latest else accounts.last_metrics,
+        best_checkpoints=[
+            BestCheckpoint(uri=f"{store.uri}/{item['checkpoint_dir_name']}", metrics=item["metrics"]) for item in kept
+        ],
+        attempts=max(accounts.attempts, 1),
+        worker_failures=accounts.worker_failures,
+        preemptions=accounts.preemptions,
+        resizes=accounts.resizes,
+        world_sizes=accounts.world_sizes,
+        steps_lost=accounts.steps_lost,
+        goodput=accounts.goodput,
+        storage_block=storage_block,
+        history=accounts.history,
+    )

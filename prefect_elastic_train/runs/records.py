@@ -1,0 +1,143 @@
+"""What a run directory's small objects contain, as typed values."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+__all__ = [
+    "AttemptRecord",
+    "CommitRecord",
+    "EndedRecord",
+    "Fingerprint",
+    "Heartbeat",
+    "Owner",
+    "RunRecord",
+    "decode",
+    "encode",
+]
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+class _Record(BaseModel):
+    # Another version of this package may have written more fields than we know.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    schema_version: int = 1
+
+
+class Owner(_Record):
+    """The flow run that an attempt works for, and the driver process that does it."""
+
+    flow_run_id: str
+    flow_name: str = ""
+    flow_run_name: str = ""
+    deployment_id: str = ""
+    host: str = ""
+    pid: int = 0
+    process_started_at: float = 0.0
+
+    def describe(self) -> str:
+        """Name the flow run for an error message."""
+        name = f"flow run {self.flow_run_name!r}" if self.flow_run_name else "a training outside of a flow"
+        of_flow = f" of flow {self.flow_name!r}" if self.flow_name else ""
+        return f"{name}{of_flow} (id {self.flow_run_id})"
+
+
+class Fingerprint(_Record):
+    """What tells one training from another: a digest a part, so that nothing secret is stored."""
+
+    loop: str
+    framework: str
+    config: dict[str, str] = Field(default_factory=dict)
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Say in words what differs in ``other``; empty if nothing does."""
+        found = []
+        if self.loop != other.loop:
+            found.append(f"train loop {self.loop!r} became {other.loop!r}")
+        if self.framework != other.framework:
+            found.append(f"framework {self.framework!r} became {other.framework!r}")
+        for key in sorted(self.config.keys() | other.config.keys()):
+            before, after = self.config.get(key), other.config.get(key)
+            if before == after:
+                continue
+            change = "was added" if before is None else "was removed" if after is None else "changed"
+            found.append(f"train_loop_config[{key!r}] {change}")
+        return found
+
+
+class RunRecord(_Record):
+    """``run.json``: what the run is and who created it."""
+
+    name: str
+    created_at: float = Field(default_factory=time.time)
+    creator: Owner
+    fingerprint: Fingerprint
+    resume_from: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class AttemptRecord(_Record):
+    """``attempts/<n>.json``: a driver attempt; its existence fences off all earlier ones."""
+
+    attempt: int
+    owner: Owner
+    started_at: float = Field(default_factory=time.time)
+    #: The commit it starts from, as ``(attempt, sequence)``; None for the beginning.
+    base: tuple[int, int] | None = None
+    #: What had to be repaired or dropped, in words.
+    repairs: list[str] = Field(default_factory=list)
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class EndedRecord(_Record):
+    """``ended/<n>.json``: how an attempt ended."""
+
+    attempt: int
+    outcome: str
+    at: float = Field(default_factory=time.time)
+    message: str = ""
+    result: dict[str, Any] | None = None
+    #: The attempt gave way to its successor before it did anything, and does not count.
+    superseded: bool = False
+    #: A verdict: no automatic restart follows, and a person's retry starts with fresh budgets.
+    final: bool = False
+
+
+class CommitRecord(_Record):
+    """``commits/<attempt>-<sequence>.json``: Ray's snapshot and the files of its checkpoints."""
+
+    attempt: int
+    sequence: int
+    at: float = Field(default_factory=time.time)
+    snapshot: dict[str, Any]
+    #: For each checkpoint, path and size in bytes of its files.
+    manifest: dict[str, dict[str, int]]
+
+
+class Heartbeat(_Record):
+    """``heartbeat.json``: a counter that moves while the attempt lives. Its times are for people only."""
+
+    attempt: int
+    beat: int
+    interval_seconds: float
+    at: float = Field(default_factory=time.time)
+
+
+def encode(record: BaseModel) -> bytes:
+    """Give a record as the bytes of its object."""
+    return record.model_dump_json(indent=1).encode()
+
+
+def decode(record_type: type[Record], data: bytes | None) -> Record | None:
+    """Read a record; None if there is none or if it is torn."""
+    if data is None:
+        return None
+    try:
+        return record_type.model_validate_json(data)
+    except ValidationError:
+        return None

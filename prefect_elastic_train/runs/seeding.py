@@ -1,0 +1,72 @@
+"""Starting a new run from another run's checkpoint, which stays untouched."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from typing import Any
+
+from pyarrow import fs
+
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.runs.identity import check_run_name
+from prefect_elastic_train.runs.reading import newest_commit
+from prefect_elastic_train.runs.resume import seed_run
+from prefect_elastic_train.runs.snapshots import latest_checkpoint
+from prefect_elastic_train.runs.store import LocalRunStore
+
+__all__ = ["copy_checkpoint", "parse_source"]
+
+
+def parse_source(resume_from: str) -> tuple[str, str]:
+    """Give run name and choice of ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``.
+
+    Raises:
+        ConfigurationError: The run's name is not one.
+    """
+    name, _, choice = resume_from.partition("@")
+    return check_run_name(name), choice or "latest"
+
+
+def copy_checkpoint(storage_path: str, resume_from: str, target: LocalRunStore) -> None:
+    """Copy a checkpoint of another run into a new one and commit it there.
+
+    Args:
+        storage_path: Where both runs are.
+        resume_from: ``"<run>"`` for its latest checkpoint, ``"<run>@best"`` for the best by its score, or
+            ``"<run>@<checkpoint folder>"``.
+        target: The new run.
+
+    Raises:
+        AttemptFailedError: The other run does not exist or has no such checkpoint; outcome ``invalid``.
+    """
+    name, choice = parse_source(resume_from)
+    source = LocalRunStore(os.path.join(storage_path, name))
+    commit = newest_commit(source)
+    if commit is None:
+        raise AttemptFailedError(
+            f"resume_from={resume_from!r}: {source.uri} has no committed checkpoint", outcome=Outcome.INVALID
+        )
+    chosen = _choose(commit.snapshot, choice)
+    if chosen is None:
+        known = ", ".join(sorted(commit.manifest))
+        raise AttemptFailedError(
+            f"resume_from={resume_from!r}: run {name!r} has no checkpoint {choice!r}; it has {known}",
+            outcome=Outcome.INVALID,
+        )
+    folder = f"from-{name}-{chosen['checkpoint_dir_name'].replace('/', '-')}"
+    target.delete_folder(folder)  # what an interrupted copy left behind
+    local = fs.LocalFileSystem()
+    destination = os.path.join(target.path, folder)
+    local.create_dir(destination)
+    fs.copy_files(os.path.join(source.path, chosen["checkpoint_dir_name"]), destination, local, local)
+    seed_run(target, folder, chosen["metrics"], version("ray"))
+
+
+def _choose(snapshot: dict[str, Any], choice: str) -> dict[str, Any] | None:
+    results: list[dict[str, Any]] = snapshot["checkpoint_results"]
+    if choice == "latest":
+        return latest_checkpoint(snapshot)
+    if choice == "best":
+        return results[-1] if results else None
+    return next((result for result in results if result["checkpoint_dir_name"] == choice), None)

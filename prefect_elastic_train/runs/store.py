@@ -1,0 +1,212 @@
+"""Small objects of a run directory, with the few operations that the fence and the commits stand on.
+
+The fence needs no locks and no clocks, only exclusive creation and atomic replacement. A directory gives both
+through ``link`` and ``rename``; an object store gives them through conditional and plain puts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ["LocalRunStore", "RunStore"]
+
+
+class RunStore(Protocol):
+    """Operations on one run directory. Names are relative, with forward slashes."""
+
+    @property
+    def uri(self) -> str:
+        """Where the run directory is, for people and for other programs."""
+        ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create an object that does not exist yet, whole or not at all; durable on return.
+
+        Returns:
+            False if the name is taken, by whoever. Exactly one of several creators gets True.
+        """
+        ...
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write an object so that a reader sees the old or the new content, never a mixture."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """Give an object's content, or None if it does not exist."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """Give the names of the objects directly in a folder, sorted; empty if there is no such folder."""
+        ...
+
+    def folders(self, folder: str = "") -> list[str]:
+        """Give the names of the folders directly in a folder, sorted."""
+        ...
+
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        """Give path (relative to the folder) and size in bytes of every file below it, or None without it."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete an object; nothing happens if it does not exist."""
+        ...
+
+    def delete_folder(self, name: str) -> None:
+        """Delete a folder and all below it; nothing happens if it does not exist."""
+        ...
+
+
+class LocalRunStore:
+    """A run directory on a disk or on a shared mount such as NFS."""
+
+    #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
+    _TEMPORARY_PREFIX = ".tmp-"
+
+    def __init__(self, path: str) -> None:
+        self._root = Path(path)
+
+    @property
+    def path(self) -> str:
+        """The directory."""
+        return str(self._root)
+
+    @property
+    def uri(self) -> str:
+        """The directory; Ray, pandas and torch all take a plain path."""
+        return str(self._root)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See :meth:`RunStore.create`."""
+        target = self._root / name
+        if target.exists():
+            return False
+        temporary = self._write_temporary(target, data)
+        try:
+            # link() fails if the target exists, on NFS too, and the content is there from the first moment.
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+                raise
+            return self._create_without_links(target, data)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._sync_folder(target.parent)
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        """See :meth:`RunStore.replace`."""
+        target = self._root / name
+        temporary = self._write_temporary(target, data)
+        try:
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._sync_folder(target.parent)
+
+    def read(self, name: str) -> bytes | None:
+        """See :meth:`RunStore.read`."""
+        try:
+            return (self._root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """See :meth:`RunStore.names`."""
+        return sorted(
+            entry.name
+            for entry in self._entries(folder)
+            if entry.is_file() and not entry.name.startswith(self._TEMPORARY_PREFIX)
+        )
+
+    def folders(self, folder: str = "") -> list[str]:
+        """See :meth:`RunStore.folders`."""
+        return sorted(entry.name for entry in self._entries(folder) if entry.is_dir())
+
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        """See :meth:`RunStore.file_sizes`."""
+        root = self._root / folder
+        if not root.is_dir():
+            return None
+        sizes: dict[str, int] = {}
+        for parent, _, files in os.walk(root):
+            for file in files:
+                path = Path(parent, file)
+                try:
+                    sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+                except FileNotFoundError:  # deleted while we looked
+                    continue
+        return sizes
+
+    def delete(self, name: str) -> None:
+        """See :meth:`RunStore.delete`."""
+        (self._root / name).unlink(missing_ok=True)
+
+    def delete_folder(self, name: str) -> None:
+        """See :meth:`RunStore.delete_folder`."""
+        root = self._root / name
+        if not root.is_dir():
+            return
+        for parent, folders, files in os.walk(root, topdown=False):
+            for file in files:
+                Path(parent, file).unlink(missing_ok=True)
+            for folder in folders:
+                child = Path(parent, folder)
+                if child.is_symlink():
+                    child.unlink(missing_ok=True)
+                else:
+                    child.rmdir()
+        root.rmdir()
+
+    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._root / folder) as entries:
+                return list(entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _write_temporary(self, target: Path, data: bytes) -> Path:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=self._TEMPORARY_PREFIX, dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.fchmod(file.fileno(), 0o644)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return Path(temporary)
+
+    def _create_without_links(self, target: Path, data: bytes) -> bool:
+        """Create exclusively on a mount without hard links; a crash in between leaves a torn file."""
+        try:
+            handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._sync_folder(target.parent)
+        return True
+
+    @staticmethod
+    def _sync_folder(folder: Path) -> None:
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            os.fsync(handle)
+        except OSError:  # some network mounts cannot sync a directory; the file itself is synced
+            pass
+        finally:
+            os.close(handle)

@@ -1,0 +1,446 @@
+"""``elastic_train``: a Prefect task that supervises driver attempts until a training has ended.
+
+The task's retries are driver restarts. The task itself never calls ``fit()``: a driver cannot be retried in the
+process that it dies in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from prefect import task
+from prefect.blocks.core import Block
+from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.futures import PrefectFuture
+from prefect.logging import get_logger, get_run_logger
+from pydantic import SecretStr
+
+from prefect_elastic_train.blocks import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
+from prefect_elastic_train.config import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    LocalStorageSettings,
+    ScalingSettings,
+    plain,
+)
+from prefect_elastic_train.driver.events import AttemptEnded
+from prefect_elastic_train.driver.launch import Runtime
+from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
+from prefect_elastic_train.outcomes import (
+    AttemptFailedError,
+    ConfigurationError,
+    Outcome,
+    may_retry,
+    restart_delays,
+)
+from prefect_elastic_train.reporting.logs import RunLog
+from prefect_elastic_train.result import TrainingResult
+from prefect_elastic_train.runs.identity import check_run_name, default_run_name, fingerprint, loop_name
+from prefect_elastic_train.runs.records import Owner
+from prefect_elastic_train.settings import get_settings
+
+__all__ = ["aelastic_train", "elastic_train"]
+
+BlockType = TypeVar("BlockType", bound=Block)
+
+TrainLoop = Callable[..., Any] | str
+
+#: Where runs go when no storage is given.
+DEFAULT_STORAGE = "~/elastic_train_runs"
+
+_FRAMEWORKS = ("torch", "jax", "none")
+_MASK = "*"
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A training as the user asked for it, checked as far as that needs nothing but itself."""
+
+    run_name: str
+    named: bool
+    owner: Owner
+    train_loop: TrainLoop
+    train_loop_config: dict[str, Any] | None
+    framework: str
+    scaling: ElasticScaling | str
+    failures: FailureBudget | str
+    checkpoints: CheckpointPolicy | str
+    storage: LocalStorage | str
+    cluster: RayCluster | str
+    datasets: Any
+    resume: bool
+    resume_from: str
+    payload: bytes
+    worker_runtime_env: dict[str, Any]
+
+    def __repr__(self) -> str:
+        # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
+        return f"<training {self.run_name}>"
+
+
+class _Stop(BaseException):
+    """The awaiting coroutine was cancelled."""
+
+
+#: Runtimes that wait for the next attempt of their task, by task run id.
+_waiting: dict[str, Runtime] = {}
+_waiting_lock = threading.Lock()
+
+#: How many trainings of a flow run have been asked for, by flow run id and run count.
+_ordinals: dict[tuple[str, int], int] = {}
+_ordinals_lock = threading.Lock()
+
+
+class _ElasticTrain:
+    """Train elastically with Ray Train, in a Prefect task whose retries are driver restarts.
+
+    Call it in a flow, or outside of one::
+
+        result = elastic_train(train_loop, scaling=ElasticScaling(max_workers=8))
+
+    ``elastic_train.submit(...)`` takes the same arguments and gives a future.
+    """
+
+    def __call__(
+        self,
+        train_loop: TrainLoop,
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        framework: str = "torch",
+        scaling: ElasticScaling | str | None = None,
+        failures: FailureBudget | str | None = None,
+        checkpoints: CheckpointPolicy | str | None = None,
+        storage: LocalStorage | str | None = None,
+        cluster: RayCluster | str | None = None,
+        datasets: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
+        run_name: str | None = None,
+        resume: bool = False,
+        resume_from: str | None = None,
+        torch_config: Any = None,
+        jax_config: Any = None,
+        dataset_config: Any = None,
+        validation_config: Any = None,
+        worker_runtime_env: dict[str, Any] | None = None,
+    ) -> TrainingResult:
+        """Train, and return when the loop has returned on all ranks.
+
+        Args:
+            train_loop: A Ray Train loop: a function of no argument or of the config, or its import path
+                ``"package.module:function"``.
+            train_loop_config: Handed to the loop. Default none.
+            framework: ``"torch"``, ``"jax"``, or ``"none"`` for a plain Python loop. Default ``"torch"``.
+            scaling: Workers, as a block or the name of a saved one. Default: one CPU worker.
+            failures: How much may fail. Default: 3 worker failures and 3 driver restarts.
+            checkpoints: Which checkpoints are kept. Default: all.
+            storage: Where the run directory goes. Default: ``~/elastic_train_runs``.
+            cluster: The Ray cluster. Default: a local one for this training.
+            datasets: Ray Data datasets by name, functions that make them, or one function that makes all.
+            run_name: Name of the run. Default: the flow's name and the first 8 characters of the flow run id,
+                and from the second training of a flow run on its number.
+            resume: Take over a run that belongs to another flow run. Default False.
+            resume_from: Start a new run from the checkpoint of another: ``"<run>"`` for its latest,
+                ``"<run>@best"``, or ``"<run>@<checkpoint>"``.
+            torch_config: Ray's ``TorchConfig``.
+            jax_config: Ray's ``JaxConfig``.
+            dataset_config: Ray's ``DataConfig``.
+            validation_config: Ray's ``ValidationConfig``.
+            worker_runtime_env: Ray runtime environment of the workers.
+
+        Returns:
+            What the training gives back.
+
+        Raises:
+            ConfigurationError: It cannot start as configured; nothing was started.
+            AttemptFailedError: The last attempt failed; its ``outcome`` says how.
+        """
+        request = _request(**{name: value for name, value in locals().items() if name != "self"})
+        result: TrainingResult = _task(request)(request)
+        return result
+
+    def submit(self, train_loop: TrainLoop, **arguments: Any) -> PrefectFuture[TrainingResult]:
+        """Start the training in the flow's task runner. Takes the arguments of a call, gives a future."""
+        request = _request(train_loop=train_loop, **arguments)
+        future: PrefectFuture[TrainingResult] = _task(request).submit(request)
+        return future
+
+
+elastic_train = _ElasticTrain()
+
+
+async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingResult:
+    """Train like :data:`elastic_train`, without holding the event loop.
+
+    Takes the same arguments, returns and raises the same. Cancelling the coroutine ends the training.
+    """
+    request = _request(train_loop=train_loop, **arguments)
+    result: TrainingResult = await _with_budget(_aelastic_train_task, request)(request)
+    return result
+
+
+def _task(request: _Request) -> Any:
+    return _with_budget(_elastic_train_task, request)
+
+
+def _with_budget(template: Any, request: _Request) -> Any:
+    """Give the task with the retries that the failure budget asks for; Prefect fixes them before it runs."""
+    failures = _resolved(FailureBudget, request.failures)
+    return template.with_options(
+        task_run_name=request.run_name,
+        retries=failures.driver_restarts,
+        retry_delay_seconds=restart_delays(failures.driver_restarts, failures.driver_restart_delay_seconds) or 0,
+        retry_jitter_factor=0.2 if failures.driver_restart_delay_seconds else None,
+    )
+
+
+@task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
+def _elastic_train_task(request: _Request) -> TrainingResult:
+    return _attempt(request, threading.Event())
+
+
+@task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
+async def _aelastic_train_task(request: _Request) -> TrainingResult:
+    stop = threading.Event()
+    context = contextvars.copy_context()
+    loop = asyncio.get_running_loop()
+    attempt = loop.run_in_executor(None, lambda: context.run(_attempt, request, stop))
+    try:
+        return await asyncio.shield(attempt)
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.wait([attempt])
+        raise
+
+
+def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
+    """Run one attempt, and keep its cluster if another attempt may follow."""
+    task_run = TaskRunContext.get()
+    key = str(task_run.task_run.id) if task_run else uuid.uuid4().hex
+    more = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
+    log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), get_settings().log_lines_per_second)
+
+    def check_stop() -> None:
+        if stop.is_set():
+            raise _Stop
+
+    with _waiting_lock:
+        runtime = _waiting.pop(key, None) or Runtime(get_settings(), log.event, log.line)
+    runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
+    keep = False
+    try:
+        spec, extra_cpus = _spec(request)
+        ended = runtime.run_attempt(spec, extra_cpus)
+        if ended.outcome is Outcome.COMPLETED and ended.result is not None:
+            return TrainingResult.model_validate(ended.result)
+        error = _failure(request, ended)
+        keep = error.retryable and more
+        raise error
+    finally:
+        log.close()
+        if keep:
+            with _waiting_lock:
+                _waiting[key] = runtime
+        else:
+            runtime.close()
+
+
+def _failure(request: _Request, ended: AttemptEnded) -> AttemptFailedError:
+    attempt = f"attempt {ended.attempt}" if ended.attempt else "the driver"
+    return AttemptFailedError(
+        f"training {request.run_name!r}, {attempt}: {ended.outcome.value}: {ended.message}",
+        outcome=ended.outcome,
+        attempt=ended.attempt,
+        final=ended.final,
+    )
+
+
+def _spec(request: _Request) -> tuple[DriverSpec, int]:
+    """Resolve the blocks, anew at each attempt, into what the driver is told."""
+    scaling = plain(ScalingSettings, _resolved(ElasticScaling, request.scaling))
+    failures = plain(FailureSettings, _resolved(FailureBudget, request.failures))
+    spec = DriverSpec(
+        run_name=request.run_name,
+        framework=request.framework,
+        owner=request.owner,
+        fingerprint=fingerprint(request.train_loop, request.framework, request.train_loop_config),
+        scaling=scaling,
+        failures=failures,
+        checkpoints=plain(CheckpointSettings, _resolved(CheckpointPolicy, request.checkpoints)),
+        storage=plain(LocalStorageSettings, _resolved(LocalStorage, request.storage)),
+        cluster=plain(ClusterSettings, _resolved(RayCluster, request.cluster)),
+        named=request.named,
+        resume=request.resume,
+        resume_from=request.resume_from,
+        poll_interval_seconds=get_settings().poll_interval(scaling.max_workers),
+        sys_path=[os.path.abspath(p) for p in sys.path],
+        worker_runtime_env=request.worker_runtime_env,
+        loop_label=loop_name(request.train_loop),
+        storage_block=request.storage if isinstance(request.storage, str) else "",
+        payload=request.payload,
+    )
+    # Ray Data needs a CPU beside those that the workers hold.
+    return spec, 1 if request.datasets else 0
+
+
+def _request(
+    train_loop: TrainLoop,
+    *,
+    train_loop_config: dict[str, Any] | None = None,
+    framework: str = "torch",
+    scaling: ElasticScaling | str | None = None,
+    failures: FailureBudget | str | None = None,
+    checkpoints: CheckpointPolicy | str | None = None,
+    storage: LocalStorage | str | None = None,
+    cluster: RayCluster | str | None = None,
+    datasets: Any = None,
+    run_name: str | None = None,
+    resume: bool = False,
+    resume_from: str | None = None,
+    torch_config: Any = None,
+    jax_config: Any = None,
+    dataset_config: Any = None,
+    validation_config: Any = None,
+    worker_runtime_env: dict[str, Any] | None = None,
+) -> _Request:
+    """Check what can be checked before anything starts."""
+    _check_loop_argument(train_loop)
+    if framework not in _FRAMEWORKS:
+        raise ConfigurationError(f"framework {framework!r} is unknown; use one of {', '.join(map(repr, _FRAMEWORKS))}")
+    if train_loop_config is not None and not isinstance(train_loop_config, dict):
+        raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(train_loop_config).__name__}")
+    if resume and resume_from:
+        raise ConfigurationError(
+            "resume=True continues a run and resume_from starts a new one from another's checkpoint: give one of them"
+        )
+    if resume and run_name is None:
+        raise ConfigurationError("resume=True takes over a run of another flow run: name it with run_name")
+    if resume_from:
+        check_run_name(resume_from.partition("@")[0])
+    owner, ordinal = _identity(train_loop)
+    name = check_run_name(run_name if run_name is not None else _default_name(train_loop, owner, ordinal))
+    blocks = {
+        "scaling": _given(ElasticScaling, scaling, lambda: ElasticScaling()),
+        "failures": _given(FailureBudget, failures, lambda: FailureBudget()),
+        "checkpoints": _given(CheckpointPolicy, checkpoints, lambda: CheckpointPolicy()),
+        "storage": _given(LocalStorage, storage, lambda: LocalStorage(path=DEFAULT_STORAGE)),
+        "cluster": _given(RayCluster, cluster, lambda: RayCluster()),
+    }
+    try:
+        payload = dump_payload(
+            Payload(
+                train_loop=train_loop,
+                train_loop_config=train_loop_config,
+                datasets=datasets,
+                dataset_config=dataset_config,
+                torch_config=torch_config,
+                jax_config=jax_config,
+                validation_config=validation_config,
+            )
+        )
+    except Exception as error:
+        raise ConfigurationError(
+            f"train loop {loop_name(train_loop)!r} or its configuration cannot be sent to another process: "
+            f"{type(error).__name__}: {error}. Keep locks, open files and connections out of what the loop refers to"
+        ) from error
+    return _Request(
+        run_name=name,
+        named=run_name is not None,
+        owner=owner,
+        train_loop=train_loop,
+        train_loop_config=train_loop_config,
+        framework=framework,
+        datasets=datasets,
+        resume=resume,
+        resume_from=resume_from or "",
+        payload=payload,
+        worker_runtime_env=worker_runtime_env or {},
+        **blocks,
+    )
+
+
+def _check_loop_argument(train_loop: TrainLoop) -> None:
+    from prefect_elastic_train.driver.training import check_loop
+
+    if isinstance(train_loop, str):
+        module, _, function = train_loop.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+            raise ConfigurationError(f"train loop {train_loop!r} is no import path; write 'package.module:function'")
+        return
+    if not callable(train_loop):
+        raise ConfigurationError(
+            f"the train loop must be a function or an import path, got {type(train_loop).__name__}"
+        )
+    check_loop(train_loop)
+
+
+def _given(block_type: type[BlockType], given: BlockType | str | None, default: Callable[[], BlockType]) -> Any:
+    """Give a block or its name, checked: names are looked up once now, so that a typing error ends nothing later."""
+    if given is None:
+        return default()
+    _resolved(block_type, given)
+    return given
+
+
+def _resolved(block_type: type[BlockType], given: BlockType | str) -> BlockType:
+    """Load a block that was given by name; refuse one whose secrets Prefect has masked.
+
+    Raises:
+        ConfigurationError: There is no such block, it is of another type, or its secrets are asterisks.
+    """
+    slug = block_type.get_block_type_slug()
+    if isinstance(given, str):
+        name = given.removeprefix(f"{slug}/")
+        try:
+            block = block_type.load(name, _sync=True)  # type: ignore[call-arg]
+        except ValueError as error:
+            raise ConfigurationError(
+                f"cannot load block {slug}/{name}: {error}. See `prefect block ls`, or save one with "
+                f"{block_type.__name__}(...).save({name!r})"
+            ) from error
+    else:
+        block = given
+    if not isinstance(block, block_type):
+        raise ConfigurationError(f"expected a {block_type.__name__} or the name of one, got {type(given).__name__}")
+    for field in type(block).model_fields:
+        value = getattr(block, field)
+        text = value.get_secret_value() if isinstance(value, SecretStr) else ""
+        if text and not text.strip(_MASK):
+            raise ConfigurationError(
+                f"{block_type.__name__}.{field} is masked: Prefect stores the secrets of a block that is given inline "
+                "as a flow parameter as asterisks. Save the block and pick it by name in the parameter"
+            )
+    result: BlockType = block
+    return result
+
+
+def _identity(train_loop: TrainLoop) -> tuple[Owner, int]:
+    """Find out for which flow run this is, and its how manieth training."""
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    if context is None or flow_run is None:
+        return Owner(flow_run_id=uuid.uuid4().hex), 1
+    key = (str(flow_run.id), int(flow_run.run_count))
+    with _ordinals_lock:
+        _ordinals[key] = ordinal = _ordinals.get(key, 0) + 1
+    return (
+        Owner(
+            flow_run_id=str(flow_run.id),
+            flow_name=context.flow.name if context.flow else "",
+            flow_run_name=flow_run.name,
+            deployment_id=str(flow_run.deployment_id or ""),
+        ),
+        ordinal,
+    )
+
+
+def _default_name(train_loop: TrainLoop, owner: Owner, ordinal: int) -> str:
+    return default_run_name(owner.flow_name or loop_name(train_loop), owner.flow_run_id, ordinal)
