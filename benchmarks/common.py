@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
 """The poll interval of elastic_train with two workers; raw Ray Train's own default is 2 s."""
 
-SIDE_TIMEOUT_SECONDS = 180.0
+SIDE_TIMEOUT_SECONDS = 120.0
 POLL_FOR_LINES_SECONDS = 0.005
 POLL_FOR_END_SECONDS = 0.02
 LEDGER_FILE = "ledger"
@@ -62,7 +62,9 @@ class Side:
 OURS = Side("ours", "ours")
 RAW_DEFAULT = Side("raw-default", "raw")
 RAW_SAME_POLL = Side("raw-same-poll", "raw", {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(POLL_SECONDS)})
-TORCHRUN = Side("torchrun", "torchrun")
+TORCHRUN = Side("torchrun", "torchrun", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+"""Without that variable torch 2.13 keeps one store for all restarts, and a restarted gloo group can read the addresses
+of the one before: it then fails to connect and uses up its restarts."""
 
 
 class LedgerReader:
@@ -166,6 +168,7 @@ class Workbench:
     def __init__(self, with_prefect: bool) -> None:
         self._with_prefect = with_prefect
         self._root = Path()
+        self._runs = 0
         self._server: subprocess.Popen[bytes] | None = None
         self._prefect_environment: dict[str, str] = {}
 
@@ -174,7 +177,7 @@ class Workbench:
             raise OSError(ctypes.get_errno(), "cannot become the subreaper of the measured processes")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         # Unix sockets of Ray live below this directory, and their paths may have 107 characters.
-        self._root = Path(tempfile.mkdtemp(prefix="etb-", dir="/tmp"))
+        self._root = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))
         try:
             if self._with_prefect:
                 self._start_prefect()
@@ -196,9 +199,10 @@ class Workbench:
             loop: `LoopSettings` without the ledger.
             restart_forever: Wrap the side in a shell loop that starts it again until it succeeds.
         """
-        directory = Path(tempfile.mkdtemp(prefix="r", dir=self._root))
+        self._runs += 1
+        directory = self._root / str(self._runs)
         for name in ("storage", "t"):
-            (directory / name).mkdir()
+            (directory / name).mkdir(parents=True)
         settings = SideSettings(
             loop=LoopSettings(ledger=str(directory / LEDGER_FILE), **loop),  # type: ignore[arg-type]
             storage=str(directory / "storage"),
@@ -222,7 +226,7 @@ class Workbench:
                 process = subprocess.Popen(
                     command,
                     cwd=REPOSITORY,
-                    env=self._environment(side, directory),
+                    env=self._environment(side),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -233,8 +237,8 @@ class Workbench:
             end_processes(keep={self._server.pid} if self._server else set())
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _environment(self, side: Side, directory: Path) -> dict[str, str]:
-        environment = base_environment() | {"TMPDIR": str(directory / "t")} | side.environment
+    def _environment(self, side: Side) -> dict[str, str]:
+        environment = base_environment() | {"TMPDIR": str(self._root)} | side.environment
         if side is OURS:
             return environment | self._prefect_environment
         if side.entry_point == "raw":

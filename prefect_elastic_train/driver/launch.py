@@ -32,6 +32,7 @@ from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked
 from prefect_elastic_train.driver.relay import read_lines
 from prefect_elastic_train.driver.spec import DriverSpec, write_spec
 from prefect_elastic_train.outcomes import Outcome
+from prefect_elastic_train.reporting.logs import without_colours
 from prefect_elastic_train.settings import ElasticTrainSettings
 
 __all__ = ["Runtime"]
@@ -263,7 +264,7 @@ class _Following:
         text = line.decode(errors="replace").rstrip("\n")
         event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
         if event is None:
-            self._last_words.append(text)
+            self._last_words.append(without_colours(text))
             self._runtime.on_line(source, text)
             return
         if isinstance(event, ClusterWanted):

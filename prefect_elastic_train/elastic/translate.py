@@ -65,7 +65,7 @@ def run_config(
     worker_runtime_env: dict[str, Any],
 ) -> Any:
     """Give Ray's ``RunConfig`` for a run directory ``<storage_path>/<name>`` on our filesystem."""
-    from ray.train import RunConfig
+    from ray.train import LoggingConfig, RunConfig
 
     return RunConfig(
         name=name,
@@ -74,4 +74,6 @@ def run_config(
         failure_config=failure_config(failures),
         checkpoint_config=checkpoint_config(checkpoints),
         worker_runtime_env=worker_runtime_env or None,
+        # Ray Train logs every report of every rank; our events tell the same once.
+        logging_config=LoggingConfig(log_level="WARNING"),
     )

@@ -19,12 +19,22 @@ from prefect_elastic_train.driver.events import (
     WorkersPreempted,
 )
 
-__all__ = ["RunLog"]
+__all__ = ["RunLog", "without_colours"]
 
 #: Ray's prefix of a worker's line: actor, process id and, for another node, its address.
 _WORKER_LINE = re.compile(r"^(?:\x1b\[\d+m)*\((?P<actor>\w+) pid=(?P<pid>\d+)(?:, ip=(?P<ip>[\d.]+))?\)(?:\x1b\[0m)* ?")
+#: Lines of Ray that say once for each rank and report what an event says once, and one that means nothing.
+_CHATTER = re.compile(
+    r"Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: "
+    r"|Actor with class name: 'PreemptionWatcher' and ID: "
+)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE = 8000
+
+
+def without_colours(text: str) -> str:
+    """Give text without the terminal's colour codes."""
+    return _COLOURS.sub("", text)
 
 
 class RunLog:
@@ -47,7 +57,7 @@ class RunLog:
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank."""
-        if not text.strip():
+        if not text.strip() or _CHATTER.search(text):
             return
         now = time.monotonic()
         self._allowance = min(self._burst, self._allowance + (now - self._last) * self._rate)
@@ -110,7 +120,7 @@ class RunLog:
 
     def _tagged(self, source: str, text: str) -> str:
         match = _WORKER_LINE.match(text)
-        rest = _COLOURS.sub("", text[match.end() :] if match else text)
+        rest = without_colours(text[match.end() :] if match else text)
         if match is None:
             return f"[attempt {self._attempt} {source}] {rest}"
         if match["actor"] != "RayTrainWorker":

@@ -1,0 +1,37 @@
+"""Fixtures of all tiers: one Prefect server a test session, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Workers of the tests read modules of the tests, whatever folder pytest was started in.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+
+
+@pytest.fixture(scope="session")
+def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Prefect server for the whole session."""
+    from tests.support.processes import prefect_server
+
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
+        yield url
+
+
+@pytest.fixture
+def api(api_url: str) -> Iterator[str]:
+    """The session's server as this process's API."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        yield api_url
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> str:
+    """A file that the loop of a test writes its steps into."""
+    return str(tmp_path / "ledger.jsonl")

@@ -1,0 +1,67 @@
+"""Fixtures of the fault tier: flow processes to kill, and an undisturbed run to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import FlowProcess
+
+STEPS = 40
+CHECKPOINT_EVERY = 5
+
+
+def train_config(ledger: str, **more: Any) -> dict[str, Any]:
+    """The training that the fault tests disturb."""
+    return {"steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "sleep": 0.05, "ledger": ledger, **more}
+
+
+@pytest.fixture
+def start(api_url: str, tmp_path: Path) -> Iterator[Callable[..., FlowProcess]]:
+    """Starts flow processes, and ends what is left of them."""
+    started: list[FlowProcess] = []
+
+    def start_flow(name: str = "flow", **arguments: Any) -> FlowProcess:
+        process = FlowProcess(tmp_path / name, api_url, **arguments)
+        started.append(process)
+        return process
+
+    yield start_flow
+    for process in started:
+        process.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Final weights of the same training with nothing in its way."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    flow = FlowProcess(folder, api_url, config=train_config(str(folder / "ledger.jsonl"), sleep=0))
+    try:
+        outcome = flow.wait(180)
+    finally:
+        flow.close()
+    assert outcome["state"] == "COMPLETED", flow.log[-4000:]
+    return final_weights(outcome["result"]["checkpoint_uri"])
+
+
+def final_weights(checkpoint_uri: str) -> dict[str, Any]:
+    """Read the weights and the step of a checkpoint."""
+    import torch
+
+    state: dict[str, Any] = torch.load(Path(checkpoint_uri) / "state.pt")
+    return state
+
+
+def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tell whether two checkpoints are equal in every bit: step, weights and optimizer."""
+    import torch
+
+    if one["step"] != other["step"]:
+        return False
+    if any(not torch.equal(one["model"][name], other["model"][name]) for name in other["model"]):
+        return False
+    ours, theirs = one["optimizer"]["state"], other["optimizer"]["state"]
+    return all(torch.equal(ours[key][name], theirs[key][name]) for key in theirs for name in theirs[key])

@@ -1,0 +1,175 @@
+"""A driver dies; the training does not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, final_weights, same_weights, train_config
+from tests.support.processes import (
+    FlowProcess,
+    RayHead,
+    attempts,
+    commits,
+    ledger,
+    repeated,
+    steps_of,
+    wait_for,
+)
+
+Start = Callable[..., FlowProcess]
+
+
+@pytest.fixture
+def head() -> Iterator[RayHead]:
+    cluster = RayHead(cpus=2)
+    yield cluster
+    cluster.close()
+
+
+def _kill_driver_in_mid_training(flow: FlowProcess, ledger_file: str) -> psutil.Process:
+    wait_for(lambda: len(commits(flow.run)) >= 2 and max(steps_of(ledger_file)) >= 13, 120, "two commits")
+    driver = flow.driver()
+    assert driver is not None
+    driver.send_signal(signal.SIGKILL)
+    return driver
+
+
+def _assert_resumed_once_and_right(outcome: dict[str, Any], ledger_file: str, reference: dict[str, Any]) -> None:
+    assert outcome["state"] == "COMPLETED"
+    result = outcome["result"]
+    assert result["attempts"] == 2
+    assert result["worker_failures"] == 0
+    lines = [line for line in ledger(ledger_file) if line["rank"] == 0]
+    resumed = next(line for line in lines if line["resumed_from"] > 0)
+    assert resumed["step"] == resumed["resumed_from"] + 1
+    assert resumed["resumed_from"] % CHECKPOINT_EVERY == 0
+    assert repeated(steps_of(ledger_file)) <= 2 * CHECKPOINT_EVERY
+    assert sorted(set(steps_of(ledger_file))) == list(range(1, STEPS + 1))
+    assert same_weights(final_weights(result["checkpoint_uri"]), reference)
+
+
+def test_killed_driver_of_a_local_cluster_resumes_at_the_last_commit_with_the_same_weights(
+    start: Start, ledger: str, undisturbed: dict[str, Any]
+) -> None:
+    flow = start(config=train_config(ledger))
+    _kill_driver_in_mid_training(flow, ledger)
+    at_kill = flow.marked()
+    assert at_kill, "the local cluster is the supervisor's and survives its driver"
+    outcome = flow.wait(180)
+    _assert_resumed_once_and_right(outcome, ledger, undisturbed)
+    base = attempts(flow.run)[1]["base"]
+    assert base is not None
+    assert flow.marked() == []
+
+
+def test_killed_driver_of_a_joined_cluster_resumes_at_once_and_leaves_it_running(
+    start: Start, ledger: str, undisturbed: dict[str, Any], head: RayHead
+) -> None:
+    flow = start(
+        config=train_config(ledger),
+        scaling={"min_workers": 1, "max_workers": 2},
+        cluster={"address": head.address, "auth_token": head.token},
+    )
+    _kill_driver_in_mid_training(flow, ledger)
+    outcome = flow.wait(180)
+    _assert_resumed_once_and_right(outcome, ledger, undisturbed)
+    # The reservation of the killed driver did not hold the new one up: both workers came back.
+    assert [size["size"] for size in outcome["result"]["world_sizes"]] == [2, 2]
+    assert flow.marked() == []
+    wait_for(lambda: not _train_processes(head), 20, "the workers to leave the cluster")
+    assert head.processes(), "a joined cluster is left alone"
+
+
+def test_killed_head_is_waited_for_and_the_run_resumes_on_the_new_one(
+    start: Start, ledger: str, undisturbed: dict[str, Any], head: RayHead
+) -> None:
+    flow = start(
+        config=train_config(ledger),
+        cluster={"address": head.address, "auth_token": head.token},
+        failures={"driver_restarts": 5, "driver_restart_delay_seconds": 2},
+        environment={"RAY_gcs_rpc_server_reconnect_timeout_s": 6},
+    )
+    wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
+    first = flow.driver()
+    assert first is not None
+    head.kill()
+    wait_for(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE, 60, "the driver to notice")
+    assert flow.process.poll() is None, "the flow process outlives its driver"
+    head.start()
+    outcome = flow.wait(240)
+    _assert_resumed_once_and_right(outcome, ledger, undisturbed)
+
+
+def test_killed_worker_is_recovered_in_the_cluster_without_a_new_driver(
+    start: Start, ledger: str, undisturbed: dict[str, Any]
+) -> None:
+    flow = start(config=train_config(ledger))
+    wait_for(lambda: len(commits(flow.run)) >= 2 and max(steps_of(ledger)) >= 13, 120, "two commits")
+    worker = next(line["pid"] for line in _lines(ledger) if line["rank"] == 1)
+    psutil.Process(worker).kill()
+    outcome = flow.wait(180)
+    assert outcome["state"] == "COMPLETED"
+    assert outcome["result"]["attempts"] == 1
+    assert outcome["result"]["worker_failures"] == 1
+    assert repeated(steps_of(ledger)) <= CHECKPOINT_EVERY + 1  # the step in flight is not reported yet
+    assert same_weights(final_weights(outcome["result"]["checkpoint_uri"]), undisturbed)
+
+
+def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(start: Start, ledger: str) -> None:
+    flow = start(
+        loop="tests.support.loops:failing_loop",
+        framework="none",
+        config={"ledger": ledger},
+        scaling={"min_workers": 1, "max_workers": 1},
+        failures={"max_failures": 1, "driver_restarts": 3},
+    )
+    outcome = flow.wait(120)
+    assert outcome["state"] == "FAILED"
+    assert outcome["outcome"] == "user_error"
+    assert len(_lines(ledger)) == 2, "one try and one retry in the cluster"
+    assert len(attempts(flow.run)) == 1, "no driver restart is spent on it"
+    assert 'raise ArithmeticError("the loss became a pumpkin")' in flow.log
+    assert flow.marked() == []
+
+
+def test_driver_that_dies_before_its_first_checkpoint_each_time_is_given_up(start: Start, ledger: str) -> None:
+    flow = start(
+        loop="tests.support.loops:sleeping_loop",
+        framework="none",
+        config={"ledger": ledger},
+        scaling={"min_workers": 1, "max_workers": 1},
+        failures={"driver_restarts": 5, "max_attempts_without_progress": 2},
+    )
+    for attempt in (1, 2):
+        wait_for(lambda attempt=attempt: len(_lines(ledger)) == attempt, 120, f"attempt {attempt}")
+        driver = flow.driver()
+        assert driver is not None
+        driver.kill()
+    outcome = flow.wait(120)
+    assert outcome["state"] == "FAILED"
+    assert outcome["outcome"] == "no_progress"
+    assert "2 attempts in a row ended without a new checkpoint" in outcome["error"]
+    assert "max_attempts_without_progress" in outcome["error"]
+    assert len(attempts(flow.run)) == 2
+    assert flow.marked() == []
+
+
+def _lines(path: str) -> list[dict[str, Any]]:
+    return ledger(path)
+
+
+def _train_processes(head: RayHead) -> list[str]:
+    names = []
+    for process in head.processes():
+        try:
+            name = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if "RayTrainWorker" in name or "TrainController" in name:
+            names.append(name)
+    return names

@@ -1,0 +1,60 @@
+"""The flow process ends or dies; nothing of its training stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.conftest import train_config
+from tests.support.processes import FlowProcess, commits, steps_of, wait_for
+
+Start = Callable[..., FlowProcess]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
+    start: Start, ledger: str, number: signal.Signals
+) -> None:
+    flow = start(config=train_config(ledger, steps=100_000))
+    wait_for(lambda: commits(flow.run), 120, "a commit")
+    assert flow.driver() is not None
+    assert len(flow.marked()) > 5, "driver, head, controller and workers"
+    os.kill(flow.pid, number)
+    wait_for(lambda: flow.marked() == [] and flow.process.poll() is not None, 15, "all processes to end")
+    last = len(steps_of(ledger))
+    assert len(steps_of(ledger)) == last
+    assert commits(flow.run), "what was committed stays"
+
+
+def test_nothing_is_left_when_the_flow_process_is_killed_while_the_cluster_starts(start: Start, ledger: str) -> None:
+    flow = start(config=train_config(ledger))
+    wait_for(lambda: flow.driver() is not None and len(flow.marked()) >= 2, 60, "the cluster to begin")
+    os.kill(flow.pid, signal.SIGKILL)
+    wait_for(lambda: flow.marked() == [], 15, "all processes to end")
+    assert steps_of(ledger) == []
+
+
+def test_two_flow_runs_at_once_leave_each_other_alone(start: Start, ledger: str) -> None:
+    flows = [
+        start(
+            name,
+            config={"steps": 30, "sleep": 0.1, "ledger": f"{ledger}.{name}"},
+            loop="tests.support.loops:counting_loop",
+            framework="none",
+            scaling={"min_workers": 1, "max_workers": 1},
+        )
+        for name in ("one", "two")
+    ]
+    marks = set()
+    for flow in flows:
+        wait_for(lambda flow=flow: flow.driver() is not None, 60, "a driver")
+        marks |= {process.pid for process in flow.marked()}
+    outcomes = [flow.wait(240) for flow in flows]
+    for name, outcome in zip(("one", "two"), outcomes, strict=True):
+        assert outcome["state"] == "COMPLETED"
+        assert outcome["result"]["attempts"] == 1
+        assert outcome["result"]["worker_failures"] == 0
+        assert steps_of(f"{ledger}.{name}") == list(range(1, 31))

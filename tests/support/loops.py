@@ -1,0 +1,127 @@
+"""Train loops of the tests. They are deterministic, and write what they do into a ledger."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+
+def ledger_loop(config: dict[str, Any]) -> None:
+    """Train a small torch model; every rank writes each step into the ledger.
+
+    Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file); ``seed``; ``gate``
+    (file that must exist before the step ``gate_step`` begins).
+    """
+    import tempfile
+
+    import ray.train
+    import ray.train.torch
+    import torch
+
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(1)
+    torch.manual_seed(config.get("seed", 0))
+    model: Any = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            state = torch.load(os.path.join(folder, "state.pt"))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    model = ray.train.torch.prepare_model(model)
+    resumed_from = step
+    while step < config["steps"]:
+        if config.get("gate") and step == config["gate_step"]:
+            while not os.path.exists(config["gate"]):
+                time.sleep(0.02)
+        # Each rank takes its share of one global batch, so that the world size hardly matters.
+        generator = torch.Generator().manual_seed(1000 + step)
+        batch = torch.randn(8, 8, generator=generator)[rank::world]
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        time.sleep(config.get("sleep", 0.0))
+        write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
+        saved = None
+        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
+            folder = tempfile.mkdtemp()
+            if rank == 0:
+                plain = model.module if hasattr(model, "module") else model
+                state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, os.path.join(folder, "state.pt"))
+            saved = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"step": step, "loss": float(loss)}, checkpoint=saved)
+
+
+def failing_loop(config: dict[str, Any]) -> None:
+    """Raise in every attempt."""
+    import ray.train
+
+    write_ledger(config["ledger"], rank=ray.train.get_context().get_world_rank(), world=1, step=1, resumed_from=0)
+    raise ArithmeticError("the loss became a pumpkin")
+
+
+def sleeping_loop(config: dict[str, Any]) -> None:
+    """Report nothing for a long time."""
+    write_ledger(config["ledger"], rank=0, world=1, step=1, resumed_from=0)
+    time.sleep(600)
+
+
+def counting_loop(config: dict[str, Any]) -> None:
+    """Count steps without any framework, with a checkpoint at each; the quickest loop there is."""
+    import tempfile
+
+    import ray.train
+
+    step = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder, open(os.path.join(folder, "step.json")) as file:
+            step = json.load(file)["step"]
+    resumed_from = step
+    rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    while step < config["steps"]:
+        step += 1
+        time.sleep(config.get("sleep", 0.0))
+        if "ledger" in config:
+            write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
+        folder = tempfile.mkdtemp()
+        if rank == 0:
+            with open(os.path.join(folder, "step.json"), "w") as file:
+                json.dump({"step": step}, file)
+        ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def dataset_loop(config: dict[str, Any]) -> None:
+    """Read a Ray Data dataset and report how many rows and what sum this rank saw."""
+    import ray.train
+
+    shard = ray.train.get_dataset_shard("numbers")
+    rows = total = 0
+    for batch in shard.iter_batches(batch_size=16):
+        rows += len(batch["id"])
+        total += int(batch["id"].sum())
+    write_ledger(config["ledger"], rank=ray.train.get_context().get_world_rank(), rows=rows, total=total)
+    ray.train.report({"rows": rows, "total": total})
+
+
+def two_argument_loop(config: dict[str, Any], other: int) -> None:
+    """A loop that no trainer can call."""
+
+
+def write_ledger(path: str, **line: Any) -> None:
+    """Append one line to the ledger, whole."""
+    data = json.dumps({"at": time.time(), "pid": os.getpid(), **line}) + "\n"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(handle, data.encode())
+    finally:
+        os.close(handle)

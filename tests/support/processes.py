@@ -1,0 +1,278 @@
+"""Starting, watching and ending what the tests run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, marked_processes
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+
+
+def wait_for(what: Callable[[], T], timeout: float, why: str = "") -> T:
+    """Wait until something is true, and give it."""
+    deadline = time.monotonic() + timeout
+    while True:
+        found = what()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout:g} s for {why or what}")
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """Give a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ledger(path: Path | str) -> list[dict[str, Any]]:
+    """Read a ledger; a line that is being written is left out."""
+    try:
+        text = Path(path).read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps_of(path: Path | str, rank: int = 0) -> list[int]:
+    """Give the steps of a rank in the order in which it took them."""
+    return [line["step"] for line in ledger(path) if line["rank"] == rank]
+
+
+def repeated(steps: list[int]) -> int:
+    """Count the steps that were taken more than once."""
+    return len(steps) - len(set(steps))
+
+
+def run_folder(storage: Path) -> Path | None:
+    """Give the only run directory below a storage path."""
+    folders = [f for f in storage.iterdir() if (f / ".elastic_train").is_dir()] if storage.is_dir() else []
+    return folders[0] if folders else None
+
+
+def attempts(run: Path | None) -> list[dict[str, Any]]:
+    """Give the attempts recorded in a run directory."""
+    if run is None:
+        return []
+    files = sorted((run / ".elastic_train" / "attempts").glob("[0-9]*.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def commits(run: Path | None) -> list[dict[str, Any]]:
+    """Give the commits in a run directory."""
+    if run is None:
+        return []
+    files = sorted((run / ".elastic_train" / "commits").glob("[0-9]*.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+class FlowProcess:
+    """A flow run in a process of its own, to be watched and killed."""
+
+    def __init__(self, folder: Path, api_url: str, **arguments: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.storage = Path(arguments.setdefault("storage", str(folder / "runs")))
+        self.result_file = folder / "result.json"
+        self.log_file = folder / "flow.log"
+        environment = {
+            **os.environ,
+            "PREFECT_API_URL": api_url,
+            "PYTHONPATH": str(ROOT),
+            **{name: str(value) for name, value in arguments.pop("environment", {}).items()},
+        }
+        (folder / "arguments.json").write_text(json.dumps({**arguments, "result_file": str(self.result_file)}))
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.flow_script", str(folder / "arguments.json")],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
+        self._mark = ""
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    @property
+    def run(self) -> Path | None:
+        return run_folder(self.storage)
+
+    def driver(self, besides: int = 0) -> psutil.Process | None:
+        """Give the driver process, if one runs."""
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if "prefect_elastic_train.driver" in command and process.pid != besides:
+                with contextlib.suppress(psutil.Error):
+                    if process.ppid() == self.pid:
+                        self._mark = process.environ()[MARK_VARIABLE]
+                        return process
+        return None
+
+    def marked(self) -> list[psutil.Process]:
+        """Give all processes of the training, as far as they have been seen by now."""
+        return marked_processes(self._mark) if self._mark else []
+
+    def wait(self, timeout: float) -> dict[str, Any]:
+        """Wait for the end of the flow process and give what it wrote: ``state``, and ``result`` or ``error``."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the flow did not end within {timeout:g} s:\n{self.log[-6000:]}") from None
+        assert self.result_file.exists(), f"the flow process went without a result:\n{self.log[-6000:]}"
+        outcome: dict[str, Any] = json.loads(self.result_file.read_text())
+        return outcome
+
+    def close(self) -> None:
+        """End the flow process and everything of its training."""
+        if self.process.poll() is None:
+            self.driver()
+            self.process.kill()
+            self.process.wait(10)
+        if self._mark:
+            end_marked(self._mark, 15)
+
+
+class RayHead:
+    """A cluster as an operator starts it, with `ray start --head`."""
+
+    def __init__(self, cpus: int = 2, port: int = 0, token: str = "") -> None:
+        self.port = port or free_port()
+        self.token = token or secrets.token_hex(16)
+        self.cpus = cpus
+        self.folder = Path(tempfile.mkdtemp(prefix="head-", dir="/tmp"))
+        self._mark = secrets.token_hex(8)
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to join."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+
+    def start(self) -> None:
+        """Start the head; it is up when this returns."""
+        environment = {
+            **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+            **self.environment,
+            "TEST_HEAD_MARK": self._mark,
+        }
+        environment.pop(MARK_VARIABLE, None)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--head",
+                "--disable-usage-stats",
+                "--include-dashboard=false",
+                "--node-ip-address=127.0.0.1",
+                f"--port={self.port}",
+                f"--ray-client-server-port={free_port()}",
+                "--dashboard-agent-listen-port=0",
+                f"--num-cpus={self.cpus}",
+                f"--temp-dir={self.folder}",
+            ],
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=120,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Give all processes of the cluster, workers included."""
+        entry = f"TEST_HEAD_MARK={self._mark}".encode()
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if entry in environment and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+    def kill(self) -> None:
+        """Kill everything of the cluster at once, as a lost machine does."""
+        for _ in range(20):
+            left = self.processes()
+            if not left:
+                return
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=1)
+
+    def close(self) -> None:
+        """End the cluster."""
+        import shutil
+
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def prefect_server(folder: Path) -> Iterator[str]:
+    """Run a real Prefect server and give the URL of its API."""
+    port = free_port()
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(folder),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_LEVEL": "WARNING",
+    }
+    environment.pop("PREFECT_API_URL", None)
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}/api"
+    try:
+        wait_for(lambda: _answers(url), 90, "the Prefect server")
+        yield url
+    finally:
+        tree = [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]
+        server.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(tree, timeout=15)
+        for process in alive:
+            process.kill()
+        server.wait(10)
+
+
+def _answers(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,22 @@
+"""Fixtures and the hypothesis profiles of the unit tier."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from prefect_elastic_train.runs.store import LocalRunStore
+
+# The same examples at every run; HYPOTHESIS_PROFILE=wide looks at many more, new ones each time.
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("wide", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalRunStore:
+    """A run directory that nobody has used yet."""
+    return LocalRunStore(str(tmp_path / "runs" / "mnist"))

@@ -1,0 +1,151 @@
+"""What the tests of the run directory have in common: claims, checkpoints, and what Ray's controller does to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.attempts import Begun, Claim, Finished, begin_attempt
+from prefect_elastic_train.runs.commits import CommitLog
+from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.records import CommitRecord, Owner
+from prefect_elastic_train.runs.snapshots import parse_snapshot
+from prefect_elastic_train.runs.store import LocalRunStore
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where tests with thousands of synced writes keep their directories."""
+
+FLOW_RUN = "11111111-aaaa-bbbb-cccc-000000000001"
+OTHER_FLOW_RUN = "22222222-aaaa-bbbb-cccc-000000000002"
+
+
+def claim(
+    flow_run: str = FLOW_RUN,
+    *,
+    name: str = "mnist",
+    config: dict[str, Any] | None = None,
+    host: str = "elsewhere/1",
+    pid: int = 0,
+    process_started_at: float = 0.0,
+    flow_run_name: str = "eager-otter",
+    **arguments: Any,
+) -> Claim:
+    """Give a claim on a run, by default from a driver on another machine."""
+    owner = Owner(
+        flow_run_id=flow_run,
+        flow_name="nightly",
+        flow_run_name=flow_run_name,
+        host=host,
+        pid=pid,
+        process_started_at=process_started_at,
+    )
+    return Claim(name=name, owner=owner, fingerprint=fingerprint("train:loop", "torch", config), **arguments)
+
+
+def begin(store: LocalRunStore, wanted: Claim | None = None, **arguments: Any) -> Begun:
+    """Begin an attempt that must not find the run finished."""
+    begun = begin_attempt(store, wanted or claim(), **arguments)
+    assert not isinstance(begun, Finished)
+    return begun
+
+
+def empty_snapshot() -> dict[str, Any]:
+    """Give the state of Ray Train's checkpoint manager before the first report."""
+    return {
+        "ray_version": "2.60.0",
+        "checkpoint_results": [],
+        "checkpoint_report_indices": [],
+        "latest_checkpoint_result": None,
+        "pending_training_results": [],
+        "pending_validation_specs": [],
+        "current_report_index": 0,
+        "validated_checkpoint_dir_names": [],
+        "timed_out_validation_checkpoint_dir_names": [],
+        "failed_validation_checkpoint_dir_names": [],
+    }
+
+
+def with_result(snapshot: dict[str, Any], name: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Give a snapshot with one more report that brought a checkpoint."""
+    snapshot = deepcopy(snapshot)
+    result = {"version": 0, "checkpoint_dir_name": name, "metrics": metrics}
+    snapshot["checkpoint_results"].append(result)
+    snapshot["checkpoint_report_indices"].append(snapshot["current_report_index"])
+    snapshot["latest_checkpoint_result"] = result
+    snapshot["current_report_index"] += 1
+    return snapshot
+
+
+class Training:
+    """What Ray's controller and its workers do to a run directory in one attempt, in the order of Ray's."""
+
+    def __init__(self, store: LocalRunStore, attempt: int, keep: int | None = None) -> None:
+        self.store = store
+        self.attempt = attempt
+        self.keep = keep
+        self.log = CommitLog(store, attempt)
+        self.snapshot = parse_snapshot(store.read(layout.SNAPSHOT)) or empty_snapshot()
+
+    def upload(self, name: str, files: dict[str, bytes] | None = None) -> None:
+        """Write a checkpoint's files."""
+        for file, data in (files or {"model.pt": b"weights of " + name.encode()}).items():
+            path = Path(self.store.path, name, file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    def commit(self, name: str, metrics: dict[str, Any] | None = None) -> CommitRecord:
+        """Commit what was uploaded."""
+        snapshot = with_result(self.snapshot, name, metrics or {})
+        if self.keep is not None:
+            for field in ("checkpoint_results", "checkpoint_report_indices"):
+                snapshot[field] = snapshot[field][-self.keep :]
+        record = self.log.commit(json.dumps(snapshot).encode())
+        self.snapshot = snapshot
+        return record
+
+    def report(self, name: str, metrics: dict[str, Any] | None = None) -> CommitRecord:
+        """Upload a checkpoint and commit it."""
+        self.upload(name)
+        return self.commit(name, metrics)
+
+
+def tear(store: LocalRunStore, name: str) -> None:
+    """Cut an object in half, as a crash in the middle of a plain write does."""
+    path = Path(store.path, name)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def private_folder() -> tempfile.TemporaryDirectory[str]:
+    """Give a folder in memory where there is one."""
+    return tempfile.TemporaryDirectory(prefix="elastic-train-test-", dir=MEMORY)
+
+
+def python(*arguments: str, cwd: str | Path = "/", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a fresh interpreter that finds this package and nothing else of this repository."""
+    code = f"import sys; sys.path.append({str(REPOSITORY)!r})\n"
+    command = [sys.executable, "-c", code + arguments[0], *arguments[1:]]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=True
+    )
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Wait for a condition; fail with its name when it does not come true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"not within {seconds:g} s: {what}")

@@ -1,0 +1,308 @@
+"""Attempts that overlap and die between any two operations on the store.
+
+Every attempt runs in a thread of its own, and the test decides before each operation on the store who goes on
+and who dies there. Checkpoints hold the history that led to them, so a mixture of two lineages cannot hide.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import fs
+
+from prefect_elastic_train.filesystems import RunFilesystem, uploading
+from prefect_elastic_train.outcomes import AttemptFailedError
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.attempts import Begun, begin_attempt
+from prefect_elastic_train.runs.commits import newest_attempt
+from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.unit.support import claim, empty_snapshot, private_folder, with_result
+
+Chain = tuple[str, ...]
+"""Names of the checkpoints that training went through, oldest first."""
+
+
+class Died(BaseException):
+    """The process of an attempt was killed."""
+
+
+class Driver:
+    """An attempt in a thread that stands still before each operation on the store."""
+
+    def __init__(self, work: Callable[[Driver], None]) -> None:
+        self._go = threading.Semaphore(0)
+        self._stands = threading.Semaphore(0)
+        self._killed = False
+        self.next_operation = ""
+        self.ended = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+        self._wait()
+
+    def turn(self, operation: str) -> None:
+        """Stand still until the test lets this attempt do its next operation."""
+        self.next_operation = operation
+        self._stands.release()
+        self._go.acquire()
+        if self._killed:
+            raise Died
+
+    def step(self) -> None:
+        """Let it do one operation."""
+        if not self.ended:
+            self._go.release()
+            self._wait()
+
+    def step_until(self, operation: str) -> None:
+        """Let it go on to the next operation of a kind, or to its end."""
+        self.step()
+        while not self.ended and not self.next_operation.startswith(operation):
+            self.step()
+
+    def kill(self) -> None:
+        """Let it die where it stands."""
+        self._killed = True
+        self.step()
+
+    def _run(self, work: Callable[[Driver], None]) -> None:
+        try:
+            self.turn("start")
+            work(self)
+        except Died:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.ended = True
+        self._stands.release()
+
+    def _wait(self) -> None:
+        assert self._stands.acquire(timeout=20), "an attempt hangs"
+
+
+class SteppedStore(LocalRunStore):
+    """A store whose every operation waits for its turn."""
+
+    def __init__(self, path: str, driver: Driver) -> None:
+        super().__init__(path)
+        self.turn = driver.turn
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.turn(f"create {name}")
+        return super().create(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.turn(f"replace {name}")
+        super().replace(name, data)
+
+    def read(self, name: str) -> bytes | None:
+        self.turn(f"read {name}")
+        return super().read(name)
+
+    def names(self, folder: str) -> list[str]:
+        self.turn(f"list {folder}")
+        return super().names(folder)
+
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        self.turn(f"list {folder}")
+        return super().file_sizes(folder)
+
+    def delete(self, name: str) -> None:
+        self.turn(f"delete {name}")
+        super().delete(name)
+
+    def delete_folder(self, name: str) -> None:
+        self.turn(f"delete {name}")
+        super().delete_folder(name)
+
+
+class SteppedFilesystem(RunFilesystem):
+    """The run filesystem of an attempt, over a store that waits for its turn."""
+
+    def __init__(self, store: SteppedStore, attempt: int) -> None:
+        super().__init__(store.path, attempt)
+        self._store = store
+        self._log._store = store
+        self.turn = store.turn
+
+    def delete_dir(self, path: str) -> None:
+        self._check_fence_of(path)
+        self.turn(f"delete {path}")
+        fs.LocalFileSystem().delete_dir(path)
+
+
+@dataclass
+class Ledger:
+    """What the attempts have seen and reached."""
+
+    path: str
+    begun: list[tuple[Begun, Chain]] = field(default_factory=list)
+    #: Commits whose attempt was told that they are durable.
+    acknowledged: list[tuple[int, Chain]] = field(default_factory=list)
+
+    def chain(self, checkpoint: str) -> Chain:
+        """Read the history out of a checkpoint."""
+        if not checkpoint:
+            return ()
+        return tuple(json.loads(Path(self.path, checkpoint, "history.json").read_bytes()))
+
+    def check_whole(self, snapshot: dict[str, Any]) -> None:
+        """All checkpoints of a snapshot are there, with the histories of one lineage."""
+        chains = [self.chain(name) for name in checkpoint_names(snapshot)]
+        for earlier, later in zip(chains, chains[1:], strict=False):
+            assert later[: len(earlier)] == earlier, f"two lineages are mixed: {earlier} and {later}"
+
+
+def drive(driver: Driver, ledger: Ledger, label: str, reports: int, keep: int) -> None:
+    """Do what a driver and Ray Train do in one attempt; a fenced-off one may fail in any way."""
+    store = SteppedStore(ledger.path, driver)
+    begun = begin_attempt(store, claim(driver_restarts=1000, max_attempts_without_progress=1000))
+    assert isinstance(begun, Begun)
+    try:
+        _train(store, driver, ledger, begun, label, reports, keep)
+    except Exception:
+        if newest_attempt(LocalRunStore(ledger.path)) == begun.attempt:
+            raise
+
+
+def _train(
+    store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, label: str, reports: int, keep: int
+) -> None:
+    chain = ledger.chain(begun.point.checkpoint)
+    ledger.begun.append((begun, chain))
+    filesystem = SteppedFilesystem(store, begun.attempt)
+    loaded = _load_snapshot(filesystem)
+    assert (loaded or None) == begun.point.snapshot, "Ray would start from another snapshot"
+    snapshot = loaded or empty_snapshot()
+    ledger.check_whole(snapshot)
+    remove_interrupted_uploads(store)
+    for number in range(reports):
+        name = f"checkpoint-{label}-{number}"
+        with uploading():
+            filesystem.create_dir(f"{ledger.path}/{name}", recursive=True)
+        driver.turn("upload")
+        chain = (*chain, name)
+        with filesystem.open_output_stream(f"{ledger.path}/{name}/history.json", None) as stream:
+            stream.write(json.dumps(chain).encode())
+        snapshot = with_result(snapshot, name, {})
+        dropped = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"][:-keep]]
+        for field_name in ("checkpoint_results", "checkpoint_report_indices"):
+            snapshot[field_name] = snapshot[field_name][-keep:]
+        filesystem._log.commit(json.dumps(snapshot).encode())
+        ledger.acknowledged.append((begun.attempt, chain))
+        ledger.check_whole(snapshot)
+        for old in dropped:
+            filesystem.delete_dir(f"{ledger.path}/{old}")
+
+
+def _load_snapshot(filesystem: SteppedFilesystem) -> dict[str, Any] | None:
+    """Load Ray's file as Ray does: through the filesystem that it was handed."""
+    path = f"{filesystem._run_path}/{layout.SNAPSHOT}"
+    filesystem.turn("load")
+    if filesystem.get_file_info([path])[0].type == fs.FileType.NotFound:
+        return None
+    with filesystem.open_input_stream(path) as stream:
+        return parse_snapshot(stream.read())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One line of a schedule: who goes on, how far, and whether it dies then."""
+
+    who: int
+    until: str
+    dies: bool
+
+
+def play(schedule: list[Turn], drivers: int, reports: int, keep: int) -> None:
+    """Run attempts by a schedule.
+
+    What must hold after any schedule: a later attempt has everything that an earlier one was told is durable,
+    its checkpoints are there and are of one lineage, and the next attempt can begin.
+    """
+    with private_folder() as folder:
+        ledger = Ledger(f"{folder}/run")
+
+        def start(label: str) -> Driver:
+            return Driver(lambda driver: drive(driver, ledger, label, reports, keep))
+
+        running = [start(str(number)) for number in range(drivers)]
+        everybody = list(running)
+        try:
+            for turn in schedule:
+                driver = running[turn.who % drivers]
+                driver.step_until(turn.until)
+                if turn.dies or driver.ended:
+                    driver.kill()
+                    running[turn.who % drivers] = start(str(len(everybody)))
+                    everybody.append(running[turn.who % drivers])
+            for driver in running:
+                driver.kill()
+            last = start("last")
+            everybody.append(last)
+            last.step_until("the end")
+        finally:
+            for driver in everybody:
+                driver.kill()
+        for driver in everybody:
+            if driver.error is not None and not isinstance(driver.error, AttemptFailedError):
+                raise driver.error
+        if last.error is not None:
+            raise last.error
+        _check(ledger)
+
+
+def _check(ledger: Ledger) -> None:
+    for begun, chain in ledger.begun:
+        assert not begun.point.repairs, f"attempt {begun.attempt} found damage: {begun.point.repairs}"
+        for attempt, durable in ledger.acknowledged:
+            if attempt < begun.attempt:
+                assert chain[: len(durable)] == durable, (
+                    f"attempt {begun.attempt} began from {chain} and lost {durable}, committed by attempt {attempt}"
+                )
+    newest = latest_checkpoint(parse_snapshot(LocalRunStore(ledger.path).read(layout.SNAPSHOT)) or {})
+    assert newest is not None
+    longest = max((chain for _, chain in ledger.acknowledged), key=len)
+    assert ledger.chain(newest["checkpoint_dir_name"]) == longest
+
+
+#: Operations before which something of interest can happen; an empty one is any operation.
+OPERATIONS = [
+    "",
+    f"create {layout.ATTEMPTS}",
+    f"create {layout.COMMITS}",
+    f"create {layout.UPLOADS}",
+    f"list {layout.ATTEMPTS}",
+    f"list {layout.COMMITS}",
+    f"replace {layout.SNAPSHOT}",
+    "delete",
+    "load",
+    "upload",
+]
+
+
+def schedules(drivers: int, max_turns: int) -> st.SearchStrategy[list[Turn]]:
+    """Give schedules for so many attempts at a time."""
+    turn = st.builds(Turn, st.integers(0, drivers - 1), st.sampled_from(OPERATIONS), st.booleans())
+    return st.lists(turn, min_size=1, max_size=max_turns)
+
+
+@settings(max_examples=100)
+@given(schedule=schedules(drivers=3, max_turns=16), keep=st.integers(1, 2))
+def test_nothing_committed_is_lost_or_mixed_whoever_overlaps_and_dies(schedule: list[Turn], keep: int) -> None:
+    play(schedule, drivers=3, reports=2, keep=keep)
+
+
+@settings(max_examples=50)
+@given(schedule=schedules(drivers=1, max_turns=12), keep=st.integers(1, 2))
+def test_nothing_committed_is_lost_when_attempts_die_one_after_the_other(schedule: list[Turn], keep: int) -> None:
+    play(schedule, drivers=1, reports=3, keep=keep)
