@@ -386,12 +386,12 @@ def ratio_target(what: str, ours: Sequence[float], other: Sequence[float], limit
     return f"- {what}: {mine:.2f} to {theirs:.2f}, {ratio} ({allowed}): {verdict}"
 
 
-def machine_lines(module: str) -> str:
-    """What was measured on, with what, by which command."""
+def machine_lines(module: str, load_before: float) -> str:
+    """What was measured on, with what, by which command; `load_before` tells whether the machine was free."""
     versions = [f"{name} {metadata.version(name)}" for name in ("ray", "prefect", "torch")]
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     machine = f"{os.cpu_count()} cores, {_cpu_model()}, Python {platform.python_version()}, {', '.join(versions)}"
-    load = f"load average now {os.getloadavg()[0]:.1f}"
+    load = f"load average before {load_before:.1f}"
     return f"Machine: {machine}, {load}\nCommand: `{command}`"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from benchmarks.common import (
@@ -82,6 +83,7 @@ def main() -> int:
     chosen = [side for side in SIDES if side.name in arguments.only]
     samples: dict[str, list[Sample]] = {side.name: [] for side in SIDES}
     failed = 0
+    load_before = os.getloadavg()[0]
     warm_up()
     with Workbench(with_prefect=OURS in chosen) as workbench:
         for repeat in range(arguments.repeats):
@@ -94,7 +96,7 @@ def main() -> int:
                     continue
                 samples[side.name].append(sample)
                 print(f"# {repeat + 1}/{arguments.repeats} {side.name}: {sample}", flush=True)
-    print(f"\n{machine_lines('benchmarks.overhead')}\n")
+    print(f"\n{machine_lines('benchmarks.overhead', load_before)}\n")
     print(
         f"{WORKERS} workers, {REPORTS} reports with a checkpoint each. Median (min–max) in seconds of up to "
         f"{arguments.repeats} runs, each in a fresh process; same poll is {POLL_SECONDS} s.\n"

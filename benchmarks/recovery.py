@@ -129,6 +129,7 @@ def main() -> int:
     chosen = [side for side in SIDES if cases[side]]
     samples: dict[str, list[Sample]] = defaultdict(list)
     failed = 0
+    load_before = os.getloadavg()[0]
     warm_up()
     with Workbench(with_prefect=OURS in chosen) as workbench:
         for repeat, phase in enumerate(phases(arguments.repeats)):
@@ -141,7 +142,7 @@ def main() -> int:
                 except SideFailedError as error:
                     failed += 1
                     print(f"{progress} {side.name} failed: {error}", flush=True)
-    print(f"\n{machine_lines('benchmarks.recovery')}\n")
+    print(f"\n{machine_lines('benchmarks.recovery', load_before)}\n")
     print(
         f"{WORKERS} workers, steps of {STEP_SECONDS:g} s, a checkpoint every {CHECKPOINT_EVERY} steps. "
         f"Median (min–max) of up to {arguments.repeats} kills; same poll is {POLL_SECONDS} s.\n"

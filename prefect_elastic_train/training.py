@@ -401,6 +401,8 @@ def _resolved(block_type: type[BlockType], given: BlockType | str) -> BlockType:
         name = given.removeprefix(f"{slug}/")
         try:
             block = block_type.load(name, _sync=True)  # type: ignore[call-arg]
+        except ConfigurationError:
+            raise
         except ValueError as error:
             raise ConfigurationError(
                 f"cannot load block {slug}/{name}: {error}. See `prefect block ls`, or save one with "

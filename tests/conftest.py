@@ -18,16 +18,23 @@ def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Prefect server for the whole session."""
     from tests.support.processes import prefect_server
 
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
     with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
         yield url
+        # What is still on its way to the server would wait a minute for it at exit.
+        APILogWorker.drain_all(timeout=5)
+        EventsWorker.drain_all(timeout=5)
 
 
 @pytest.fixture
 def api(api_url: str) -> Iterator[str]:
     """The session's server as this process's API."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-    with temporary_settings({PREFECT_API_URL: api_url}):
+    # The heartbeat's thread takes a second to end.
+    with temporary_settings({PREFECT_API_URL: api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         yield api_url
 
 

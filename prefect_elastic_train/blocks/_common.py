@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from prefect.blocks.core import Block
-from pydantic import BaseModel, GetJsonSchemaHandler, HttpUrl, model_validator
+from prefect.client.schemas.objects import BlockDocument
+from pydantic import BaseModel, GetJsonSchemaHandler, HttpUrl, ValidationError, model_validator
 from pydantic_core import CoreSchema
+from typing_extensions import Self
+
+from prefect_elastic_train.outcomes import ConfigurationError
 
 __all__ = ["DOCUMENTATION_URL", "LOGO_URL", "TrainingBlock"]
 
@@ -49,3 +53,14 @@ class TrainingBlock(_FlowParameter, Block):
 
     _logo_url = LOGO_URL
     _documentation_url = DOCUMENTATION_URL
+
+    @classmethod
+    def _load_from_block_document(cls, block_document: BlockDocument, validate: bool = True) -> Self:
+        """Load a block; say which of its values is wrong, which Prefect keeps to itself."""
+        try:
+            return super()._load_from_block_document(block_document, validate=validate)
+        except RuntimeError as error:
+            if not isinstance(error.__cause__, ValidationError):
+                raise
+            name = f"{cls.get_block_type_slug()}/{block_document.name}"
+            raise ConfigurationError(f"block {name} holds a value that is not allowed: {error.__cause__}") from error

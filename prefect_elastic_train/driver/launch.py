@@ -203,6 +203,8 @@ class Runtime:
         environment[MARK_VARIABLE] = self._mark
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in sys.path if p and p[-4:] != ".zip"))
         environment["PYTHONUNBUFFERED"] = "1"
+        # A person's prints are not to be guessed at; the run's log has a limit of its own.
+        environment.setdefault("RAY_DEDUP_LOGS", "0")
         return environment
 
     def _end_driver(self) -> None:

@@ -124,6 +124,8 @@ class _Driver:
         self.emit(ClusterWanted())
         # The poll interval is read when Ray Train is imported in the controller, which inherits it from here.
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
+        # Ray Train's own print tees what the worker's standard output carries already: every line twice.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
         from prefect_elastic_train.driver import training
 
         prepared = training.prepare(self.spec)

@@ -126,6 +126,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     """
     address = _cluster_address(spec)
     _wait_for_listener(spec, address)
+    _check_token(address)
     import ray
     from ray.job_config import JobConfig
 
@@ -296,15 +297,19 @@ def _wait_for_listener(spec: DriverSpec, address: str) -> None:
         ) from error
 
 
-def _connection_failure(address: str, error: Exception) -> AttemptFailedError:
-    text = str(error)
-    if "uthentication" in text or "UNAUTHENTICATED" in text or "oken" in text:
-        return AttemptFailedError(
+def _check_token(address: str) -> None:
+    from prefect_elastic_train.elastic.gcs import refuses_token
+
+    if address != "auto" and refuses_token(address):
+        raise AttemptFailedError(
             f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
             outcome=Outcome.INVALID,
         )
+
+
+def _connection_failure(address: str, error: Exception) -> AttemptFailedError:
     return AttemptFailedError(
-        f"cannot join the Ray cluster at {address}: {type(error).__name__}: {text[:1000]}",
+        f"cannot join the Ray cluster at {address}: {type(error).__name__}: {str(error)[:1000]}",
         outcome=Outcome.CLUSTER_LOST,
     )
 

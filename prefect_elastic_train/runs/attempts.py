@@ -178,13 +178,16 @@ def peek(store: RunStore, claim: Claim) -> Finished | None:
     """Tell, without beginning anything, whether the run is finished for this flow run.
 
     Raises:
-        AttemptFailedError: :func:`begin_attempt` would refuse because the run is another flow run's.
+        AttemptFailedError: :func:`begin_attempt` would refuse because the run is another flow run's or training.
     """
     past = _past_attempts(store)
     if not past:
         return None
     last = past[-1]
     if last.flow_run_id == claim.owner.flow_run_id:
+        existing = decode(RunRecord, store.read(layout.RUN))
+        if existing is not None:
+            _check_same_training(claim, existing)
         if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value:
             return Finished(last.number, last.ended)
     elif not claim.resume and last.record is not None:
@@ -264,22 +267,28 @@ def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
         return
     if existing.creator.flow_run_id != claim.owner.flow_run_id and not all_attempts(store) and not claim.resume:
         raise _owned(store, claim, existing.creator, "has not begun an attempt yet")
-    differences = existing.fingerprint.differences(claim.fingerprint)
-    if differences and (claim.named or claim.resume):
-        notes.append("the run continues with another configuration: " + "; ".join(differences))
-    elif differences and existing.creator.flow_run_id == claim.owner.flow_run_id:
-        raise AttemptFailedError(
-            f"run {claim.name!r} was begun with another configuration: {'; '.join(differences)}. If this flow trains "
-            "several models, give each its own run_name; to continue this run with the new configuration, give "
-            f"run_name={claim.name!r}",
-            outcome=Outcome.INVALID,
-        )
+    notes += _check_same_training(claim, existing)
+
+
+def _check_same_training(claim: Claim, existing: RunRecord) -> list[str]:
+    """Refuse to go on with what may be another training; give what changed on purpose, in words."""
     if claim.resume_from and existing.resume_from != claim.resume_from:
         raise AttemptFailedError(
             f"run {claim.name!r} exists and did not start from {claim.resume_from!r}; resume_from starts a new "
             "run, so give it a new run_name",
             outcome=Outcome.INVALID,
         )
+    differences = existing.fingerprint.differences(claim.fingerprint)
+    if not differences:
+        return []
+    if not (claim.named or claim.resume):
+        raise AttemptFailedError(
+            f"run {claim.name!r} was begun with another configuration: {'; '.join(differences)}. If this flow "
+            "trains several models, give each its own run_name; to continue this run with the new configuration, "
+            f"give run_name={claim.name!r}",
+            outcome=Outcome.INVALID,
+        )
+    return ["the run continues with another configuration: " + "; ".join(differences)]
 
 
 def _past_attempts(store: RunStore) -> list[_Past]:

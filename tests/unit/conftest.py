@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from prefect.settings import PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
 from prefect_elastic_train.runs.store import LocalRunStore
 
@@ -14,6 +16,13 @@ from prefect_elastic_train.runs.store import LocalRunStore
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("wide", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _no_prefect_server() -> Iterator[None]:
+    """Nothing in this tier may start a Prefect server."""
+    with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
+        yield
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -138,14 +136,3 @@ def python(*arguments: str, cwd: str | Path = "/", **environment: str) -> subpro
     return subprocess.run(
         command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=True
     )
-
-
-def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Wait for a condition; fail with its name when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"not within {seconds:g} s: {what}")

@@ -216,11 +216,19 @@ def _load_snapshot(filesystem: SteppedFilesystem) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """One line of a schedule: who goes on, how far, and whether it dies then."""
+    """One line of a schedule: who goes on, how far, and whether it dies then.
+
+    Attributes:
+        who: Number of the attempt.
+        until: The kind of operation before which it stands still again.
+        times: How many operations of that kind it goes on.
+        dies: Whether it is killed there, and another attempt takes its place.
+    """
 
     who: int
     until: str
-    dies: bool
+    times: int = 1
+    dies: bool = False
 
 
 def play(schedule: list[Turn], drivers: int, reports: int, keep: int) -> None:
@@ -240,7 +248,8 @@ def play(schedule: list[Turn], drivers: int, reports: int, keep: int) -> None:
         try:
             for turn in schedule:
                 driver = running[turn.who % drivers]
-                driver.step_until(turn.until)
+                for _ in range(turn.times):
+                    driver.step_until(turn.until)
                 if turn.dies or driver.ended:
                     driver.kill()
                     running[turn.who % drivers] = start(str(len(everybody)))
@@ -292,17 +301,56 @@ OPERATIONS = [
 
 def schedules(drivers: int, max_turns: int) -> st.SearchStrategy[list[Turn]]:
     """Give schedules for so many attempts at a time."""
-    turn = st.builds(Turn, st.integers(0, drivers - 1), st.sampled_from(OPERATIONS), st.booleans())
+    turn = st.builds(
+        Turn,
+        who=st.integers(0, drivers - 1),
+        until=st.sampled_from(OPERATIONS),
+        times=st.integers(1, 3),
+        dies=st.sampled_from([False, False, True]),
+    )
     return st.lists(turn, min_size=1, max_size=max_turns)
 
 
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(schedule=schedules(drivers=3, max_turns=16), keep=st.integers(1, 2))
 def test_nothing_committed_is_lost_or_mixed_whoever_overlaps_and_dies(schedule: list[Turn], keep: int) -> None:
     play(schedule, drivers=3, reports=2, keep=keep)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(schedule=schedules(drivers=1, max_turns=12), keep=st.integers(1, 2))
 def test_nothing_committed_is_lost_when_attempts_die_one_after_the_other(schedule: list[Turn], keep: int) -> None:
     play(schedule, drivers=1, reports=3, keep=keep)
+
+
+@settings(max_examples=100)
+@given(holder=st.integers(1, 30), successor=st.integers(1, 40), dies=st.booleans(), keep=st.integers(1, 2))
+def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
+    holder: int, successor: int, dies: bool, keep: int
+) -> None:
+    play(
+        [
+            Turn(0, f"create {layout.UPLOADS}"),
+            Turn(0, "", times=holder),
+            Turn(1, "", times=successor),
+            Turn(0, f"create {layout.UPLOADS}"),
+            Turn(1, "load", dies=dies),
+        ],
+        drivers=2,
+        reports=3,
+        keep=keep,
+    )
+
+
+def test_a_holder_that_froze_before_it_mirrored_a_commit_cannot_make_ray_start_from_it_later() -> None:
+    frozen_before_mirror = Turn(0, f"replace {layout.SNAPSHOT}")
+    successor_commits = Turn(1, f"create {layout.UPLOADS}", times=2)
+    third_has_begun = Turn(2, "load")
+    frozen_wakes_up = Turn(0, "")
+    third_loads = Turn(2, f"create {layout.UPLOADS}")
+    play(
+        [frozen_before_mirror, successor_commits, third_has_begun, frozen_wakes_up, third_loads],
+        drivers=3,
+        reports=3,
+        keep=1,
+    )

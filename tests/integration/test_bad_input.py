@@ -1,0 +1,188 @@
+"""Bad input gets one clear error, at once, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prefect import flow
+
+from prefect_elastic_train import (
+    AttemptFailedError,
+    ConfigurationError,
+    ElasticScaling,
+    FailureBudget,
+    LocalStorage,
+    RayCluster,
+    elastic_train,
+)
+from prefect_elastic_train.driver.processes import MARK_VARIABLE
+from tests.support.processes import RayHead, attempts, free_port
+
+pytestmark = pytest.mark.usefixtures("api")
+
+LOOP = "tests.support.loops:counting_loop"
+
+
+def _fail(loop: Any = LOOP, **arguments: Any) -> tuple[Exception, int]:
+    """Train in a flow; give its error and how many attempts its task made."""
+    runs = []
+
+    @flow
+    def bad() -> None:
+        state = None
+        try:
+            elastic_train(
+                loop,
+                failures=FailureBudget(driver_restarts=3, driver_restart_delay_seconds=0),
+                **{"framework": "none", "train_loop_config": {"steps": 1}, **arguments},
+            )
+        finally:
+            runs.append(state)
+
+    error = bad(return_state=True).result(raise_on_failure=False)
+    assert isinstance(error, Exception)
+    return error, len(runs)
+
+
+def _own_processes() -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK_VARIABLE) and process.ppid() in (os.getpid(), 1):
+                found.append(" ".join(process.cmdline())[:200])
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"framework": "tensorflow"}, ["framework 'tensorflow'", "'torch'", "'jax'", "'none'"]),
+        ({"run_name": "a/b"}, ["'a/b'", "letters, digits"]),
+        ({"run_name": ".."}, ["'..'"]),
+        ({"run_name": "a..b"}, ["'a..b'"]),
+        ({"run_name": "für alle"}, ["für alle"]),
+        ({"run_name": "x" * 200}, ["128"]),
+        ({"resume": True}, ["run_name"]),
+        ({"resume": True, "run_name": "a", "resume_from": "b"}, ["one of them"]),
+        ({"resume_from": "../other", "run_name": "a"}, ["'../other'"]),
+        ({"scaling": "no-such-block"}, ["elastic-scaling/no-such-block", "prefect block ls"]),
+        ({"scaling": RayCluster()}, ["ElasticScaling", "RayCluster"]),
+        ({"cluster": RayCluster(auth_token="********")}, ["auth_token", "asterisks", "Save the block"]),
+        ({"loop": "no path"}, ["'no path'", "package.module:function"]),
+        ({"loop": 3}, ["int"]),
+        ({"loop": lambda config, other: None}, ["2 arguments", "config, other"]),
+        ({"train_loop_config": [1]}, ["dict", "list"]),
+    ],
+)
+def test_what_can_be_seen_without_starting_anything_is_refused_before(
+    arguments: dict[str, Any], parts: list[str], tmp_path: Path
+) -> None:
+    arguments.setdefault("storage", LocalStorage(path=str(tmp_path / "runs")))
+    error, _ = _fail(**arguments)
+    assert isinstance(error, ConfigurationError)
+    for part in parts:
+        assert part in str(error)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_loop_that_cannot_be_sent_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def loop() -> None:
+        with lock:
+            pass
+
+    error, _ = _fail(loop, storage=LocalStorage(path=str(tmp_path / "runs")))
+    assert isinstance(error, ConfigurationError)
+    assert "cannot be sent to another process" in str(error)
+
+
+def _drive(tmp_path: Path, joined: RayCluster, parts: list[str], at_most: float = 30.0, **arguments: Any) -> None:
+    started = time.monotonic()
+    error, runs = _fail(**{"storage": LocalStorage(path=str(tmp_path / "runs")), "cluster": joined, **arguments})
+    assert isinstance(error, AttemptFailedError), error
+    assert not error.retryable
+    for part in parts:
+        assert part in str(error)
+    assert runs == 1
+    assert time.monotonic() - started < at_most
+    assert len([a for run in (tmp_path / "runs").glob("*") for a in attempts(run)]) == 0
+    assert _own_processes() == []
+
+
+@pytest.mark.parametrize(
+    ("loop", "parts"),
+    [
+        ("no_such_module:loop", ["no_such_module", "ModuleNotFoundError"]),
+        ("tests.support.loops:no_such_loop", ["has no 'no_such_loop'"]),
+        ("tests.support.loops:two_argument_loop", ["2 arguments", "config, other"]),
+        ("tests.support.processes:ROOT", ["it must be a function"]),
+    ],
+)
+def test_import_path_that_leads_nowhere_is_refused(
+    tmp_path: Path, joined: RayCluster, loop: str, parts: list[str]
+) -> None:
+    _drive(tmp_path, joined, parts, loop=loop)
+
+
+def test_storage_that_cannot_be_written_is_refused(tmp_path: Path, joined: RayCluster) -> None:
+    in_the_way = tmp_path / "a-file"
+    in_the_way.write_text("")
+    _drive(
+        tmp_path,
+        joined,
+        ["storage_error", str(in_the_way), "LocalStorage"],
+        storage=LocalStorage(path=str(in_the_way / "runs")),
+    )
+
+
+def test_address_where_nothing_listens_is_refused_after_a_bounded_wait(tmp_path: Path, joined: RayCluster) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    _drive(
+        tmp_path,
+        joined,
+        [address, "ray start --head"],
+        cluster=RayCluster(address=address, connect_timeout_seconds=2),
+    )
+
+
+def test_wrong_token_is_refused(tmp_path: Path, joined: RayCluster, head: RayHead) -> None:
+    wrong = RayCluster(address=head.address, auth_token="0" * 32)
+    _drive(tmp_path, joined, [head.address, "token"], at_most=60, cluster=wrong)
+
+
+def test_more_workers_than_the_local_cluster_can_hold_are_refused(tmp_path: Path, joined: RayCluster) -> None:
+    _drive(
+        tmp_path,
+        joined,
+        ["min_workers=3 need 6 CPU", "has 2"],
+        at_most=60,
+        cluster=RayCluster(num_cpus=2),
+        scaling=ElasticScaling(min_workers=3, max_workers=3, resources_per_worker={"CPU": 2}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: ElasticScaling(min_workers=3, max_workers=2), ["min_workers (3)", "max_workers (2)"]),
+        (lambda: ElasticScaling(max_workers=0), ["max_workers", "greater than or equal to 1"]),
+        (lambda: ElasticScaling(min_workers=-1), ["min_workers", "greater than or equal to 1"]),
+        (lambda: RayCluster(address="nowhere"), ["host:port", "'nowhere'"]),
+        (lambda: LocalStorage(path=""), ["path", "empty"]),
+    ],
+)
+def test_bad_blocks_are_refused_where_they_are_made(make: Callable[[], Any], parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    for part in parts:
+        assert part in str(caught.value)

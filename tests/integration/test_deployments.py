@@ -1,0 +1,175 @@
+"""Blocks on a real server, deployments through its API, and the flows that come with the project."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, StateType
+
+from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
+from tests.support.processes import ROOT, wait_for
+
+pytestmark = pytest.mark.usefixtures("api")
+
+
+@pytest.fixture
+def client() -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """`python -m flows.serve`, as a user starts it, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("served")
+    environment = {
+        **os.environ,
+        "PREFECT_API_URL": api_url,
+        "PYTHONPATH": str(ROOT),
+        "PREFECT_RUNNER_POLL_FREQUENCY": "1",
+    }
+    with (folder / "serve.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.serve", "--blocks", "tests"],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    yield folder
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    _, alive = psutil.wait_procs(tree, timeout=20)
+    for left in alive:
+        left.kill()
+    process.wait(10)
+
+
+def _deployment_id(client: SyncPrefectClient, name: str) -> Any:
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        return client.read_deployment_by_name(name).id
+    except ObjectNotFound:
+        return None
+
+
+def _end_of(client: SyncPrefectClient, run: FlowRun, timeout: float) -> FlowRun:
+    def ended() -> FlowRun | None:
+        now = client.read_flow_run(run.id)
+        return now if now.state is not None and now.state.is_final() else None
+
+    return wait_for(ended, timeout, f"the end of {run.name}")
+
+
+def test_blocks_are_registered_from_the_package_saved_and_loaded(client: SyncPrefectClient, api_url: str) -> None:
+    registered = subprocess.run(
+        [sys.executable, "-m", "prefect", "block", "register", "-m", "prefect_elastic_train"],
+        env={**os.environ, "PREFECT_API_URL": api_url, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "registered 5 blocks" in registered.stdout
+    scaling = ElasticScaling(min_workers=1, max_workers=4, resources_per_worker={"CPU": 2})
+    cluster = RayCluster(address="10.0.0.5:6379", auth_token="seven sisters")
+    scaling.save("round-trip", overwrite=True)
+    cluster.save("round-trip", overwrite=True)
+    assert ElasticScaling.load("round-trip") == scaling
+    loaded = RayCluster.load("round-trip")
+    assert loaded.auth_token.get_secret_value() == "seven sisters"
+    for block in (FailureBudget(), CheckpointPolicy(keep=3), LocalStorage(path="/tmp/x")):
+        block.save("round-trip", overwrite=True)
+        assert type(block).load("round-trip") == block
+
+
+def test_block_data_as_the_ui_stores_dicts_is_read(client: SyncPrefectClient) -> None:
+    document_id = ElasticScaling(max_workers=2).save("from-the-ui", overwrite=True)
+    from prefect.client.schemas.actions import BlockDocumentUpdate
+
+    wrapped = {"__prefect_kind": "json", "value": '{"CPU": 3}'}
+    client.request(
+        "PATCH",
+        "/block_documents/{id}",
+        path_params={"id": document_id},
+        json=BlockDocumentUpdate(data={"max_workers": 2, "resources_per_worker": wrapped}).model_dump(mode="json"),
+    )
+    assert ElasticScaling.load("from-the-ui").resources_per_worker == {"CPU": 3}
+
+
+def test_bad_block_data_fails_at_load_naming_field_value_and_rule(client: SyncPrefectClient) -> None:
+    from prefect.client.schemas.actions import BlockDocumentUpdate
+
+    document_id = ElasticScaling(max_workers=2).save("bad", overwrite=True)
+    client.request(
+        "PATCH",
+        "/block_documents/{id}",
+        path_params={"id": document_id},
+        json=BlockDocumentUpdate(data={"max_workers": 0}).model_dump(mode="json"),
+    )
+    with pytest.raises(ValueError, match=r"(?s)max_workers.*greater than or equal to 1.*input_value=0"):
+        ElasticScaling.load("bad")
+
+
+def test_deployments_run_with_blocks_by_reference_import_path_and_config(
+    client: SyncPrefectClient, served: Path, tmp_path: Path
+) -> None:
+    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    storage = LocalStorage(path=str(tmp_path / "runs"))
+    storage.save("referenced", overwrite=True)
+    scaling = ElasticScaling(min_workers=1, max_workers=1)
+    scaling.save("referenced", overwrite=True)
+    run = client.create_flow_run_from_deployment(
+        deployment,
+        parameters={
+            "train_loop": "tests.support.loops:counting_loop",
+            "train_loop_config": {"steps": 3},
+            "framework": "none",
+            "storage": {"$ref": {"block_document_id": str(storage._block_document_id)}},
+            "scaling": {"$ref": {"block_document_id": str(scaling._block_document_id)}},
+        },
+    )
+    ended = _end_of(client, run, 180)
+    assert ended.state is not None
+    assert ended.state.type == StateType.COMPLETED, (served / "serve.log").read_text()[-3000:]
+    runs = list((tmp_path / "runs").iterdir())
+    assert [folder.name for folder in runs] == [f"train-{str(run.id)[:8]}"]
+
+
+def test_server_refuses_bad_parameters_of_a_deployment(client: SyncPrefectClient, served: Path) -> None:
+    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    for parameters in (
+        {"train_loop": "not a path"},
+        {"train_loop": "a:b", "framework": "tensorflow"},
+        {"train_loop": "a:b", "scaling": {"min_workers": 0}},
+        {"train_loop": "a:b", "scaling": {"workers": 2}},
+    ):
+        with pytest.raises(Exception, match="409"):
+            client.create_flow_run_from_deployment(deployment, parameters=parameters)
+
+
+def test_digits_deployment_learns_to_read(client: SyncPrefectClient, served: Path) -> None:
+    deployment = wait_for(lambda: _deployment_id(client, "digits/digits"), 60, "the deployment")
+    run = client.create_flow_run_from_deployment(deployment)
+    ended = _end_of(client, run, 240)
+    assert ended.state is not None
+    assert ended.state.type == StateType.COMPLETED, (served / "serve.log").read_text()[-3000:]
+    artifacts = client.request("POST", "/artifacts/filter", json={"flow_runs": {"id": {"any_": [str(run.id)]}}}).json()
+    matrix = next(artifact for artifact in artifacts if artifact["key"] == "digits-confusion-matrix")
+    assert "data:image/svg+xml;base64," in matrix["data"]
+    runs = list((served / ".demo" / "runs").glob("digits-*"))
+    assert len(runs) == 1
+    accuracy = re.search(r"\*\*([\d.]+)%\*\* of the held-out images are read correctly", matrix["data"])
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 95

@@ -1,0 +1,233 @@
+"""Trainings that nothing disturbs, on a real cluster with a real Prefect server."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter
+
+from prefect_elastic_train import (
+    AttemptFailedError,
+    CheckpointPolicy,
+    ElasticScaling,
+    LocalStorage,
+    Outcome,
+    RayCluster,
+    TrainingResult,
+    aelastic_train,
+    elastic_train,
+)
+from tests.support.processes import attempts, steps_of
+from tests.support.processes import ledger as read_ledger
+
+pytestmark = pytest.mark.usefixtures("api")
+
+LOOP = "tests.support.loops:counting_loop"
+TWO = ElasticScaling(min_workers=2, max_workers=2)
+
+
+def _arguments(tmp_path: Path, joined: RayCluster, **more: Any) -> dict[str, Any]:
+    return {"framework": "none", "storage": LocalStorage(path=str(tmp_path)), "cluster": joined, **more}
+
+
+def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, joined: RayCluster) -> None:
+    base = 10.0
+
+    def loop(config: dict[str, Any]) -> None:
+        import os
+        import tempfile
+
+        import ray.train
+
+        for step in range(1, config["steps"] + 1):
+            folder = tempfile.mkdtemp()
+            with open(os.path.join(folder, "weights.txt"), "w") as file:
+                file.write(str(step))
+            ray.train.report(
+                {"step": step, "loss": base / step}, checkpoint=ray.train.Checkpoint.from_directory(folder)
+            )
+            print(f"printed in step {step}")
+
+    @flow
+    def nightly() -> TrainingResult:
+        return elastic_train(
+            loop,
+            train_loop_config={"steps": 6},
+            scaling=TWO,
+            checkpoints=CheckpointPolicy(keep=2, score_attribute="loss", score_order="min"),
+            **_arguments(tmp_path, joined),
+        )
+
+    state = nightly(return_state=True)
+    result = state.result()
+    assert TrainingResult.model_validate_json(result.model_dump_json()) == result
+    assert result.run_name == f"nightly-{str(state.state_details.flow_run_id)[:8]}"
+    assert result.run_uri == str(tmp_path / result.run_name)
+    assert (result.attempts, result.worker_failures, result.preemptions, result.resizes) == (1, 0, 0, 0)
+    assert result.metrics == {"step": 6, "loss": 10 / 6}
+    assert [size.size for size in result.world_sizes] == [2]
+    assert [best.metrics["step"] for best in result.best_checkpoints] == [5, 6]
+    assert len(list(Path(result.run_uri).glob("checkpoint_2*"))) == 2, "the others are deleted"
+    with result.checkpoint().as_directory() as folder:
+        assert Path(folder, "weights.txt").read_text() == "6"
+    frame = result.metrics_dataframe()
+    assert list(frame["step"]) == [1, 2, 3, 4, 5, 6]
+    assert set(frame["_world_size"]) == {2}
+    assert 0 < result.goodput <= 1
+    assert result.steps_lost == 0
+    with get_client(sync_client=True) as client:
+        logs = client.read_logs(LogFilter.model_validate({"flow_run_id": {"any_": [state.state_details.flow_run_id]}}))
+    messages = [log.message for log in logs]
+    for rank in (0, 1):
+        for step in range(1, 7):
+            assert sum(f"rank {rank}] printed in step {step}" in message for message in messages) == 1
+
+
+def test_second_training_of_a_flow_run_gets_a_name_of_its_own(tmp_path: Path, joined: RayCluster) -> None:
+    @flow
+    def twice() -> list[str]:
+        first = elastic_train(LOOP, train_loop_config={"steps": 1}, **_arguments(tmp_path, joined))
+        second = elastic_train.submit(LOOP, train_loop_config={"steps": 2}, **_arguments(tmp_path, joined)).result()
+        assert (first.metrics, second.metrics) == ({"step": 1}, {"step": 2})
+        return [first.run_name, second.run_name]
+
+    first, second = twice()
+    assert second == f"{first}-2"
+
+
+async def test_async_twin_trains_without_holding_the_event_loop(tmp_path: Path, joined: RayCluster) -> None:
+    import asyncio
+
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.05)
+
+    @flow
+    async def asynchronous() -> TrainingResult:
+        ticking = asyncio.create_task(tick())
+        try:
+            return await aelastic_train(
+                LOOP, train_loop_config={"steps": 5, "sleep": 0.2}, **_arguments(tmp_path, joined)
+            )
+        finally:
+            ticking.cancel()
+
+    result = await asynchronous()
+    assert result.metrics == {"step": 5}
+    assert ticks > 20
+
+
+def test_ray_data_shards_reach_the_workers(tmp_path: Path, joined: RayCluster, ledger: str) -> None:
+    def make_numbers() -> Any:
+        import ray
+
+        return ray.data.range(100)
+
+    @flow
+    def with_data() -> TrainingResult:
+        return elastic_train(
+            "tests.support.loops:dataset_loop",
+            train_loop_config={"ledger": ledger},
+            datasets={"numbers": make_numbers},
+            scaling=TWO,
+            **_arguments(tmp_path, joined),
+        )
+
+    with_data()
+    lines = read_ledger(ledger)
+    assert sorted(line["rank"] for line in lines) == [0, 1]
+    assert sum(line["rows"] for line in lines) == 100
+    assert sum(line["total"] for line in lines) == sum(range(100))
+
+
+def test_flow_that_is_retried_after_its_training_succeeded_gets_the_result_at_once(
+    tmp_path: Path, joined: RayCluster, ledger: str
+) -> None:
+    results: list[TrainingResult] = []
+
+    @flow(retries=1)
+    def stumbles_after_training() -> None:
+        results.append(
+            elastic_train(LOOP, train_loop_config={"steps": 3, "ledger": ledger}, **_arguments(tmp_path, joined))
+        )
+        if len(results) == 1:
+            raise RuntimeError("the evaluation stumbled")
+
+    stumbles_after_training()
+    assert results[0] == results[1]
+    assert steps_of(ledger) == [1, 2, 3]
+    assert len(attempts(Path(results[0].run_uri))) == 1
+
+
+def test_run_of_another_flow_run_is_refused_resumed_on_demand_and_a_source_for_new_runs(
+    tmp_path: Path, joined: RayCluster, ledger: str
+) -> None:
+    @flow(name="owner", flow_run_name="first of all")
+    def train(steps: int, run_name: str, **more: Any) -> TrainingResult:
+        return elastic_train(
+            LOOP,
+            train_loop_config={"steps": steps, "ledger": ledger},
+            run_name=run_name,
+            **_arguments(tmp_path, joined),
+            **more,
+        )
+
+    first = train(3, "shared")
+
+    refused = train(5, "shared", return_state=True)
+    error = refused.result(raise_on_failure=False)
+    assert isinstance(error, AttemptFailedError)
+    assert error.outcome is Outcome.INVALID
+    owner = json.loads((tmp_path / "shared/.elastic_train/attempts/0001.json").read_text())["owner"]
+    for part in ("'shared'", "'owner'", "'first of all'", owner["flow_run_id"], "resume=True"):
+        assert part in str(error)
+    assert len(attempts(tmp_path / "shared")) == 1
+
+    resumed = train(5, "shared", resume=True)
+    assert resumed.metrics == {"step": 5}
+    assert resumed.attempts == 2
+    assert steps_of(ledger) == [1, 2, 3, 4, 5], "no step is done again"
+
+    before = _files(tmp_path / "shared")
+    seeded = train(7, "continued", resume_from="shared")
+    assert steps_of(ledger)[5:] == [6, 7]
+    assert seeded.attempts == 1
+    assert _files(tmp_path / "shared") == before, "the other run is left untouched"
+
+    missing = train(7, "orphan", resume_from="shared@epoch-9", return_state=True).result(raise_on_failure=False)
+    assert "has no checkpoint 'epoch-9'" in str(missing)
+    assert first.run_name == "shared"
+
+
+def test_changed_configuration_of_a_default_name_is_refused_with_the_difference(
+    tmp_path: Path, joined: RayCluster, ledger: str
+) -> None:
+    steps = [2, 3]
+
+    @flow(retries=1)
+    def changes_its_mind() -> None:
+        elastic_train(LOOP, train_loop_config={"steps": steps.pop(0), "ledger": ledger}, **_arguments(tmp_path, joined))
+        raise RuntimeError("again")
+
+    error = changes_its_mind(return_state=True).result(raise_on_failure=False)
+    assert isinstance(error, AttemptFailedError)
+    assert "train_loop_config['steps'] changed" in str(error)
+    assert "run_name" in str(error)
+
+
+def _files(folder: Path) -> dict[str, tuple[int, float]]:
+    found = {}
+    for file in folder.rglob("*"):
+        status = file.stat()
+        found[str(file)] = (status.st_size, math.floor(status.st_mtime))
+    return found

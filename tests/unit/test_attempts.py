@@ -1,0 +1,425 @@
+"""Beginning attempts: take-over, refusals, budgets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.attempts import Finished, begin_attempt, end_attempt, host_id, is_alive, peek
+from prefect_elastic_train.runs.commits import all_attempts
+from prefect_elastic_train.runs.heartbeat import HeartbeatWriter
+from prefect_elastic_train.runs.records import AttemptRecord, EndedRecord, Heartbeat, RunRecord, decode, encode
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, Training, begin, claim, tear
+
+
+def _ended(store: LocalRunStore, attempt: int) -> EndedRecord | None:
+    return decode(EndedRecord, store.read(layout.ended_name(attempt)))
+
+
+def _refused(store: LocalRunStore, wanted: Any, **arguments: Any) -> AttemptFailedError:
+    with pytest.raises(AttemptFailedError) as refused:
+        begin_attempt(store, wanted, **arguments)
+    return refused.value
+
+
+@pytest.fixture
+def old_driver() -> Iterator[subprocess.Popen[bytes]]:
+    """A living process on this machine."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _claim_of(process: subprocess.Popen[bytes], **arguments: Any) -> Any:
+    started_at = psutil.Process(process.pid).create_time()
+    return claim(host=host_id(), pid=process.pid, process_started_at=started_at, **arguments)
+
+
+def test_the_first_attempt_is_number_one_and_starts_from_the_beginning(store: LocalRunStore) -> None:
+    begun = begin(store, claim(config={"lr": 0.1}, versions={"ray": "2.60.0"}))
+    assert (begun.attempt, begun.counted, begun.without_progress) == (1, 1, 0)
+    assert begun.point.base is None
+    assert begun.point.checkpoint == ""
+    assert begun.notes == []
+    run = decode(RunRecord, store.read(layout.RUN))
+    assert run is not None
+    assert (run.name, run.creator.flow_run_id, run.versions) == ("mnist", FLOW_RUN, {"ray": "2.60.0"})
+    record = decode(AttemptRecord, store.read(layout.attempt_name(1)))
+    assert record is not None
+    assert record.owner == claim().owner
+
+
+def test_the_same_flow_run_takes_over_and_resumes(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("a")
+    training.report("b")
+    begun = begin(store)
+    assert begun.attempt == 2
+    assert begun.point.base == (1, 2)
+    assert begun.point.checkpoint == "b"
+    assert begun.point.snapshot == training.snapshot
+    assert begun.notes == []
+    record = decode(AttemptRecord, store.read(layout.attempt_name(2)))
+    assert record is not None
+    assert record.base == (1, 2)
+    ended = _ended(store, 1)
+    assert ended is not None
+    assert (ended.outcome, ended.message) == ("driver_lost", "taken over by attempt 2")
+
+
+def test_a_finished_run_gives_its_result_and_begins_nothing(store: LocalRunStore) -> None:
+    begin(store)
+    assert peek(store, claim()) is None
+    end_attempt(store, 1, "completed", result={"run_name": "mnist", "goodput": 0.5})
+    for finished in (peek(store, claim()), begin_attempt(store, claim())):
+        assert isinstance(finished, Finished)
+        assert finished.attempt == 1
+        assert finished.ended.result == {"run_name": "mnist", "goodput": 0.5}
+    assert all_attempts(store) == [1]
+
+
+def test_peeking_at_a_new_run_finds_nothing_and_writes_nothing(store: LocalRunStore) -> None:
+    assert peek(store, claim()) is None
+    assert store.names("") == []
+    assert store.folders() == []
+
+
+@pytest.mark.parametrize("ended", [None, "completed", "user_error"])
+def test_a_run_of_another_flow_run_is_refused_with_its_owner_and_what_to_do(
+    store: LocalRunStore, ended: str | None
+) -> None:
+    begin(store)
+    if ended:
+        end_attempt(store, 1, ended)
+    wanted = claim(OTHER_FLOW_RUN)
+    errors = [_refused(store, wanted)]
+    with pytest.raises(AttemptFailedError) as refused:
+        peek(store, wanted)
+    errors.append(refused.value)
+    for error in errors:
+        assert error.outcome is Outcome.INVALID
+        for words in ("'mnist'", store.uri, "'eager-otter'", "'nightly'", FLOW_RUN, "run_name", "resume=True"):
+            assert words in str(error)
+        assert (f"ended as {ended}" if ended else "may still be running") in str(error)
+    assert all_attempts(store) == [1]
+
+
+def test_a_run_that_another_flow_run_created_a_moment_ago_is_refused(store: LocalRunStore) -> None:
+    owner = claim().owner
+    record = RunRecord(name="mnist", creator=owner, fingerprint=claim().fingerprint)
+    store.create(layout.RUN, encode(record))
+    error = _refused(store, claim(OTHER_FLOW_RUN))
+    assert FLOW_RUN in str(error)
+    assert "has not begun an attempt yet" in str(error)
+    assert begin(store, claim(OTHER_FLOW_RUN, resume=True)).attempt == 1
+
+
+def test_resume_takes_over_an_ended_run_at_once(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    end_attempt(store, 1, "user_error")
+    begun = begin(store, claim(OTHER_FLOW_RUN, resume=True), observe_seconds=60)
+    assert begun.point.checkpoint == "a"
+    assert begun.counted == 1
+
+
+def test_resume_takes_over_a_run_that_shows_no_sign_of_life(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    store.replace(layout.HEARTBEAT, encode(Heartbeat(attempt=1, beat=7, interval_seconds=0.05)))
+    begun = begin(store, claim(OTHER_FLOW_RUN, resume=True))
+    assert begun.point.checkpoint == "a"
+
+
+def test_resume_is_refused_while_the_heart_of_the_run_beats(store: LocalRunStore) -> None:
+    begin(store, claim(host="gpu-7/boot", pid=4711))
+    heart = HeartbeatWriter(store, 1, interval_seconds=0.05)
+    heart.start()
+    try:
+        error = _refused(store, claim(OTHER_FLOW_RUN, resume=True), observe_seconds=5)
+    finally:
+        heart.stop()
+    assert error.outcome is Outcome.INVALID
+    for words in ("is being trained right now", "'eager-otter'", FLOW_RUN, "gpu-7", "pid 4711", "cancel"):
+        assert words in str(error)
+    assert "boot" not in str(error)
+    assert all_attempts(store) == [1]
+
+
+def test_on_its_own_machine_a_driver_is_alive_while_its_process_is(
+    store: LocalRunStore, old_driver: subprocess.Popen[bytes]
+) -> None:
+    begin(store, _claim_of(old_driver))
+    record = decode(AttemptRecord, store.read(layout.attempt_name(1)))
+    assert record is not None
+    assert is_alive(store, record)
+    error = _refused(store, claim(OTHER_FLOW_RUN, resume=True))
+    assert f"pid {old_driver.pid}" in str(error)
+    assert old_driver.poll() is None, "another flow run's driver was ended"
+    old_driver.kill()
+    psutil.Process(old_driver.pid).status()  # a zombie until it is waited for
+    assert not is_alive(store, record)
+    old_driver.wait()
+    assert not is_alive(store, record)
+
+
+def test_another_process_with_the_same_id_is_not_the_driver(
+    store: LocalRunStore, old_driver: subprocess.Popen[bytes]
+) -> None:
+    begin(store, claim(host=host_id(), pid=old_driver.pid, process_started_at=1.0))
+    record = decode(AttemptRecord, store.read(layout.attempt_name(1)))
+    assert record is not None
+    assert not is_alive(store, record)
+    begun = begin(store)
+    assert begun.notes == []
+    assert old_driver.poll() is None
+
+
+def test_the_old_driver_of_the_same_flow_run_is_ended_and_told(
+    store: LocalRunStore, old_driver: subprocess.Popen[bytes]
+) -> None:
+    begin(store, _claim_of(old_driver))
+    # Whatever it does about signals, it must not write any more.
+    begun = begin(store)
+    assert old_driver.wait(5) == -signal.SIGKILL
+    assert begun.notes == [f"the driver of attempt 1 (pid {old_driver.pid}) was still alive and was ended"]
+
+
+def test_a_driver_that_has_ended_its_attempt_is_left_alone(
+    store: LocalRunStore, old_driver: subprocess.Popen[bytes]
+) -> None:
+    begin(store, _claim_of(old_driver))
+    end_attempt(store, 1, "driver_lost")
+    begin(store)
+    assert old_driver.poll() is None
+
+
+def test_a_driver_does_not_end_itself(store: LocalRunStore) -> None:
+    own = claim(host=host_id(), pid=os.getpid(), process_started_at=psutil.Process().create_time())
+    assert begin(store, own).attempt == 1
+    assert begin(store, own).attempt == 2
+
+
+def test_the_host_changes_with_its_name_and_its_boot() -> None:
+    host, _, boot = host_id().partition("/")
+    assert host == socket.gethostname()
+    assert len(boot) == 36
+
+
+def test_restarts_are_counted_over_all_resumes_of_the_flow_run(store: LocalRunStore) -> None:
+    wanted = claim(driver_restarts=2, max_attempts_without_progress=100)
+    for number in (1, 2, 3):
+        begun = begin(store, wanted)
+        assert begun.counted == number
+        Training(store, begun.attempt).report(f"checkpoint-{number}")
+    error = _refused(store, wanted)
+    assert error.outcome is Outcome.DRIVER_LOST
+    assert error.final
+    assert not error.retryable
+    assert error.attempt == 3
+    assert "3 attempts began, 1 + driver_restarts (2) are allowed" in str(error)
+    verdict = _ended(store, 3)
+    assert verdict is not None
+    assert verdict.final
+    assert verdict.outcome == "driver_lost"
+    assert all_attempts(store) == [1, 2, 3]
+
+
+def test_no_restarts_allow_one_attempt(store: LocalRunStore) -> None:
+    begin(store, claim(driver_restarts=0))
+    assert _refused(store, claim(driver_restarts=0)).final
+
+
+def test_attempts_in_a_row_without_a_checkpoint_end_the_run(store: LocalRunStore) -> None:
+    wanted = claim(driver_restarts=100, max_attempts_without_progress=2)
+    Training(store, begin(store, wanted).attempt).report("a")
+    assert begin(store, wanted).without_progress == 0
+    assert begin(store, wanted).without_progress == 1
+    error = _refused(store, wanted)
+    assert error.outcome is Outcome.NO_PROGRESS
+    assert error.final
+    assert "2 attempts in a row ended without a new checkpoint" in str(error)
+    assert "max_attempts_without_progress (now 2)" in str(error)
+    verdict = _ended(store, 3)
+    assert verdict is not None
+    assert (verdict.outcome, verdict.final) == ("no_progress", True)
+
+
+def test_a_checkpoint_ends_the_row_of_attempts_without_one(store: LocalRunStore) -> None:
+    wanted = claim(driver_restarts=100, max_attempts_without_progress=2)
+    for number in range(6):
+        begun = begin(store, wanted)
+        if number % 2:
+            Training(store, begun.attempt).report(f"checkpoint-{number}")
+    assert begun.counted == 6
+
+
+@pytest.mark.parametrize("wanted", [{"driver_restarts": 1}, {"max_attempts_without_progress": 2}])
+def test_a_persons_retry_after_a_verdict_starts_with_fresh_budgets(
+    store: LocalRunStore, wanted: dict[str, int]
+) -> None:
+    for _ in range(2):
+        for number in (1, 2):
+            begun = begin(store, claim(**wanted))
+            assert (begun.counted, begun.without_progress) == (number, number - 1)
+        assert _refused(store, claim(**wanted)).final
+
+
+@pytest.mark.parametrize("outcome", ["user_error", "storage_error", "cancelled", "timed_out", "invalid", "from_the_future"])
+def test_an_end_that_no_restart_follows_starts_fresh_budgets(store: LocalRunStore, outcome: str) -> None:
+    wanted = claim(driver_restarts=0)
+    begin(store, wanted)
+    end_attempt(store, 1, outcome)
+    assert begin(store, wanted).counted == 1
+
+
+@pytest.mark.parametrize("outcome", ["driver_lost", "cluster_lost"])
+def test_an_end_that_a_restart_follows_counts(store: LocalRunStore, outcome: str) -> None:
+    begin(store)
+    end_attempt(store, 1, outcome)
+    assert begin(store).counted == 2
+
+
+def test_attempts_of_another_flow_run_do_not_count(store: LocalRunStore) -> None:
+    for _ in range(2):
+        begin(store)
+    begun = begin(store, claim(OTHER_FLOW_RUN, resume=True, driver_restarts=0), observe_seconds=0)
+    assert (begun.attempt, begun.counted, begun.without_progress) == (3, 1, 0)
+
+
+def test_an_attempt_that_gave_way_before_it_did_anything_does_not_count(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    store.create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))))
+    end_attempt(store, 2, "superseded", superseded=True)
+    begun = begin(store, claim(driver_restarts=1))
+    assert (begun.attempt, begun.counted) == (3, 2)
+
+
+def test_a_run_that_two_flow_runs_create_at_once_is_one_of_theirs(store: LocalRunStore) -> None:
+    gate = threading.Barrier(6)
+
+    def start(number: int) -> int | str:
+        gate.wait()
+        try:
+            return begin(store, claim(f"flow-run-{number}", flow_run_name=f"run-{number}")).attempt
+        except AttemptFailedError as error:
+            assert error.outcome is Outcome.INVALID
+            return str(error)
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(start, range(6)))
+    winners = [number for number, result in enumerate(results) if result == 1]
+    assert len(winners) == 1
+    for number, result in enumerate(results):
+        if number not in winners:
+            assert f"flow run 'run-{winners[0]}'" in str(result)
+    assert all_attempts(store) == [1]
+
+
+def test_drivers_of_one_flow_run_that_begin_at_once_get_different_numbers(store: LocalRunStore) -> None:
+    gate = threading.Barrier(4)
+
+    def start(_: int) -> int:
+        gate.wait()
+        return begin(store, claim(driver_restarts=100, max_attempts_without_progress=100)).attempt
+
+    with ThreadPoolExecutor(4) as pool:
+        attempts = list(pool.map(start, range(4)))
+    assert len(set(attempts)) == 4
+    assert max(attempts) == max(all_attempts(store))
+
+
+def test_another_configuration_is_refused_with_the_differences(store: LocalRunStore) -> None:
+    begin(store, claim(config={"lr": 0.1}))
+    error = _refused(store, claim(config={"lr": 0.2, "wd": 0}))
+    assert error.outcome is Outcome.INVALID
+    assert "train_loop_config['lr'] changed; train_loop_config['wd'] was added" in str(error)
+    assert "run_name='mnist'" in str(error)
+    assert "0.2" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        claim(config={"lr": 0.2}, named=True),
+        claim(config={"lr": 0.2}, resume=True),
+        claim(OTHER_FLOW_RUN, config={"lr": 0.2}, resume=True, named=True),
+    ],
+)
+def test_a_run_named_by_its_user_continues_with_another_configuration_and_says_so(
+    store: LocalRunStore, wanted: Any
+) -> None:
+    begin(store, claim(config={"lr": 0.1}))
+    begun = begin(store, wanted, observe_seconds=0)
+    assert begun.notes == ["the run continues with another configuration: train_loop_config['lr'] changed"]
+
+
+def test_a_run_that_did_not_start_from_the_other_is_refused(store: LocalRunStore) -> None:
+    begin(store)
+    error = _refused(store, claim(resume_from="base"))
+    assert error.outcome is Outcome.INVALID
+    assert "did not start from 'base'" in str(error)
+
+
+def test_a_torn_run_record_is_written_anew_and_told(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    tear(store, layout.RUN)
+    begun = begin(store)
+    assert begun.point.checkpoint == "a"
+    assert begun.notes == ["run.json was torn or missing and was written anew"]
+    assert decode(RunRecord, store.read(layout.RUN)) is not None
+
+
+def test_a_torn_attempt_record_keeps_its_number_and_its_commits(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    tear(store, layout.attempt_name(1))
+    begun = begin(store)
+    assert begun.attempt == 2
+    assert begun.point.checkpoint == "a"
+
+
+def test_the_first_record_of_an_end_stays(store: LocalRunStore) -> None:
+    end_attempt(store, 1, "user_error", "first")
+    end_attempt(store, 1, "driver_lost", "second")
+    ended = _ended(store, 1)
+    assert ended is not None
+    assert (ended.outcome, ended.message) == ("user_error", "first")
+
+
+def test_the_seed_is_planted_in_an_empty_run_only(store: LocalRunStore) -> None:
+    planted = []
+    begin(store, seed=lambda: planted.append("first"))
+    Training(store, 1).report("a")
+    begin(store, seed=lambda: planted.append("second"))
+    assert planted == ["first"]
+
+
+def test_a_heart_beats_at_its_interval_and_stops_when_told(store: LocalRunStore) -> None:
+    heart = HeartbeatWriter(store, 3, interval_seconds=0.02)
+    heart.start()
+    beats = set()
+    deadline = time.monotonic() + 5
+    while len(beats) < 3 and time.monotonic() < deadline:
+        beat = decode(Heartbeat, store.read(layout.HEARTBEAT))
+        beats |= {beat.beat} if beat else set()
+    heart.stop()
+    assert len(beats) >= 3
+    last = store.read(layout.HEARTBEAT)
+    beat = decode(Heartbeat, last)
+    assert beat is not None
+    assert (beat.attempt, beat.interval_seconds) == (3, 0.02)
+    time.sleep(0.1)
+    assert store.read(layout.HEARTBEAT) == last

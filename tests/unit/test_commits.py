@@ -1,0 +1,272 @@
+"""Commits: what is written, what is refused, and which of them count."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_elastic_train.outcomes import ElasticTrainError
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import (
+    CommitLog,
+    FencedOffError,
+    all_attempts,
+    all_commits,
+    check_fence,
+    lineage,
+    mark_name,
+    newest_attempt,
+    unquote_mark,
+)
+from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
+from prefect_elastic_train.runs.resume import find_resume_point, restore_snapshot
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.unit.support import Training, begin, claim, empty_snapshot, private_folder, tear, with_result
+
+
+class HookedStore(LocalRunStore):
+    """A store after one of whose creations something happens."""
+
+    def __init__(self, path: str, after: str, happens: Callable[[], object]) -> None:
+        super().__init__(path)
+        self._after = after
+        self._happens: Callable[[], object] | None = happens
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create, then let it happen, once."""
+        created = super().create(name, data)
+        if created and name.startswith(self._after) and self._happens is not None:
+            happens, self._happens = self._happens, None
+            happens()
+        return created
+
+
+def _record(store: LocalRunStore, commit: tuple[int, int]) -> CommitRecord:
+    record = decode(CommitRecord, store.read(layout.commit_name(*commit)))
+    assert record is not None
+    return record
+
+
+def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.upload("a", {"model.pt": b"12345", "rank-1/optim.pt": b"12"})
+    training.commit("a", {"loss": 0.5})
+    training.upload("b", {"model.pt": b"1"})
+    training.commit("b")
+    newest = _record(store, (1, 2))
+    assert newest.snapshot == training.snapshot
+    assert newest.manifest == {"a": {"model.pt": 5, "rank-1/optim.pt": 2}, "b": {"model.pt": 1}}
+    assert json.loads(store.read(layout.SNAPSHOT) or b"") == training.snapshot
+
+
+def test_rays_file_is_byte_for_byte_what_ray_wrote(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.upload("a")
+    data = json.dumps(with_result(empty_snapshot(), "a", {}), indent=3).encode()
+    training.log.commit(data)
+    assert store.read(layout.SNAPSHOT) == data
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null"])
+def test_a_torn_snapshot_is_refused_and_nothing_is_written(store: LocalRunStore, data: bytes) -> None:
+    log = CommitLog(store, begin(store).attempt)
+    with pytest.raises(ElasticTrainError, match=f"torn snapshot of {len(data)} bytes"):
+        log.commit(data)
+    assert all_commits(store) == []
+    assert store.read(layout.SNAPSHOT) is None
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_written(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("a")
+    before = store.read(layout.SNAPSHOT)
+    with pytest.raises(ElasticTrainError, match=f"checkpoint b is not in {store.uri}"):
+        training.commit("b")
+    assert all_commits(store) == [(1, 1)]
+    assert store.read(layout.SNAPSHOT) == before
+
+
+def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: LocalRunStore) -> None:
+    old = Training(store, begin(store).attempt)
+    old.report("a")
+    begin(store)
+    before = store.read(layout.SNAPSHOT)
+    old.upload("b")
+    with pytest.raises(FencedOffError) as refused:
+        old.commit("b")
+    for words in ("attempt 1", "attempt 2", "'eager-otter'", "'nightly'"):
+        assert words in str(refused.value)
+    assert all_commits(store) == [(1, 1)]
+    assert store.read(layout.SNAPSHOT) == before
+
+
+def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: LocalRunStore) -> None:
+    first = Training(store, begin(store).attempt)
+    first.report("a")
+    before = store.read(layout.SNAPSHOT)
+    successor = AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))
+    hooked = HookedStore(
+        store.path, layout.COMMITS, lambda: store.create(layout.attempt_name(2), encode(successor))
+    )
+    first.log = CommitLog(hooked, 1)
+    first.upload("b")
+    with pytest.raises(FencedOffError):
+        first.commit("b")
+    assert all_commits(store) == [(1, 1), (1, 2)]
+    assert list(lineage(store)) == [(1, 1)]
+    assert store.read(layout.SNAPSHOT) == before
+    assert find_resume_point(store).checkpoint == "a"
+
+
+def test_five_commits_of_an_attempt_are_kept_and_all_of_the_ones_before(store: LocalRunStore) -> None:
+    for _ in range(2):
+        training = Training(store, begin(store).attempt)
+        for number in range(7):
+            training.report(f"checkpoint-{training.attempt}-{number}")
+    assert all_commits(store) == [(attempt, sequence) for attempt in (1, 2) for sequence in range(3, 8)]
+
+
+def test_a_controller_that_starts_again_goes_on_numbering(store: LocalRunStore) -> None:
+    attempt = begin(store).attempt
+    Training(store, attempt).report("a")
+    Training(store, attempt).report("b")
+    assert list(lineage(store)) == [(1, 2), (1, 1)]
+    assert _record(store, (1, 2)).manifest.keys() == {"a", "b"}
+
+
+def test_files_lost_after_their_commit_stay_in_the_manifest(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.upload("a", {"model.pt": b"12345", "optim.pt": b"12"})
+    training.commit("a")
+    store.delete("a/optim.pt")
+    training.report("b")
+    assert _record(store, (1, 2)).manifest["a"] == {"model.pt": 5, "optim.pt": 2}
+
+
+def test_a_reused_name_is_listed_anew(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("a")
+    training.upload("b", {"model.pt": b"12345"})
+    training.commit("b")
+    store.replace("b/model.pt", b"1")
+    second = Training(store, begin(store).attempt)
+    assert [result["checkpoint_dir_name"] for result in second.snapshot["checkpoint_results"]] == ["a"]
+    second.upload("b", {"model.pt": b"123"})
+    second.commit("b")
+    assert _record(store, (2, 1)).manifest["b"] == {"model.pt": 3}
+
+
+def test_a_commit_removes_the_marks_of_what_it_names_and_no_others(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    store.create(mark_name("a"), b"{}")
+    store.create(mark_name("under/way"), b"{}")
+    training.report("a")
+    assert [unquote_mark(mark) for mark in store.names(layout.UPLOADS)] == ["under/way"]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_are(
+    store: LocalRunStore, loss: float
+) -> None:
+    Training(store, begin(store).attempt).report("a", {"loss": loss})
+    assert repr(_record(store, (1, 1)).snapshot["latest_checkpoint_result"]["metrics"]["loss"]) == repr(loss)
+    point = find_resume_point(store)
+    assert restore_snapshot(store, point) == [], "a snapshot that is right was found wrong"
+    store.delete(layout.SNAPSHOT)
+    restore_snapshot(store, point)
+    restored = json.loads(store.read(layout.SNAPSHOT) or b"")
+    assert repr(restored["latest_checkpoint_result"]["metrics"]["loss"]) == repr(loss)
+
+
+def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: LocalRunStore) -> None:
+    assert newest_attempt(store) == 0
+    check_fence(store, 0)
+    begin(store)
+    check_fence(store, 1)
+    begin(store)
+    with pytest.raises(FencedOffError):
+        check_fence(store, 1)
+    check_fence(store, 2)
+
+
+def test_the_fence_stands_when_the_newest_record_is_torn(store: LocalRunStore) -> None:
+    begin(store)
+    begin(store)
+    tear(store, layout.attempt_name(2))
+    with pytest.raises(FencedOffError, match="taken over by attempt 2; it stops here"):
+        check_fence(store, 1)
+
+
+def test_foreign_objects_are_no_attempts_and_no_commits(store: LocalRunStore) -> None:
+    begin(store)
+    for name in ("0002.json.tmp", "x.json", "002.json", "0002.txt"):
+        store.create(f"{layout.ATTEMPTS}/{name}", b"{}")
+    for name in ("0001-01.json", "0001.json", "0001-000001.json.bak"):
+        store.create(f"{layout.COMMITS}/{name}", b"{}")
+    assert all_attempts(store) == [1]
+    assert all_commits(store) == []
+
+
+def test_numbers_beyond_the_padding_still_count_in_order(store: LocalRunStore) -> None:
+    for attempt in (9999, 10000):
+        store.create(layout.attempt_name(attempt), b"{}")
+    for sequence in (999_999, 1_000_000):
+        store.create(layout.commit_name(9999, sequence), b"{}")
+    assert all_attempts(store) == [9999, 10000]
+    assert all_commits(store) == [(9999, 999_999), (9999, 1_000_000)]
+
+
+def test_commits_of_an_attempt_whose_record_was_removed_by_hand_still_count(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    store.delete(layout.attempt_name(1))
+    assert list(lineage(store)) == [(1, 1)]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[tuple[int, int] | None, int]]:
+    """Attempts, each with the commit that it started from and how many it wrote itself."""
+    attempts: list[tuple[tuple[int, int] | None, int]] = []
+    for _ in range(draw(st.integers(1, 5))):
+        existing = [(n, s) for n, (_, commits) in enumerate(attempts, 1) for s in range(1, commits + 1)]
+        base = draw(st.sampled_from(existing)) if existing and draw(st.booleans()) else None
+        attempts.append((base, draw(st.integers(0, 3))))
+    return attempts
+
+
+@given(history=histories())
+def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
+    history: list[tuple[tuple[int, int] | None, int]],
+) -> None:
+    expected: list[tuple[int, int]] = []
+    attempt, upto = len(history), history[-1][1]
+    while True:
+        expected += [(attempt, sequence) for sequence in range(upto, 0, -1)]
+        base = history[attempt - 1][0]
+        if base is None:
+            break
+        attempt, upto = base
+    with private_folder() as folder:
+        store = LocalRunStore(folder)
+        for number, (base, commits) in enumerate(history, 1):
+            record = AttemptRecord(attempt=number, owner=claim().owner, base=base)
+            store.create(layout.attempt_name(number), encode(record))
+            for sequence in range(1, commits + 1):
+                Path(folder, layout.COMMITS).mkdir(parents=True, exist_ok=True)
+                Path(folder, layout.commit_name(number, sequence)).write_bytes(b"{}")
+        assert list(lineage(store)) == expected
+        before = [commit for commit in lineage(store, before=len(history)) if commit[0] == len(history)]
+        assert before == []
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40))
+def test_a_mark_stands_for_its_folder_whatever_that_is_called(name: str) -> None:
+    mark = mark_name(name)
+    assert mark.startswith(f"{layout.UPLOADS}/")
+    assert mark.count("/") == layout.UPLOADS.count("/") + 1
+    assert unquote_mark(mark.rpartition("/")[2]) == name

@@ -1,0 +1,248 @@
+"""Settings as plain values: what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
+from prefect_elastic_train.config import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    LocalStorageSettings,
+    ScalingSettings,
+    plain,
+)
+
+#: Settings, field, bad value as it is given, and what the message must say: the value and the rule.
+REFUSED: list[tuple[type[BaseModel], str, Any, list[str]]] = [
+    (ScalingSettings, "min_workers", 0, ["0", "greater than or equal to 1"]),
+    (ScalingSettings, "min_workers", 2.5, ["2.5", "valid integer"]),
+    (ScalingSettings, "min_workers", True, ["True", "expected a whole number, got a boolean"]),
+    (ScalingSettings, "min_workers", "many", ["many", "valid integer"]),
+    (ScalingSettings, "max_workers", -1, ["-1", "greater than or equal to 1"]),
+    (ScalingSettings, "max_workers", False, ["False", "expected a whole number, got a boolean"]),
+    (ScalingSettings, "accelerator", "npu", ["npu", "'cpu', 'gpu' or 'tpu'"]),
+    (ScalingSettings, "resources_per_worker", {"CPU": -1}, ["'CPU'", "-1", "0 or more"]),
+    (ScalingSettings, "resources_per_worker", {"CPU": "four"}, ["four", "valid number"]),
+    (ScalingSettings, "resources_per_worker", [1], ["[1]", "valid dictionary"]),
+    (ScalingSettings, "resources_per_worker", '{"CPU": 4', ['{"CPU": 4', "expected a JSON object"]),
+    (ScalingSettings, "resources_per_worker", "[4]", ["[4]", "valid dictionary"]),
+    (ScalingSettings, "resize_check_interval_seconds", 0, ["0", "greater than 0"]),
+    (ScalingSettings, "resize_check_interval_seconds", math.nan, ["nan", "greater than 0"]),
+    (ScalingSettings, "wait_for_max_seconds", -0.1, ["-0.1", "greater than or equal to 0"]),
+    (ScalingSettings, "placement_strategy", "NEAR", ["NEAR", "'PACK', 'SPREAD', 'STRICT_PACK' or 'STRICT_SPREAD'"]),
+    (ScalingSettings, "label_selector", {"zone": 1}, ["1", "valid string"]),
+    (ScalingSettings, "topology", 4, ["4", "valid string"]),
+    (ScalingSettings, "accelerator_type", 100, ["100", "valid string"]),
+    (FailureSettings, "max_failures", -2, ["-2", "greater than or equal to -1"]),
+    (FailureSettings, "max_preemption_failures", -2, ["-2", "greater than or equal to -1"]),
+    (FailureSettings, "driver_restarts", -1, ["-1", "greater than or equal to 0"]),
+    (FailureSettings, "driver_restarts", 1001, ["1001", "less than or equal to 1000"]),
+    (FailureSettings, "driver_restart_delay_seconds", -1, ["-1", "greater than or equal to 0"]),
+    (FailureSettings, "driver_restart_delay_seconds", 3601, ["3601", "less than or equal to 3600"]),
+    (FailureSettings, "preemption_grace_seconds", -1, ["-1", "greater than or equal to 0"]),
+    (FailureSettings, "relax_collectives_on_preemption", "perhaps", ["perhaps", "valid boolean"]),
+    (FailureSettings, "max_attempts_without_progress", 0, ["0", "greater than or equal to 1"]),
+    (FailureSettings, "stall_timeout_seconds", -1, ["-1", "greater than or equal to 0"]),
+    (CheckpointSettings, "keep", 0, ["0", "greater than or equal to 1"]),
+    (CheckpointSettings, "keep", True, ["True", "expected a whole number, got a boolean"]),
+    (CheckpointSettings, "score_attribute", 1, ["1", "valid string"]),
+    (CheckpointSettings, "score_order", "best", ["best", "'max' or 'min'"]),
+    (LocalStorageSettings, "path", "", ["''", "must name a directory, got an empty string"]),
+    (LocalStorageSettings, "path", "  ", ["'  '", "must name a directory"]),
+    (LocalStorageSettings, "path", "s3://bucket/runs", ["'s3://bucket/runs' is a URL", "takes a directory"]),
+    (LocalStorageSettings, "path", "/runs\0", ["must not contain a NUL character"]),
+    (ClusterSettings, "address", "http://head:8265", ["'http://head:8265'", "'auto' or 'host:port'"]),
+    (ClusterSettings, "address", "ray://head:10001", ["'ray://head:10001'", "'auto' or 'host:port'"]),
+    (ClusterSettings, "address", "head", ["got 'head'", "'auto' or 'host:port'"]),
+    (ClusterSettings, "address", "head:0", ["got 'head:0'", "port 1 to 65535"]),
+    (ClusterSettings, "address", "head:65536", ["got 'head:65536'", "port 1 to 65535"]),
+    (ClusterSettings, "runtime_env", "{pip", ["{pip", "expected a JSON object"]),
+    (ClusterSettings, "num_cpus", -1, ["-1", "greater than or equal to 0"]),
+    (ClusterSettings, "num_gpus", -2, ["-2", "greater than or equal to -1"]),
+    (ClusterSettings, "working_dir", 1, ["1", "valid string"]),
+    (ClusterSettings, "connect_timeout_seconds", 0, ["0", "greater than 0"]),
+]
+
+#: Each plain settings class, and values that satisfy all of its fields.
+COMPLETE: dict[type[BaseModel], dict[str, Any]] = {
+    ScalingSettings: {
+        "min_workers": 2,
+        "max_workers": 8,
+        "accelerator": "gpu",
+        "resources_per_worker": {"CPU": 4.0, "GPU": 1.0},
+        "resize_check_interval_seconds": 5.0,
+        "wait_for_max_seconds": 1.0,
+        "placement_strategy": "SPREAD",
+        "label_selector": {"market-type": "spot"},
+        "topology": "4x4",
+        "accelerator_type": "A100",
+    },
+    FailureSettings: {
+        "max_failures": -1,
+        "max_preemption_failures": 7,
+        "driver_restarts": 9,
+        "driver_restart_delay_seconds": 1.5,
+        "preemption_grace_seconds": 30.0,
+        "relax_collectives_on_preemption": True,
+        "max_attempts_without_progress": 4,
+        "stall_timeout_seconds": 600.0,
+    },
+    CheckpointSettings: {"keep": 3, "score_attribute": "loss", "score_order": "min"},
+    LocalStorageSettings: {"path": "/mnt/shared/runs"},
+    ClusterSettings: {
+        "address": "10.0.0.5:6379",
+        "auth_token": SecretStr("hush"),
+        "runtime_env": {"pip": ["einops"]},
+        "num_cpus": 0,
+        "num_gpus": -1,
+        "working_dir": "/code",
+        "connect_timeout_seconds": 3.0,
+    },
+}
+
+BLOCK_OF = {
+    ScalingSettings: ElasticScaling,
+    FailureSettings: FailureBudget,
+    CheckpointSettings: CheckpointPolicy,
+    LocalStorageSettings: LocalStorage,
+    ClusterSettings: RayCluster,
+}
+
+DICT_FIELDS = [
+    (ScalingSettings, "resources_per_worker", '{"CPU": 4}', {"CPU": 4.0}),
+    (ScalingSettings, "label_selector", '{"market-type": "spot"}', {"market-type": "spot"}),
+    (ClusterSettings, "runtime_env", '{"pip": ["einops"]}', {"pip": ["einops"]}),
+]
+
+
+def _refusal(settings: type[BaseModel], **values: Any) -> str:
+    with pytest.raises(ValidationError) as refused:
+        settings(**values)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("settings", "field", "value", "says"), REFUSED)
+@pytest.mark.parametrize("as_block", [False, True], ids=["settings", "block"])
+def test_a_refusal_names_the_field_the_value_and_the_rule(
+    settings: type[BaseModel], field: str, value: Any, says: list[str], as_block: bool
+) -> None:
+    message = _refusal(BLOCK_OF[settings] if as_block else settings, **{field: value})
+    assert f"\n{field}" in message
+    for words in says:
+        assert words in message
+
+
+def test_every_field_that_can_be_wrong_has_a_refusal_in_the_table() -> None:
+    covered = {(settings, field) for settings, field, _, _ in REFUSED} | {(ClusterSettings, "auth_token")}
+    assert covered == {(settings, field) for settings in COMPLETE for field in settings.model_fields}
+
+
+@pytest.mark.parametrize("amount", [math.nan, math.inf])
+def test_a_resource_that_is_no_finite_number_is_refused(amount: float) -> None:
+    assert "'CPU'" in _refusal(ScalingSettings, resources_per_worker={"CPU": amount})
+
+
+def test_more_minimum_than_maximum_is_refused_with_both_numbers_and_a_way_out() -> None:
+    message = _refusal(ScalingSettings, min_workers=3, max_workers=2)
+    assert "min_workers (3) must be at most max_workers (2); raise max_workers or lower min_workers" in message
+
+
+@pytest.mark.parametrize("given", [{}, {"topology": "4x4"}, {"accelerator_type": "TPU-V6E"}])
+def test_several_tpu_workers_need_topology_and_type(given: dict[str, str]) -> None:
+    message = _refusal(ScalingSettings, accelerator="tpu", max_workers=4, **given)
+    assert "accelerator 'tpu' with more than one worker needs topology" in message
+    ScalingSettings(accelerator="tpu", max_workers=4, topology="4x4", accelerator_type="TPU-V6E")
+    ScalingSettings(accelerator="tpu", **given)
+
+
+@pytest.mark.parametrize("sizes", [{"num_cpus": 4}, {"num_gpus": 0}])
+def test_sizes_of_a_local_cluster_are_refused_beside_an_address(sizes: dict[str, int]) -> None:
+    message = _refusal(ClusterSettings, address="auto", **sizes)
+    assert "num_cpus and num_gpus size a local cluster; remove them, or remove address ('auto')" in message
+    ClusterSettings(**sizes)
+
+
+@pytest.mark.parametrize("as_block", [False, True], ids=["settings", "block"])
+def test_no_refusal_shows_the_token(as_block: bool) -> None:
+    cluster = RayCluster if as_block else ClusterSettings
+    assert "hush" not in _refusal(cluster, address="auto", num_cpus=4, auth_token="hush")
+    assert "hush" not in _refusal(cluster, address="nowhere", auth_token="hush")
+    assert "hush" not in _refusal(cluster, auth_token="hush", adress="auto")
+
+
+@pytest.mark.parametrize("address", ["", " auto ", "auto", "10.0.0.5:6379", "head.example.org:1", "[fe80::1]:65535"])
+def test_addresses_that_can_be_joined_are_taken(address: str) -> None:
+    cluster = ClusterSettings(address=address)
+    assert cluster.address == address.strip()
+    assert cluster.is_local == (address == "")
+
+
+@pytest.mark.parametrize(("settings", "field", "text", "value"), DICT_FIELDS)
+@pytest.mark.parametrize("as_block", [False, True], ids=["settings", "block"])
+def test_dict_fields_take_the_form_that_the_ui_sends(
+    settings: type[BaseModel], field: str, text: str, value: dict[str, Any], as_block: bool
+) -> None:
+    settings = BLOCK_OF[settings] if as_block else settings
+    for given in ({"__prefect_kind": "json", "value": text}, {"__prefect_kind": "json", "value": value}, text, value):
+        assert getattr(settings(**{field: given}), field) == value
+    for empty in ({"__prefect_kind": "json", "value": ""}, {"__prefect_kind": "json", "value": " "}, "", {}):
+        assert getattr(settings(**{field: empty}), field) == {}
+
+
+@pytest.mark.parametrize(("settings", "field", "text", "value"), DICT_FIELDS)
+def test_bad_json_of_the_ui_is_refused_by_the_name_of_its_field(
+    settings: type[BaseModel], field: str, text: str, value: dict[str, Any]
+) -> None:
+    message = _refusal(settings, **{field: {"__prefect_kind": "json", "value": text[:-1]}})
+    assert f"\n{field}" in message
+    assert text[:-1] in message
+    assert "expected a JSON object" in message
+
+
+def test_the_dict_fields_in_the_tests_are_all_there_are() -> None:
+    dicts = {
+        (settings, name)
+        for settings in COMPLETE
+        for name, info in settings.model_fields.items()
+        if info.default_factory is dict
+    }
+    assert dicts == {(settings, field) for settings, field, _, _ in DICT_FIELDS}
+
+
+@pytest.mark.parametrize("settings", COMPLETE)
+def test_an_unknown_field_is_refused_by_its_name(settings: type[BaseModel]) -> None:
+    for model in (settings, BLOCK_OF[settings]):
+        message = _refusal(model, **COMPLETE[settings], colour="green")
+        assert "\ncolour\n  Extra inputs are not permitted" in message
+        assert "green" in message
+
+
+@pytest.mark.parametrize("settings", COMPLETE)
+def test_plain_keeps_every_value_of_a_block(settings: type[BaseModel]) -> None:
+    values = COMPLETE[settings]
+    assert values.keys() == settings.model_fields.keys()
+    assert plain(settings, BLOCK_OF[settings](**values)) == settings(**values)
+
+
+def test_plain_keeps_secrets() -> None:
+    assert plain(ClusterSettings, RayCluster(auth_token="hush")).auth_token.get_secret_value() == "hush"
+
+
+def test_plain_values_of_a_block_by_default_are_the_defaults() -> None:
+    for settings, block in BLOCK_OF.items():
+        required = {"path": "/runs"} if settings is LocalStorageSettings else {}
+        assert plain(settings, block(**required)) == settings(**required)
+
+
+def test_a_storage_path_becomes_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.chdir("/tmp")
+    assert LocalStorageSettings(path="~/runs").path == "/home/ada/runs"
+    assert LocalStorageSettings(path="runs/../x").path == "/tmp/x"
+    assert LocalStorageSettings(path="file:///mnt/runs").path == "/mnt/runs"

@@ -1,0 +1,145 @@
+"""What a run is called, and what makes it the same training."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.runs.identity import check_run_name, default_run_name, fingerprint, loop_name
+from prefect_elastic_train.runs.records import Fingerprint
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        " ",
+        ".",
+        "..",
+        ".hidden",
+        "-dash",
+        "_low",
+        "a/b",
+        "/abs",
+        "a\\b",
+        "../up",
+        "a..b",
+        "a b",
+        "a\n",
+        "a\0b",
+        "\0",
+        "naïve",
+        "训练",
+        "a\u200b",
+        "٣",
+        "a:b",
+        "a*b",
+        "a%2fb",
+        "$HOME",
+        "x" * 129,
+        None,
+        7,
+        b"bytes",
+    ],
+)
+def test_a_name_that_is_no_folder_everywhere_is_refused_with_the_rule(name: Any) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        check_run_name(name)
+    assert repr(name) in str(refused.value)
+    assert "letters, digits, '.', '_' and '-'" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["a", "7", "mnist-1.5_b", "v1.2.3", "x" * 128, "A.", "a-"])
+def test_a_good_name_is_given_back(name: str) -> None:
+    assert check_run_name(name) == name
+
+
+def test_the_default_name_is_flow_and_the_first_eight_of_the_flow_run() -> None:
+    assert default_run_name("nightly", "0123456789abcdef", 1) == "nightly-01234567"
+    assert default_run_name("nightly", "0123456789abcdef", 2) == "nightly-01234567-2"
+
+
+@pytest.mark.parametrize(
+    ("flow", "name"),
+    [
+        ("My Flow!", "My-Flow-01234567"),
+        ("v1.2", "v1-2-01234567"),
+        ("../../etc", "etc-01234567"),
+        ("训练", "training-01234567"),
+        ("", "training-01234567"),
+        ("f" * 300, "f" * 100 + "-01234567"),
+    ],
+)
+def test_the_default_name_of_any_flow_is_a_good_one(flow: str, name: str) -> None:
+    assert check_run_name(default_run_name(flow, "0123456789abcdef", 1)) == name
+
+
+@given(flow=st.text(), flow_run=st.uuids(), ordinal=st.integers(1, 10**6))
+def test_a_default_name_is_never_refused(flow: str, flow_run: Any, ordinal: int) -> None:
+    check_run_name(default_run_name(flow, str(flow_run), ordinal))
+    check_run_name(default_run_name(flow, flow_run.hex, ordinal))
+
+
+def _loop(config: dict[str, Any]) -> None:
+    """A train loop."""
+
+
+def test_a_loop_keeps_its_name_when_its_module_is_loaded_under_another() -> None:
+    def inner(config: dict[str, Any]) -> None:
+        """A loop in a function."""
+
+    assert loop_name(_loop) == "_loop"
+    assert loop_name("package.module:_loop") == "_loop"
+    assert loop_name(inner).endswith("named_when.inner") or loop_name(inner).endswith(".inner")
+    assert "<locals>" not in loop_name(inner)
+    assert loop_name(functools.partial(_loop, {})) == "partial"
+
+
+def test_a_fingerprint_hides_the_values_of_the_configuration() -> None:
+    config = {"password": "correct-horse", "nested": {"token": "battery-staple"}, "lr": 0.125}
+    text = fingerprint(_loop, "torch", config).model_dump_json()
+    assert {"password", "nested", "lr"} == fingerprint(_loop, "torch", config).config.keys()
+    for secret in ("correct-horse", "battery-staple", "0.125", "token"):
+        assert secret not in text
+
+
+def test_the_same_training_has_the_same_fingerprint_in_any_process() -> None:
+    config = {"b": [1, 2.5, None, True], "a": {"y": 1, "x": "é"}}
+    reordered = {"a": {"x": "é", "y": 1}, "b": [1, 2.5, None, True]}
+    assert fingerprint(_loop, "torch", config) == fingerprint("m:_loop", "torch", reordered)
+    assert fingerprint(_loop, "torch", {"b": 1}).config == {"b": "6b86b273ff34fce1"}
+
+
+def test_a_value_without_a_stable_text_counts_by_its_type() -> None:
+    def config() -> dict[str, Any]:
+        return {"object": object(), "lock": threading.Lock(), "set": {1, 2}, "keys": {1: 2, "a": 3}}
+
+    assert not fingerprint(_loop, "torch", config()).differences(fingerprint(_loop, "torch", config()))
+    changed = {**config(), "object": [object()]}
+    assert fingerprint(_loop, "torch", config()).differences(fingerprint(_loop, "torch", changed)) == [
+        "train_loop_config['object'] changed"
+    ]
+
+
+def test_differences_are_told_in_words_and_without_values() -> None:
+    before = fingerprint("m:old", "torch", {"lr": 0.1, "gone": 1, "same": 2})
+    after = fingerprint("m:new", "jax", {"lr": 0.2, "same": 2, "fresh": 3})
+    assert before.differences(after) == [
+        "train loop 'old' became 'new'",
+        "framework 'torch' became 'jax'",
+        "train_loop_config['fresh'] was added",
+        "train_loop_config['gone'] was removed",
+        "train_loop_config['lr'] changed",
+    ]
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=5))
+def test_a_fingerprint_differs_from_itself_in_nothing_also_after_storage(config: dict[str, Any]) -> None:
+    print_ = fingerprint(_loop, "torch", config)
+    assert print_.differences(Fingerprint.model_validate_json(print_.model_dump_json())) == []

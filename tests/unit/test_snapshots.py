@@ -1,0 +1,201 @@
+"""Reading and repairing Ray Train's snapshot, as plain JSON and in Ray's own checkpoint manager."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import fs
+from ray.train import CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    CheckpointManager,
+    _CheckpointManagerState,
+    _TrainingResultState,
+)
+from ray.train.v2._internal.execution.storage import StorageContext
+
+from prefect_elastic_train.runs.snapshots import (
+    checkpoint_names,
+    latest_checkpoint,
+    parse_snapshot,
+    seed_snapshot,
+    without_checkpoints,
+)
+from tests.unit.support import empty_snapshot, with_result
+
+NAMES = [f"checkpoint_{letter}" for letter in "abcdef"]
+
+_STATUS_LISTS = (
+    "validated_checkpoint_dir_names",
+    "timed_out_validation_checkpoint_dir_names",
+    "failed_validation_checkpoint_dir_names",
+)
+
+
+@st.composite
+def ray_snapshots(draw: st.DrawFn) -> dict[str, Any]:
+    """Snapshots as Ray writes them: scored ones are not in the order of their reports."""
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
+    indices = draw(st.lists(st.integers(0, 50), min_size=len(names), max_size=len(names), unique=True))
+    results = [
+        _TrainingResultState(checkpoint_dir_name=name, metrics={"step": index})
+        for name, index in zip(names, indices, strict=True)
+    ]
+    pending = draw(st.lists(st.sampled_from(results), unique_by=lambda result: result.checkpoint_dir_name))
+    state = _CheckpointManagerState(
+        checkpoint_results=results,
+        checkpoint_report_indices=indices,
+        latest_checkpoint_result=results[indices.index(max(indices))],
+        pending_training_results=pending,
+        pending_validation_specs=[True] * len(pending),
+        current_report_index=max(indices) + draw(st.integers(1, 5)),
+        # Evicted checkpoints may stay in these lists of Ray.
+        **{name: draw(st.lists(st.sampled_from(NAMES), unique=True)) for name in _STATUS_LISTS},
+    )
+    parsed: dict[str, Any] = json.loads(state.json())
+    return parsed
+
+
+def _ray_loads(snapshot: dict[str, Any], folder: Path) -> CheckpointManager:
+    """Load a snapshot into Ray's checkpoint manager, beside the folders of exactly its checkpoints."""
+    storage = StorageContext(str(folder), "run", storage_filesystem=fs.LocalFileSystem())
+    for name in checkpoint_names(snapshot):
+        Path(storage.experiment_fs_path, name).mkdir(parents=True, exist_ok=True)
+    Path(storage.checkpoint_manager_snapshot_path).write_text(json.dumps(snapshot))
+    return CheckpointManager(CheckpointConfig(), storage)
+
+
+@given(snapshot=ray_snapshots())
+def test_every_snapshot_of_ray_is_understood(snapshot: dict[str, Any]) -> None:
+    assert parse_snapshot(json.dumps(snapshot)) == snapshot
+    assert parse_snapshot(json.dumps(snapshot).encode()) == snapshot
+
+
+@given(snapshot=ray_snapshots(), dropped=st.sets(st.sampled_from(NAMES)))
+def test_a_repaired_snapshot_fits_together(snapshot: dict[str, Any], dropped: set[str]) -> None:
+    before = json.dumps(snapshot)
+    repaired = without_checkpoints(snapshot, dropped)
+    assert json.dumps(snapshot) == before, "the original was changed"
+    kept = [name for name in checkpoint_names(snapshot) if name not in dropped]
+    if repaired is None:
+        assert not kept
+        return
+    assert checkpoint_names(repaired) == kept
+    assert parse_snapshot(json.dumps(repaired)) == repaired
+    index_of = {
+        result["checkpoint_dir_name"]: index
+        for result, index in zip(
+            snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True
+        )
+    }
+    results = repaired["checkpoint_results"]
+    assert [index_of[r["checkpoint_dir_name"]] for r in results] == repaired["checkpoint_report_indices"]
+    assert results == [r for r in snapshot["checkpoint_results"] if r["checkpoint_dir_name"] in kept]
+    latest = latest_checkpoint(repaired)
+    assert latest in results
+    assert latest["checkpoint_dir_name"] == max(kept, key=index_of.__getitem__)
+    pending = [result["checkpoint_dir_name"] for result in repaired["pending_training_results"]]
+    assert len(pending) == len(repaired["pending_validation_specs"])
+    assert pending == [
+        result["checkpoint_dir_name"]
+        for result in snapshot["pending_training_results"]
+        if result["checkpoint_dir_name"] in kept
+    ]
+    if dropped:
+        for name in _STATUS_LISTS:
+            assert repaired[name] == [checkpoint for checkpoint in snapshot[name] if checkpoint in kept]
+    for untouched in ("ray_version", "current_report_index"):
+        assert repaired[untouched] == snapshot[untouched]
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_ray_loads_every_repaired_snapshot(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    snapshot = data.draw(ray_snapshots())
+    dropped = data.draw(st.sets(st.sampled_from(NAMES), min_size=1))
+    repaired = without_checkpoints(snapshot, dropped)
+    if repaired is None:
+        return
+    manager = _ray_loads(repaired, tmp_path_factory.mktemp("repaired"))
+    assert manager.latest_checkpoint_result.metrics == latest_checkpoint(repaired)["metrics"]
+    assert [Path(result.checkpoint.path).name for result in manager._checkpoint_results] == [
+        result["checkpoint_dir_name"] for result in repaired["checkpoint_results"]
+    ]
+
+
+def test_newest_checkpoint_is_by_report_index_not_by_list_order() -> None:
+    snapshot = empty_snapshot()
+    for name in ("first", "second", "third"):
+        snapshot = with_result(snapshot, name, {})
+    # Sorted by score: the newest one is the worst.
+    for field in ("checkpoint_results", "checkpoint_report_indices"):
+        snapshot[field].reverse()
+    assert checkpoint_names(snapshot) == ["first", "second", "third"]
+    repaired = without_checkpoints(snapshot, ["third"])
+    assert repaired is not None
+    assert latest_checkpoint(repaired)["checkpoint_dir_name"] == "second"
+    assert [r["checkpoint_dir_name"] for r in repaired["checkpoint_results"]] == ["second", "first"]
+
+
+def test_nothing_dropped_is_the_same_snapshot() -> None:
+    snapshot = with_result(empty_snapshot(), "a", {})
+    assert without_checkpoints(snapshot, []) is snapshot
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"{}",
+        b'"snapshot"',
+    ],
+)
+def test_what_is_no_snapshot_is_none(data: bytes | None) -> None:
+    assert parse_snapshot(data) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("checkpoint_results", None),
+        ("checkpoint_results", []),
+        ("checkpoint_results", [{}]),
+        ("checkpoint_results", ["a"]),
+        ("checkpoint_results", [{"checkpoint_dir_name": 7}]),
+        ("checkpoint_report_indices", None),
+        ("checkpoint_report_indices", []),
+        ("checkpoint_report_indices", ["0"]),
+        ("checkpoint_report_indices", [0, 1]),
+        ("current_report_index", None),
+        ("current_report_index", "1"),
+        ("latest_checkpoint_result", {"checkpoint_dir_name": "elsewhere", "metrics": {}}),
+        ("latest_checkpoint_result", "a"),
+    ],
+)
+def test_a_snapshot_whose_parts_do_not_fit_together_is_none(field: str, value: Any) -> None:
+    snapshot = with_result(empty_snapshot(), "a", {})
+    assert parse_snapshot(json.dumps(snapshot)) is not None
+    assert parse_snapshot(json.dumps({**snapshot, field: value})) is None
+
+
+@given(snapshot=ray_snapshots(), length=st.floats(0, 1, exclude_max=True))
+def test_a_torn_snapshot_is_none(snapshot: dict[str, Any], length: float) -> None:
+    text = json.dumps(snapshot)
+    assert parse_snapshot(text[: int(len(text) * length)]) is None
+
+
+def test_a_seeded_run_is_one_that_ray_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    seeded = seed_snapshot("from-other", {"loss": 0.5}, "2.60.0")
+    assert set(seeded) == set(json.loads(_CheckpointManagerState.parse_obj(seeded).json()))
+    manager = _ray_loads(seeded, tmp_path)
+    assert Path(manager.latest_checkpoint_result.checkpoint.path).name == "from-other"
+    assert manager.latest_checkpoint_result.metrics == {"loss": 0.5}

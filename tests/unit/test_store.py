@@ -1,0 +1,202 @@
+"""The operations that the fence and the commits stand on, on a real disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.support.processes import wait_for
+from tests.unit.support import REPOSITORY
+
+_CREATE_ALL = """
+import os, sys, time
+sys.path.append(sys.argv[1])
+from prefect_elastic_train.runs.store import LocalRunStore
+store, me = LocalRunStore(sys.argv[2]), sys.argv[3]
+store.replace(f"ready/{me}", b"")
+while not os.path.exists(sys.argv[2] + "/go"):
+    time.sleep(0.001)
+for number in range(int(sys.argv[4])):
+    if store.create(f"attempts/{number:04d}.json", me.encode() * 1000):
+        print(number)
+"""
+
+
+def _everything(store: LocalRunStore) -> list[str]:
+    """Give all paths below a run directory, hidden ones too."""
+    return sorted(str(path.relative_to(store.path)) for path in Path(store.path).rglob("*"))
+
+
+def test_exactly_one_of_several_processes_creates_an_object(store: LocalRunStore) -> None:
+    names = 60
+    command = [sys.executable, "-c", _CREATE_ALL, str(REPOSITORY), store.path]
+    processes = [
+        subprocess.Popen([*command, str(me), str(names)], stdout=subprocess.PIPE, text=True) for me in range(4)
+    ]
+    wait_for(lambda: len(store.names("ready")) == 4, 30, "all processes to be ready")
+    store.replace("go", b"")
+    won = {str(me): process.communicate(timeout=30)[0].split() for me, process in enumerate(processes)}
+    assert sorted(int(number) for numbers in won.values() for number in numbers) == list(range(names))
+    for me, numbers in won.items():
+        for number in numbers:
+            assert store.read(f"attempts/{int(number):04d}.json") == me.encode() * 1000
+    assert store.names("attempts") == [f"{number:04d}.json" for number in range(names)]
+    assert len(os.listdir(f"{store.path}/attempts")) == names
+
+
+def test_create_refuses_a_name_that_is_taken_and_leaves_the_content(store: LocalRunStore) -> None:
+    assert store.create("a/b.json", b"first")
+    assert not store.create("a/b.json", b"second")
+    assert store.read("a/b.json") == b"first"
+    assert _everything(store) == ["a", "a/b.json"]
+
+
+def test_create_is_exclusive_on_a_mount_without_hard_links(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert store.create("a.json", b"first")
+    assert not store.create("a.json", b"second")
+    assert store.read("a.json") == b"first"
+    assert _everything(store) == ["a.json"]
+
+
+def test_create_passes_on_an_error_of_the_disk_and_leaves_nothing(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.create("a.json", b"first")
+    assert _everything(store) == []
+
+
+def test_a_failed_replace_keeps_the_old_content_and_leaves_nothing(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.replace("a.json", b"old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            store.replace("a.json", b"new")
+    assert store.read("a.json") == b"old"
+    assert _everything(store) == ["a.json"]
+
+
+def test_replace_onto_a_folder_fails_and_leaves_nothing(store: LocalRunStore) -> None:
+    store.create("folder/a", b"")
+    with pytest.raises(IsADirectoryError):
+        store.replace("folder", b"new")
+    assert _everything(store) == ["folder", "folder/a"]
+
+
+def test_a_reader_never_sees_a_mixture_while_an_object_is_replaced(store: LocalRunStore) -> None:
+    contents = [bytes([65 + number]) * (20_000 + 10_000 * number) for number in range(2)]
+    store.replace("a.json", contents[0])
+    done = threading.Event()
+
+    def write() -> None:
+        for number in range(150):
+            store.replace("a.json", contents[number % 2])
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen: set[bytes | None] = set()
+    while not done.is_set():
+        seen.add(store.read("a.json"))
+    writer.join()
+    assert seen == set(contents)
+
+
+def test_objects_can_be_read_by_others(store: LocalRunStore) -> None:
+    store.create("created", b"")
+    store.replace("replaced", b"")
+    for name in ("created", "replaced"):
+        assert stat.S_IMODE(Path(store.path, name).stat().st_mode) == 0o644
+
+
+def test_what_a_crashed_write_left_behind_is_passed_over(store: LocalRunStore) -> None:
+    store.create("attempts/0001.json", b"{}")
+    Path(store.path, "attempts/.tmp-abc").write_bytes(b"{")
+    assert store.names("attempts") == ["0001.json"]
+
+
+def test_what_is_not_there_reads_as_nothing(store: LocalRunStore) -> None:
+    assert store.read("a/b") is None
+    assert store.names("a") == []
+    assert store.folders("a") == []
+    assert store.file_sizes("a") is None
+    store.delete("a/b")
+    store.delete_folder("a")
+    store.create("file", b"")
+    assert store.read("file/below") is None
+    assert store.names("file") == []
+    assert store.file_sizes("file") is None
+    store.create("folder/file", b"")
+    assert store.read("folder") is None
+
+
+def test_names_are_files_and_folders_are_folders_both_sorted(store: LocalRunStore) -> None:
+    for name in ("b", "a", "d/x", "c/x"):
+        store.create(name, b"")
+    assert store.names("") == ["a", "b"]
+    assert store.folders() == ["c", "d"]
+
+
+def test_file_sizes_are_of_all_files_below_with_forward_slashes(store: LocalRunStore) -> None:
+    store.create("ckpt/model.pt", b"12345")
+    store.create("ckpt/rank-0/optim/state.pt", b"12")
+    Path(store.path, "ckpt/empty").mkdir()
+    assert store.file_sizes("ckpt") == {"model.pt": 5, "rank-0/optim/state.pt": 2}
+    assert store.file_sizes("ckpt/empty") == {}
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create("ckpt/model.pt", b"12345")
+    scandir = os.scandir
+
+    def fail(path: str) -> object:
+        if str(path).endswith("ckpt"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.file_sizes("ckpt")
+
+
+def test_delete_folder_takes_all_below_and_does_not_follow_links(store: LocalRunStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"x")
+    store.create("ckpt/a/b", b"")
+    store.create("other", b"")
+    Path(store.path, "ckpt/link").symlink_to(outside)
+    store.delete_folder("ckpt")
+    assert _everything(store) == ["other"]
+    assert (outside / "precious").read_bytes() == b"x"
+
+
+def test_the_uri_is_the_plain_path(store: LocalRunStore) -> None:
+    assert store.uri == store.path
+    assert not store.path.startswith("file:")
