@@ -19,7 +19,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -191,12 +191,12 @@ class Workbench:
         shutil.rmtree(self._root, ignore_errors=True)
 
     @contextmanager
-    def run(self, side: Side, loop: dict[str, float], restart_forever: bool = False) -> Iterator[SideRun]:
+    def run(self, side: Side, loop: LoopSettings, restart_forever: bool = False) -> Iterator[SideRun]:
         """Run a side in a directory of its own; at the end nothing of it is left.
 
         Args:
             side: What to run.
-            loop: `LoopSettings` without the ledger.
+            loop: What its loop does; the ledger is filled in.
             restart_forever: Wrap the side in a shell loop that starts it again until it succeeds.
         """
         self._runs += 1
@@ -204,7 +204,7 @@ class Workbench:
         for name in ("storage", "t"):
             (directory / name).mkdir(parents=True)
         settings = SideSettings(
-            loop=LoopSettings(ledger=str(directory / LEDGER_FILE), **loop),  # type: ignore[arg-type]
+            loop=replace(loop, ledger=str(directory / LEDGER_FILE)),
             storage=str(directory / "storage"),
             run_name="benchmark",
             temp_dir=str(directory / "t"),

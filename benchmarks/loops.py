@@ -23,16 +23,16 @@ class LoopSettings:
     """What a loop does.
 
     Attributes:
-        ledger: The file that takes a line for every step of every rank.
         steps: Number of steps; they count from 1.
         step_seconds: Length of the pause in each step, in seconds.
         checkpoint_every: A checkpoint is reported after each step that this divides.
+        ledger: The file that takes a line for every step of every rank; each run gets its own.
     """
 
-    ledger: str
     steps: int
     step_seconds: float
     checkpoint_every: int
+    ledger: str = ""
 
     def to_config(self) -> dict[str, Any]:
         """The settings as a `train_loop_config`."""

@@ -21,13 +21,13 @@ from benchmarks.common import (
     summary,
     warm_up,
 )
-from benchmarks.loops import WORKERS
+from benchmarks.loops import WORKERS, LoopSettings
 
 REPORTS = 20
 UNTHROTTLED_REPORTS = 5
 """The first reports only fill queues, so the time per report is taken after them."""
 
-LOOP = {"steps": REPORTS, "step_seconds": 0.0, "checkpoint_every": 1}
+LOOP = LoopSettings(steps=REPORTS, step_seconds=0.0, checkpoint_every=1)
 SIDES = (OURS, RAW_DEFAULT, RAW_SAME_POLL)
 
 

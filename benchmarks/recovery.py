@@ -31,11 +31,11 @@ from benchmarks.common import (
     summary,
     warm_up,
 )
-from benchmarks.loops import WORKERS
+from benchmarks.loops import WORKERS, LoopSettings
 
 CHECKPOINT_EVERY = 10
 STEP_SECONDS = 0.05
-LOOP = {"steps": 100_000, "step_seconds": STEP_SECONDS, "checkpoint_every": CHECKPOINT_EVERY}
+LOOP = LoopSettings(steps=100_000, step_seconds=STEP_SECONDS, checkpoint_every=CHECKPOINT_EVERY)
 CHECKPOINTS_BEFORE_KILL = 3
 
 SIDES = (OURS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)

@@ -7,6 +7,7 @@ process reads the same models without importing Prefect, which saves it two seco
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -127,8 +129,8 @@ class ScalingSettings(_Settings):
     @classmethod
     def _resources_are_positive(cls, value: dict[str, float]) -> dict[str, float]:
         for name, amount in value.items():
-            if amount < 0:
-                raise ValueError(f"resource {name!r} must be 0 or more, got {amount:g}")
+            if not (math.isfinite(amount) and amount >= 0):
+                raise ValueError(f"resource {name!r} must be a finite number, 0 or more, got {amount:g}")
         return value
 
     @model_validator(mode="after")
@@ -293,13 +295,16 @@ class ClusterSettings(_Settings):
             raise ValueError(f"expected '', 'auto' or 'host:port' (port 1 to 65535), got {value!r}")
         return value
 
-    @model_validator(mode="after")
-    def _local_sizes_are_for_local_clusters(self) -> ClusterSettings:
-        if self.address and (self.num_cpus > 0 or self.num_gpus >= 0):
+    @field_validator("num_cpus", "num_gpus")
+    @classmethod
+    def _sizes_are_for_local_clusters(cls, value: int, info: ValidationInfo) -> int:
+        # Not a check of the whole model: pydantic would show all of its input, the token included.
+        address = info.data.get("address", "")
+        if address and value != cls.model_fields[str(info.field_name)].default:
             raise ValueError(
-                f"num_cpus and num_gpus size a local cluster; remove them, or remove address ({self.address!r})"
+                f"{info.field_name} sizes a local cluster and address ({address!r}) names another one: remove either"
             )
-        return self
+        return value
 
     @property
     def is_local(self) -> bool:

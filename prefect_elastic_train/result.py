@@ -16,7 +16,7 @@ __all__ = ["BestCheckpoint", "TrainingResult", "WorldSize"]
 class WorldSize(BaseModel):
     """The number of workers from a point in time on."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     #: Seconds since the epoch.
     at: float
@@ -26,7 +26,7 @@ class WorldSize(BaseModel):
 class BestCheckpoint(BaseModel):
     """A checkpoint that was kept, and what was reported with it."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     uri: str
     metrics: dict[str, Any] = Field(default_factory=dict)
@@ -54,7 +54,7 @@ class TrainingResult(BaseModel):
             since the epoch) and ``_world_size`` beside the metrics.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     run_name: str
     run_uri: str

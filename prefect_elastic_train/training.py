@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
-import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -34,7 +32,7 @@ from prefect_elastic_train.config import (
     plain,
 )
 from prefect_elastic_train.driver.events import AttemptEnded
-from prefect_elastic_train.driver.launch import Runtime
+from prefect_elastic_train.driver.launch import Runtime, import_path
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
 from prefect_elastic_train.outcomes import (
     AttemptFailedError,
@@ -66,6 +64,7 @@ _MASK = "*"
 class _Request:
     """A training as the user asked for it, checked as far as that needs nothing but itself."""
 
+    key: str
     run_name: str
     named: bool
     owner: Owner
@@ -92,7 +91,7 @@ class _Stop(BaseException):
     """The awaiting coroutine was cancelled."""
 
 
-#: Runtimes that wait for the next attempt of their task, by task run id.
+#: Runtimes that wait for the next attempt of their training, by its key.
 _waiting: dict[str, Runtime] = {}
 _waiting_lock = threading.Lock()
 
@@ -164,13 +163,17 @@ class _ElasticTrain:
             AttemptFailedError: The last attempt failed; its ``outcome`` says how.
         """
         request = _request(**{name: value for name, value in locals().items() if name != "self"})
-        result: TrainingResult = _task(request)(request)
+        try:
+            result: TrainingResult = _with_budget(_elastic_train_task, request)(request)
+        finally:
+            _close_waiting(request)
         return result
 
     def submit(self, train_loop: TrainLoop, **arguments: Any) -> PrefectFuture[TrainingResult]:
         """Start the training in the flow's task runner. Takes the arguments of a call, gives a future."""
         request = _request(train_loop=train_loop, **arguments)
-        future: PrefectFuture[TrainingResult] = _task(request).submit(request)
+        future: PrefectFuture[TrainingResult] = _with_budget(_elastic_train_task, request).submit(request)
+        future.add_done_callback(lambda _: _close_waiting(request))
         return future
 
 
@@ -183,12 +186,19 @@ async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingRes
     Takes the same arguments, returns and raises the same. Cancelling the coroutine ends the training.
     """
     request = _request(train_loop=train_loop, **arguments)
-    result: TrainingResult = await _with_budget(_aelastic_train_task, request)(request)
+    try:
+        result: TrainingResult = await _with_budget(_aelastic_train_task, request)(request)
+    finally:
+        await asyncio.to_thread(_close_waiting, request)
     return result
 
 
-def _task(request: _Request) -> Any:
-    return _with_budget(_elastic_train_task, request)
+def _close_waiting(request: _Request) -> None:
+    """End a cluster that was kept for an attempt which did not come, as when a retry delay was interrupted."""
+    with _waiting_lock:
+        runtime = _waiting.pop(request.key, None)
+    if runtime is not None:
+        runtime.close()
 
 
 def _with_budget(template: Any, request: _Request) -> Any:
@@ -224,7 +234,6 @@ async def _aelastic_train_task(request: _Request) -> TrainingResult:
 def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
     """Run one attempt, and keep its cluster if another attempt may follow."""
     task_run = TaskRunContext.get()
-    key = str(task_run.task_run.id) if task_run else uuid.uuid4().hex
     more = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
     log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), get_settings().log_lines_per_second)
 
@@ -233,7 +242,7 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
             raise _Stop
 
     with _waiting_lock:
-        runtime = _waiting.pop(key, None) or Runtime(get_settings(), log.event, log.line)
+        runtime = _waiting.pop(request.key, None) or Runtime(get_settings(), log.event, log.line)
     runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
     keep = False
     try:
@@ -248,7 +257,7 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
         log.close()
         if keep:
             with _waiting_lock:
-                _waiting[key] = runtime
+                _waiting[request.key] = runtime
         else:
             runtime.close()
 
@@ -281,7 +290,7 @@ def _spec(request: _Request) -> tuple[DriverSpec, int]:
         resume=request.resume,
         resume_from=request.resume_from,
         poll_interval_seconds=get_settings().poll_interval(scaling.max_workers),
-        sys_path=[os.path.abspath(p) for p in sys.path],
+        sys_path=import_path(),
         worker_runtime_env=request.worker_runtime_env,
         loop_label=loop_name(request.train_loop),
         storage_block=request.storage if isinstance(request.storage, str) else "",
@@ -352,6 +361,7 @@ def _request(
             f"{type(error).__name__}: {error}. Keep locks, open files and connections out of what the loop refers to"
         ) from error
     return _Request(
+        key=uuid.uuid4().hex,
         run_name=name,
         named=run_name is not None,
         owner=owner,

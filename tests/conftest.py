@@ -16,10 +16,10 @@ os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 @pytest.fixture(scope="session")
 def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Prefect server for the whole session."""
-    from tests.support.processes import prefect_server
-
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
+
+    from tests.support.processes import prefect_server
 
     with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
         yield url

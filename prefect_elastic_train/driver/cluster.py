@@ -8,8 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from prefect_elastic_train.config import ClusterSettings
@@ -57,6 +57,7 @@ class LocalCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = threading.Event()
         self.address = ""
 
     @property
@@ -68,12 +69,11 @@ class LocalCluster:
         """Tell whether the cluster's head node runs."""
         return self._process is not None and self._process.poll() is None and bool(self.address)
 
-    def start(self, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> str:
+    def start(self, timeout_seconds: float) -> str:
         """Start the head node.
 
         Args:
             timeout_seconds: How long it may take.
-            check: Called while waiting; what it raises ends the wait.
 
         Returns:
             The address, ``host:port``.
@@ -97,24 +97,31 @@ class LocalCluster:
                     cwd=self._folder,
                     start_new_session=True,
                 )
-            if self._wait_until_up(port, timeout_seconds, check):
+            if self._wait_until_up(port, timeout_seconds):
                 self.address = f"127.0.0.1:{port}"
                 return self.address
             output = log.read_text(errors="replace")[-2000:]
             self.forget()
+            if self._closed.is_set():
+                raise AttemptFailedError("the training has ended", outcome=Outcome.CANCELLED)
         raise AttemptFailedError(
             f"the local Ray cluster did not start within {timeout_seconds:g} s in {_PORT_TRIES} tries; its last "
             f"words were:\n{output}",
             outcome=Outcome.CLUSTER_LOST,
         )
 
+    def close(self) -> None:
+        """End the head node, and let none start any more; its other processes are ended by their mark."""
+        self._closed.set()
+        self.forget()
+
     def forget(self) -> None:
         """Give up a head node that has died or did not start; its processes are ended by their mark."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(timeout=10)
-        self._process = None
+        process, self._process = self._process, None
         self.address = ""
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait(timeout=10)
 
     def _command(self, port: int, session_folder: Path) -> list[str]:
         cpus = self._settings.num_cpus or (os.cpu_count() or 1) + self._extra_cpus
@@ -138,11 +145,12 @@ class LocalCluster:
             command.append(f"--num-gpus={self._settings.num_gpus}")
         return command
 
-    def _wait_until_up(self, port: int, timeout_seconds: float, check: Callable[[], None]) -> bool:
-        assert self._process is not None
+    def _wait_until_up(self, port: int, timeout_seconds: float) -> bool:
+        process = self._process
         deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline and self._process.poll() is None:
-            check()
+        while time.monotonic() < deadline and process is not None and process.poll() is None:
+            if self._closed.is_set():
+                return False
             try:
                 with socket.create_connection(("127.0.0.1", port), timeout=1):
                     return True

@@ -37,7 +37,7 @@ EVENT_TAG = "@elastic-train-event "
 
 
 class _Event(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
 
     #: Number of the event within its attempt, 0 until the driver has numbered it.
     sequence: int = 0

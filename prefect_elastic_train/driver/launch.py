@@ -35,7 +35,7 @@ from prefect_elastic_train.outcomes import Outcome
 from prefect_elastic_train.reporting.logs import without_colours
 from prefect_elastic_train.settings import ElasticTrainSettings
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "import_path"]
 
 _TURN_SECONDS = 0.2
 #: How long a driver may take from its last word to its end.
@@ -46,6 +46,11 @@ _LAST_WORDS = 30
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
 _MAX_FOLDER_CHARACTERS = 40
 _OUTPUT_QUEUE = 10_000
+
+
+def import_path() -> list[str]:
+    """Give where this process finds modules, as absolute folders, so that others find the same."""
+    return list(dict.fromkeys(os.path.abspath(folder) for folder in sys.path if not folder.endswith(".zip")))
 
 
 class Runtime:
@@ -121,13 +126,13 @@ class Runtime:
         if self._folder is None:
             return
         guard = self._guard
+        if self._cluster is not None:
+            self._cluster.close()
         end_marked(self._mark, timeout_seconds=10.0)
         if self._starting is not None:
             self._starting.join(timeout=5)
             end_marked(self._mark, timeout_seconds=5.0)
-        if self._cluster is not None:
-            self._cluster.forget()
-            self._cluster = None
+        self._cluster = None
         if guard is not None and guard.stdin is not None:
             try:
                 guard.stdin.write(DISMISSED)
@@ -193,7 +198,7 @@ class Runtime:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
                 start_new_session=True,
             )
         return self._folder
@@ -201,7 +206,7 @@ class Runtime:
     def _environment(self) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment[MARK_VARIABLE] = self._mark
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in sys.path if p and p[-4:] != ".zip"))
+        environment["PYTHONPATH"] = os.pathsep.join(import_path())
         environment["PYTHONUNBUFFERED"] = "1"
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
         environment.setdefault("RAY_DEDUP_LOGS", "0")
@@ -242,14 +247,17 @@ class _Following:
 
     def until_end(self) -> AttemptEnded:
         """Follow; end a driver that hangs or whose cluster is gone."""
+        looked_at = time.monotonic()
         while self._open:
-            self._runtime.check_stop()
-            try:
-                source, line = self._output.get(timeout=_TURN_SECONDS)
-            except queue.Empty:
+            if time.monotonic() - looked_at >= _TURN_SECONDS:
+                looked_at = time.monotonic()
+                self._runtime.check_stop()
                 given_up = self._look_after()
                 if given_up is not None:
                     return given_up
+            try:
+                source, line = self._output.get(timeout=_TURN_SECONDS)
+            except queue.Empty:
                 continue
             if line is None:
                 self._open -= 1

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -25,6 +27,7 @@ from prefect_elastic_train.driver.events import (
     AttemptStarted,
     ClusterConnected,
     ClusterWanted,
+    ControllerAlive,
     Event,
     Reported,
 )
@@ -48,6 +51,8 @@ from prefect_elastic_train.runs.store import LocalRunStore
 __all__ = ["main"]
 
 logger = logging.getLogger("prefect_elastic_train.driver")
+
+_ALIVE_SECONDS = 2.0
 
 
 class _Stopped(BaseException):
@@ -107,6 +112,7 @@ class _Driver:
         self.spec = spec
         self._output = output
         self._store = LocalRunStore(os.path.join(spec.storage.path, spec.run_name))
+        self._emitting = threading.Lock()
         self._sequence = 0
         self._reports = 0
         self._attempt = 0
@@ -142,20 +148,23 @@ class _Driver:
             return _finished(begun)
         self._begin(begun)
         assert self._receiver is not None
-        training.fit(self.spec, prepared, self._store, begun.attempt, self._receiver.receiving)
+        with self._showing_life("making the datasets"):
+            datasets = training.make_datasets(prepared)
+        training.fit(self.spec, prepared, datasets, self._store, begun.attempt, self._receiver.receiving)
         return self._completed(begun)
 
     def emit(self, event: Event) -> None:
         """Number an event and send it to the supervisor and into the history."""
-        self._sequence += 1
-        update: dict[str, Any] = {"sequence": self._sequence, "attempt": self._attempt}
-        if isinstance(event, Reported):
-            self._reports += 1
-            update["index"] = self._reports
-        event = event.model_copy(update=update)
-        self._output.put(event)
-        if self._history is not None:
-            self._history.add(event)
+        with self._emitting:
+            self._sequence += 1
+            update: dict[str, Any] = {"sequence": self._sequence, "attempt": self._attempt}
+            if isinstance(event, Reported):
+                self._reports += 1
+                update["index"] = self._reports
+            event = event.model_copy(update=update)
+            self._output.put(event)
+            if self._history is not None:
+                self._history.add(event)
 
     def close(self, ended: AttemptEnded) -> None:
         """Say the last word, and record it with the attempt if one was begun."""
@@ -224,6 +233,22 @@ class _Driver:
                 notes=begun.notes,
             )
         )
+
+    @contextmanager
+    def _showing_life(self, doing: str) -> Iterator[None]:
+        """Stand in for the controller, which does not live yet, while the user's code may take its time."""
+        done = threading.Event()
+        since = time.time()
+
+        def run() -> None:
+            while not done.wait(_ALIVE_SECONDS):
+                self.emit(ControllerAlive(doing=doing, seconds=time.time() - since, droppable=True))
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
 
     def _completed(self, begun: Begun) -> AttemptEnded:
         # The controller has sent all its events before fit() returned; let the last ones arrive.

@@ -24,7 +24,7 @@ from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationErro
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.store import LocalRunStore
 
-__all__ = ["Prepared", "check_capacity", "check_loop", "connect", "fit", "prepare", "resolve_loop"]
+__all__ = ["Prepared", "check_capacity", "check_loop", "connect", "fit", "make_datasets", "prepare", "resolve_loop"]
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -177,7 +177,22 @@ def check_capacity(spec: DriverSpec, resources: dict[str, float]) -> None:
             )
 
 
-def fit(spec: DriverSpec, prepared: Prepared, store: LocalRunStore, attempt: int, receiving: Receiving) -> None:
+def make_datasets(prepared: Prepared) -> dict[str, Any]:
+    """Give the datasets, calling the functions that make them."""
+    datasets = prepared.payload.datasets
+    if callable(datasets):
+        datasets = datasets()
+    return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
+
+
+def fit(
+    spec: DriverSpec,
+    prepared: Prepared,
+    datasets: dict[str, Any],
+    store: LocalRunStore,
+    attempt: int,
+    receiving: Receiving,
+) -> None:
     """Train until the loop has returned on all ranks.
 
     Raises:
@@ -192,9 +207,10 @@ def fit(spec: DriverSpec, prepared: Prepared, store: LocalRunStore, attempt: int
 
     payload = prepared.payload
     scaling = scaling_config(spec.scaling)
-    callback = RunCallback(receiving, store.path, spec.scaling.min_workers, scaling._resources_per_worker_not_none)
+    callback = RunCallback(
+        receiving, store.path, attempt, spec.scaling.min_workers, scaling._resources_per_worker_not_none
+    )
     setup = ControllerSetup(_requester_id(store), spec.scaling.wait_for_max_seconds, callback)
-    datasets = payload.datasets() if callable(payload.datasets) else payload.datasets
     try:
         trainer = make_trainer(
             spec.framework,
@@ -210,7 +226,7 @@ def fit(spec: DriverSpec, prepared: Prepared, store: LocalRunStore, attempt: int
                 checkpoints=spec.checkpoints,
                 worker_runtime_env=spec.worker_runtime_env,
             ),
-            datasets={name: d() if inspect.isfunction(d) else d for name, d in (datasets or {}).items()},
+            datasets=datasets,
             dataset_config=payload.dataset_config or DataConfig(),
             validation_config=payload.validation_config,
             torch_config=payload.torch_config,
@@ -239,7 +255,8 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
         return failed(Outcome.INVALID, str(cause))
     if isinstance(error, WorkerGroupError):
-        if any(not isinstance(e, ray.exceptions.RayError) for e in error.worker_failures.values()):
+        # When a rank dies, the others fail in their collectives: then its death is the cause.
+        if not any(isinstance(e, ray.exceptions.RayError) for e in error.worker_failures.values()):
             return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows.\n{error}")
         return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows.\n{error}")
     if isinstance(error, PreemptionError):

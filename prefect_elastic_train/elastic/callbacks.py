@@ -94,6 +94,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     Args:
         receiving: Where the driver listens.
         run_path: The run directory.
+        attempt: The attempt that holds the fence.
         min_workers: Fewest workers to train with.
         resources_per_worker: What each worker needs, for messages.
     """
@@ -102,11 +103,13 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self,
         receiving: Receiving,
         run_path: str,
+        attempt: int,
         min_workers: int,
         resources_per_worker: dict[str, float],
     ) -> None:
         self._receiving = receiving
         self._run_path = run_path
+        self._attempt = attempt
         self._min_workers = min_workers
         self._resources_per_worker = resources_per_worker
         self._sender: EventSender | None = None
@@ -167,7 +170,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Remove what interrupted uploads left behind: no worker runs now."""
         self._last_errors = {}
         self._world_size = 0
-        removed = remove_interrupted_uploads(LocalRunStore(self._run_path))
+        removed = remove_interrupted_uploads(LocalRunStore(self._run_path), self._attempt)
         if removed:
             logger.warning("Removed checkpoints whose upload was interrupted: %s", ", ".join(removed))
 

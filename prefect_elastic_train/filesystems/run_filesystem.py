@@ -20,6 +20,7 @@ from pyarrow import fs
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import CommitLog, check_fence, mark_name, unquote_mark
+from prefect_elastic_train.runs.records import UploadMark, encode
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.runs.store import LocalRunStore
 
@@ -186,7 +187,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
                 return
         if any(checkpoint.startswith(f"{mark}/") for mark in self._marks()):
             return  # a folder inside the checkpoint
-        self._store.create(mark_name(checkpoint), b"{}")
+        self._store.create(mark_name(checkpoint), encode(UploadMark(attempt=self._attempt)))
 
     def _marks(self) -> list[str]:
         return [unquote_mark(mark) for mark in self._store.names(layout.UPLOADS)]

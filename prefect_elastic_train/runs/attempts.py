@@ -28,6 +28,7 @@ from prefect_elastic_train.runs.resume import (
     ResumePoint,
     adopt_snapshot,
     find_resume_point,
+    mark_dropped,
     restore_snapshot,
 )
 from prefect_elastic_train.runs.store import RunStore
@@ -155,6 +156,7 @@ def begin_attempt(
             attempt=attempt,
             owner=claim.owner,
             base=point.base,
+            dropped=point.dropped,
             repairs=point.repairs,
             versions=claim.versions,
         )
@@ -165,6 +167,7 @@ def begin_attempt(
             continue
         if last is not None and last.ended is None:
             end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
+        mark_dropped(store, point, attempt)
         repairs = point.repairs + restore_snapshot(store, point)
         return Begun(attempt, point, counted + 1, without_progress, notes + repairs)
     raise AttemptFailedError(
@@ -256,8 +259,7 @@ def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
                     "or resume=True to continue it",
                     outcome=Outcome.INVALID,
                 )
-            if adopt_snapshot(store):
-                notes.append("the run was written by Ray Train alone; its checkpoints were adopted")
+            notes += adopt_snapshot(store)
         if store.create(layout.RUN, encode(record)):
             return
     existing = decode(RunRecord, store.read(layout.RUN))

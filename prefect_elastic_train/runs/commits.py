@@ -135,8 +135,8 @@ class CommitLog:
             record = self._write(snapshot, manifest)
             check_fence(self._store, self._attempt)
             self._store.replace(layout.SNAPSHOT, data)
-            self._manifest = manifest
-            self._tidy(manifest)
+            previous, self._manifest = self._known_manifest(), manifest
+            self._tidy(previous)
         return record
 
     def _complete_manifest(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -173,10 +173,14 @@ class CommitLog:
             if self._store.create(layout.commit_name(self._attempt, self._sequence), encode(record)):
                 return record
 
-    def _tidy(self, manifest: dict[str, dict[str, int]]) -> None:
-        """Remove upload marks of what is committed now, and commits that nobody will need again."""
+    def _tidy(self, previous: dict[str, dict[str, int]]) -> None:
+        """Remove upload marks of what was committed before, and commits that nobody will need again.
+
+        The newest checkpoint keeps its mark until the next commit: should this commit be lost, nothing else
+        would tell that the folder belongs to no commit.
+        """
         for mark in self._store.names(layout.UPLOADS):
-            if unquote_mark(mark) in manifest:
+            if unquote_mark(mark) in previous:
                 self._store.delete(f"{layout.UPLOADS}/{mark}")
         own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
         for sequence in own[:-_COMMITS_KEPT]:

@@ -15,6 +15,7 @@ __all__ = [
     "Heartbeat",
     "Owner",
     "RunRecord",
+    "UploadMark",
     "decode",
     "encode",
 ]
@@ -24,7 +25,7 @@ Record = TypeVar("Record", bound=BaseModel)
 
 class _Record(BaseModel):
     # Another version of this package may have written more fields than we know.
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
 
     schema_version: int = 1
 
@@ -89,6 +90,8 @@ class AttemptRecord(_Record):
     started_at: float = Field(default_factory=time.time)
     #: The commit it starts from, as ``(attempt, sequence)``; None for the beginning.
     base: tuple[int, int] | None = None
+    #: Checkpoints of the base's lineage that were damaged; their names may be used again.
+    dropped: list[str] = Field(default_factory=list)
     #: What had to be repaired or dropped, in words.
     repairs: list[str] = Field(default_factory=list)
     versions: dict[str, str] = Field(default_factory=dict)
@@ -117,6 +120,12 @@ class CommitRecord(_Record):
     snapshot: dict[str, Any]
     #: For each checkpoint, path and size in bytes of its files.
     manifest: dict[str, dict[str, int]]
+
+
+class UploadMark(_Record):
+    """``uploads/<checkpoint>``: the checkpoint's upload has begun, and no second commit has named it yet."""
+
+    attempt: int
 
 
 class Heartbeat(_Record):

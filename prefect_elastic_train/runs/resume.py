@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import lineage, mark_name, unquote_mark
-from prefect_elastic_train.runs.records import CommitRecord, decode, encode
+from prefect_elastic_train.runs.commits import all_attempts, check_fence, lineage, mark_name, unquote_mark
+from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
 from prefect_elastic_train.runs.snapshots import (
     checkpoint_names,
     latest_checkpoint,
@@ -22,6 +23,7 @@ __all__ = [
     "ResumePoint",
     "adopt_snapshot",
     "find_resume_point",
+    "mark_dropped",
     "remove_interrupted_uploads",
     "restore_snapshot",
     "seed_run",
@@ -35,11 +37,13 @@ class ResumePoint:
     Attributes:
         base: The commit, as ``(attempt, sequence)``; None for the beginning.
         snapshot: Ray's snapshot to start from; None for the beginning.
+        dropped: Names of damaged checkpoints on the way there.
         repairs: What was repaired or dropped to get there, in words.
     """
 
     base: tuple[int, int] | None = None
     snapshot: dict[str, Any] | None = None
+    dropped: list[str] = field(default_factory=list)
     repairs: list[str] = field(default_factory=list)
 
     @property
@@ -52,6 +56,8 @@ class ResumePoint:
 def find_resume_point(store: RunStore) -> ResumePoint:
     """Find the newest commit of the valid lineage with a whole checkpoint, and drop what is damaged."""
     repairs: list[str] = []
+    dropped: list[str] = []
+    dropped_before = _dropped_by_attempts(store)
     for attempt, sequence in lineage(store):
         name = f"{attempt:04d}-{sequence:06d}"
         record = decode(CommitRecord, store.read(layout.commit_name(attempt, sequence)))
@@ -59,17 +65,25 @@ def find_resume_point(store: RunStore) -> ResumePoint:
         if record is None or snapshot is None:
             repairs.append(f"commit {name} is torn and was passed over")
             continue
-        damaged = {}
+        # What a later attempt has dropped stays dropped, even if something whole has taken its name since.
+        gone = {checkpoint for later, names in dropped_before if later > attempt for checkpoint in names}
         for checkpoint in checkpoint_names(snapshot):
-            damage = _damage(store, checkpoint, record.manifest.get(checkpoint))
+            damage = "" if checkpoint in gone else _damage(store, checkpoint, record.manifest.get(checkpoint))
             if damage:
-                damaged[checkpoint] = damage
-        repairs += [f"checkpoint {checkpoint} was dropped: {why}" for checkpoint, why in damaged.items()]
-        usable = without_checkpoints(snapshot, damaged)
+                gone.add(checkpoint)
+                dropped.append(checkpoint)
+                repairs.append(f"checkpoint {checkpoint} was dropped: {damage}")
+        usable = without_checkpoints(snapshot, gone)
         if usable is not None:
-            return ResumePoint((attempt, sequence), usable, repairs)
+            return ResumePoint((attempt, sequence), usable, _once(dropped), _once(repairs))
         repairs.append(f"commit {name} has no whole checkpoint left and was passed over")
-    return ResumePoint(None, None, repairs)
+    return ResumePoint(None, None, _once(dropped), _once(repairs))
+
+
+def mark_dropped(store: RunStore, point: ResumePoint, attempt: int) -> None:
+    """Mark the folders of dropped checkpoints, so that they are gone before anything takes their names."""
+    for checkpoint in point.dropped:
+        store.create(mark_name(checkpoint), encode(UploadMark(attempt=attempt)))
 
 
 def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
@@ -82,9 +96,11 @@ def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
     if point.snapshot is None:
         store.delete(layout.SNAPSHOT)
         return [] if current is None else ["Ray's snapshot belongs to no commit and was removed"]
-    if current is not None and parse_snapshot(current) == point.snapshot:
+    # As text, since a metric may be NaN, which equals nothing.
+    wanted = json.dumps(point.snapshot)
+    if current is not None and json.dumps(parse_snapshot(current)) == wanted:
         return []
-    store.replace(layout.SNAPSHOT, json.dumps(point.snapshot).encode())
+    store.replace(layout.SNAPSHOT, wanted.encode())
     if point.repairs:
         return []
     if current is None:
@@ -94,22 +110,32 @@ def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
     return ["Ray's snapshot differed from the newest commit and was written anew from it"]
 
 
-def adopt_snapshot(store: RunStore) -> bool:
+def adopt_snapshot(store: RunStore) -> list[str]:
     """Make the state of a run that raw Ray Train has written the first commit.
 
     Returns:
-        Whether there was anything to adopt: a whole snapshot, with commits of nobody beside it.
+        What was adopted and what was dropped, in words.
+
+    Raises:
+        AttemptFailedError: Its snapshot is torn, or no checkpoint that it names is left; outcome ``invalid``.
     """
     snapshot = parse_snapshot(store.read(layout.SNAPSHOT))
-    if snapshot is None or store.names(layout.COMMITS):
-        return False
-    sizes = {name: store.file_sizes(name) for name in checkpoint_names(snapshot)}
-    usable = without_checkpoints(snapshot, [name for name, files in sizes.items() if not files])
+    sizes = {name: store.file_sizes(name) for name in checkpoint_names(snapshot)} if snapshot else {}
+    missing = [name for name, files in sizes.items() if not files]
+    usable = without_checkpoints(snapshot, missing) if snapshot else None
     if usable is None:
-        return False
+        what = "names no checkpoint that is still there" if snapshot else "is torn"
+        raise AttemptFailedError(
+            f"{store.uri} holds a run that another program wrote with Ray Train, and its {layout.SNAPSHOT} {what}; "
+            "remove that file to begin anew there, or give another run_name",
+            outcome=Outcome.INVALID,
+        )
     manifest = {name: sizes[name] or {} for name in checkpoint_names(usable)}
-    record = CommitRecord(attempt=0, sequence=0, snapshot=usable, manifest=manifest)
-    return store.create(layout.commit_name(0, 0), encode(record))
+    store.create(
+        layout.commit_name(0, 0), encode(CommitRecord(attempt=0, sequence=0, snapshot=usable, manifest=manifest))
+    )
+    notes = [f"checkpoint {name} was dropped: its folder is missing or empty" for name in missing]
+    return [f"the run was written by Ray Train alone; {len(manifest)} of its checkpoints were adopted", *notes]
 
 
 def seed_run(store: RunStore, checkpoint_name: str, metrics: dict[str, Any], ray_version: str) -> bool:
@@ -120,29 +146,52 @@ def seed_run(store: RunStore, checkpoint_name: str, metrics: dict[str, Any], ray
     return store.create(layout.commit_name(0, 0), encode(record))
 
 
-def remove_interrupted_uploads(store: RunStore) -> list[str]:
+def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
     """Remove checkpoint folders whose upload began and that no commit names. No worker may be running.
+
+    Args:
+        store: The run directory.
+        attempt: The attempt that is about to start workers; what later ones upload is left alone.
 
     Returns:
         The names of the folders.
+
+    Raises:
+        FencedOffError: Another attempt has taken over; nothing was removed.
     """
-    committed: set[str] = set()
+    check_fence(store, attempt)
+    # The snapshot was restored when the attempt began, and names what training goes on from.
+    snapshot = parse_snapshot(store.read(layout.SNAPSHOT))
+    needed = set(checkpoint_names(snapshot)) if snapshot else _newest_committed(store)
+    removed = []
+    for name in store.names(layout.UPLOADS):
+        mark = decode(UploadMark, store.read(f"{layout.UPLOADS}/{name}"))
+        if mark is not None and mark.attempt > attempt:
+            continue
+        checkpoint = unquote_mark(name)
+        if checkpoint not in needed:
+            store.delete_folder(checkpoint)
+            removed.append(checkpoint)
+        store.delete(f"{layout.UPLOADS}/{name}")
+    return removed
+
+
+def _newest_committed(store: RunStore) -> set[str]:
+    """Give the checkpoints of the newest whole commit, for when Ray's file is torn or gone."""
     for attempt, sequence in lineage(store):
         record = decode(CommitRecord, store.read(layout.commit_name(attempt, sequence)))
         if record is not None:
-            committed = set(record.manifest)
-            break
-    current = parse_snapshot(store.read(layout.SNAPSHOT))
-    # The restored snapshot may name fewer checkpoints than the commit it came from.
-    needed = set(checkpoint_names(current)) if current is not None else committed
-    removed = []
-    for mark in store.names(layout.UPLOADS):
-        name = unquote_mark(mark)
-        if name not in needed:
-            store.delete_folder(name)
-            removed.append(name)
-        store.delete(mark_name(name))
-    return removed
+            return set(record.manifest)
+    return set()
+
+
+def _dropped_by_attempts(store: RunStore) -> list[tuple[int, list[str]]]:
+    records = ((n, decode(AttemptRecord, store.read(layout.attempt_name(n)))) for n in all_attempts(store))
+    return [(number, record.dropped) for number, record in records if record is not None and record.dropped]
+
+
+def _once(words: list[str]) -> list[str]:
+    return list(dict.fromkeys(words))
 
 
 def _damage(store: RunStore, checkpoint: str, manifest: dict[str, int] | None) -> str:

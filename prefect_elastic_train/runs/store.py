@@ -135,7 +135,7 @@ class LocalRunStore:
         if not root.is_dir():
             return None
         sizes: dict[str, int] = {}
-        for parent, _, files in os.walk(root):
+        for parent, _, files in os.walk(root, onerror=_raise_unless_gone):
             for file in files:
                 path = Path(parent, file)
                 try:
@@ -210,3 +210,9 @@ class LocalRunStore:
             pass
         finally:
             os.close(handle)
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """A folder that cannot be listed is not an empty one."""
+    if not isinstance(error, FileNotFoundError):
+        raise error

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import FlowProcess
+from tests.support.processes import FlowProcess, RayHead
 
 STEPS = 40
 CHECKPOINT_EVERY = 5
@@ -32,6 +32,22 @@ def start(api_url: str, tmp_path: Path) -> Iterator[Callable[..., FlowProcess]]:
     yield start_flow
     for process in started:
         process.close()
+
+
+@pytest.fixture(scope="package")
+def head() -> Iterator[RayHead]:
+    """A cluster to join, with room for two workers."""
+    cluster = RayHead(cpus=2)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def own_head() -> Iterator[RayHead]:
+    """A cluster to join and to kill."""
+    cluster = RayHead(cpus=2)
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.conftest import train_config
-from tests.support.processes import FlowProcess, commits, steps_of, wait_for
+from tests.support.processes import FlowProcess, RayHead, commits, steps_of, wait_for
 
 Start = Callable[..., FlowProcess]
 
@@ -24,9 +24,21 @@ def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
     assert len(flow.marked()) > 5, "driver, head, controller and workers"
     os.kill(flow.pid, number)
     wait_for(lambda: flow.marked() == [] and flow.process.poll() is not None, 15, "all processes to end")
-    last = len(steps_of(ledger))
-    assert len(steps_of(ledger)) == last
     assert commits(flow.run), "what was committed stays"
+
+
+def test_nothing_is_left_on_a_joined_cluster_15_seconds_after_the_flow_process_was_killed(
+    start: Start, ledger: str, head: RayHead
+) -> None:
+    flow = start(
+        config=train_config(ledger, steps=100_000), cluster={"address": head.address, "auth_token": head.token}
+    )
+    wait_for(lambda: commits(flow.run), 120, "a commit")
+    assert flow.driver() is not None
+    assert len(head.train_processes()) == 3, "controller and two workers"
+    os.kill(flow.pid, signal.SIGKILL)
+    wait_for(lambda: not head.train_processes() and flow.marked() == [], 15, "all processes to end")
+    assert head.processes(), "the cluster itself is left alone"
 
 
 def test_nothing_is_left_when_the_flow_process_is_killed_while_the_cluster_starts(start: Start, ledger: str) -> None:

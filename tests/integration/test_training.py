@@ -23,8 +23,7 @@ from prefect_elastic_train import (
     aelastic_train,
     elastic_train,
 )
-from tests.support.processes import attempts, steps_of
-from tests.support.processes import ledger as read_ledger
+from tests.support.processes import attempts, read_ledger, steps_of
 
 pytestmark = pytest.mark.usefixtures("api")
 

@@ -33,7 +33,7 @@ def wait_for(what: Callable[[], T], timeout: float, why: str = "") -> T:
             return found
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout:g} s for {why or what}")
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def free_port() -> int:
@@ -43,7 +43,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def ledger(path: Path | str) -> list[dict[str, Any]]:
+def read_ledger(path: Path | str) -> list[dict[str, Any]]:
     """Read a ledger; a line that is being written is left out."""
     try:
         text = Path(path).read_text()
@@ -54,7 +54,7 @@ def ledger(path: Path | str) -> list[dict[str, Any]]:
 
 def steps_of(path: Path | str, rank: int = 0) -> list[int]:
     """Give the steps of a rank in the order in which it took them."""
-    return [line["step"] for line in ledger(path) if line["rank"] == rank]
+    return [line["step"] for line in read_ledger(path) if line["rank"] == rank]
 
 
 def repeated(steps: list[int]) -> int:
@@ -217,6 +217,14 @@ class RayHead:
             if entry in environment and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         return found
+
+    def train_processes(self) -> list[str]:
+        """Give the titles of the controllers and workers that train in the cluster."""
+        titles = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                titles.append(" ".join(process.cmdline()))
+        return [title for title in titles if "RayTrainWorker" in title or "TrainController" in title]
 
     def kill(self) -> None:
         """Kill everything of the cluster at once, as a lost machine does."""

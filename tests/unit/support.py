@@ -11,6 +11,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from prefect_elastic_train.filesystems import run_filesystem, uploading
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, Claim, Finished, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
@@ -94,8 +95,14 @@ class Training:
         self.log = CommitLog(store, attempt)
         self.snapshot = parse_snapshot(store.read(layout.SNAPSHOT)) or empty_snapshot()
 
+    def begin_upload(self, name: str) -> None:
+        """Create a checkpoint's folder as a worker does."""
+        with uploading():
+            run_filesystem(self.store.path, self.attempt).create_dir(f"{self.store.path}/{name}")
+
     def upload(self, name: str, files: dict[str, bytes] | None = None) -> None:
-        """Write a checkpoint's files."""
+        """Write a checkpoint's files as a worker does."""
+        self.begin_upload(name)
         for file, data in (files or {"model.pt": b"weights of " + name.encode()}).items():
             path = Path(self.store.path, name, file)
             path.parent.mkdir(parents=True, exist_ok=True)

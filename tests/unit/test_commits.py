@@ -95,9 +95,9 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_writte
 def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: LocalRunStore) -> None:
     old = Training(store, begin(store).attempt)
     old.report("a")
+    old.upload("b")
     begin(store)
     before = store.read(layout.SNAPSHOT)
-    old.upload("b")
     with pytest.raises(FencedOffError) as refused:
         old.commit("b")
     for words in ("attempt 1", "attempt 2", "'eager-otter'", "'nightly'"):
@@ -162,12 +162,13 @@ def test_a_reused_name_is_listed_anew(store: LocalRunStore) -> None:
     assert _record(store, (2, 1)).manifest["b"] == {"model.pt": 3}
 
 
-def test_a_commit_removes_the_marks_of_what_it_names_and_no_others(store: LocalRunStore) -> None:
+def test_the_mark_of_an_upload_goes_with_the_commit_after_its_own_and_others_stay(store: LocalRunStore) -> None:
     training = Training(store, begin(store).attempt)
-    store.create(mark_name("a"), b"{}")
-    store.create(mark_name("under/way"), b"{}")
+    training.begin_upload("under/way")
     training.report("a")
-    assert [unquote_mark(mark) for mark in store.names(layout.UPLOADS)] == ["under/way"]
+    assert [unquote_mark(mark) for mark in store.names(layout.UPLOADS)] == ["a", "under/way"]
+    training.report("b")
+    assert [unquote_mark(mark) for mark in store.names(layout.UPLOADS)] == ["b", "under/way"]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

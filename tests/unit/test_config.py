@@ -161,11 +161,13 @@ def test_several_tpu_workers_need_topology_and_type(given: dict[str, str]) -> No
     ScalingSettings(accelerator="tpu", **given)
 
 
-@pytest.mark.parametrize("sizes", [{"num_cpus": 4}, {"num_gpus": 0}])
-def test_sizes_of_a_local_cluster_are_refused_beside_an_address(sizes: dict[str, int]) -> None:
-    message = _refusal(ClusterSettings, address="auto", **sizes)
-    assert "num_cpus and num_gpus size a local cluster; remove them, or remove address ('auto')" in message
-    ClusterSettings(**sizes)
+@pytest.mark.parametrize(("field", "size"), [("num_cpus", 4), ("num_gpus", 0)])
+def test_sizes_of_a_local_cluster_are_refused_beside_an_address(field: str, size: int) -> None:
+    message = _refusal(ClusterSettings, **{"address": "auto", field: size})
+    assert f"\n{field}" in message
+    assert f"{field} sizes a local cluster and address ('auto') names another one" in message
+    assert f"input_value={size}" in message
+    assert getattr(ClusterSettings(**{field: size}), field) == size
 
 
 @pytest.mark.parametrize("as_block", [False, True], ids=["settings", "block"])

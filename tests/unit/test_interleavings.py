@@ -184,7 +184,7 @@ def _train(
     assert (loaded or None) == begun.point.snapshot, "Ray would start from another snapshot"
     snapshot = loaded or empty_snapshot()
     ledger.check_whole(snapshot)
-    remove_interrupted_uploads(store)
+    remove_interrupted_uploads(store, begun.attempt)
     for number in range(reports):
         name = f"checkpoint-{label}-{number}"
         with uploading():

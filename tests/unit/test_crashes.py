@@ -1,0 +1,227 @@
+"""One attempt after the other, each killed at some operation, and damage to the run directory in between.
+
+Checkpoints are named by their epoch, so a restart writes the same names again. Each upload has a content of its own
+and always the same size, so a mixture of two attempts cannot be seen by sizes; it is seen here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import all_commits, lineage
+from prefect_elastic_train.runs.records import CommitRecord, decode
+from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.unit.support import Training, begin, claim, private_folder, tear
+
+RANKS = 2
+
+
+class Died(BaseException):
+    """The attempt was killed."""
+
+
+class MortalStore(LocalRunStore):
+    """A store at whose n-th operation, counted from some moment on, the attempt dies."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._left: int | None = None
+
+    def die_after(self, operations: int) -> None:
+        """Let so many more operations happen."""
+        self._left = operations
+
+    def _live(self) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise Died
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._live()
+        return super().create(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._live()
+        super().replace(name, data)
+
+    def read(self, name: str) -> bytes | None:
+        self._live()
+        return super().read(name)
+
+    def names(self, folder: str) -> list[str]:
+        self._live()
+        return super().names(folder)
+
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        self._live()
+        return super().file_sizes(folder)
+
+    def delete(self, name: str) -> None:
+        self._live()
+        super().delete(name)
+
+    def delete_folder(self, name: str) -> None:
+        self._live()
+        super().delete_folder(name)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A commit as the attempt that wrote it knows it: its checkpoints and what is in them, oldest first."""
+
+    number: tuple[int, int]
+    checkpoints: tuple[tuple[str, bytes], ...]
+
+
+class CrashingRun(RuleBasedStateMachine):
+    """A run, and what it must resume from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = private_folder()
+        self.store = LocalRunStore(f"{self._folder.name}/run")
+        self.uploads = 0
+        self.commits: dict[tuple[int, int], Committed] = {}
+
+    @initialize(keep=st.sampled_from([None, 1, 2]))
+    def start(self, keep: int | None) -> None:
+        """A run keeps so many checkpoints."""
+        self.keep = keep
+
+    @rule(
+        epochs=st.integers(1, 3),
+        dies_in=st.sampled_from(["begin", "upload", "commit", "next epoch"]),
+        after=st.integers(0, 15),
+    )
+    def train(self, epochs: int, dies_in: str, after: int) -> None:
+        """An attempt trains for some epochs and dies after some operations in one phase of the last of them."""
+        store = MortalStore(self.store.path)
+        expected = self._newest_whole()
+        try:
+            if dies_in == "begin":
+                store.die_after(2 * after)
+            begun = begin(store, claim(driver_restarts=10**6, max_attempts_without_progress=10**6))
+            resumed = self._contents(begun.point.snapshot)
+            assert resumed[-1:] == expected[-1:], f"resumed from {resumed[-1:]} instead of {expected[-1:]}"
+            assert set(resumed) <= set(expected), f"mixed: {resumed} instead of {expected}"
+            remove_interrupted_uploads(store, begun.attempt)
+            training = Training(store, begun.attempt, self.keep)
+            epoch = int(resumed[-1][0].removeprefix("epoch-")) if resumed else 0
+            contents = dict(resumed)
+            for number in range(1, 1 + epochs):
+                phase = dies_in if number == epochs else ""
+                self._train_epoch(training, f"epoch-{epoch + number}", contents, phase, after)
+        except Died:
+            pass
+
+    def _train_epoch(
+        self, training: Training, name: str, contents: dict[str, bytes], dies_in: str, after: int
+    ) -> None:
+        store = training.store
+        assert isinstance(store, MortalStore)
+        self.uploads += 1
+        content = b"%08d" % self.uploads
+        if dies_in == "upload":
+            store.die_after(after % (RANKS + 1))
+        training.begin_upload(name)
+        for rank in range(RANKS):
+            store.replace(f"{name}/rank-{rank}.pt", content)
+        contents[name] = content
+        before = checkpoint_names(training.snapshot)
+        kept = [*before, name][-self.keep :] if self.keep else [*before, name]
+        known = set(all_commits(self.store))
+        if dies_in in ("upload", "commit"):
+            store.die_after(after)
+        try:
+            training.commit(name)
+        finally:
+            for number in set(all_commits(self.store)) - known:
+                self.commits[number] = Committed(number, tuple((kept_name, contents[kept_name]) for kept_name in kept))
+        for old in set(before) - set(kept):
+            store.delete_folder(old)
+
+    @rule()
+    def tear_the_newest_commit(self) -> None:
+        """The newest commit is cut in half."""
+        for attempt, sequence in lineage(self.store):
+            tear(self.store, layout.commit_name(attempt, sequence))
+            return
+
+    @rule(file=st.sampled_from([layout.SNAPSHOT]), how=st.sampled_from(["torn", "missing", "foreign"]))
+    def damage_rays_file(self, file: str, how: str) -> None:
+        """Ray's file is torn, lost or another run's."""
+        if self.store.read(file) is None:
+            return
+        if how == "torn":
+            tear(self.store, file)
+        elif how == "missing":
+            self.store.delete(file)
+        else:
+            self.store.replace(file, b'{"checkpoint_results": []}')
+
+    @rule(which=st.integers(1, 2), rank=st.integers(0, RANKS - 1), how=st.sampled_from(["cut", "missing", "folder"]))
+    def damage_a_checkpoint(self, which: int, rank: int, how: str) -> None:
+        """One of the newest checkpoints loses a file, a part of a file, or all."""
+        folders = sorted(self.store.folders(), key=len)
+        epochs = [name for name in folders if name.startswith("epoch-")]
+        if len(epochs) < which:
+            return
+        name = sorted(epochs, key=lambda epoch: int(epoch.removeprefix("epoch-")))[-which]
+        file = f"{name}/rank-{rank}.pt"
+        if how == "folder":
+            self.store.delete_folder(name)
+        elif how == "missing":
+            self.store.delete(file)
+        elif self.store.read(file) is not None:
+            tear(self.store, file)
+
+    @invariant()
+    def nothing_is_left_half_written(self) -> None:
+        """No operation leaves a temporary file behind."""
+        assert not list(Path(self.store.path).rglob(".tmp-*"))
+
+    def teardown(self) -> None:
+        """The run can still be resumed, and then it is whole."""
+        try:
+            if hasattr(self, "keep"):
+                self.train(1, "never", 0)
+                snapshot = parse_snapshot(self.store.read(layout.SNAPSHOT))
+                assert self._contents(snapshot) == self._newest_whole() != []
+        finally:
+            self._folder.cleanup()
+
+    def _newest_whole(self) -> list[tuple[str, bytes]]:
+        """Give the checkpoints of the newest commit that is whole and has any that are, those that are."""
+        for number in lineage(self.store):
+            if decode(CommitRecord, self.store.read(layout.commit_name(*number))) is None:
+                continue
+            whole = [(name, content) for name, content in self.commits[number].checkpoints if self._is(name, content)]
+            if whole:
+                return whole
+        return []
+
+    def _is(self, name: str, content: bytes) -> bool:
+        return all(self.store.read(f"{name}/rank-{rank}.pt") == content for rank in range(RANKS))
+
+    def _contents(self, snapshot: dict[str, Any] | None) -> list[tuple[str, bytes]]:
+        """Give the checkpoints of a snapshot and what is in them; what ranks disagree on is no content."""
+        found = []
+        for name in checkpoint_names(snapshot) if snapshot else []:
+            ranks = {self.store.read(f"{name}/rank-{rank}.pt") for rank in range(RANKS)}
+            assert len(ranks) == 1, f"{name} is of two attempts: {ranks}"
+            found.append((name, ranks.pop() or b""))
+        return found
+
+
+CrashingRun.TestCase.settings = settings(max_examples=int(__import__("os").environ.get("N","60")), stateful_step_count=10)
+test_a_run_resumes_from_its_newest_whole_checkpoint_whatever_dies_or_is_damaged = CrashingRun.TestCase

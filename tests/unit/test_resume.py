@@ -1,0 +1,386 @@
+"""Where an attempt resumes when the run directory is damaged, foreign, or was left in the middle of something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import fs
+from ray.train import CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager, _CheckpointManagerState
+from ray.train.v2._internal.execution.storage import StorageContext
+
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import all_attempts, all_commits
+from prefect_elastic_train.runs.resume import adopt_snapshot, find_resume_point, remove_interrupted_uploads
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, empty_snapshot, tear, with_result
+
+
+def _ray_resumes(store: LocalRunStore) -> str:
+    """Give the checkpoint that Ray's own checkpoint manager finds in the run directory, empty for none."""
+    path = Path(store.path)
+    storage = StorageContext(str(path.parent), path.name, storage_filesystem=fs.LocalFileSystem())
+    result = CheckpointManager(CheckpointConfig(), storage).latest_checkpoint_result
+    return Path(result.checkpoint.path).name if result else ""
+
+
+def _ray_wrote(store: LocalRunStore, names: list[str], metrics: dict[str, Any] | None = None) -> None:
+    """Make a run directory as raw Ray Train leaves it."""
+    results = [{"checkpoint_dir_name": name, "metrics": metrics or {"loss": 0.5}} for name in names]
+    state = _CheckpointManagerState(
+        checkpoint_results=results,
+        checkpoint_report_indices=list(range(len(names))),
+        latest_checkpoint_result=results[-1],
+        pending_training_results=[],
+        pending_validation_specs=[],
+        current_report_index=len(names),
+        validated_checkpoint_dir_names=[],
+        timed_out_validation_checkpoint_dir_names=[],
+        failed_validation_checkpoint_dir_names=[],
+    )
+    for name in names:
+        store.replace(f"{name}/model.pt", b"weights of " + name.encode())
+    store.replace(layout.SNAPSHOT, state.json().encode())
+
+
+@pytest.fixture
+def training(store: LocalRunStore) -> Training:
+    """A first attempt with three committed checkpoints: a, b, c."""
+    training = Training(store, begin(store).attempt)
+    for name in "abc":
+        training.report(name, {"name": name})
+    return training
+
+
+def test_an_undamaged_run_resumes_at_its_newest_commit_without_repairs(
+    store: LocalRunStore, training: Training
+) -> None:
+    point = find_resume_point(store)
+    assert (point.base, point.checkpoint, point.repairs) == ((1, 3), "c", [])
+    assert point.snapshot == training.snapshot
+    before = Path(store.path, layout.SNAPSHOT).stat()
+    assert begin(store).notes == []
+    after = Path(store.path, layout.SNAPSHOT).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns), "a right file was written anew"
+    assert _ray_resumes(store) == "c"
+
+
+def test_a_torn_commit_is_passed_over_and_told(store: LocalRunStore, training: Training) -> None:
+    tear(store, layout.commit_name(1, 3))
+    begun = begin(store)
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 2), "b")
+    assert begun.notes == ["commit 0001-000003 is torn and was passed over"]
+    assert _ray_resumes(store) == "b"
+
+
+def test_a_commit_with_a_torn_snapshot_inside_is_passed_over(store: LocalRunStore, training: Training) -> None:
+    name = layout.commit_name(1, 3)
+    record = json.loads(store.read(name) or b"")
+    record["snapshot"]["checkpoint_report_indices"] = []
+    store.replace(name, json.dumps(record).encode())
+    assert begin(store).point.checkpoint == "b"
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda store: store.delete_folder("c"), "its folder is missing"),
+        (lambda store: store.delete("c/model.pt"), "1 of 1 files are missing, first model.pt"),
+        (lambda store: store.replace("c/model.pt", b"w"), "model.pt has 1 bytes instead of 12"),
+        (lambda store: store.replace("c/model.pt", b""), "model.pt has 0 bytes instead of 12"),
+    ],
+    ids=["folder gone", "file gone", "file cut", "file empty"],
+)
+def test_a_damaged_checkpoint_is_dropped_and_the_one_before_is_used(
+    store: LocalRunStore, training: Training, damage: Any, why: str
+) -> None:
+    damage(store)
+    begun = begin(store)
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "b")
+    assert begun.notes == [f"checkpoint c was dropped: {why}"]
+    assert _ray_resumes(store) == "b"
+    assert json.loads(store.read(layout.SNAPSHOT) or b"") == begun.point.snapshot
+
+
+def test_a_damaged_old_checkpoint_is_dropped_and_the_newest_one_stays(
+    store: LocalRunStore, training: Training
+) -> None:
+    store.delete("a/model.pt")
+    begun = begin(store)
+    assert begun.point.checkpoint == "c"
+    assert begun.notes == ["checkpoint a was dropped: 1 of 1 files are missing, first model.pt"]
+    assert [result["checkpoint_dir_name"] for result in begun.point.snapshot["checkpoint_results"]] == ["b", "c"]
+
+
+def test_an_additional_file_is_no_damage(store: LocalRunStore, training: Training) -> None:
+    store.create("c/notes.txt", b"written by a person")
+    assert begin(store).notes == []
+
+
+def test_a_commit_without_a_whole_checkpoint_gives_way_to_the_one_before(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt, keep=1)
+    training.report("a")
+    training.report("b")
+    store.delete_folder("b")
+    begun = begin(store)
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 1), "a")
+    assert begun.notes == [
+        "checkpoint b was dropped: its folder is missing",
+        "commit 0001-000002 has no whole checkpoint left and was passed over",
+    ]
+    assert _ray_resumes(store) == "a"
+
+
+def test_nothing_whole_left_starts_from_the_beginning_and_says_so(store: LocalRunStore, training: Training) -> None:
+    for name in "abc":
+        store.delete_folder(name)
+    begun = begin(store)
+    assert begun.point.base is None
+    assert begun.point.checkpoint == ""
+    assert store.read(layout.SNAPSHOT) is None
+    assert _ray_resumes(store) == ""
+    told = "\n".join(begun.notes)
+    for name in "abc":
+        assert f"checkpoint {name} was dropped: its folder is missing" in told
+    assert "Ray's snapshot belongs to no commit and was removed" in told
+
+
+def test_each_damage_is_told_once(store: LocalRunStore, training: Training) -> None:
+    for name in "abc":
+        store.delete_folder(name)
+    notes = begin(store).notes
+    assert len(notes) == len(set(notes))
+
+
+def test_repairs_are_kept_with_the_attempt(store: LocalRunStore, training: Training) -> None:
+    store.delete_folder("c")
+    begun = begin(store)
+    record = json.loads(store.read(layout.attempt_name(begun.attempt)) or b"")
+    assert record["repairs"] == ["checkpoint c was dropped: its folder is missing"]
+    assert record["base"] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("damage", "note"),
+    [
+        (lambda store: tear(store, layout.SNAPSHOT), "Ray's snapshot was torn and was written anew"),
+        (lambda store: store.replace(layout.SNAPSHOT, b""), "Ray's snapshot was torn and was written anew"),
+        (lambda store: store.delete(layout.SNAPSHOT), "Ray's snapshot was missing and was written anew"),
+        (
+            lambda store: _ray_wrote(store, ["foreign"]),
+            "Ray's snapshot differed from the newest commit and was written anew",
+        ),
+    ],
+    ids=["torn", "empty", "missing", "foreign"],
+)
+def test_rays_file_is_restored_and_that_is_told(
+    store: LocalRunStore, training: Training, damage: Any, note: str
+) -> None:
+    damage(store)
+    begun = begin(store)
+    assert begun.point.checkpoint == "c"
+    assert len(begun.notes) == 1
+    assert begun.notes[0].startswith(note)
+    assert json.loads(store.read(layout.SNAPSHOT) or b"") == training.snapshot
+    assert _ray_resumes(store) == "c"
+
+
+def test_a_foreign_snapshot_without_any_commit_is_removed(store: LocalRunStore) -> None:
+    begin(store)
+    _ray_wrote(store, ["foreign"])
+    begun = begin(store)
+    assert begun.point.checkpoint == ""
+    assert begun.notes == ["Ray's snapshot belongs to no commit and was removed"]
+    assert store.read(layout.SNAPSHOT) is None
+
+
+def test_a_resumed_run_goes_on_from_its_repaired_snapshot(store: LocalRunStore, training: Training) -> None:
+    store.delete_folder("b")
+    second = Training(store, begin(store).attempt)
+    second.report("d")
+    tear(store, layout.SNAPSHOT)
+    begun = begin(store)
+    assert begun.point.base == (2, 1)
+    assert [result["checkpoint_dir_name"] for result in begun.point.snapshot["checkpoint_results"]] == ["a", "c", "d"]
+
+
+def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(
+    store: LocalRunStore, training: Training
+) -> None:
+    Training(store, begin(store).attempt).report("d")
+    tear(store, layout.commit_name(2, 1))
+    begun = begin(store)
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
+
+
+def test_a_raw_run_of_ray_is_refused_with_the_way_to_adopt_it(store: LocalRunStore) -> None:
+    _ray_wrote(store, ["checkpoint_1"])
+    with pytest.raises(AttemptFailedError) as refused:
+        begin(store)
+    assert refused.value.outcome is Outcome.INVALID
+    assert "another program wrote with Ray Train" in str(refused.value)
+    assert "resume=True" in str(refused.value)
+    assert store.folders() == ["checkpoint_1"]
+
+
+def test_a_raw_run_of_ray_is_adopted_when_asked_for(store: LocalRunStore) -> None:
+    _ray_wrote(store, ["checkpoint_1", "checkpoint_2"], {"loss": 0.25})
+    begun = begin(store, claim(resume=True))
+    assert (begun.point.base, begun.point.checkpoint) == ((0, 0), "checkpoint_2")
+    assert begun.notes == ["the run was written by Ray Train alone; 2 of its checkpoints were adopted"]
+    assert _ray_resumes(store) == "checkpoint_2"
+    Training(store, begun.attempt).report("checkpoint_3")
+    assert begin(store).point.base == (1, 1)
+
+
+def test_an_adoption_that_was_interrupted_goes_on(store: LocalRunStore) -> None:
+    _ray_wrote(store, ["checkpoint_1"])
+    adopt_snapshot(store)
+    assert begin(store, claim(resume=True)).point.checkpoint == "checkpoint_1"
+
+
+def test_what_is_missing_from_an_adopted_run_is_dropped_and_told(store: LocalRunStore) -> None:
+    _ray_wrote(store, ["checkpoint_1", "checkpoint_2"])
+    store.delete("checkpoint_2/model.pt")
+    begun = begin(store, claim(resume=True))
+    assert begun.point.checkpoint == "checkpoint_1"
+    assert _ray_resumes(store) == "checkpoint_1"
+    assert "checkpoint_2" in "\n".join(begun.notes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda store: tear(store, layout.SNAPSHOT), "is torn"),
+        (lambda store: store.delete_folder("checkpoint_1"), "names no checkpoint that is still there"),
+    ],
+    ids=["torn", "without its checkpoints"],
+)
+def test_a_raw_run_that_cannot_be_adopted_is_refused_and_left_as_it_is(
+    store: LocalRunStore, damage: Any, why: str
+) -> None:
+    _ray_wrote(store, ["checkpoint_1"])
+    damage(store)
+    with pytest.raises(AttemptFailedError, match=why) as refused:
+        begin(store, claim(resume=True))
+    assert refused.value.outcome is Outcome.INVALID
+    assert store.read(layout.SNAPSHOT) is not None
+    assert all_attempts(store) == []
+
+
+def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: LocalRunStore, training: Training) -> None:
+    for name in ("interrupted", "nested/interrupted"):
+        training.upload(name)
+    store.create("unmarked/file", b"")
+    attempt = begin(store).attempt
+    assert remove_interrupted_uploads(store, attempt) == ["interrupted", "nested/interrupted"]
+    assert store.folders() == [layout.STATE_FOLDER, "a", "b", "c", "nested", "unmarked"]
+    assert store.folders("nested") == []
+    assert store.names(layout.UPLOADS) == []
+    assert remove_interrupted_uploads(store, attempt) == []
+
+
+def test_an_upload_that_had_not_created_its_folder_is_forgotten(store: LocalRunStore, training: Training) -> None:
+    training.begin_upload("nothing")
+    store.delete_folder("nothing")
+    remove_interrupted_uploads(store, begin(store).attempt)
+    assert store.names(layout.UPLOADS) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda store: None, lambda store: store.delete(layout.SNAPSHOT), lambda store: tear(store, layout.SNAPSHOT)],
+    ids=["right", "missing", "torn"],
+)
+def test_a_checkpoint_whose_mark_outlived_its_commit_is_not_taken_for_an_interrupted_upload(
+    store: LocalRunStore, training: Training, damage: Any
+) -> None:
+    training.upload("d")
+    mark = store.names(layout.UPLOADS)[0]
+    content = store.read(f"{layout.UPLOADS}/{mark}")
+    training.commit("d")
+    store.create(f"{layout.UPLOADS}/{mark}", content or b"")  # the crash came before it was removed
+    damage(store)
+    assert remove_interrupted_uploads(store, 1) == []
+    assert store.file_sizes("d") == {"model.pt": 12}
+    assert begin(store).point.checkpoint == "d"
+
+
+def test_what_is_left_of_a_dropped_checkpoint_does_not_mix_with_one_that_takes_its_name(
+    store: LocalRunStore, training: Training
+) -> None:
+    training.upload("epoch-4", {"rank-0.pt": b"0000", "rank-1.pt": b"1111"})
+    training.commit("epoch-4")
+    store.replace("epoch-4/rank-0.pt", b"0")
+    # Two workers are left of four: the new epoch-4 has fewer files.
+    begun = begin(store)
+    assert begun.point.checkpoint == "c"
+    remove_interrupted_uploads(store, begun.attempt)
+    second = Training(store, begun.attempt)
+    second.upload("epoch-4", {"rank-0.pt": b"xxxx"})
+    assert second.commit("epoch-4").manifest["epoch-4"] == {"rank-0.pt": 4}
+
+
+def test_an_interrupted_upload_is_not_taken_for_the_dropped_checkpoint_whose_name_it_took(
+    store: LocalRunStore, training: Training
+) -> None:
+    training.upload("epoch-4", {"rank-0.pt": b"0000", "rank-1.pt": b"1111"})
+    training.commit("epoch-4")
+    store.replace("epoch-4/rank-0.pt", b"0")
+    begun = begin(store)
+    assert begun.point.checkpoint == "c"
+    remove_interrupted_uploads(store, begun.attempt)
+    # Rank 0 uploads its part of the new epoch-4, of the same size as before, then the cluster goes.
+    Training(store, begun.attempt).upload("epoch-4", {"rank-0.pt": b"xxxx"})
+    begun = begin(store)
+    assert begun.point.checkpoint == "c", "half of epoch-4 is of one attempt and half of another"
+
+
+def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: LocalRunStore) -> None:
+    from prefect_elastic_train.elastic.callbacks import RunCallback
+
+    begin(store)
+    old_controller = RunCallback((1, "key"), store.path, attempt=1, min_workers=1, resources_per_worker={})
+    second = Training(store, begin(store).attempt)
+    second.upload("epoch-1")
+    old_controller.before_worker_group_start(None)
+    second.commit("epoch-1")
+    assert find_resume_point(store).checkpoint == "epoch-1"
+
+
+def test_a_run_taken_over_from_another_flow_run_resumes_at_its_checkpoint(
+    store: LocalRunStore, training: Training
+) -> None:
+    begun = begin(store, claim(OTHER_FLOW_RUN, resume=True), observe_seconds=0)
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
+    assert all_commits(store) == [(1, 1), (1, 2), (1, 3)]
+
+
+def test_a_snapshot_without_any_checkpoint_is_no_reason_to_fail(store: LocalRunStore) -> None:
+    attempt = begin(store).attempt
+    Training(store, attempt).log.commit(json.dumps(empty_snapshot()).encode())
+    begun = begin(store)
+    assert begun.point.checkpoint == ""
+    Training(store, begun.attempt).report("a")
+    assert begin(store).point.checkpoint == "a"
+
+
+def test_the_newest_of_scored_checkpoints_is_where_a_restart_resumes(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    for name in "abc":
+        training.upload(name)
+    snapshot = empty_snapshot()
+    for name in "abc":
+        snapshot = with_result(snapshot, name, {})
+    # Sorted by score, worst first: the newest one has the worst score.
+    for field in ("checkpoint_results", "checkpoint_report_indices"):
+        snapshot[field].reverse()
+    training.log.commit(json.dumps(snapshot).encode())
+    assert begin(store).point.checkpoint == "c"
+    store.delete_folder("c")
+    assert begin(store).point.checkpoint == "b"
+    assert _ray_resumes(store) == "b"
