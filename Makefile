@@ -48,7 +48,7 @@ bench: $(STAMP)  ## overhead and recovery, against raw Ray Train and torchrun
 	$(BIN)/python -m benchmarks.recovery
 
 demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipeline
-	$(BIN)/python -m flows.digits
+	PREFECT_SERVER_ANALYTICS_ENABLED=false $(BIN)/python -m flows.digits
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .demo

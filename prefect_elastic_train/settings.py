@@ -27,7 +27,7 @@ class ElasticTrainSettings(BaseSettings):
     liveness_timeout_seconds: float = Field(
         default=300.0,
         gt=0,
-        description="A controller without a sign of life for so long makes the driver count as lost.",
+        description="A driver whose controller gives no sign of life for so long counts as lost.",
     )
     stop_grace_seconds: float = Field(
         default=8.0, gt=0, description="How long a driver may take to end after SIGINT before SIGKILL."

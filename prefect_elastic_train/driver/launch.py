@@ -40,6 +40,8 @@ __all__ = ["Runtime", "import_path"]
 _TURN_SECONDS = 0.2
 #: How long a driver may take from its last word to its end.
 _LEAVE_SECONDS = 15.0
+#: How long the rest of a dead driver's output is waited for.
+_PIPE_SECONDS = 2.0
 #: How long a driver may take to notice that its local cluster has died.
 _CLUSTER_DEATH_SECONDS = 20.0
 _LAST_WORDS = 30
@@ -240,15 +242,16 @@ class _Following:
         self._attempt = 0
         self._ended: AttemptEnded | None = None
         self._ended_at = float("inf")
-        self._alive_at: float | None = None
-        self._doing = ""
+        self._gone_at = float("inf")
+        self._alive_at = time.monotonic()
+        self._doing = "starting"
         self._cluster_dead_at: float | None = None
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
 
     def until_end(self) -> AttemptEnded:
         """Follow; end a driver that hangs or whose cluster is gone."""
         looked_at = time.monotonic()
-        while self._open:
+        while self._open and not self._left_its_pipe_open():
             if time.monotonic() - looked_at >= _TURN_SECONDS:
                 looked_at = time.monotonic()
                 self._runtime.check_stop()
@@ -269,6 +272,14 @@ class _Following:
             self._driver.kill()
             code = self._driver.wait(timeout=10)
         return self._ended or self._lost_without_a_word(code)
+
+    def _left_its_pipe_open(self) -> bool:
+        """Tell whether the driver is gone and only a process that it left behind still holds its output."""
+        if self._driver.poll() is None or not self._output.empty():
+            self._gone_at = float("inf")
+            return False
+        self._gone_at = min(self._gone_at, time.monotonic())
+        return time.monotonic() - self._gone_at > _PIPE_SECONDS
 
     def _take(self, source: str, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\n")
@@ -300,10 +311,10 @@ class _Following:
             if now - self._cluster_dead_at > _CLUSTER_DEATH_SECONDS:
                 return self._end(Outcome.CLUSTER_LOST, "the local Ray cluster has died")
         limit = self._runtime.settings.liveness_timeout_seconds
-        if self._alive_at is not None and now - self._alive_at > limit:
+        if now - self._alive_at > limit:
             return self._end(
                 Outcome.DRIVER_LOST,
-                f"Ray Train's controller gave no sign of life for {limit:g} s; it was last {self._doing or 'starting'}",
+                f"the driver and Ray Train's controller gave no sign of life for {limit:g} s, last {self._doing}",
             )
         return None
 

@@ -10,10 +10,11 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -126,7 +127,7 @@ class _Driver:
         self._check_storage()
         finished = peek(self._store, claim)
         if finished is not None:
-            return _finished(finished)
+            return self._finished(finished)
         self.emit(ClusterWanted())
         # The poll interval is read when Ray Train is imported in the controller, which inherits it from here.
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
@@ -136,7 +137,8 @@ class _Driver:
 
         prepared = training.prepare(self.spec)
         try:
-            address, dashboard_url, resources = training.connect(self.spec)
+            with self._showing_life("joining the cluster"):
+                address, dashboard_url, resources = training.connect(self.spec)
         except AttemptFailedError as error:
             # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
             error.final = error.final or not (self.spec.cluster.is_local or all_attempts(self._store))
@@ -145,11 +147,11 @@ class _Driver:
         training.check_capacity(self.spec, resources)
         begun = begin_attempt(self._store, claim, seed=self._seed_from(claim))
         if isinstance(begun, Finished):
-            return _finished(begun)
+            return self._finished(begun)
         self._begin(begun)
         assert self._receiver is not None
         with self._showing_life("making the datasets"):
-            datasets = training.make_datasets(prepared)
+            datasets = training.make_datasets(prepared, begun.attempt)
         training.fit(self.spec, prepared, datasets, self._store, begun.attempt, self._receiver.receiving)
         return self._completed(begun)
 
@@ -205,19 +207,22 @@ class _Driver:
         )
 
     def _check_storage(self) -> None:
-        """Find out before anything starts whether the run directory can be written."""
-        path = Path(self._store.path)
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".write-probe-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        """Find out before anything starts whether the storage can be written."""
+        root = Path(self.spec.storage.path)
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".write-probe-"):
+            pass
 
-    def _seed_from(self, claim: Claim) -> Any:
+    def _seed_from(self, claim: Claim) -> Callable[[], None] | None:
         if not claim.resume_from:
             return None
         from prefect_elastic_train.runs.seeding import copy_checkpoint
 
-        return lambda: copy_checkpoint(self.spec.storage.path, claim.resume_from, self._store)
+        def seed() -> None:
+            with self._showing_life("copying the checkpoint that the run starts from"):
+                copy_checkpoint(self.spec.storage.path, claim.resume_from, self._store)
+
+        return seed
 
     def _begin(self, begun: Begun) -> None:
         self._attempt = begun.attempt
@@ -236,7 +241,7 @@ class _Driver:
 
     @contextmanager
     def _showing_life(self, doing: str) -> Iterator[None]:
-        """Stand in for the controller, which does not live yet, while the user's code may take its time."""
+        """Stand in for the controller, which does not live yet, during what may rightly take its time."""
         done = threading.Event()
         since = time.time()
 
@@ -253,21 +258,23 @@ class _Driver:
     def _completed(self, begun: Begun) -> AttemptEnded:
         # The controller has sent all its events before fit() returned; let the last ones arrive.
         time.sleep(0.1)
-        from prefect_elastic_train.reporting.accounts import add_up
-        from prefect_elastic_train.runs.reading import make_result
-
         ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=begun.attempt)
         assert self._history is not None
         self._history.close()
-        accounts = add_up([*read_history(self._store), ended])
-        result = make_result(
-            self._store, self.spec.run_name, accounts, begun.attempt, storage_block=self.spec.storage_block
-        )
-        return ended.model_copy(update={"result": result.model_dump(mode="json")})
+        return ended.model_copy(update={"result": self._result(ended)})
 
+    def _finished(self, finished: Finished) -> AttemptEnded:
+        """Give the result that the run has had since an earlier attempt."""
+        ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True)
+        return ended.model_copy(update={"result": finished.ended.result or self._result()})
 
-def _finished(finished: Finished) -> AttemptEnded:
-    return AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, result=finished.ended.result or {})
+    def _result(self, *more: Event) -> dict[str, Any]:
+        from prefect_elastic_train.reporting.accounts import add_up
+        from prefect_elastic_train.runs.reading import make_result
+
+        accounts = add_up([*read_history(self._store), *more])
+        result = make_result(self._store, self.spec.run_name, accounts, storage_block=self.spec.storage_block)
+        return result.model_dump(mode="json")
 
 
 def _storage_message(spec: DriverSpec, error: OSError) -> str:

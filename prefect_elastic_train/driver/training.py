@@ -11,6 +11,7 @@ import pickle
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,12 +178,23 @@ def check_capacity(spec: DriverSpec, resources: dict[str, float]) -> None:
             )
 
 
-def make_datasets(prepared: Prepared) -> dict[str, Any]:
-    """Give the datasets, calling the functions that make them."""
+def make_datasets(prepared: Prepared, attempt: int) -> dict[str, Any]:
+    """Give the datasets, calling the functions that make them.
+
+    Raises:
+        AttemptFailedError: One of them failed; outcome ``user_error``.
+    """
     datasets = prepared.payload.datasets
-    if callable(datasets):
-        datasets = datasets()
-    return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
+    try:
+        if callable(datasets):
+            datasets = datasets()
+        return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
+    except Exception as error:
+        raise AttemptFailedError(
+            f"the datasets could not be made: {type(error).__name__}: {error}\n{traceback.format_exc()}",
+            outcome=Outcome.USER_ERROR,
+            attempt=attempt,
+        ) from error
 
 
 def fit(

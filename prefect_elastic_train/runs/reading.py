@@ -26,16 +26,13 @@ def newest_commit(store: RunStore) -> CommitRecord | None:
     return None
 
 
-def make_result(
-    store: RunStore, run_name: str, accounts: Accounts, attempt: int, storage_block: str = ""
-) -> TrainingResult:
+def make_result(store: RunStore, run_name: str, accounts: Accounts, storage_block: str = "") -> TrainingResult:
     """Give the result of a run from its newest commit and its accounts.
 
     Args:
         store: The run directory.
         run_name: Name of the run.
         accounts: What its history adds up to.
-        attempt: The attempt that completed it.
         storage_block: Name of the saved storage block, empty for an inline one.
     """
     commit = newest_commit(store)

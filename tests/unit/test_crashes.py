@@ -6,13 +6,14 @@ and always the same size, so a mixture of two attempts cannot be seen by sizes; 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import all_commits, lineage
@@ -23,6 +24,17 @@ from prefect_elastic_train.runs.store import LocalRunStore
 from tests.unit.support import Training, begin, claim, private_folder, tear
 
 RANKS = 2
+
+DAMAGES = [
+    "file torn",
+    "file torn",
+    "file missing",
+    "checkpoint missing",
+    "commit torn",
+    "snapshot torn",
+    "snapshot missing",
+    "snapshot foreign",
+]
 
 
 class Died(BaseException):
@@ -150,40 +162,31 @@ class CrashingRun(RuleBasedStateMachine):
         for old in set(before) - set(kept):
             store.delete_folder(old)
 
-    @rule()
-    def tear_the_newest_commit(self) -> None:
-        """The newest commit is cut in half."""
-        for attempt, sequence in lineage(self.store):
-            tear(self.store, layout.commit_name(attempt, sequence))
+    @precondition(lambda self: self.commits)
+    @rule(what=st.sampled_from(DAMAGES), newest=st.sampled_from([0, 0, 1]), rank=st.integers(0, RANKS - 1))
+    def damage(self, what: str, newest: int, rank: int) -> None:
+        """Something happens to the newest commit, to Ray's file, or to one of the two newest checkpoints."""
+        epochs = sorted(
+            (name for name in self.store.folders() if name.startswith("epoch-")),
+            key=lambda name: -int(name.removeprefix("epoch-")),
+        )
+        if what == "commit torn":
+            for attempt, sequence in itertools.islice(lineage(self.store), 1):
+                tear(self.store, layout.commit_name(attempt, sequence))
+        elif what == "snapshot missing":
+            self.store.delete(layout.SNAPSHOT)
+        elif what == "snapshot foreign":
+            self.store.replace(layout.SNAPSHOT, b'{"checkpoint_results": []}')
+        elif what == "snapshot torn" and self.store.read(layout.SNAPSHOT) is not None:
+            tear(self.store, layout.SNAPSHOT)
+        elif len(epochs) <= newest:
             return
-
-    @rule(file=st.sampled_from([layout.SNAPSHOT]), how=st.sampled_from(["torn", "missing", "foreign"]))
-    def damage_rays_file(self, file: str, how: str) -> None:
-        """Ray's file is torn, lost or another run's."""
-        if self.store.read(file) is None:
-            return
-        if how == "torn":
-            tear(self.store, file)
-        elif how == "missing":
-            self.store.delete(file)
-        else:
-            self.store.replace(file, b'{"checkpoint_results": []}')
-
-    @rule(which=st.integers(1, 2), rank=st.integers(0, RANKS - 1), how=st.sampled_from(["cut", "missing", "folder"]))
-    def damage_a_checkpoint(self, which: int, rank: int, how: str) -> None:
-        """One of the newest checkpoints loses a file, a part of a file, or all."""
-        folders = sorted(self.store.folders(), key=len)
-        epochs = [name for name in folders if name.startswith("epoch-")]
-        if len(epochs) < which:
-            return
-        name = sorted(epochs, key=lambda epoch: int(epoch.removeprefix("epoch-")))[-which]
-        file = f"{name}/rank-{rank}.pt"
-        if how == "folder":
-            self.store.delete_folder(name)
-        elif how == "missing":
-            self.store.delete(file)
-        elif self.store.read(file) is not None:
-            tear(self.store, file)
+        elif what == "checkpoint missing":
+            self.store.delete_folder(epochs[newest])
+        elif what == "file missing":
+            self.store.delete(f"{epochs[newest]}/rank-{rank}.pt")
+        elif what == "file torn" and self.store.read(f"{epochs[newest]}/rank-{rank}.pt") is not None:
+            tear(self.store, f"{epochs[newest]}/rank-{rank}.pt")
 
     @invariant()
     def nothing_is_left_half_written(self) -> None:
@@ -223,5 +226,5 @@ class CrashingRun(RuleBasedStateMachine):
         return found
 
 
-CrashingRun.TestCase.settings = settings(max_examples=int(__import__("os").environ.get("N","60")), stateful_step_count=10)
+CrashingRun.TestCase.settings = settings(max_examples=100, stateful_step_count=8)
 test_a_run_resumes_from_its_newest_whole_checkpoint_whatever_dies_or_is_damaged = CrashingRun.TestCase
