@@ -151,7 +151,7 @@ class SideRun:
     def failed(self, what: str) -> SideFailedError:
         """An error that says what happened and shows the end of the side's output."""
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        return SideFailedError(f"{shlex.join(map(str, self.process.args))[:200]} {what}; its last lines:\n{tail}")
+        return SideFailedError(f"{str(self.process.args)[:200]} {what}; its last lines:\n{tail}")
 
     def _has_ended(self) -> bool:
         reap_orphans(spare=self.process.pid)

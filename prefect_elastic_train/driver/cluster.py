@@ -83,10 +83,10 @@ class LocalCluster:
         """
         output = ""
         for number in range(_PORT_TRIES):
-            session_folder = self._folder / f"ray{number}"
+            session_folder = self._folder / f"r{number}"
             shutil.rmtree(session_folder, ignore_errors=True)
             port = _free_port()
-            log = self._folder / f"ray{number}.log"
+            log = self._folder / f"r{number}.log"
             with log.open("wb") as stream:
                 self._process = subprocess.Popen(
                     self._command(port, session_folder),

@@ -46,7 +46,7 @@ _PIPE_SECONDS = 2.0
 _CLUSTER_DEATH_SECONDS = 20.0
 _LAST_WORDS = 30
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
-_MAX_FOLDER_CHARACTERS = 40
+_MAX_FOLDER_CHARACTERS = 24
 _OUTPUT_QUEUE = 10_000
 
 
@@ -186,7 +186,7 @@ class Runtime:
             base = tempfile.gettempdir()
             if len(base) > _MAX_FOLDER_CHARACTERS:
                 base = "/tmp"
-            self._folder = Path(tempfile.mkdtemp(prefix="elastic-train-", dir=base))
+            self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=base))
         if self._guard is None or self._guard.poll() is not None:
             self._guard = subprocess.Popen(
                 [

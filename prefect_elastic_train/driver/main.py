@@ -133,6 +133,9 @@ class _Driver:
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
         # Ray Train's own print tees what the worker's standard output carries already: every line twice.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+        if self.spec.cluster.is_local:
+            # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
+            os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         from prefect_elastic_train.driver import training
 
         prepared = training.prepare(self.spec)

@@ -43,7 +43,7 @@ from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint, parse_snapshot
 from prefect_elastic_train.runs.store import LocalRunStore
 
-__all__ = ["RunCallback", "UploadCallback", "notify_waiting"]
+__all__ = ["NoDatasetsCallback", "RunCallback", "UploadCallback", "notify_waiting"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,24 @@ class UploadCallback(TrainContextCallback):  # type: ignore[misc]
         """Wrap the upload of a checkpoint."""
         with uploading():
             yield
+
+
+class _NoDatasets:
+    """Answers a train loop that asks for a dataset where none was given, as Ray does."""
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        """Refuse."""
+        raise KeyError(
+            f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
+        )
+
+
+class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]
+    """Stands in for Ray's manager of datasets in a training without datasets."""
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Give each worker its provider of dataset shards."""
+        return {"dataset_shard_provider": [_NoDatasets()] * len(workers)}
 
 
 class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]

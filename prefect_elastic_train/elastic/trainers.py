@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from prefect_elastic_train.elastic.callbacks import RunCallback, UploadCallback, notify_waiting
+from prefect_elastic_train.elastic.callbacks import NoDatasetsCallback, RunCallback, UploadCallback, notify_waiting
 from prefect_elastic_train.elastic.policy import RunScalingPolicy
 
 __all__ = ["FRAMEWORKS", "ControllerSetup", "make_trainer"]
@@ -51,14 +52,20 @@ class _ElasticTrainerMixin:
         return super()._initialize_and_run_controller(**controller_arguments)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Ray's callbacks and ours, without the cleaner of placement groups.
+        """Ray's callbacks and ours, without two of Ray's that cost more than they give here.
 
-        Placement groups go with the job of their driver, which ends when its controller does. The cleaner may
-        ask another cluster on the same host whether the controller lives, and remove a living group.
+        Placement groups go with the job of their driver, which ends when its controller does. The cleaner of
+        placement groups may ask another cluster on the same host whether the controller lives, and remove a
+        living group. And without datasets, nobody needs an actor that manages them, which every start of a
+        worker group would wait for.
         """
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-        kept = [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
-        return [*kept, self._elastic_setup.callback, UploadCallback()]
+        unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
+        ours: list[Any] = [self._elastic_setup.callback, UploadCallback()]
+        if not self.datasets:  # type: ignore[attr-defined]
+            unwanted = (*unwanted, DatasetsCallback)
+            ours.append(NoDatasetsCallback())
+        return [*(callback for callback in callbacks if not isinstance(callback, unwanted)), *ours]
 
 
 def make_trainer(framework: str, setup: ControllerSetup, **arguments: Any) -> DataParallelTrainer:

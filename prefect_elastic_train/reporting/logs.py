@@ -97,7 +97,7 @@ class RunLog:
             what = "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure"
             then = "the worker group is restarted" if event.retried else "the budget is used up"
             reasons = "\n".join(f"[rank {rank}] {error}" for rank, error in sorted(event.errors.items()))
-            log.warning("%s: %s; %d reports are done again\n%s", what, then, event.reports_lost, reasons)
+            log.warning("%s: %s; %d reports since the last checkpoint\n%s", what, then, event.reports_lost, reasons)
         elif isinstance(event, WaitingForCapacity):
             log.warning(
                 "Waiting for capacity: %d workers fit, at least %d are needed with %s each",

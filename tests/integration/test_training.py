@@ -149,6 +149,18 @@ def test_ray_data_shards_reach_the_workers(tmp_path: Path, joined: RayCluster, l
     assert sum(line["total"] for line in lines) == sum(range(100))
 
 
+def test_local_training_without_datasets_answers_as_ray_does(tmp_path: Path) -> None:
+    @flow
+    def asks() -> TrainingResult:
+        return elastic_train(
+            "tests.support.loops:asking_loop", framework="none", storage=LocalStorage(path=str(tmp_path))
+        )
+
+    result = asks()
+    assert "'missing' not found" in result.metrics["dataset"]
+    assert result.metrics["preemption"] == "None"
+
+
 def test_flow_that_is_retried_after_its_training_succeeded_gets_the_result_at_once(
     tmp_path: Path, joined: RayCluster, ledger: str
 ) -> None:

@@ -113,6 +113,18 @@ def dataset_loop(config: dict[str, Any]) -> None:
     ray.train.report({"rows": rows, "total": total})
 
 
+def asking_loop(config: dict[str, Any]) -> None:
+    """Ask for what a local training without datasets does not have, and report the answers."""
+    import ray.train
+
+    try:
+        ray.train.get_dataset_shard("missing")
+        answer = "found"
+    except KeyError as error:
+        answer = str(error)
+    ray.train.report({"dataset": answer, "preemption": str(ray.train.get_preemption_info())})
+
+
 def two_argument_loop(config: dict[str, Any], other: int) -> None:
     """A loop that no trainer can call."""
 

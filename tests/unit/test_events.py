@@ -1,0 +1,147 @@
+"""Events on their way through a line of text."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from prefect_elastic_train.driver import events
+from prefect_elastic_train.driver.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    ClusterConnected,
+    ClusterWanted,
+    ControllerAlive,
+    Event,
+    Reported,
+    StateChanged,
+    WaitingForCapacity,
+    WorkerFailed,
+    WorkerGroupResized,
+    WorkerGroupStarted,
+    WorkersPreempted,
+    decode_event,
+    encode_event,
+)
+from prefect_elastic_train.outcomes import Outcome
+
+BASE = {"sequence": 7, "at": 1234.5, "attempt": 3, "droppable": True}
+
+#: One event of each kind, every field of it other than by default.
+EVENTS: list[Event] = [
+    ClusterWanted(**BASE),
+    ClusterConnected(address="10.0.0.1:6379", dashboard_url="10.0.0.1:8265", resources={"CPU": 4.0}, **BASE),
+    AttemptStarted(run_name="mnist", run_uri="/runs/mnist", checkpoint="a", notes=["repaired\nthis"], **BASE),
+    StateChanged(state="RUNNING", **BASE),
+    WaitingForCapacity(possible_workers=1, min_workers=2, resources_per_worker={"GPU": 1.0}, **BASE),
+    WorkerGroupStarted(world_size=4, checkpoint="a", ranks={"10.0.0.1:77": 0}, **BASE),
+    WorkerGroupResized(old_size=2, new_size=4, **BASE),
+    WorkerFailed(errors={"0": "Traceback\n  …\nValueError: ümlaut"}, retried=True, reports_lost=3, **BASE),
+    WorkersPreempted(errors={"1": "node drained"}, retried=False, reports_lost=1, **BASE),
+    Reported(index=9, metrics={"loss": 0.5, "text": "x", "none": None}, world_size=4, checkpoint="a", **BASE),
+    CheckpointCommitted(checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, **BASE),
+    ControllerAlive(doing="RUNNING", seconds=1.5, callback_errors=2, **BASE),
+    AttemptEnded(
+        outcome=Outcome.USER_ERROR, message="why", already_finished=True, final=True, result={"a": 1}, **BASE
+    ),
+]
+
+_by_kind = pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
+
+
+def test_the_events_in_the_tests_are_all_there_are() -> None:
+    kinds = set(get_args(get_args(Event)[0]))
+    defined = {
+        found
+        for _, found in inspect.getmembers(events, inspect.isclass)
+        if issubclass(found, BaseModel) and "kind" in found.model_fields
+    }
+    assert {type(event) for event in EVENTS} == kinds == defined
+    assert len({event.kind for event in EVENTS}) == len(EVENTS)
+
+
+@_by_kind
+def test_an_event_comes_back_as_it_was(event: Event) -> None:
+    text = encode_event(event)
+    assert "\n" not in text
+    assert decode_event(text) == event
+    assert decode_event(text.encode() + b"\n") == event
+    for name, field in type(event).model_fields.items():
+        if name != "kind":
+            assert getattr(event, name) != field.get_default(), f"{name} of {event.kind} is not told from its default"
+
+
+@_by_kind
+def test_a_field_of_a_newer_version_is_passed_over(event: Event) -> None:
+    text = json.dumps({**json.loads(encode_event(event)), "colour": "green"})
+    assert decode_event(text) == event
+
+
+@_by_kind
+def test_a_torn_event_is_none(event: Event) -> None:
+    text = encode_event(event)
+    assert decode_event(text[: len(text) // 2]) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        "epoch 3: loss 0.5",
+        '{"kind": "danced"}',
+        '{"kind": "reported"}',
+        '{"kind": "attempt_ended", "outcome": "evaporated"}',
+        '{"kind": "state_changed", "state": 7}',
+        b"\xff\xfe",
+        b"\x00",
+    ],
+)
+def test_a_line_that_is_no_event_of_this_version_is_none(line: str | bytes) -> None:
+    assert decode_event(line) is None
+
+
+_values: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@given(st.dictionaries(st.text(), _values))
+def test_metrics_come_back_whatever_they_are(metrics: dict[str, Any]) -> None:
+    try:
+        json.dumps(metrics).encode() and str(metrics).encode()
+    except UnicodeEncodeError:  # text that UTF-8 has no form for: its own test
+        return
+    event = Reported(metrics=metrics, world_size=1)
+    assert decode_event(encode_event(event)) == event
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_diverged_loss_is_told_as_it_is(loss: float) -> None:
+    event = decode_event(encode_event(Reported(metrics={"loss": loss}, world_size=1)))
+    assert isinstance(event, Reported)
+    assert repr(event.metrics["loss"]) == repr(loss)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        WorkerFailed(errors={"0": "no such file: 'caf\udce9.txt'"}, retried=True),
+        Reported(metrics={"name": "caf\udce9"}, world_size=1),
+        AttemptEnded(outcome=Outcome.USER_ERROR, message="no such file: 'caf\udce9.txt'"),
+    ],
+)
+def test_text_that_utf8_has_no_form_for_does_not_stop_an_event(event: Event) -> None:
+    # A file name in another encoding, as Python reads it from a directory, ends up in an error message.
+    decoded = decode_event(encode_event(event))
+    assert decoded is not None
+    assert decoded.kind == event.kind
+    assert "caf" in str(decoded)

@@ -1,0 +1,214 @@
+"""What a driver is told: private, and loadable by a process that shares nothing with this one but its packages."""
+
+from __future__ import annotations
+
+import pickle
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import pytest
+from prefect.utilities.importtools import load_script_as_module
+
+from prefect_elastic_train.config import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    LocalStorageSettings,
+    ScalingSettings,
+)
+from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload, read_spec, write_spec
+from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.records import Owner
+from tests.unit.support import python
+
+_LOAD_AND_CALL = """
+import pickle
+with open(sys.argv[1], "rb") as file:
+    payload = pickle.load(file)
+print(payload.train_loop(payload.train_loop_config))
+"""
+
+SCRIPT = """
+from dataclasses import dataclass
+
+FACTOR = 3
+
+@dataclass
+class Model:
+    weight: int
+
+def scale(value):
+    return FACTOR * value
+
+def loop(config):
+    return scale(Model(config["weight"]).weight)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _modules_as_before() -> Iterator[None]:
+    """Forget the modules and folders that a test has brought in."""
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+    sys.path[:] = path
+
+
+def _import(folder: Path, name: str, text: str) -> ModuleType:
+    (folder / f"{name}.py").write_text(text)
+    sys.path.insert(0, str(folder))
+    return __import__(name)
+
+
+def _called_elsewhere(
+    loop: Callable[..., Any] | str, tmp_path: Path, config: dict[str, Any] | None = None, **environment: str
+) -> str:
+    """Send a loop to another process in another folder, call it there, and give what it returned."""
+    file = tmp_path / "payload"
+    file.write_bytes(dump_payload(Payload(train_loop=loop, train_loop_config=config)))
+    return python(_LOAD_AND_CALL, str(file), **environment).stdout.strip()
+
+
+def _spec(**arguments: Any) -> DriverSpec:
+    return DriverSpec(
+        run_name="mnist",
+        framework="torch",
+        owner=Owner(flow_run_id="1"),
+        fingerprint=fingerprint("m:loop", "torch", {"lr": 0.1}),
+        scaling=ScalingSettings(max_workers=4),
+        failures=FailureSettings(),
+        checkpoints=CheckpointSettings(keep=2),
+        storage=LocalStorageSettings(path="/runs"),
+        cluster=ClusterSettings(auth_token="hush"),
+        **arguments,
+    )
+
+
+def test_a_spec_comes_back_as_it_was_with_its_secrets(tmp_path: Path) -> None:
+    spec = _spec(payload=b"\x80", sys_path=["/code"], resume=True)
+    write_spec(spec, tmp_path / "spec")
+    assert read_spec(tmp_path / "spec") == spec
+    assert read_spec(tmp_path / "spec").cluster.auth_token.get_secret_value() == "hush"
+
+
+def test_a_spec_is_readable_by_its_user_alone(tmp_path: Path) -> None:
+    write_spec(_spec(), tmp_path / "spec")
+    assert stat.S_IMODE((tmp_path / "spec").stat().st_mode) == 0o600
+
+
+def test_the_next_spec_in_the_same_place_replaces_the_whole_of_it(tmp_path: Path) -> None:
+    write_spec(_spec(payload=b"x" * 10_000), tmp_path / "spec")
+    write_spec(_spec(), tmp_path / "spec")
+    assert read_spec(tmp_path / "spec") == _spec()
+
+
+def test_a_payload_stays_pickled_until_the_driver_wants_it(tmp_path: Path) -> None:
+    write_spec(_spec(payload=b"no pickle at all"), tmp_path / "spec")
+    assert read_spec(tmp_path / "spec").payload == b"no pickle at all"
+
+
+def test_the_text_of_a_spec_does_not_hold_its_secrets() -> None:
+    assert "hush" not in repr(_spec())
+
+
+def test_a_file_with_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "spec").write_bytes(pickle.dumps({"run_name": "mnist"}))
+    with pytest.raises(TypeError, match=f"{tmp_path}/spec holds a dict, not a DriverSpec"):
+        read_spec(tmp_path / "spec")
+
+
+def test_a_closure_goes_by_value(tmp_path: Path) -> None:
+    factor = 7
+
+    def loop(config: dict[str, int]) -> int:
+        return factor * config["weight"]
+
+    assert _called_elsewhere(loop, tmp_path, {"weight": 2}) == "14"
+    assert _called_elsewhere(lambda config: -factor, tmp_path) == "-7"
+
+
+def test_an_import_path_stays_text() -> None:
+    payload = pickle.loads(dump_payload(Payload(train_loop="package.module:loop")))
+    assert payload.train_loop == "package.module:loop"
+
+
+def test_a_script_goes_by_value_with_what_it_defines(tmp_path: Path) -> None:
+    module = _import(tmp_path, "a_train_script", SCRIPT)
+    assert _called_elsewhere(module.loop, tmp_path / "..", {"weight": 5}) == "15"
+
+
+def test_a_script_and_the_helper_beside_it_go_by_value(tmp_path: Path) -> None:
+    _import(tmp_path, "a_helper", "def twice(value):\n    return 2 * value\n")
+    module = _import(
+        tmp_path, "a_script_with_helper", "from a_helper import twice\n\ndef loop(config):\n    return twice(21)\n"
+    )
+    assert _called_elsewhere(module.loop, tmp_path) == "42"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first load", "under a made-up name"])
+def test_a_script_that_prefect_loaded_goes_by_value(tmp_path: Path, again: bool) -> None:
+    script = tmp_path / "a_flow_script.py"
+    script.write_text(SCRIPT)
+    module = load_script_as_module(str(script))
+    if again:
+        module = load_script_as_module(str(script))
+        assert module.__name__.startswith("__prefect_loader_")
+    assert _called_elsewhere(module.loop, tmp_path, {"weight": 4}) == "12"
+
+
+def test_a_package_goes_by_reference(tmp_path: Path) -> None:
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "training.py").write_text("def loop(config):\n    return 'this file'\n")
+    sys.path.insert(0, str(tmp_path))
+    from a_package.training import loop  # type: ignore[import-not-found]
+
+    data = dump_payload(Payload(train_loop=loop))
+    assert b"this file" not in data
+    assert _called_elsewhere(loop, tmp_path, PYTHONPATH=str(tmp_path)) == "this file"
+
+
+def test_a_script_that_holds_what_cannot_be_sent_goes_by_reference(tmp_path: Path) -> None:
+    module = _import(
+        tmp_path,
+        "a_script_with_lock",
+        "import threading\nLOCK = threading.Lock()\n\ndef loop(config):\n    with LOCK:\n        return 'locked'\n",
+    )
+    assert _called_elsewhere(module.loop, tmp_path, PYTHONPATH=str(tmp_path)) == "locked"
+
+
+def test_what_can_be_sent_in_no_way_is_an_error(tmp_path: Path) -> None:
+    import threading
+
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="lock"):
+        dump_payload(Payload(train_loop=lambda config: lock))
+
+
+def test_sending_a_script_changes_nothing_for_others(tmp_path: Path) -> None:
+    module = _import(tmp_path, "a_script_sent_once", SCRIPT)
+    before = set(cloudpickle.list_registry_pickle_by_value())
+    dump_payload(Payload(train_loop=module.loop))
+    with pytest.raises(TypeError):
+        dump_payload(Payload(train_loop=module.loop, train_loop_config={"lock": __import__("threading").Lock()}))
+    assert set(cloudpickle.list_registry_pickle_by_value()) == before
+
+
+def test_everything_of_a_payload_arrives() -> None:
+    payload = Payload(
+        train_loop="m:f",
+        train_loop_config={"lr": 0.1},
+        datasets={"train": [1, 2]},
+        dataset_config="d",
+        torch_config="t",
+        jax_config="j",
+        validation_config="v",
+    )
+    assert pickle.loads(dump_payload(payload)) == payload
