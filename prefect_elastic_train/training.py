@@ -34,6 +34,7 @@ from prefect_elastic_train.config import (
 from prefect_elastic_train.driver.events import AttemptEnded
 from prefect_elastic_train.driver.launch import Runtime, import_path
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
+from prefect_elastic_train.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.outcomes import (
     AttemptFailedError,
     ConfigurationError,
@@ -88,7 +89,7 @@ class _Request:
 
 
 class _Stop(BaseException):
-    """The awaiting coroutine was cancelled."""
+    """The coroutine that awaits the training was cancelled, or the flow process was told to end."""
 
 
 #: Runtimes that wait for the next attempt of their training, by its key.
@@ -172,6 +173,7 @@ class _ElasticTrain:
     def submit(self, train_loop: TrainLoop, **arguments: Any) -> PrefectFuture[TrainingResult]:
         """Start the training in the flow's task runner. Takes the arguments of a call, gives a future."""
         request = _request(train_loop=train_loop, **arguments)
+        notice_interruptions()
         future: PrefectFuture[TrainingResult] = _with_budget(_elastic_train_task, request).submit(request)
         future.add_done_callback(lambda _: _close_waiting(request))
         return future
@@ -237,8 +239,10 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
     more = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
     log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), get_settings().log_lines_per_second)
 
+    interrupted = interruptions()
+
     def check_stop() -> None:
-        if stop.is_set():
+        if stop.is_set() or interruptions() > interrupted:
             raise _Stop
 
     with _waiting_lock:

@@ -14,11 +14,14 @@ from tests.support.processes import FlowProcess, RayHead, commits, steps_of, wai
 Start = Callable[..., FlowProcess]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "submit"),
+    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False), (signal.SIGINT, False)],
+)
 def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
-    start: Start, ledger: str, number: signal.Signals
+    start: Start, ledger: str, number: signal.Signals, submit: bool
 ) -> None:
-    flow = start(config=train_config(ledger, steps=100_000))
+    flow = start(config=train_config(ledger, steps=100_000), submit=submit)
     wait_for(lambda: commits(flow.run), 120, "a commit")
     assert flow.driver() is not None
     assert len(flow.marked()) > 5, "driver, head, controller and workers"

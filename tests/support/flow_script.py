@@ -22,7 +22,8 @@ from prefect_elastic_train import (
 @flow(name="fault test", log_prints=True)
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train once."""
-    result = elastic_train(
+    call = (lambda *a, **k: elastic_train.submit(*a, **k).result()) if arguments.get("submit") else elastic_train
+    result = call(
         arguments.get("loop", "tests.support.loops:ledger_loop"),
         train_loop_config=arguments.get("config"),
         framework=arguments.get("framework", "torch"),

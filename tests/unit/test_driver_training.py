@@ -1,0 +1,244 @@
+"""What the driver decides without a cluster: about the loop it was given, and about how ``fit()`` ended."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.exceptions
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2.api.exceptions import PreemptionError
+from ray.train.v2.api.preemption import PreemptionInfo
+
+from prefect_elastic_train.config import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    LocalStorageSettings,
+    ScalingSettings,
+)
+from prefect_elastic_train.driver import training
+from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
+from prefect_elastic_train.driver.training import check_capacity, check_loop, classify, prepare, resolve_loop
+from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.runs.commits import FencedOffError
+from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.records import Owner
+from prefect_elastic_train.runs.store import LocalRunStore
+
+
+@pytest.fixture(autouse=True)
+def _path_as_before() -> Iterator[None]:
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+
+
+def _spec(payload: bytes = b"", **arguments: Any) -> DriverSpec:
+    settings: dict[str, Any] = {
+        "framework": "none",
+        "scaling": ScalingSettings(),
+        "cluster": ClusterSettings(),
+        **arguments,
+    }
+    return DriverSpec(
+        run_name="mnist",
+        owner=Owner(flow_run_id="1"),
+        fingerprint=fingerprint("m:loop", "none", {}),
+        failures=FailureSettings(),
+        checkpoints=CheckpointSettings(),
+        storage=LocalStorageSettings(path="/runs"),
+        loop_label="loop",
+        payload=payload,
+        **settings,
+    )
+
+
+class _Callable:
+    """An object that is called as a loop."""
+
+    def __call__(self, config: dict[str, Any]) -> None:
+        """Train."""
+
+    def method(self, config: dict[str, Any]) -> None:
+        """Train."""
+
+
+def _two(config: dict[str, Any], other: int) -> None:
+    """Not a loop."""
+
+
+LOOPS: list[Callable[..., Any]] = [
+    lambda: None,
+    lambda config: None,
+    lambda config, extra=1: None,
+    lambda *arguments: None,
+    lambda **arguments: None,
+    lambda config, *arguments, **more: None,
+    _Callable(),
+    _Callable().method,
+    functools.partial(_two, other=1),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_of_nothing_or_of_the_config_is_accepted(loop: Callable[..., Any]) -> None:
+    check_loop(loop)
+
+
+@pytest.mark.parametrize("loop", [_two, lambda config, other: None, lambda config, other, *, more: None])
+def test_a_loop_that_wants_more_is_refused_with_the_names(loop: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        check_loop(loop)
+    for words in (loop.__name__, "config, other", "it may take none, or one"):
+        assert words in str(refused.value)
+
+
+def test_a_loop_that_wants_its_config_by_name_only_is_refused() -> None:
+    def loop(*, config: dict[str, Any]) -> None:
+        """Ray passes the config by position."""
+
+    with pytest.raises(ConfigurationError, match="config"):
+        check_loop(loop)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package with train loops."""
+    (tmp_path / "a_users_package").mkdir()
+    (tmp_path / "a_users_package" / "__init__.py").write_text("")
+    (tmp_path / "a_users_package" / "training.py").write_text(
+        "class Trainer:\n    @staticmethod\n    def loop(config): return 'nested'\n"
+        "def loop(config): return 'plain'\nNUMBER = 7\n"
+    )
+    (tmp_path / "a_users_package" / "broken.py").write_text("raise RuntimeError('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "a_users_package"
+
+
+def test_a_loop_is_found_by_its_path(package: str) -> None:
+    assert resolve_loop(f"{package}.training:loop")({}) == "plain"
+    assert resolve_loop(f"{package}.training:Trainer.loop")({}) == "nested"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nowhere:loop", ["'nowhere:loop'", "'nowhere'", "ModuleNotFoundError"]),
+        ("a_users_package.training:missing", ["'a_users_package.training'", "no 'missing'"]),
+        ("a_users_package.training:Trainer.missing", ["no 'Trainer.missing'"]),
+        ("a_users_package.training", ["has no"]),
+        ("a_users_package.training:NUMBER", ["is a int", "must be a function"]),
+        ("a_users_package.broken:loop", ["cannot be imported", "RuntimeError: no licence"]),
+    ],
+)
+def test_a_path_without_a_loop_is_refused_with_what_is_wrong(package: str, path: str, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        resolve_loop(path)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports(package: str) -> None:
+    sent = prepare(_spec(dump_payload(Payload(train_loop=lambda config: "sent"))))
+    assert sent.train_loop({}) == "sent"
+    imported = prepare(_spec(dump_payload(Payload(train_loop=f"{package}.training:loop"))))
+    assert imported.train_loop({}) == "plain"
+
+
+def test_the_driver_finds_modules_where_the_flow_found_them(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_flow.py").write_text("def loop(config): return 'beside'\n")
+    payload = dump_payload(Payload(train_loop="beside_the_flow:loop"))
+    assert prepare(_spec(payload, sys_path=[str(tmp_path)])).train_loop({}) == "beside"
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (b"torn", ["'loop'", "cannot load train loop"]),
+        (pickle.dumps(Payload(train_loop="nowhere:loop")), ["'nowhere:loop'"]),
+        (dump_payload(Payload(train_loop=lambda a, b: None)), ["requires 2 arguments"]),
+    ],
+    ids=["torn", "not there", "wants more"],
+)
+def test_a_loop_that_cannot_be_prepared_ends_the_attempt_as_invalid(payload: bytes, words: list[str]) -> None:
+    with pytest.raises(AttemptFailedError) as failed:
+        prepare(_spec(payload))
+    assert failed.value.outcome is Outcome.INVALID
+    for word in words:
+        assert word in str(failed.value)
+
+
+def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers() -> None:
+    spec = _spec(scaling=ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU": 2}))
+    check_capacity(spec, {"CPU": 8.0})
+    with pytest.raises(AttemptFailedError) as refused:
+        check_capacity(spec, {"CPU": 7.0})
+    assert refused.value.outcome is Outcome.INVALID
+    assert "min_workers=4 need 8 CPU, and the local cluster on this machine has 7" in str(refused.value)
+    gpus = _spec(scaling=ScalingSettings(accelerator="gpu"))
+    with pytest.raises(AttemptFailedError, match="need 1 GPU"):
+        check_capacity(gpus, {"CPU": 64.0})
+
+
+def test_a_cluster_that_others_may_join_is_never_too_small() -> None:
+    spec = _spec(
+        scaling=ScalingSettings(min_workers=100, max_workers=100), cluster=ClusterSettings(address="auto")
+    )
+    check_capacity(spec, {"CPU": 1.0})
+
+
+def _worker_died() -> Exception:
+    """Give what Ray Train says of a rank whose process was killed."""
+    return WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError())
+
+
+ENDS: list[tuple[Exception, Outcome]] = [
+    (WorkerGroupError("boom", {0: ValueError("user")}), Outcome.USER_ERROR),
+    (WorkerGroupError("boom", {0: ValueError("user"), 1: ConnectionError("peer closed")}), Outcome.USER_ERROR),
+    (WorkerGroupError("boom", {1: _worker_died()}), Outcome.CLUSTER_LOST),
+    (WorkerGroupError("boom", {0: RuntimeError("Connection closed by peer"), 1: _worker_died()}), Outcome.CLUSTER_LOST),
+    (WorkerGroupError("boom", {0: WorkerHealthCheckTimeoutError("a worker hangs")}), Outcome.CLUSTER_LOST),
+    (WorkerGroupError("boom", {0: ray.exceptions.OutOfMemoryError("killed")}), Outcome.CLUSTER_LOST),
+    (ControllerError(FencedOffError("attempt 1 was taken over by attempt 2")), Outcome.INVALID),
+    (ControllerError(RuntimeError("FencedOffError: attempt 1 was taken over")), Outcome.INVALID),
+    (ControllerError(OSError(28, "No space left on device")), Outcome.STORAGE_ERROR),
+    (ControllerError(PermissionError("read-only")), Outcome.STORAGE_ERROR),
+    (ControllerError(ValueError("a bug of Ray")), Outcome.DRIVER_LOST),
+    (ray.exceptions.ActorDiedError(), Outcome.DRIVER_LOST),
+    (ray.exceptions.ActorUnavailableError("gone", None), Outcome.DRIVER_LOST),
+    (ray.exceptions.RaySystemError("GCS is gone"), Outcome.CLUSTER_LOST),
+    (ConnectionError("GCS is gone"), Outcome.CLUSTER_LOST),
+    (TypeError("Could not serialize the function loop"), Outcome.INVALID),
+    (PreemptionError(PreemptionInfo(deadline_s=0.0, preempted_ranks=[1], node_ids=["n"])), Outcome.CLUSTER_LOST)
+    if {"deadline_s", "preempted_ranks", "node_ids"} <= set(PreemptionInfo.__dataclass_fields__)
+    else (ConnectionError("-"), Outcome.CLUSTER_LOST),
+]
+
+
+@pytest.mark.parametrize(("error", "outcome"), ENDS, ids=lambda value: type(value).__name__)
+def test_what_fit_raised_becomes_an_outcome(error: Exception, outcome: Outcome) -> None:
+    failed = classify(error, attempt=3)
+    assert failed.outcome is outcome
+    assert failed.attempt == 3
+
+
+def test_the_message_of_a_user_error_holds_the_traceback_of_the_rank() -> None:
+    failed = classify(WorkerGroupError("[Rank 1] Traceback: ValueError: nan", {1: ValueError("nan")}), attempt=1)
+    assert "[Rank 1] Traceback: ValueError: nan" in str(failed)
+    assert "max_failures" in str(failed)
+
+
+def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_does(tmp_path: Path) -> None:
+    def requester(folder: str) -> str:
+        return training._requester_id(LocalRunStore(str(tmp_path / folder)))
+
+    assert requester("a/mnist") == requester("a/mnist")
+    assert len({requester("a/mnist"), requester("b/mnist"), requester("a/cifar")}) == 3
+    assert "mnist" in requester("a/mnist")

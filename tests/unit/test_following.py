@@ -1,0 +1,200 @@
+"""Following a driver from outside: real processes that speak, fall silent, crash, or leave something behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from prefect_elastic_train.config import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    LocalStorageSettings,
+    ScalingSettings,
+)
+from prefect_elastic_train.driver.events import (
+    EVENT_TAG,
+    AttemptEnded,
+    AttemptStarted,
+    ControllerAlive,
+    Event,
+    StateChanged,
+    encode_event,
+)
+from prefect_elastic_train.driver.launch import Runtime, _Following
+from prefect_elastic_train.driver.spec import DriverSpec
+from prefect_elastic_train.outcomes import Outcome
+from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.records import Owner
+from prefect_elastic_train.settings import ElasticTrainSettings
+
+SPEC = DriverSpec(
+    run_name="mnist",
+    framework="none",
+    owner=Owner(flow_run_id="1"),
+    fingerprint=fingerprint("m:loop", "none", {}),
+    scaling=ScalingSettings(),
+    failures=FailureSettings(),
+    checkpoints=CheckpointSettings(),
+    storage=LocalStorageSettings(path="/runs"),
+    cluster=ClusterSettings(address="auto"),
+)
+
+STARTED = AttemptStarted(attempt=4, run_name="mnist", run_uri="/runs/mnist")
+
+
+def _say(event: Event) -> str:
+    """Give the code with which a driver tells an event."""
+    return f"print({EVENT_TAG + encode_event(event)!r}, flush=True)\n"
+
+
+class Supervisor:
+    """A supervisor, and what it was told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.lines: list[tuple[str, str]] = []
+        self._drivers: list[subprocess.Popen[bytes]] = []
+
+    def follow(
+        self, code: str, liveness: float = 60.0, check_stop: Callable[[], None] = lambda: None
+    ) -> AttemptEnded:
+        """Follow a driver that runs some code to its end."""
+        driver = subprocess.Popen(
+            [sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{code}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self._drivers.append(driver)
+        runtime = Runtime(
+            ElasticTrainSettings(liveness_timeout_seconds=liveness),
+            self.events.append,
+            lambda source, text: self.lines.append((source, text)),
+            check_stop,
+        )
+        return _Following(runtime, driver, SPEC).until_end()
+
+    def close(self) -> None:
+        """End what a test has left."""
+        for driver in self._drivers:
+            driver.kill()
+            driver.wait()
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    """A supervisor without a cluster."""
+    supervisor = Supervisor()
+    yield supervisor
+    supervisor.close()
+
+
+def test_the_last_word_of_a_driver_is_how_the_attempt_ended(supervisor: Supervisor) -> None:
+    last = AttemptEnded(attempt=4, outcome=Outcome.USER_ERROR, message="ValueError")
+    ended = supervisor.follow(_say(STARTED) + "print('epoch 1')\nprint('oh', file=sys.stderr)\n" + _say(last))
+    assert ended == last
+    assert supervisor.events == [STARTED, last]
+    assert sorted(supervisor.lines) == [("driver", "epoch 1"), ("stderr", "oh")]
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9 (SIGKILL)"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)"),
+        ("os._exit(7)", "exit code 7"),
+        ("", "exit code 0"),
+    ],
+)
+def test_a_driver_that_went_without_a_word_was_lost(supervisor: Supervisor, code: str, how: str) -> None:
+    ended = supervisor.follow(_say(STARTED) + "print('\\x1b[31mlast words\\x1b[0m', flush=True)\n" + code)
+    assert ended.outcome is Outcome.DRIVER_LOST
+    assert ended.attempt == 4
+    assert how in ended.message
+    assert ended.message.endswith("Its last output:\nlast words")
+
+
+def test_the_traceback_of_a_driver_that_failed_to_start_is_told(supervisor: Supervisor) -> None:
+    ended = supervisor.follow("raise RuntimeError('no such package')")
+    assert ended.outcome is Outcome.DRIVER_LOST
+    assert "RuntimeError: no such package" in ended.message
+
+
+@pytest.mark.parametrize("chatter", ["time.sleep(60)", "while True: print('epoch', flush=True); time.sleep(0.01)"])
+def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervisor: Supervisor, chatter: str) -> None:
+    alive = ControllerAlive(doing="SCHEDULING", seconds=1)
+    started = time.monotonic()
+    ended = supervisor.follow(_say(STARTED) + _say(alive) + chatter, liveness=0.5)
+    assert time.monotonic() - started < 10
+    assert ended.outcome is Outcome.DRIVER_LOST
+    assert "no sign of life for 0.5 s" in ended.message
+    assert "SCHEDULING" in ended.message
+
+
+def test_signs_of_life_keep_a_driver(supervisor: Supervisor) -> None:
+    alive = _say(ControllerAlive(doing="RUNNING", seconds=1))
+    last = AttemptEnded(attempt=4, outcome=Outcome.COMPLETED, result={})
+    code = _say(STARTED) + "for _ in range(10):\n    time.sleep(0.2)\n    " + alive + _say(last)
+    assert supervisor.follow(code, liveness=1.5) == last
+
+
+def test_a_driver_that_dies_while_something_it_started_holds_its_output_is_noticed(supervisor: Supervisor) -> None:
+    child = "import time; time.sleep(30)"
+    code = _say(STARTED) + f"subprocess.Popen([sys.executable, '-c', {child!r}])\nos.kill(os.getpid(), signal.SIGKILL)"
+    started = time.monotonic()
+    ended = supervisor.follow(code)
+    assert time.monotonic() - started < 15
+    assert ended.outcome is Outcome.DRIVER_LOST
+    assert "SIGKILL" in ended.message
+
+
+def test_a_request_to_stop_is_seen_while_a_driver_chatters(supervisor: Supervisor) -> None:
+    class Stop(BaseException):
+        """The user cancelled."""
+
+    until = time.monotonic() + 1.0
+
+    def check_stop() -> None:
+        if time.monotonic() > until:
+            raise Stop
+
+    with pytest.raises(Stop):
+        supervisor.follow("while True: print('epoch', flush=True)", check_stop=check_stop)
+    assert time.monotonic() - until < 5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [EVENT_TAG, EVENT_TAG + "{}", EVENT_TAG + '{"kind": "danced"}', "x" + EVENT_TAG + encode_event(STARTED)],
+)
+def test_a_line_that_is_no_event_is_output(supervisor: Supervisor, line: str) -> None:
+    ended = supervisor.follow(f"print({line!r})")
+    assert supervisor.events == []
+    assert supervisor.lines == [("driver", line)]
+    assert ended.attempt == 0
+
+
+def test_only_the_last_words_are_told(supervisor: Supervisor) -> None:
+    ended = supervisor.follow("for number in range(1000): print(f'line {number}')")
+    words = ended.message.splitlines()[1:]
+    assert words == [f"line {number}" for number in range(970, 1000)]
+
+
+def test_events_reach_the_supervisor_in_their_order(supervisor: Supervisor) -> None:
+    states = [StateChanged(state=str(number)) for number in range(300)]
+    supervisor.follow("".join(_say(state) for state in states))
+    assert supervisor.events == states
+
+
+def test_signal_names_are_told_for_signals_without_a_python_name(supervisor: Supervisor) -> None:
+    number: Any = signal.SIGRTMIN + 3
+    ended = supervisor.follow(f"os.kill(os.getpid(), {int(number)})")
+    assert ended.outcome is Outcome.DRIVER_LOST
+    assert f"signal {int(number)}" in ended.message
