@@ -87,7 +87,7 @@ class ScalingSettings(_Settings):
     )
     accelerator: Literal["cpu", "gpu", "tpu"] = Field(
         default="cpu",
-        description="What each worker computes on: one CPU, one GPU or one TPU host by default.",
+        description="What each worker computes on; by default it gets one CPU, GPU or TPU.",
     )
     resources_per_worker: Resources = Field(
         default_factory=dict,

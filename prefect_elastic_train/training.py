@@ -338,8 +338,8 @@ def _request(
         raise ConfigurationError("resume=True takes over a run of another flow run: name it with run_name")
     if resume_from:
         check_run_name(resume_from.partition("@")[0])
-    owner, ordinal = _identity(train_loop)
-    name = check_run_name(run_name if run_name is not None else _default_name(train_loop, owner, ordinal))
+    if run_name is not None:
+        check_run_name(run_name)
     blocks = {
         "scaling": _given(ElasticScaling, scaling, lambda: ElasticScaling()),
         "failures": _given(FailureBudget, failures, lambda: FailureBudget()),
@@ -364,6 +364,9 @@ def _request(
             f"train loop {loop_name(train_loop)!r} or its configuration cannot be sent to another process: "
             f"{type(error).__name__}: {error}. Keep locks, open files and connections out of what the loop refers to"
         ) from error
+    # Last, since it counts the trainings of the flow run: one that was refused is none.
+    owner, ordinal = _identity()
+    name = check_run_name(run_name if run_name is not None else _default_name(train_loop, owner, ordinal))
     return _Request(
         key=uuid.uuid4().hex,
         run_name=name,
@@ -438,7 +441,7 @@ def _resolved(block_type: type[BlockType], given: BlockType | str) -> BlockType:
     return result
 
 
-def _identity(train_loop: TrainLoop) -> tuple[Owner, int]:
+def _identity() -> tuple[Owner, int]:
     """Find out for which flow run this is, and its how manieth training."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None

@@ -30,7 +30,7 @@ from prefect_elastic_train.driver.events import (
 from prefect_elastic_train.driver.guard import DISMISSED
 from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked
 from prefect_elastic_train.driver.relay import read_lines
-from prefect_elastic_train.driver.spec import DriverSpec, write_spec
+from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, write_spec
 from prefect_elastic_train.outcomes import Outcome
 from prefect_elastic_train.reporting.logs import without_colours
 from prefect_elastic_train.settings import ElasticTrainSettings
@@ -104,9 +104,12 @@ class Runtime:
             spec = _with_address_file(spec, folder)
             if not self._cluster.is_alive():
                 self._forget_cluster(spec)
-        elif spec.cluster.auth_token.get_secret_value():
+        elif spec.cluster.address == "auto" and "RAY_ADDRESS" in os.environ:
+            environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
+        if spec.cluster.auth_token.get_secret_value():
             environment.update(write_token(spec.cluster.auth_token.get_secret_value(), folder))
         spec_file = folder / "spec"
+        (folder / STOP_FILE).unlink(missing_ok=True)
         write_spec(spec, spec_file)
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "prefect_elastic_train.driver", str(spec_file)],
@@ -218,6 +221,8 @@ class Runtime:
         driver, self._driver = self._driver, None
         if driver is None or driver.poll() is not None:
             return
+        if self._folder is not None:
+            (self._folder / STOP_FILE).touch()
         driver.send_signal(signal.SIGINT)
         try:
             driver.wait(timeout=self.settings.stop_grace_seconds)

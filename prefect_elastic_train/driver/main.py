@@ -33,7 +33,7 @@ from prefect_elastic_train.driver.events import (
     Reported,
 )
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
-from prefect_elastic_train.driver.spec import DriverSpec, read_spec
+from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, read_spec
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs.attempts import (
     Begun,
@@ -73,7 +73,9 @@ def main(arguments: list[str]) -> int:
     except AttemptFailedError as error:
         ended = AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
     except (_Stopped, KeyboardInterrupt, SystemExit):
-        ended = AttemptEnded(outcome=Outcome.CANCELLED, message="the driver was told to stop")
+        ended = _stopped(Path(arguments[0]))
+    except ConnectionError as error:
+        ended = AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {error}")
     except OSError as error:
         ended = AttemptEnded(outcome=Outcome.STORAGE_ERROR, message=_storage_message(driver.spec, error))
     except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
@@ -91,6 +93,16 @@ def main(arguments: list[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _stopped(spec_file: Path) -> AttemptEnded:
+    """Tell a stop that the supervisor asked for from one that came from anywhere else.
+
+    Whoever else ends the driver, such as the guard of a dead flow process, does not mean the training.
+    """
+    if spec_file.with_name(STOP_FILE).exists():
+        return AttemptEnded(outcome=Outcome.CANCELLED, message="the flow run was told to stop")
+    return AttemptEnded(outcome=Outcome.DRIVER_LOST, message="the driver was ended by a signal")
 
 
 def _leave_cluster() -> None:
@@ -268,7 +280,8 @@ class _Driver:
 
     def _finished(self, finished: Finished) -> AttemptEnded:
         """Give the result that the run has had since an earlier attempt."""
-        ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True)
+        message = "; ".join(["it was finished before, and its result is given back", *finished.notes])
+        ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message)
         return ended.model_copy(update={"result": finished.ended.result or self._result()})
 
     def _result(self, *more: Event) -> dict[str, Any]:

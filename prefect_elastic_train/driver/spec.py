@@ -24,7 +24,11 @@ from prefect_elastic_train.config import (
 )
 from prefect_elastic_train.runs.records import Fingerprint, Owner
 
-__all__ = ["DriverSpec", "Payload", "dump_payload", "read_spec", "write_spec"]
+__all__ = ["STOP_FILE", "DriverSpec", "Payload", "dump_payload", "read_spec", "write_spec"]
+
+
+#: Beside the spec; the supervisor makes it before it ends a driver on purpose.
+STOP_FILE = "stop"
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,12 @@ def fit(
     callback = RunCallback(
         receiving, store.path, attempt, spec.scaling.min_workers, scaling._resources_per_worker_not_none
     )
-    setup = ControllerSetup(_requester_id(store), spec.scaling.wait_for_max_seconds, callback)
+    setup = ControllerSetup(
+        requester_id=_requester_id(store),
+        wait_for_max_seconds=spec.scaling.wait_for_max_seconds,
+        callback=callback,
+        stall_timeout_seconds=spec.failures.stall_timeout_seconds,
+    )
     try:
         trainer = make_trainer(
             spec.framework,
@@ -273,14 +278,15 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
         return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows.\n{error}")
     if isinstance(error, PreemptionError):
         return failed(Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}")
-    if isinstance(cause, OSError):
-        return failed(Outcome.STORAGE_ERROR, f"the run directory could not be written: {cause}")
     if isinstance(error, TypeError) and "serialize" in str(error):
         return failed(Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}")
     if isinstance(cause, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
         return failed(Outcome.DRIVER_LOST, f"Ray Train's controller died: {cause}")
-    if isinstance(cause, ray.exceptions.RaySystemError | ConnectionError):
+    # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
+    if isinstance(cause, ray.exceptions.RaySystemError | ray.exceptions.GetTimeoutError | ConnectionError):
         return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {cause}")
+    if isinstance(cause, OSError):
+        return failed(Outcome.STORAGE_ERROR, f"the run directory could not be written: {cause}")
     return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {type(cause).__name__}: {cause}")
 
 

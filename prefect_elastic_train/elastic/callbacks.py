@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint, parse_snapshot
 from prefect_elastic_train.runs.store import LocalRunStore
 
-__all__ = ["NoDatasetsCallback", "RunCallback", "UploadCallback", "notify_waiting"]
+__all__ = ["NoDatasetsCallback", "RunCallback", "UploadCallback", "notify_waiting", "remember_errors"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,12 @@ def notify_waiting(possible_workers: int) -> None:
     """Tell that the cluster holds fewer than the minimum of workers now."""
     if _current is not None:
         _current.waiting_for_capacity(possible_workers)
+
+
+def remember_errors(errors: Mapping[int, Exception]) -> None:
+    """Tell why a worker group fails that no poll has shown failing."""
+    if _current is not None:
+        _current.remember_errors(errors)
 
 
 def _never_raises(method: _Method) -> _Method:
@@ -212,6 +218,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Remember the errors of the ranks for the failure decision that follows."""
         if worker_group_status.errors:
             self._last_errors = dict(worker_group_status.errors)
+
+    def remember_errors(self, errors: Mapping[int, Exception]) -> None:
+        """Remember errors for the failure decision that follows."""
+        self._last_errors = dict(errors)
 
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:

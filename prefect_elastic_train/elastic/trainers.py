@@ -15,6 +15,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from prefect_elastic_train.elastic.callbacks import NoDatasetsCallback, RunCallback, UploadCallback, notify_waiting
 from prefect_elastic_train.elastic.policy import RunScalingPolicy
+from prefect_elastic_train.elastic.stall import StallCallback
 
 __all__ = ["FRAMEWORKS", "ControllerSetup", "make_trainer"]
 
@@ -29,11 +30,13 @@ class ControllerSetup:
         requester_id: Under which the run reserves resources.
         wait_for_max_seconds: How long to wait for the maximum of workers.
         callback: Reports to the driver.
+        stall_timeout_seconds: How long the loop may report nothing, 0 for ever.
     """
 
     requester_id: str
     wait_for_max_seconds: float
     callback: RunCallback
+    stall_timeout_seconds: float = 0.0
 
 
 class _ElasticTrainerMixin:
@@ -62,6 +65,8 @@ class _ElasticTrainerMixin:
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
         ours: list[Any] = [self._elastic_setup.callback, UploadCallback()]
+        if self._elastic_setup.stall_timeout_seconds:
+            ours.append(StallCallback(self._elastic_setup.stall_timeout_seconds))
         if not self.datasets:  # type: ignore[attr-defined]
             unwanted = (*unwanted, DatasetsCallback)
             ours.append(NoDatasetsCallback())

@@ -7,6 +7,7 @@ import re
 import time
 
 from prefect_elastic_train.driver.events import (
+    AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
     ClusterConnected,
@@ -109,6 +110,8 @@ class RunLog:
             log.info(
                 "Checkpoint %s is committed (%s): %s", event.checkpoint, _size(event.size_bytes), _short(event.metrics)
             )
+        elif isinstance(event, AttemptEnded) and event.already_finished:
+            log.info("Nothing to train: %s", event.message)
         elif isinstance(event, StateChanged):
             log.debug("Ray Train is %s", event.state)
 

@@ -90,10 +90,17 @@ class Begun:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is complete and was this flow run's: nothing is left to do."""
+    """The run is complete and was this flow run's: nothing is left to do.
+
+    Attributes:
+        attempt: The attempt that completed it.
+        ended: How that ended.
+        notes: What the user should know, such as a configuration that has changed since.
+    """
 
     attempt: int
     ended: EndedRecord
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def begin_attempt(
         if last is not None:
             if last.flow_run_id == claim.owner.flow_run_id:
                 if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value:
-                    return Finished(last.number, last.ended)
+                    return Finished(last.number, last.ended, notes)
                 note = _end_old_driver(last)
                 notes += [note] if note else []
             else:
@@ -189,10 +196,9 @@ def peek(store: RunStore, claim: Claim) -> Finished | None:
     last = past[-1]
     if last.flow_run_id == claim.owner.flow_run_id:
         existing = decode(RunRecord, store.read(layout.RUN))
-        if existing is not None:
-            _check_same_training(claim, existing)
+        changed = _check_same_training(claim, existing) if existing is not None else []
         if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value:
-            return Finished(last.number, last.ended)
+            return Finished(last.number, last.ended, changed)
     elif not claim.resume and last.record is not None:
         state = f"ended as {last.ended.outcome}" if last.ended is not None else "may still be running"
         raise _owned(store, claim, last.record.owner, f"attempt {last.number} {state}")
@@ -290,7 +296,7 @@ def _check_same_training(claim: Claim, existing: RunRecord) -> list[str]:
             f"give run_name={claim.name!r}",
             outcome=Outcome.INVALID,
         )
-    return ["the run continues with another configuration: " + "; ".join(differences)]
+    return ["the run has another configuration than before: " + "; ".join(differences)]
 
 
 def _past_attempts(store: RunStore) -> list[_Past]:
@@ -340,7 +346,8 @@ def _spent(store: RunStore, claim: Claim, past: list[_Past]) -> tuple[int, int]:
         if attempt.flow_run_id != claim.owner.flow_run_id:
             break
         if attempt.ended is not None:
-            if attempt.ended.superseded:
+            # One that a person stopped says nothing about the training, and nothing about the budgets.
+            if attempt.ended.superseded or attempt.ended.outcome == Outcome.CANCELLED.value:
                 continue
             if attempt.ended.final or not _retryable(attempt.ended.outcome):
                 break

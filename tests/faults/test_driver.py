@@ -150,3 +150,22 @@ def test_driver_that_dies_before_its_first_checkpoint_each_time_is_given_up(star
     assert "max_attempts_without_progress" in outcome["error"]
     assert len(attempts(flow.run)) == 2
     assert flow.marked() == []
+
+
+def test_loop_that_reports_nothing_is_restarted_in_the_cluster_with_its_stacks_in_the_log(
+    start: Start, ledger: str, head: RayHead
+) -> None:
+    flow = start(
+        loop="tests.support.loops:stalling_loop",
+        framework="none",
+        config={"ledger": ledger},
+        scaling={"min_workers": 1, "max_workers": 1},
+        failures={"stall_timeout_seconds": 4},
+        cluster={"address": head.address, "auth_token": head.token},
+    )
+    outcome = flow.wait(120)
+    assert outcome["state"] == "COMPLETED"
+    assert outcome["result"]["attempts"] == 1
+    assert outcome["result"]["worker_failures"] == 1
+    assert outcome["result"]["metrics"] == {"step": 2}
+    assert "in hang_here" in flow.log

@@ -75,6 +75,26 @@ def sleeping_loop(config: dict[str, Any]) -> None:
     time.sleep(600)
 
 
+def stalling_loop(config: dict[str, Any]) -> None:
+    """Hang once, in the middle of a step, then train on from the checkpoint before."""
+    import tempfile
+
+    import ray.train
+
+    resumed = ray.train.get_checkpoint() is not None
+    write_ledger(config["ledger"], rank=0, world=1, step=int(resumed), resumed_from=int(resumed))
+    if not resumed:
+        folder = tempfile.mkdtemp()
+        ray.train.report({"step": 1}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+        hang_here()
+    ray.train.report({"step": 2}, checkpoint=ray.train.Checkpoint.from_directory(tempfile.mkdtemp()))
+
+
+def hang_here() -> None:
+    """Sleep for as long as no test waits."""
+    time.sleep(600)
+
+
 def counting_loop(config: dict[str, Any]) -> None:
     """Count steps without any framework, with a checkpoint at each; the quickest loop there is."""
     import tempfile

@@ -364,7 +364,7 @@ def test_a_run_named_by_its_user_continues_with_another_configuration_and_says_s
 ) -> None:
     begin(store, claim(config={"lr": 0.1}))
     begun = begin(store, wanted, observe_seconds=0)
-    assert begun.notes == ["the run continues with another configuration: train_loop_config['lr'] changed"]
+    assert begun.notes == ["the run has another configuration than before: train_loop_config['lr'] changed"]
 
 
 def test_a_run_that_did_not_start_from_the_other_is_refused(store: LocalRunStore) -> None:

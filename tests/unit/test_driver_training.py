@@ -216,9 +216,8 @@ ENDS: list[tuple[Exception, Outcome]] = [
     (ray.exceptions.RaySystemError("GCS is gone"), Outcome.CLUSTER_LOST),
     (ConnectionError("GCS is gone"), Outcome.CLUSTER_LOST),
     (TypeError("Could not serialize the function loop"), Outcome.INVALID),
-    (PreemptionError(PreemptionInfo(deadline_s=0.0, preempted_ranks=[1], node_ids=["n"])), Outcome.CLUSTER_LOST)
-    if {"deadline_s", "preempted_ranks", "node_ids"} <= set(PreemptionInfo.__dataclass_fields__)
-    else (ConnectionError("-"), Outcome.CLUSTER_LOST),
+    (PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"n": [1]})), Outcome.CLUSTER_LOST),
+    (ray.exceptions.GetTimeoutError("the controller does not answer"), Outcome.CLUSTER_LOST),
 ]
 
 

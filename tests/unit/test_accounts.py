@@ -1,0 +1,219 @@
+"""What a history adds up to, on examples computed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_elastic_train.driver.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    ClusterConnected,
+    Event,
+    Reported,
+    StateChanged,
+    WorkerFailed,
+    WorkerGroupResized,
+    WorkerGroupStarted,
+    WorkersPreempted,
+)
+from prefect_elastic_train.outcomes import Outcome
+from prefect_elastic_train.reporting.accounts import Accounts, add_up
+
+
+#: When the runs of these tests begin, in seconds since the epoch.
+T = 1_700_000_000.0
+
+
+def started(at: float, attempt: int = 1) -> AttemptStarted:
+    return AttemptStarted(at=T + at, attempt=attempt, run_name="mnist", run_uri="/runs/mnist")
+
+
+def group(at: float, size: int = 2) -> WorkerGroupStarted:
+    return WorkerGroupStarted(at=T + at, world_size=size)
+
+
+def report(at: float, index: int, attempt: int = 1, **metrics: Any) -> Reported:
+    return Reported(at=T + at, attempt=attempt, index=index, metrics=metrics, world_size=2)
+
+
+def commit(at: float, index: int, attempt: int = 1, **metrics: Any) -> list[Event]:
+    """Give a report with a checkpoint, and its commit."""
+    name = f"checkpoint-{attempt}-{index}"
+    return [
+        report(at, index, attempt, **metrics).model_copy(update={"checkpoint": name}),
+        CheckpointCommitted(at=T + at, attempt=attempt, checkpoint=name, size_bytes=1, metrics=metrics),
+    ]
+
+
+def failed(at: float, lost: int, retried: bool = True) -> WorkerFailed:
+    return WorkerFailed(at=T + at, errors={"1": "killed"}, retried=retried, reports_lost=lost)
+
+
+def preempted(at: float, lost: int, retried: bool = True) -> WorkersPreempted:
+    return WorkersPreempted(at=T + at, errors={}, retried=retried, reports_lost=lost)
+
+
+def resized(at: float) -> WorkerGroupResized:
+    return WorkerGroupResized(at=T + at, old_size=1, new_size=2)
+
+
+def ended(at: float, outcome: Outcome) -> AttemptEnded:
+    return AttemptEnded(at=T + at, outcome=outcome)
+
+
+def test_a_run_with_a_failure_a_resize_and_a_lost_driver() -> None:
+    accounts = add_up(
+        [
+            started(100),
+            group(110, size=2),  # 20 s of it are kept: until the commit at 130
+            report(120, 1),
+            *commit(130, 2),
+            report(140, 3),
+            report(150, 4),
+            failed(155, lost=2),
+            group(165, size=1),  # 20 s, until the commit at 185
+            report(175, 5),
+            *commit(185, 6),
+            resized(190),
+            group(200, size=2),  # nothing is kept: the driver dies after one report
+            report(210, 7),
+            started(300, attempt=2),
+            group(310, size=2),  # 20 s: training completes, so all is kept until the last report
+            *commit(320, 1, attempt=2),
+            report(330, 2, attempt=2, loss=0.5),
+            ended(340, Outcome.COMPLETED),
+        ]
+    )
+    assert accounts.attempts == 2
+    assert accounts.worker_failures == 1
+    assert accounts.preemptions == 0
+    assert accounts.resizes == 1
+    assert accounts.steps_lost == 2 + 0 + 1
+    assert accounts.goodput == pytest.approx(60 / 240)
+    assert [(size.at - T, size.size) for size in accounts.world_sizes] == [(110, 2), (165, 1), (200, 2), (310, 2)]
+    assert accounts.last_metrics == {"loss": 0.5}
+
+
+def test_a_run_without_a_fault_loses_nothing() -> None:
+    accounts = add_up([started(0), group(10), *commit(60, 1), *commit(110, 2), ended(110, Outcome.COMPLETED)])
+    assert accounts.steps_lost == 0
+    assert accounts.goodput == pytest.approx(100 / 110, abs=1e-4)
+
+
+def test_a_later_group_of_an_attempt_loses_only_its_own_reports() -> None:
+    accounts = add_up(
+        [
+            started(0),
+            group(1),
+            *[event for index in range(1, 101) for event in commit(1 + index, index)],
+            preempted(110, lost=0),
+            group(120),
+            report(121, 101),
+            report(122, 102),
+            started(200, attempt=2),
+            group(210),
+            *commit(220, 1, attempt=2),
+            ended(221, Outcome.COMPLETED),
+        ]
+    )
+    assert accounts.preemptions == 1
+    assert accounts.steps_lost == 2
+
+
+def test_reports_that_a_new_driver_does_again_are_lost_also_when_the_cluster_had_given_up() -> None:
+    given_up = [
+        started(0),
+        group(1),
+        *commit(2, 1),
+        report(3, 2),
+        failed(4, lost=1, retried=False),
+        ended(5, Outcome.CLUSTER_LOST),
+    ]
+    assert add_up(given_up).steps_lost == 0, "nothing is done again until somebody does"
+    assert add_up([*given_up, started(10, attempt=2), group(11), *commit(12, 1, attempt=2)]).steps_lost == 1
+
+
+def test_a_resize_loses_the_reports_since_the_last_checkpoint() -> None:
+    events = [started(0), group(1), *commit(2, 1), report(3, 2), report(4, 3), resized(9), group(10)]
+    accounts = add_up(events)
+    assert accounts.steps_lost == 2
+    assert accounts.resizes == 1
+
+
+def test_a_completed_attempt_keeps_the_reports_after_its_last_checkpoint() -> None:
+    events = [started(0), group(0), *commit(50, 1), report(100, 2), ended(100, Outcome.COMPLETED)]
+    assert add_up(events).goodput == 1.0
+    assert add_up(events).steps_lost == 0
+    assert add_up([*events[:-1], ended(100, Outcome.USER_ERROR)]).goodput == 0.5
+
+
+def test_a_finished_run_that_is_continued_by_a_person_loses_nothing_of_what_it_had() -> None:
+    events = [started(0), group(0), *commit(50, 1), report(100, 2), ended(100, Outcome.COMPLETED)]
+    assert add_up([*events, started(100, attempt=2), group(100)]).steps_lost == 0
+
+
+def test_an_empty_history_adds_up_to_nothing() -> None:
+    assert add_up([]) == Accounts()
+    assert add_up([started(5)]) == Accounts(attempts=1)
+    assert add_up([ClusterConnected(at=1, address="x"), StateChanged(at=3, state="RUNNING")]).goodput == 0
+
+
+def test_each_report_is_a_row_with_where_and_when() -> None:
+    accounts = add_up([started(0), group(1), report(2, 1, loss=0.5), report(3, 1, attempt=2, loss=0.25, acc=1)])
+    assert accounts.history == [
+        {"loss": 0.5, "_attempt": 1, "_at": T + 2, "_world_size": 2},
+        {"loss": 0.25, "acc": 1, "_attempt": 2, "_at": T + 3, "_world_size": 2},
+    ]
+
+
+@pytest.mark.parametrize("reports", [1999, 2000, 2001, 5000])
+def test_a_long_history_is_thinned_evenly_with_first_and_last(reports: int) -> None:
+    history = add_up([report(index, index, step=index) for index in range(reports)]).history
+    steps = [row["step"] for row in history]
+    assert len(steps) == min(reports, 2000)
+    assert (steps[0], steps[-1]) == (0, reports - 1)
+    gaps = {later - earlier for earlier, later in zip(steps, steps[1:], strict=False)}
+    assert max(gaps) - min(gaps) <= 1
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Event]:
+    """Events in any order, with times that do not go back."""
+    at, index, attempt = 0.0, 0, 1
+    events: list[Event] = []
+    for kind in draw(st.lists(st.sampled_from("gggrrrccfpsae"), max_size=30)):
+        at += draw(st.floats(0, 100))
+        index += kind in "rc"
+        if kind == "a":
+            attempt += 1
+            index = 0
+        lost = draw(st.integers(0, 3))
+        retried = draw(st.booleans())
+        events += {
+            "g": lambda: [group(at)],
+            "r": lambda: [report(at, index, attempt)],
+            "c": lambda: commit(at, index, attempt),
+            "f": lambda: [failed(at, lost, retried)],
+            "p": lambda: [preempted(at, lost, retried)],
+            "s": lambda: [resized(at)],
+            "a": lambda: [started(at, attempt)],
+            "e": lambda: [ended(at, draw(st.sampled_from(Outcome)))],
+        }[kind]()
+    return events
+
+
+@given(events=histories())
+def test_goodput_is_a_share_and_losses_are_never_more_than_was_reported(events: list[Event]) -> None:
+    accounts = add_up(events)
+    assert 0 <= accounts.goodput <= 1
+    told = sum(event.reports_lost for event in events if isinstance(event, WorkerFailed | WorkersPreempted))
+    reports = sum(isinstance(event, Reported) for event in events)
+    assert 0 <= accounts.steps_lost <= reports + told
+    assert len(accounts.history) == reports
+    assert accounts.attempts == len({event.attempt for event in events if isinstance(event, AttemptStarted)})
+    assert accounts == Accounts.model_validate_json(accounts.model_dump_json())

@@ -1,0 +1,282 @@
+"""The run's history in the run directory, what a run started from another's checkpoint is, and results."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_elastic_train.driver.events import (
+    AttemptEnded,
+    AttemptStarted,
+    ControllerAlive,
+
+    Reported,
+    StateChanged,
+)
+from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.reporting.accounts import Accounts
+from prefect_elastic_train.result import TrainingResult
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.history import HistoryWriter, read_history
+from prefect_elastic_train.runs.reading import make_result, newest_commit
+from prefect_elastic_train.runs.seeding import copy_checkpoint, parse_source
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.support.processes import wait_for
+from tests.unit.support import Training, begin, claim, tear
+
+STARTED = AttemptStarted(attempt=1, run_name="mnist", run_uri="/runs/mnist")
+
+
+def _report(index: int, at: float = 0.0, checkpoint: str = "", size: int = 0) -> Reported:
+    return Reported(
+        index=index, at=at, metrics={"step": index, "text": "x" * size}, world_size=1, checkpoint=checkpoint
+    )
+
+
+def _indices(store: LocalRunStore) -> list[int]:
+    return [event.index for event in read_history(store) if isinstance(event, Reported)]
+
+
+def test_the_history_of_all_attempts_is_read_in_order(store: LocalRunStore) -> None:
+    for attempt in (1, 2, 10):
+        writer = HistoryWriter(store, attempt)
+        for state in ("SCHEDULING", "RUNNING"):
+            writer.add(StateChanged(attempt=attempt, state=state))
+        writer.close()
+    assert [(event.attempt, event.state) for event in read_history(store)] == [  # type: ignore[union-attr]
+        (attempt, state) for attempt in (1, 2, 10) for state in ("SCHEDULING", "RUNNING")
+    ]
+
+
+def test_a_lifecycle_event_is_written_soon_and_without_closing(store: LocalRunStore) -> None:
+    writer = HistoryWriter(store, 1)
+    writer.add(STARTED)
+    wait_for(lambda: list(read_history(store)) == [STARTED], 1.5, "the event to be written")
+    writer.close()
+
+
+def test_signs_of_life_are_no_history(store: LocalRunStore) -> None:
+    writer = HistoryWriter(store, 1)
+    writer.add(ControllerAlive(doing="RUNNING", seconds=1))
+    writer.add(STARTED)
+    writer.close()
+    assert list(read_history(store)) == [STARTED]
+
+
+def test_a_full_segment_is_followed_by_the_next_one(store: LocalRunStore) -> None:
+    writer = HistoryWriter(store, 1)
+    for index in range(100):
+        writer.add(_report(index, size=10_000))
+    writer.close()
+    names = store.names(layout.EVENTS)
+    assert names == [f"0001-{number:03d}.jsonl" for number in range(len(names))]
+    assert len(names) == 4
+    assert all(len(store.read(f"{layout.EVENTS}/{name}") or b"") <= 256 * 1024 for name in names)
+    assert _indices(store) == list(range(100))
+
+
+def test_most_reports_of_a_long_run_are_left_out_but_none_with_a_checkpoint(store: LocalRunStore) -> None:
+    writer = HistoryWriter(store, 1)
+    for index in range(1, 4001):  # a hundred reports a second
+        writer.add(_report(index, at=index / 100, checkpoint="c" if index % 500 == 0 else ""))
+    writer.close()
+    indices = _indices(store)
+    assert indices[:2000] == list(range(1, 2001))
+    assert {2500, 3000, 3500, 4000} <= set(indices)
+    assert 2018 <= len(indices) <= 2030
+
+
+def test_a_torn_line_is_passed_over(store: LocalRunStore) -> None:
+    writer = HistoryWriter(store, 1)
+    for index in range(3):
+        writer.add(_report(index))
+    writer.close()
+    name = f"{layout.EVENTS}/0001-000.jsonl"
+    data = store.read(name) or b""
+    store.replace(name, data[:-10] + b"\n\xff\n{}\n")
+    assert _indices(store) == [0, 1]
+
+
+def test_foreign_objects_are_no_history(store: LocalRunStore) -> None:
+    for name in ("0001-000.jsonl.bak", "x.jsonl", "0001.jsonl"):
+        store.create(f"{layout.EVENTS}/{name}", STARTED.model_dump_json().encode())
+    assert list(read_history(store)) == []
+
+
+def test_what_is_told_after_closing_is_written_when_it_is_closed_again(store: LocalRunStore) -> None:
+    # The driver reads the whole history to make its result, and has its last word after that.
+    last = AttemptEnded(attempt=1, outcome=Outcome.COMPLETED)
+    writer = HistoryWriter(store, 1)
+    writer.add(STARTED)
+    writer.close()
+    assert list(read_history(store)) == [STARTED]
+    writer.add(last)
+    writer.close()
+    assert list(read_history(store)) == [STARTED, last]
+
+
+def test_nothing_is_lost_when_the_disk_fails_for_a_while(store: LocalRunStore) -> None:
+    class Flaky(LocalRunStore):
+        """A disk that is full until it is mended."""
+
+        mended = False
+
+        def replace(self, name: str, data: bytes) -> None:
+            if not self.mended:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().replace(name, data)
+
+    flaky = Flaky(store.path)
+    writer = HistoryWriter(flaky, 1)
+    for index in range(60):  # more than one segment
+        writer.add(_report(index, size=10_000))
+    flaky.mended = True
+    writer.add(STARTED)
+    writer.close()
+    assert _indices(store) == list(range(60))
+    assert list(read_history(store))[-1] == STARTED
+
+
+def test_events_of_several_threads_are_all_written(store: LocalRunStore) -> None:
+    writer = HistoryWriter(store, 1)
+
+    def add(name: str) -> None:
+        for number in range(100):
+            writer.add(StateChanged(state=f"{name}{number}"))
+
+    threads = [threading.Thread(target=add, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.close()
+    states = [event.state for event in read_history(store) if isinstance(event, StateChanged)]
+    assert sorted(states) == sorted(f"{name}{number}" for name in "ab" for number in range(100))
+    assert [state for state in states if state.startswith("a")] == [f"a{number}" for number in range(100)]
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> LocalRunStore:
+    """Another run with three checkpoints, the last of which has not the best score."""
+    other = LocalRunStore(str(tmp_path / "runs" / "base"))
+    training = Training(other, begin(other).attempt)
+    for name, accuracy in (("a", 0.5), ("b", 0.7), ("c", 0.9)):
+        training.report(name, {"acc": accuracy})
+    # Sorted by score, as Ray keeps them: best last.
+    order = [0, 2, 1]
+    for field in ("checkpoint_results", "checkpoint_report_indices"):
+        training.snapshot[field] = [training.snapshot[field][number] for number in order]
+    training.report("d", {"acc": 0.1})
+    results = training.snapshot["checkpoint_results"]
+    results.insert(0, results.pop())
+    indices = training.snapshot["checkpoint_report_indices"]
+    indices.insert(0, indices.pop())
+    import json
+
+    training.log.commit(json.dumps(training.snapshot).encode())
+    return other
+
+
+@pytest.mark.parametrize(
+    ("source", "checkpoint", "metrics"),
+    [
+        ("base", "d", {"acc": 0.1}),
+        ("base@latest", "d", {"acc": 0.1}),
+        ("base@best", "b", {"acc": 0.7}),
+        ("base@a", "a", {"acc": 0.5}),
+    ],
+)
+def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(
+    store: LocalRunStore, other: LocalRunStore, source: str, checkpoint: str, metrics: dict[str, float]
+) -> None:
+    before = {name: other.file_sizes(name) for name in other.folders()}
+    wanted = claim(resume_from=source)
+    begun = begin(store, wanted, seed=lambda: copy_checkpoint(str(Path(store.path).parent), source, store))
+    assert begun.point.base == (0, 0)
+    assert begun.point.checkpoint == f"from-base-{checkpoint}"
+    assert store.read(f"from-base-{checkpoint}/model.pt") == b"weights of " + checkpoint.encode()
+    assert begun.point.snapshot["latest_checkpoint_result"]["metrics"] == metrics
+    assert {name: other.file_sizes(name) for name in other.folders()} == before
+    # A restart goes on from its own checkpoints, and does not copy again.
+    Training(store, begun.attempt).report("mine")
+    again = begin(store, wanted, seed=lambda: pytest.fail("copied again"))
+    assert again.point.checkpoint == "mine"
+
+
+def test_a_copy_that_was_interrupted_is_made_anew(store: LocalRunStore, other: LocalRunStore) -> None:
+    store.create("from-base-d/half", b"1")
+    copy_checkpoint(str(Path(store.path).parent), "base", store)
+    assert store.file_sizes("from-base-d") == {"model.pt": 12}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nowhere", ["'nowhere'", "has no committed checkpoint"]),
+        ("base@z", ["no checkpoint 'z'", "a, b, c, d"]),
+    ],
+)
+def test_a_source_that_is_not_there_is_refused_with_what_there_is(
+    store: LocalRunStore, other: LocalRunStore, source: str, words: list[str]
+) -> None:
+    with pytest.raises(AttemptFailedError) as refused:
+        copy_checkpoint(str(Path(store.path).parent), source, store)
+    assert refused.value.outcome is Outcome.INVALID
+    for word in words:
+        assert word in str(refused.value)
+    assert store.folders() == []
+
+
+def test_a_source_is_a_run_and_a_choice() -> None:
+    assert parse_source("base") == ("base", "latest")
+    assert parse_source("base@best") == ("base", "best")
+    for bad in ("../up", "@best", "a/b@best"):
+        with pytest.raises(ConfigurationError):
+            parse_source(bad)
+
+
+def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("a", {"loss": 0.5})
+    training.report("b", {"loss": 0.25})
+    accounts = Accounts(attempts=2, steps_lost=3, goodput=0.5, last_metrics={"loss": 9})
+    result = make_result(store, "mnist", accounts, storage_block="shared")
+    assert result.checkpoint_uri == f"{store.path}/b"
+    assert result.metrics == {"loss": 0.25}
+    assert [(best.uri, best.metrics) for best in result.best_checkpoints] == [
+        (f"{store.path}/a", {"loss": 0.5}),
+        (f"{store.path}/b", {"loss": 0.25}),
+    ]
+    assert (result.attempts, result.steps_lost, result.goodput) == (2, 3, 0.5)
+    assert (result.run_name, result.run_uri, result.storage_block) == ("mnist", store.path, "shared")
+    assert TrainingResult.model_validate_json(result.model_dump_json()) == result
+    with result.checkpoint().as_directory() as folder:
+        assert (Path(folder) / "model.pt").read_bytes() == b"weights of b"
+
+
+def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: LocalRunStore) -> None:
+    begin(store)
+    rows: list[dict[str, Any]] = [{"loss": 1.0, "_attempt": 1}, {"loss": 0.5, "_attempt": 1}]
+    result = make_result(store, "mnist", Accounts(last_metrics={"loss": 0.5}, history=rows))
+    assert result.checkpoint_uri == ""
+    assert result.metrics == {"loss": 0.5}
+    assert result.attempts == 1
+    assert list(result.metrics_dataframe()["loss"]) == [1.0, 0.5]
+    with pytest.raises(FileNotFoundError, match="run 'mnist' has no checkpoint"):
+        result.checkpoint()
+
+
+def test_a_torn_newest_commit_is_passed_over_when_a_run_is_read(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("a")
+    training.report("b")
+    tear(store, layout.commit_name(1, 2))
+    commit = newest_commit(store)
+    assert commit is not None
+    assert (commit.attempt, commit.sequence) == (1, 1)
+
+
