@@ -1,0 +1,365 @@
+"""What runs in the cluster, as far as it needs no cluster: translation, scaling decisions, callbacks."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+from pyarrow import fs
+from ray.exceptions import ActorDiedError
+from ray.train import Checkpoint
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.controller.state import InitializingState, RunningState
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.training_report import _TrainingReport
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+
+from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.driver.events import (
+    CheckpointCommitted,
+    Event,
+    Reported,
+    StateChanged,
+    WaitingForCapacity,
+    WorkerFailed,
+    WorkerGroupResized,
+)
+from prefect_elastic_train.driver.relay import EventReceiver
+from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.elastic.callbacks import RunCallback, UploadCallback, notify_waiting
+from prefect_elastic_train.elastic.policy import RunScalingPolicy
+from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
+from prefect_elastic_train.filesystems import run_filesystem
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.support.processes import wait_for
+from tests.unit.support import Training, begin
+
+
+@pytest.mark.parametrize("workers", [(1, 1), (2, 2), (1, 8)])
+def test_scaling_is_always_elastic_also_when_the_minimum_is_the_maximum(workers: tuple[int, int]) -> None:
+    config = scaling_config(ScalingSettings(min_workers=workers[0], max_workers=workers[1]))
+    assert config.num_workers == workers
+    assert config.elasticity_enabled
+    assert (config.min_workers, config.max_workers) == workers
+
+
+def test_every_field_of_scaling_reaches_ray() -> None:
+    settings = ScalingSettings(
+        min_workers=2,
+        max_workers=4,
+        accelerator="gpu",
+        resources_per_worker={"CPU": 3, "GPU": 2},
+        resize_check_interval_seconds=7,
+        placement_strategy="SPREAD",
+        label_selector={"market-type": "spot"},
+        accelerator_type="A100",
+    )
+    config = scaling_config(settings)
+    assert config.use_gpu
+    assert not config.use_tpu
+    assert config.resources_per_worker == {"CPU": 3, "GPU": 2}
+    assert config.elastic_resize_monitor_interval_s == 7
+    assert config.placement_strategy == "SPREAD"
+    assert config.label_selector == {"market-type": "spot"}
+    assert config.accelerator_type == "A100"
+    tpu = scaling_config(
+        ScalingSettings(min_workers=4, max_workers=4, accelerator="tpu", topology="4x4", accelerator_type="TPU-V6E")
+    )
+    assert tpu.use_tpu
+    assert tpu.topology == "4x4"
+
+
+def test_a_worker_gets_one_of_its_accelerator_by_default() -> None:
+    assert scaling_config(ScalingSettings())._resources_per_worker_not_none == {"CPU": 1}
+    assert scaling_config(ScalingSettings(accelerator="gpu"))._resources_per_worker_not_none["GPU"] == 1
+
+
+def test_budgets_and_checkpoints_reach_ray() -> None:
+    failures = failure_config(
+        FailureSettings(
+            max_failures=7,
+            max_preemption_failures=5,
+            preemption_grace_seconds=3,
+            relax_collectives_on_preemption=True,
+        )
+    )
+    assert failures.max_failures == 7
+    assert failures.max_preemption_failures == 5
+    assert failures.preemption_grace_s == 3
+    assert failures.relax_collectives_on_preemption
+    checkpoints = checkpoint_config(CheckpointSettings(keep=3, score_attribute="loss", score_order="min"))
+    assert checkpoints.num_to_keep == 3
+    assert checkpoints.checkpoint_score_attribute == "loss"
+    assert checkpoints.checkpoint_score_order == "min"
+    assert checkpoint_config(CheckpointSettings()).num_to_keep is None
+    assert checkpoint_config(CheckpointSettings()).checkpoint_score_attribute is None
+
+
+def test_ray_is_told_where_the_run_is_and_through_which_filesystem() -> None:
+    filesystem = run_filesystem("/runs/mnist", 1)
+    config = run_config(
+        name="mnist",
+        storage_path="/runs",
+        storage_filesystem=filesystem,
+        failures=FailureSettings(),
+        checkpoints=CheckpointSettings(),
+        worker_runtime_env={"env_vars": {"A": "1"}},
+    )
+    assert (config.name, config.storage_path, config.storage_filesystem) == ("mnist", "/runs", filesystem)
+    assert config.worker_runtime_env == {"env_vars": {"A": "1"}}
+
+
+class Cluster(RunScalingPolicy):
+    """The policy before a cluster whose free workers the test decides."""
+
+    fits: int | None = 0
+
+    def _maybe_send_resource_request(self) -> None:
+        """Nobody is there to ask."""
+
+    def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
+        return None if self.fits is None else {"node": {"CPU": float(self.fits)}}
+
+
+def _policy(minimum: int, maximum: int, wait: float = 0.0, waiting: list[int] | None = None) -> Cluster:
+    config = scaling_config(ScalingSettings(min_workers=minimum, max_workers=maximum))
+    return Cluster(config, "run-x", wait, waiting.append if waiting is not None else None)
+
+
+def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
+    for fits, size in ((2, 2), (3, 3), (4, 4), (9, 4)):
+        policy = _policy(2, 4)
+        policy.fits = fits
+        decision = policy.make_decision_for_non_running_worker_group()
+        assert isinstance(decision, ResizeDecision)
+        assert decision.num_workers == size
+
+
+def test_below_the_minimum_it_waits_and_says_what_fits_once_in_a_while() -> None:
+    waiting: list[int] = []
+    policy = _policy(2, 4, waiting=waiting)
+    policy.fits = 1
+    for _ in range(5):
+        assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    assert waiting == [1]
+
+
+def test_a_cluster_that_does_not_answer_is_waited_for() -> None:
+    policy = _policy(1, 4, wait=0)
+    policy.fits = None
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+
+
+def test_the_maximum_has_its_time_to_come_before_training_starts_smaller() -> None:
+    policy = _policy(1, 4, wait=0.3)
+    policy.fits = 2
+    started = time.monotonic()
+    decision: Any = policy.make_decision_for_non_running_worker_group()
+    assert isinstance(decision, NoopDecision)
+    while isinstance(decision, NoopDecision) and time.monotonic() - started < 5:
+        time.sleep(0.02)
+        decision = policy.make_decision_for_non_running_worker_group()
+    assert time.monotonic() - started >= 0.3
+    assert decision.num_workers == 2
+
+
+def test_the_maximum_is_not_waited_for_when_it_is_there() -> None:
+    policy = _policy(1, 4, wait=60)
+    policy.fits = 4
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
+
+
+def test_each_start_of_a_worker_group_waits_anew() -> None:
+    policy = _policy(1, 4, wait=0.2)
+    policy.fits = 4
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
+    time.sleep(0.3)
+    policy.fits = 2
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+
+
+def test_the_policy_travels_to_the_controller() -> None:
+    config = scaling_config(ScalingSettings(max_workers=4))
+    policy = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(config, "run-x", 5.0, notify_waiting)))
+    assert policy._run_requester_id == "run-x"
+    assert policy.scaling_config.max_workers == 4
+
+
+class Controller:
+    """A callback as it lives in a controller, and what the driver hears from it."""
+
+    def __init__(self, store: LocalRunStore) -> None:
+        self.events: list[Event] = []
+        self.receiver = EventReceiver(self.events.append)
+        callback = RunCallback(
+            self.receiver.receiving, store.path, attempt=1, min_workers=2, resources_per_worker={"CPU": 1.0}
+        )
+        self.callback: RunCallback = pickle.loads(pickle.dumps(callback))
+        self.callback.after_controller_start(None)
+
+    def heard(self) -> list[Event]:
+        """Let all be sent, and give it."""
+        self.callback.after_controller_finish(None)
+        last = len(self.events)
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            if len(self.events) != last:
+                last, deadline = len(self.events), time.monotonic() + 0.3
+            time.sleep(0.01)
+        return self.events
+
+
+@pytest.fixture
+def controller(store: LocalRunStore) -> Iterator[Controller]:
+    """A controller of the first attempt."""
+    begin(store)
+    controller = Controller(store)
+    yield controller
+    controller.receiver.close()
+    callbacks._current = None
+
+
+def _failing(errors: dict[int, Exception]) -> WorkerGroupPollStatus:
+    return WorkerGroupPollStatus({rank: WorkerStatus(running=False, error=error) for rank, error in errors.items()})
+
+
+def test_no_hook_lets_an_exception_out_whatever_it_is_given(controller: Controller) -> None:
+    hooks = [name for name in vars(RunCallback) if name.startswith(("before_", "after_", "on_"))]
+    raising = 0
+    for name in hooks:
+        hook = getattr(controller.callback, name)
+        arguments = [object() for _ in inspect.signature(hook).parameters]
+        before = controller.callback.errors
+        assert hook(*arguments) is None
+        raising += controller.callback.errors > before
+    assert raising >= 4, "the test gave them nothing that they stumble over"
+    assert controller.callback.errors == raising
+
+
+def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller) -> None:
+    for state in (RunningState(), RunningState(), InitializingState(), RunningState()):
+        controller.callback.after_controller_state_update(InitializingState(), state)
+    states = [event.state for event in controller.heard() if isinstance(event, StateChanged)]
+    assert states == ["RUNNING", "INITIALIZING", "RUNNING"]
+
+
+def test_a_report_is_told_as_progress_and_a_checkpoint_as_lifecycle(
+    controller: Controller, store: LocalRunStore
+) -> None:
+    Training(store, 1).upload("ckpt-1", {"model.pt": b"12345"})
+    controller.callback.after_report(_TrainingReport(None, {"loss": 1}, validation=False), [{"loss": 1}, {"loss": 9}])
+    checkpoint = Checkpoint(f"{store.path}/ckpt-1", fs.LocalFileSystem())
+    controller.callback.after_report(_TrainingReport(checkpoint, {"loss": 0.5}, validation=False), [{"loss": 0.5}])
+    first, second, commit = controller.heard()
+    assert isinstance(first, Reported)
+    assert (first.metrics, first.checkpoint, first.droppable) == ({"loss": 1}, "", True)
+    assert isinstance(second, Reported)
+    assert (second.metrics, second.checkpoint, second.droppable) == ({"loss": 0.5}, "ckpt-1", False)
+    assert isinstance(commit, CheckpointCommitted)
+    assert (commit.checkpoint, commit.size_bytes, commit.droppable) == ("ckpt-1", 5, False)
+
+
+def test_a_failure_is_told_with_the_errors_of_the_ranks_and_what_it_costs(controller: Controller) -> None:
+    report = _TrainingReport(None, {}, validation=False)
+    for _ in range(3):
+        controller.callback.after_report(report, [{}])
+    died = WorkerHealthCheckFailedError("worker died", ActorDiedError())
+    controller.callback.after_worker_group_poll_status(_failing({0: ValueError("nan"), 3: died}))
+    controller.callback.before_controller_execute_failure_decision(FailureDecision.RETRY)
+    failure = controller.heard()[-1]
+    assert isinstance(failure, WorkerFailed)
+    assert failure.errors.keys() == {"0", "3"}
+    assert failure.errors["0"] == "nan"
+    assert (failure.retried, failure.reports_lost, failure.droppable) == (True, 3, False)
+
+
+def test_a_resize_is_told_of_a_healthy_group_only(controller: Controller) -> None:
+    resize = ResizeDecision(num_workers=4, resources_per_worker={"CPU": 1})
+    controller.callback.before_controller_execute_resize_decision(resize)
+    controller.callback._world_size = 2
+    controller.callback.before_controller_execute_resize_decision(resize)
+    controller.callback.after_worker_group_poll_status(_failing({0: ValueError("nan")}))
+    controller.callback.before_controller_execute_resize_decision(resize)
+    resizes = [event for event in controller.heard() if isinstance(event, WorkerGroupResized)]
+    assert [(event.old_size, event.new_size) for event in resizes] == [(2, 4)]
+
+
+def test_the_policy_and_the_callback_meet_in_the_controller(controller: Controller) -> None:
+    notify_waiting(1)
+    (event,) = controller.heard()
+    assert isinstance(event, WaitingForCapacity)
+    assert (event.possible_workers, event.min_workers, event.resources_per_worker) == (1, 2, {"CPU": 1.0})
+
+
+def test_uploads_that_were_interrupted_are_gone_before_a_worker_group_starts(
+    controller: Controller, store: LocalRunStore
+) -> None:
+    Training(store, 1).upload("half")
+    controller.callback.before_worker_group_start(None)
+    assert controller.callback.errors == 0
+    assert "half" not in store.folders()
+
+
+class Scalar:
+    """A number as torch gives it: it has an item, and a size that is a method."""
+
+    def __init__(self, *values: float) -> None:
+        self._values = values
+
+    def size(self) -> tuple[int, ...]:
+        return () if len(self._values) == 1 else (len(self._values),)
+
+    def item(self) -> float:
+        if len(self._values) != 1:
+            raise RuntimeError("a Tensor with more than one element cannot be converted to Scalar")
+        return self._values[0]
+
+
+def test_metrics_are_plain_numbers_or_short_text() -> None:
+    import numpy as np
+
+    plain = callbacks._plain(
+        {
+            "int": 1,
+            "float": 0.5,
+            "text": "x",
+            "none": None,
+            "bool": True,
+            "numpy": np.float32(0.25),
+            "one": np.array([3]),
+            "many": np.arange(3),
+            "tensor": Scalar(0.75),
+            "tensors": Scalar(1, 2),
+            "object": [1] * 1000,
+            7: 8,
+        }
+    )
+    assert plain["numpy"] == 0.25
+    assert type(plain["numpy"]) is float
+    assert plain["one"] == 3
+    assert plain["many"] == "[0 1 2]"
+    assert plain["tensor"] == 0.75
+    assert isinstance(plain["tensors"], str)
+    assert len(plain["object"]) == 200
+    assert plain["7"] == 8
+    for name, value in {"int": 1, "float": 0.5, "text": "x", "none": None, "bool": True}.items():
+        assert plain[name] is value or plain[name] == value
+
+
+def test_a_worker_marks_its_uploads_through_rays_hook(store: LocalRunStore) -> None:
+    filesystem = run_filesystem(store.path, begin(store).attempt)
+    with UploadCallback().on_checkpoint_transfer():
+        filesystem.create_dir(f"{store.path}/ckpt-1")
+    filesystem.create_dir(f"{store.path}/other")
+    assert store.names(layout.UPLOADS) == ["ckpt-1"]
+
+
+def test_a_controller_shows_signs_of_life(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for(lambda: [event for event in controller.events if event.kind == "controller_alive"], 5, "a sign of life")
