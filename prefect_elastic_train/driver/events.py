@@ -5,10 +5,12 @@ Events travel as tagged JSON lines on the driver's standard output, between what
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from prefect_elastic_train.outcomes import Outcome
 
@@ -189,7 +191,12 @@ _ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
 
 def encode_event(event: Event) -> str:
     """Give an event as one line of JSON without its tag."""
-    return event.model_dump_json()
+    try:
+        return event.model_dump_json()
+    except PydanticSerializationError:
+        # A file name or a traceback may hold bytes that are no text.
+        text = json.dumps(event.model_dump(), ensure_ascii=False, default=str)
+        return text.encode(errors="replace").decode()
 
 
 def decode_event(text: str | bytes) -> Event | None:

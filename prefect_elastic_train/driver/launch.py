@@ -324,7 +324,7 @@ class _Following:
         return None
 
     def _lost_without_a_word(self, code: int) -> AttemptEnded:
-        how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
         if self._runtime.cluster_is_dead():
             return self._end(Outcome.CLUSTER_LOST, f"the local Ray cluster has died, and the driver with it ({how})")
         return self._end(Outcome.DRIVER_LOST, f"the driver process (pid {self._driver.pid}) was ended by {how}")

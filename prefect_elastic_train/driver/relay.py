@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 from prefect_elastic_train.driver.events import EVENT_TAG, Event, decode_event, encode_event
@@ -73,6 +73,15 @@ class _Backlog:
             return self._closed and not self._events
 
 
+def _encoded(event: Event) -> bytes:
+    """Give an event as one line, nothing for one that has no form as text: it may not hold up the others."""
+    try:
+        return f"{encode_event(event)}\n".encode(errors="replace")
+    except Exception:
+        logger.warning("an event of kind %s could not be sent", event.kind, exc_info=True)
+        return b"\n"
+
+
 class EventSender:
     """Sends events from the controller's process to the driver. Never raises and never blocks.
 
@@ -100,11 +109,12 @@ class EventSender:
             event = self._backlog.peek(timeout_seconds=1.0)
             if event is None:
                 continue
+            line = _encoded(event)
             try:
                 if connection is None:
                     connection = socket.create_connection(("127.0.0.1", self._port), timeout=_SEND_TIMEOUT_SECONDS)
                     connection.sendall(f"{self._key}\n".encode())
-                connection.sendall(f"{encode_event(event)}\n".encode())
+                connection.sendall(line)
             except OSError:
                 if connection is not None:
                     connection.close()
@@ -195,7 +205,7 @@ class EventOutput:
             if event is None:
                 continue
             try:
-                self.write_text(f"{EVENT_TAG}{encode_event(event)}\n")
+                self.write_text(f"{EVENT_TAG}{_encoded(event).decode()}")
             except OSError:  # the supervisor is gone, and with it soon this process
                 pass
             self._backlog.pop()
@@ -220,6 +230,11 @@ class LineStream:
         if newline:
             self._write_lines(lines + newline)
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for text in lines:
+            self.write(text)
 
     def flush(self) -> None:
         """Do nothing: lines are handed on as they are completed."""

@@ -108,11 +108,17 @@ def check_loop(loop: Callable[..., Any]) -> None:
         parameters = inspect.signature(loop).parameters.values()
     except (TypeError, ValueError):
         return
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = ", ".join(parameter.name for parameter in required)
+    if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in required) and len(required) == 1:
+        raise ConfigurationError(
+            f"train loop {getattr(loop, '__name__', loop)!r} takes {names} by name only; Ray Train passes the "
+            "train_loop_config by position"
+        )
     if len(required) > 1:
         raise ConfigurationError(
             f"train loop {getattr(loop, '__name__', loop)!r} requires {len(required)} arguments "
-            f"({', '.join(required)}); it may take none, or one: the train_loop_config"
+            f"({names}); it may take none, or one: the train_loop_config"
         )
 
 

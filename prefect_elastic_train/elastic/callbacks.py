@@ -38,9 +38,8 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.driver.relay import EventSender, Receiving
 from prefect_elastic_train.filesystems import uploading
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.resume import remove_interrupted_uploads
-from prefect_elastic_train.runs.snapshots import latest_checkpoint, parse_snapshot
+from prefect_elastic_train.runs.resume import attempt_snapshot, remove_interrupted_uploads
+from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import LocalRunStore
 
 __all__ = ["NoDatasetsCallback", "RunCallback", "UploadCallback", "notify_waiting", "remember_errors"]
@@ -49,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _ALIVE_SECONDS = 2.0
 _MAX_ERROR_CHARACTERS = 20_000
+_MAX_METRIC_CHARACTERS = 200
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -204,7 +204,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         workers = worker_group.get_workers()
         self._world_size = len(workers)
         self._reports_since_checkpoint = 0
-        snapshot = parse_snapshot(LocalRunStore(self._run_path).read(layout.SNAPSHOT))
+        snapshot = attempt_snapshot(LocalRunStore(self._run_path), self._attempt)
         latest = latest_checkpoint(snapshot) if snapshot else None
         self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
         ranks = {
@@ -280,8 +280,15 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
     """Give metrics as plain JSON values: numbers as numbers, anything else as short text."""
-    plain: dict[str, Any] = {}
-    for name, value in metrics.items():
-        item = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
-        plain[str(name)] = item if isinstance(item, bool | int | float | str) or item is None else str(item)[:200]
-    return plain
+    return {str(name): _plain_value(value) for name, value in metrics.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    try:
+        # Arrays and tensors of one number have an item; those of several refuse.
+        value = value.item() if hasattr(value, "item") else value
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return str(value)[:_MAX_METRIC_CHARACTERS]

@@ -8,6 +8,7 @@ else goes straight to the filesystem below, and bulk data through its native str
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import CommitLog, check_fence, mark_name, unquote_mark
 from prefect_elastic_train.runs.records import UploadMark, encode
-from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
+from prefect_elastic_train.runs.resume import attempt_snapshot
+from prefect_elastic_train.runs.snapshots import checkpoint_names
 from prefect_elastic_train.runs.store import LocalRunStore
 
 __all__ = ["RunFilesystem", "run_filesystem", "uploading"]
@@ -106,7 +108,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
         """Describe some paths."""
-        return list(self._inner.get_file_info(paths))
+        return [self._snapshot_info() if self._is_snapshot(path) else self._inner.get_file_info(path) for path in paths]
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
         """Describe what a selector finds."""
@@ -148,7 +150,9 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         self._inner.copy_file(src, dest)
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open a file for reading from its beginning."""
+        """Open a file for reading from its beginning; for Ray's snapshot, what this attempt goes on from."""
+        if self._is_snapshot(path):
+            return pa.PythonFile(io.BytesIO(self._snapshot() or self._missing_snapshot()), mode="r")
         return self._inner.open_input_stream(path)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
@@ -157,13 +161,32 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def open_output_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
         """Open a file for writing; Ray's snapshot becomes a commit when the stream is closed."""
-        if path == f"{self._run_path}/{layout.SNAPSHOT}":
+        if self._is_snapshot(path):
             return pa.PythonFile(_SnapshotSink(self._log), mode="w")
         return self._inner.open_output_stream(path, metadata=metadata)
 
     def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
         """Open a file for appending."""
         return self._inner.open_append_stream(path, metadata=metadata)
+
+    def _is_snapshot(self, path: str) -> bool:
+        return path == f"{self._run_path}/{layout.SNAPSHOT}"
+
+    def _snapshot(self) -> bytes | None:
+        snapshot = attempt_snapshot(self._store, self._attempt)
+        return None if snapshot is None else json.dumps(snapshot).encode()
+
+    def _snapshot_info(self) -> fs.FileInfo:
+        data = self._snapshot()
+        path = f"{self._run_path}/{layout.SNAPSHOT}"
+        if data is None:
+            return fs.FileInfo(path, type=fs.FileType.NotFound)
+        return fs.FileInfo(path, type=fs.FileType.File, size=len(data))
+
+    def _missing_snapshot(self) -> bytes:
+        raise FileNotFoundError(
+            f"{self._run_path}/{layout.SNAPSHOT}: attempt {self._attempt} starts from the beginning"
+        )
 
     def _child(self, path: str) -> str:
         """Give a path relative to the run directory, empty if it is not inside of it or is our own state."""
@@ -175,7 +198,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def _begin_upload(self, checkpoint: str) -> None:
         check_fence(self._store, self._attempt)
-        snapshot = parse_snapshot(self._store.read(layout.SNAPSHOT))
+        snapshot = attempt_snapshot(self._store, self._attempt)
         committed = checkpoint_names(snapshot) if snapshot else []
         for name in committed:
             if checkpoint == name or checkpoint.startswith(f"{name}/"):

@@ -43,12 +43,13 @@ class Accounts(BaseModel):
 class _Group:
     """A worker group: what it did, and how much of that was kept."""
 
-    def __init__(self, event: WorkerGroupStarted) -> None:
+    def __init__(self, event: WorkerGroupStarted, index: int) -> None:
         self.started_at = event.at
         self.last_report_at = event.at
         self.kept_until = event.at
-        self.last_index = 0
-        self.kept_index = 0
+        # Reports are numbered over all worker groups of an attempt.
+        self.last_index = index
+        self.kept_index = index
 
     def kept_seconds(self, whole: bool) -> float:
         return (self.last_report_at if whole else self.kept_until) - self.started_at
@@ -70,6 +71,7 @@ def add_up(events: Iterable[Event]) -> Accounts:
     group: _Group | None = None
     productive = 0.0
     first_at = last_at = 0.0
+    index = pending = 0
     completed = False
 
     def close(lost: int | None, whole: bool = False) -> None:
@@ -84,13 +86,17 @@ def add_up(events: Iterable[Event]) -> Accounts:
         last_at = max(last_at, event.at)
         if isinstance(event, AttemptStarted):
             close(None)  # the attempt before died without a word
+            accounts.steps_lost += pending
+            pending = 0
             attempts.add(event.attempt)
+            index = 0
         elif isinstance(event, WorkerGroupStarted):
             close(None)
-            group = _Group(event)
+            group = _Group(event, index)
             accounts.world_sizes.append(WorldSize(at=event.at, size=event.world_size))
         elif isinstance(event, Reported):
             accounts.last_metrics = event.metrics
+            index = event.index
             rows.append(
                 {
                     **event.metrics,
@@ -109,9 +115,11 @@ def add_up(events: Iterable[Event]) -> Accounts:
         elif isinstance(event, WorkerFailed):
             accounts.worker_failures += 1
             close(event.reports_lost if event.retried else 0)
+            pending = 0 if event.retried else event.reports_lost
         elif isinstance(event, WorkersPreempted):
             accounts.preemptions += 1
             close(event.reports_lost if event.retried else 0)
+            pending = 0 if event.retried else event.reports_lost
         elif isinstance(event, WorkerGroupResized):
             accounts.resizes += 1
             close(None)

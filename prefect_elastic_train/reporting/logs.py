@@ -128,14 +128,10 @@ class RunLog:
             return f"[attempt {self._attempt} {source}] {rest}"
         if match["actor"] != "RayTrainWorker":
             return f"[attempt {self._attempt} {match['actor']}] {rest}"
-        rank = next(
-            (
-                rank
-                for worker, rank in self._ranks.items()
-                if worker.endswith(f":{match['pid']}") and (not match["ip"] or worker.startswith(match["ip"]))
-            ),
-            None,
-        )
+        worker = f"{match['ip'] or ''}:{match['pid']}"
+        # Without an address the worker is on the driver's node, whose address Ray leaves out.
+        ranks = (rank for known, rank in self._ranks.items() if known.endswith(worker))
+        rank = self._ranks.get(worker) if match["ip"] else next(ranks, None)
         name = f"rank {rank}" if rank is not None else f"worker {match['pid']}"
         return f"[attempt {self._attempt} {name}] {rest}"
 

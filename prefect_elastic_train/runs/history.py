@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 * 1024
 _WRITE_SECONDS = 2.0
+#: Segments kept in memory while the storage fails; the oldest go first.
+_MAX_UNWRITTEN = 64
 #: After so many reports, those without a checkpoint are kept only once in so many seconds.
 _REPORTS_IN_FULL = 2000
 _REPORT_SECONDS = 1.0
@@ -54,7 +56,8 @@ class HistoryWriter:
         self._segment = 0
         self._lines: list[bytes] = []
         self._size = 0
-        self._unwritten = False
+        #: Segments that are not written as they are, by number; a full one stays here until it is.
+        self._unwritten: dict[int, list[bytes]] = {}
         self._urgent = threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -73,20 +76,23 @@ class HistoryWriter:
         line = encode_event(event).encode() + b"\n"
         with self._lock:
             if self._size + len(line) > _SEGMENT_BYTES and self._lines:
-                self._write()
                 self._segment += 1
                 self._lines, self._size = [], 0
             self._lines.append(line)
             self._size += len(line)
-            self._unwritten = True
+            self._unwritten[self._segment] = self._lines
+            while len(self._unwritten) > _MAX_UNWRITTEN:
+                self._unwritten.pop(min(self._unwritten))
         if not isinstance(event, Reported):
             self._urgent.set()
 
     def close(self) -> None:
-        """Write what is left; returns within some seconds."""
+        """Write what is left; returns within some seconds. May be called again after a last word."""
         self._closed = True
         self._urgent.set()
         self._thread.join(timeout=5)
+        with self._lock:
+            self._write()
 
     def _run(self) -> None:
         while True:
@@ -99,11 +105,10 @@ class HistoryWriter:
             time.sleep(0.2)
 
     def _write(self) -> None:
-        if not self._unwritten:
-            return
-        name = f"{layout.EVENTS}/{self._attempt:04d}-{self._segment:03d}.jsonl"
         try:
-            self._store.replace(name, b"".join(self._lines))
-            self._unwritten = False
+            for segment in sorted(self._unwritten):
+                name = f"{layout.EVENTS}/{self._attempt:04d}-{segment:03d}.jsonl"
+                self._store.replace(name, b"".join(self._unwritten[segment]))
+                del self._unwritten[segment]
         except OSError as error:
             logger.warning("could not write the history, will try again: %s", error)

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, check_fence, lineage, mark_name, unquote_mark
+from prefect_elastic_train.runs.commits import all_attempts, all_commits, check_fence, lineage, mark_name, unquote_mark
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
 from prefect_elastic_train.runs.snapshots import (
     checkpoint_names,
@@ -22,6 +22,7 @@ from prefect_elastic_train.runs.store import RunStore
 __all__ = [
     "ResumePoint",
     "adopt_snapshot",
+    "attempt_snapshot",
     "find_resume_point",
     "mark_dropped",
     "remove_interrupted_uploads",
@@ -78,6 +79,33 @@ def find_resume_point(store: RunStore) -> ResumePoint:
             return ResumePoint((attempt, sequence), usable, _once(dropped), _once(repairs))
         repairs.append(f"commit {name} has no whole checkpoint left and was passed over")
     return ResumePoint(None, None, _once(dropped), _once(repairs))
+
+
+def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
+    """Give the snapshot that an attempt goes on from: of its newest commit, else of its base.
+
+    This, not Ray's file, is what the attempt's own processes read: a holder that was stopped for a while may
+    still mirror its last commit there after it was fenced off.
+    """
+    for number, sequence in reversed(all_commits(store)):
+        if number != attempt:
+            continue
+        record = decode(CommitRecord, store.read(layout.commit_name(number, sequence)))
+        if record is not None:
+            return record.snapshot
+    begun = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
+    if begun is None or begun.base is None:
+        return None
+    base = decode(CommitRecord, store.read(layout.commit_name(*begun.base)))
+    if base is None:
+        return None
+    gone = {
+        checkpoint
+        for number, names in _dropped_by_attempts(store)
+        if begun.base[0] < number <= attempt
+        for checkpoint in names
+    }
+    return without_checkpoints(base.snapshot, gone)
 
 
 def mark_dropped(store: RunStore, point: ResumePoint, attempt: int) -> None:
@@ -160,9 +188,8 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
         FencedOffError: Another attempt has taken over; nothing was removed.
     """
     check_fence(store, attempt)
-    # The snapshot was restored when the attempt began, and names what training goes on from.
-    snapshot = parse_snapshot(store.read(layout.SNAPSHOT))
-    needed = set(checkpoint_names(snapshot)) if snapshot else _newest_committed(store)
+    snapshot = attempt_snapshot(store, attempt)
+    needed = set(checkpoint_names(snapshot)) if snapshot else set()
     removed = []
     for name in store.names(layout.UPLOADS):
         mark = decode(UploadMark, store.read(f"{layout.UPLOADS}/{name}"))
@@ -174,15 +201,6 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
             removed.append(checkpoint)
         store.delete(f"{layout.UPLOADS}/{name}")
     return removed
-
-
-def _newest_committed(store: RunStore) -> set[str]:
-    """Give the checkpoints of the newest whole commit, for when Ray's file is torn or gone."""
-    for attempt, sequence in lineage(store):
-        record = decode(CommitRecord, store.read(layout.commit_name(attempt, sequence)))
-        if record is not None:
-            return set(record.manifest)
-    return set()
 
 
 def _dropped_by_attempts(store: RunStore) -> list[tuple[int, list[str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +10,13 @@ from hypothesis import HealthCheck, settings
 from prefect.settings import PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
 from prefect_elastic_train.runs.store import LocalRunStore
+from tests.unit.support import PROFILE, WIDER
 
 # The same examples at every run; HYPOTHESIS_PROFILE=wide looks at many more, new ones each time.
-settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("wide", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+_common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", _common, max_examples=50, derandomize=True)
+settings.register_profile("wide", _common, max_examples=50 * WIDER)
+settings.load_profile(PROFILE)
 
 
 @pytest.fixture(scope="package", autouse=True)

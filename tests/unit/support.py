@@ -11,6 +11,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from hypothesis import settings
+
 from prefect_elastic_train.filesystems import run_filesystem, uploading
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, Claim, Finished, begin_attempt
@@ -24,8 +26,19 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where tests with thousands of synced writes keep their directories."""
 
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
+"""How hypothesis looks for examples: ``same`` or ``wide``."""
+
+WIDER = 50
+"""How many times as many examples the wide profile looks at."""
+
 FLOW_RUN = "11111111-aaaa-bbbb-cccc-000000000001"
 OTHER_FLOW_RUN = "22222222-aaaa-bbbb-cccc-000000000002"
+
+
+def examples(number: int) -> settings:
+    """Give the settings of a test that looks at so many examples, or at many more in the wide profile."""
+    return settings(max_examples=number * WIDER if PROFILE == "wide" else number)
 
 
 def claim(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.outcomes import Outcome
 from prefect_elastic_train.reporting.accounts import Accounts, add_up
-
 
 #: When the runs of these tests begin, in seconds since the epoch.
 T = 1_700_000_000.0
@@ -177,7 +177,7 @@ def test_a_long_history_is_thinned_evenly_with_first_and_last(reports: int) -> N
     steps = [row["step"] for row in history]
     assert len(steps) == min(reports, 2000)
     assert (steps[0], steps[-1]) == (0, reports - 1)
-    gaps = {later - earlier for earlier, later in zip(steps, steps[1:], strict=False)}
+    gaps = {later - earlier for earlier, later in itertools.pairwise(steps)}
     assert max(gaps) - min(gaps) <= 1
 
 

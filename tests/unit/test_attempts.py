@@ -278,7 +278,9 @@ def test_a_persons_retry_after_a_verdict_starts_with_fresh_budgets(
         assert _refused(store, claim(**wanted)).final
 
 
-@pytest.mark.parametrize("outcome", ["user_error", "storage_error", "cancelled", "timed_out", "invalid", "from_the_future"])
+@pytest.mark.parametrize(
+    "outcome", ["user_error", "storage_error", "cancelled", "timed_out", "invalid", "from_the_future"]
+)
 def test_an_end_that_no_restart_follows_starts_fresh_budgets(store: LocalRunStore, outcome: str) -> None:
     wanted = claim(driver_restarts=0)
     begin(store, wanted)
@@ -311,13 +313,12 @@ def test_an_attempt_that_gave_way_before_it_did_anything_does_not_count(store: L
 def test_a_run_that_two_flow_runs_create_at_once_is_one_of_theirs(store: LocalRunStore) -> None:
     gate = threading.Barrier(6)
 
-    def start(number: int) -> int | str:
+    def start(number: int) -> int | AttemptFailedError:
         gate.wait()
         try:
             return begin(store, claim(f"flow-run-{number}", flow_run_name=f"run-{number}")).attempt
         except AttemptFailedError as error:
-            assert error.outcome is Outcome.INVALID
-            return str(error)
+            return error
 
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(start, range(6)))
@@ -325,6 +326,8 @@ def test_a_run_that_two_flow_runs_create_at_once_is_one_of_theirs(store: LocalRu
     assert len(winners) == 1
     for number, result in enumerate(results):
         if number not in winners:
+            assert isinstance(result, AttemptFailedError)
+            assert result.outcome is Outcome.INVALID
             assert f"flow run 'run-{winners[0]}'" in str(result)
     assert all_attempts(store) == [1]
 

@@ -111,9 +111,7 @@ def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: LocalR
     first.report("a")
     before = store.read(layout.SNAPSHOT)
     successor = AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))
-    hooked = HookedStore(
-        store.path, layout.COMMITS, lambda: store.create(layout.attempt_name(2), encode(successor))
-    )
+    hooked = HookedStore(store.path, layout.COMMITS, lambda: store.create(layout.attempt_name(2), encode(successor)))
     first.log = CommitLog(hooked, 1)
     first.upload("b")
     with pytest.raises(FencedOffError):

@@ -21,7 +21,7 @@ from prefect_elastic_train.runs.records import CommitRecord, decode
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.runs.store import LocalRunStore
-from tests.unit.support import Training, begin, claim, private_folder, tear
+from tests.unit.support import Training, begin, claim, examples, private_folder, tear
 
 RANKS = 2
 
@@ -136,9 +136,7 @@ class CrashingRun(RuleBasedStateMachine):
         except Died:
             pass
 
-    def _train_epoch(
-        self, training: Training, name: str, contents: dict[str, bytes], dies_in: str, after: int
-    ) -> None:
+    def _train_epoch(self, training: Training, name: str, contents: dict[str, bytes], dies_in: str, after: int) -> None:
         store = training.store
         assert isinstance(store, MortalStore)
         self.uploads += 1
@@ -226,5 +224,5 @@ class CrashingRun(RuleBasedStateMachine):
         return found
 
 
-CrashingRun.TestCase.settings = settings(max_examples=100, stateful_step_count=8)
+CrashingRun.TestCase.settings = settings(examples(40), stateful_step_count=8)
 test_a_run_resumes_from_its_newest_whole_checkpoint_whatever_dies_or_is_damaged = CrashingRun.TestCase

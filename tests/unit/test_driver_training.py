@@ -188,9 +188,7 @@ def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers() -> No
 
 
 def test_a_cluster_that_others_may_join_is_never_too_small() -> None:
-    spec = _spec(
-        scaling=ScalingSettings(min_workers=100, max_workers=100), cluster=ClusterSettings(address="auto")
-    )
+    spec = _spec(scaling=ScalingSettings(min_workers=100, max_workers=100), cluster=ClusterSettings(address="auto"))
     check_capacity(spec, {"CPU": 1.0})
 
 

@@ -23,6 +23,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollSt
 from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.events import (
     CheckpointCommitted,
+    ControllerAlive,
     Event,
     Reported,
     StateChanged,
@@ -361,5 +362,21 @@ def test_a_worker_marks_its_uploads_through_rays_hook(store: LocalRunStore) -> N
     assert store.names(layout.UPLOADS) == ["ckpt-1"]
 
 
-def test_a_controller_shows_signs_of_life(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for(lambda: [event for event in controller.events if event.kind == "controller_alive"], 5, "a sign of life")
+def test_a_controller_shows_signs_of_life_that_say_what_it_does(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callbacks, "_ALIVE_SECONDS", 0.05)
+    controller = Controller(store)
+    controller.callback.after_controller_state_update(InitializingState(), RunningState())
+    try:
+        alive = wait_for(
+            lambda: [event for event in controller.events if isinstance(event, ControllerAlive)], 5, "a sign of life"
+        )
+        assert alive[-1].doing in ("INITIALIZING", "RUNNING")
+        assert alive[-1].droppable
+        wait_for(lambda: controller.events[-1].kind == "controller_alive" and len(controller.events) > 4, 5, "more")
+        assert [e for e in controller.events if isinstance(e, ControllerAlive)][-1].doing == "RUNNING"
+    finally:
+        controller.callback.before_controller_abort()
+        controller.receiver.close()
+        callbacks._current = None

@@ -49,9 +49,7 @@ EVENTS: list[Event] = [
     Reported(index=9, metrics={"loss": 0.5, "text": "x", "none": None}, world_size=4, checkpoint="a", **BASE),
     CheckpointCommitted(checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, **BASE),
     ControllerAlive(doing="RUNNING", seconds=1.5, callback_errors=2, **BASE),
-    AttemptEnded(
-        outcome=Outcome.USER_ERROR, message="why", already_finished=True, final=True, result={"a": 1}, **BASE
-    ),
+    AttemptEnded(outcome=Outcome.USER_ERROR, message="why", already_finished=True, final=True, result={"a": 1}, **BASE),
 ]
 
 _by_kind = pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)

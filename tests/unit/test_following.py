@@ -62,9 +62,7 @@ class Supervisor:
         self.lines: list[tuple[str, str]] = []
         self._drivers: list[subprocess.Popen[bytes]] = []
 
-    def follow(
-        self, code: str, liveness: float = 60.0, check_stop: Callable[[], None] = lambda: None
-    ) -> AttemptEnded:
+    def follow(self, code: str, liveness: float = 60.0, check_stop: Callable[[], None] = lambda: None) -> AttemptEnded:
         """Follow a driver that runs some code to its end."""
         driver = subprocess.Popen(
             [sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{code}"],
@@ -141,8 +139,8 @@ def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervis
 def test_signs_of_life_keep_a_driver(supervisor: Supervisor) -> None:
     alive = _say(ControllerAlive(doing="RUNNING", seconds=1))
     last = AttemptEnded(attempt=4, outcome=Outcome.COMPLETED, result={})
-    code = _say(STARTED) + "for _ in range(10):\n    time.sleep(0.2)\n    " + alive + _say(last)
-    assert supervisor.follow(code, liveness=1.5) == last
+    code = _say(STARTED) + "for _ in range(8):\n    time.sleep(0.2)\n    " + alive + _say(last)
+    assert supervisor.follow(code, liveness=1.0) == last
 
 
 def test_a_driver_that_dies_while_something_it_started_holds_its_output_is_noticed(supervisor: Supervisor) -> None:
@@ -159,7 +157,7 @@ def test_a_request_to_stop_is_seen_while_a_driver_chatters(supervisor: Superviso
     class Stop(BaseException):
         """The user cancelled."""
 
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 0.5
 
     def check_stop() -> None:
         if time.monotonic() > until:

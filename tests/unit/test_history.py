@@ -13,7 +13,6 @@ from prefect_elastic_train.driver.events import (
     AttemptEnded,
     AttemptStarted,
     ControllerAlive,
-
     Reported,
     StateChanged,
 )
@@ -278,5 +277,3 @@ def test_a_torn_newest_commit_is_passed_over_when_a_run_is_read(store: LocalRunS
     commit = newest_commit(store)
     assert commit is not None
     assert (commit.attempt, commit.sequence) == (1, 1)
-
-

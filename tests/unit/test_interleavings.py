@@ -6,6 +6,7 @@ and who dies there. Checkpoints hold the history that led to them, so a mixture 
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
@@ -25,7 +26,7 @@ from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
 from prefect_elastic_train.runs.store import LocalRunStore
-from tests.unit.support import claim, empty_snapshot, private_folder, with_result
+from tests.unit.support import claim, empty_snapshot, examples, private_folder, with_result
 
 Chain = tuple[str, ...]
 """Names of the checkpoints that training went through, oldest first."""
@@ -158,7 +159,7 @@ class Ledger:
     def check_whole(self, snapshot: dict[str, Any]) -> None:
         """All checkpoints of a snapshot are there, with the histories of one lineage."""
         chains = [self.chain(name) for name in checkpoint_names(snapshot)]
-        for earlier, later in zip(chains, chains[1:], strict=False):
+        for earlier, later in itertools.pairwise(chains):
             assert later[: len(earlier)] == earlier, f"two lineages are mixed: {earlier} and {later}"
 
 
@@ -311,19 +312,19 @@ def schedules(drivers: int, max_turns: int) -> st.SearchStrategy[list[Turn]]:
     return st.lists(turn, min_size=1, max_size=max_turns)
 
 
-@settings(max_examples=80)
+@examples(40)
 @given(schedule=schedules(drivers=3, max_turns=16), keep=st.integers(1, 2))
 def test_nothing_committed_is_lost_or_mixed_whoever_overlaps_and_dies(schedule: list[Turn], keep: int) -> None:
     play(schedule, drivers=3, reports=2, keep=keep)
 
 
-@settings(max_examples=40)
+@examples(20)
 @given(schedule=schedules(drivers=1, max_turns=12), keep=st.integers(1, 2))
 def test_nothing_committed_is_lost_when_attempts_die_one_after_the_other(schedule: list[Turn], keep: int) -> None:
     play(schedule, drivers=1, reports=3, keep=keep)
 
 
-@settings(max_examples=100)
+@examples(40)
 @given(holder=st.integers(1, 30), successor=st.integers(1, 40), dies=st.booleans(), keep=st.integers(1, 2))
 def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
     holder: int, successor: int, dies: bool, keep: int

@@ -229,7 +229,14 @@ def test_progress_is_no_line_for_a_person(lines: Lines, event: Event) -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 * 1024**3, "5.0 GiB"), (3 * 1024**4, "3072.0 GiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 * 1024**3, "5.0 GiB"),
+        (3 * 1024**4, "3072.0 GiB"),
+    ],
 )
 def test_sizes_are_told_in_units_a_person_reads(lines: Lines, size: int, text: str) -> None:
     _log().event(CheckpointCommitted(checkpoint="a", size_bytes=size, metrics={}))

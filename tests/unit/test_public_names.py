@@ -29,10 +29,10 @@ MODULES = ["prefect_elastic_train", "prefect_elastic_train.blocks", "prefect_ela
 
 _LOAD_ONE_AFTER_THE_OTHER = """
 import importlib, json
-loaded = {}
+heavy, loaded = ("ray", "torch", "jax", "matplotlib", "pyarrow", "prefect"), {}
 for name in sys.argv[1:]:
     importlib.import_module(name)
-    loaded[name] = [heavy for heavy in ("ray", "torch", "jax", "matplotlib", "pyarrow", "prefect") if heavy in sys.modules]
+    loaded[name] = [package for package in heavy if package in sys.modules]
 print(json.dumps(loaded))
 """
 

@@ -106,9 +106,7 @@ def test_a_damaged_checkpoint_is_dropped_and_the_one_before_is_used(
     assert json.loads(store.read(layout.SNAPSHOT) or b"") == begun.point.snapshot
 
 
-def test_a_damaged_old_checkpoint_is_dropped_and_the_newest_one_stays(
-    store: LocalRunStore, training: Training
-) -> None:
+def test_a_damaged_old_checkpoint_is_dropped_and_the_newest_one_stays(store: LocalRunStore, training: Training) -> None:
     store.delete("a/model.pt")
     begun = begin(store)
     assert begun.point.checkpoint == "c"
@@ -208,9 +206,7 @@ def test_a_resumed_run_goes_on_from_its_repaired_snapshot(store: LocalRunStore, 
     assert [result["checkpoint_dir_name"] for result in begun.point.snapshot["checkpoint_results"]] == ["a", "c", "d"]
 
 
-def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(
-    store: LocalRunStore, training: Training
-) -> None:
+def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(store: LocalRunStore, training: Training) -> None:
     Training(store, begin(store).attempt).report("d")
     tear(store, layout.commit_name(2, 1))
     begun = begin(store)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 from ray.train import CheckpointConfig
@@ -25,7 +25,7 @@ from prefect_elastic_train.runs.snapshots import (
     seed_snapshot,
     without_checkpoints,
 )
-from tests.unit.support import empty_snapshot, with_result
+from tests.unit.support import empty_snapshot, examples, with_result
 
 NAMES = [f"checkpoint_{letter}" for letter in "abcdef"]
 
@@ -88,9 +88,7 @@ def test_a_repaired_snapshot_fits_together(snapshot: dict[str, Any], dropped: se
     assert parse_snapshot(json.dumps(repaired)) == repaired
     index_of = {
         result["checkpoint_dir_name"]: index
-        for result, index in zip(
-            snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True
-        )
+        for result, index in zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
     }
     results = repaired["checkpoint_results"]
     assert [index_of[r["checkpoint_dir_name"]] for r in results] == repaired["checkpoint_report_indices"]
@@ -112,7 +110,7 @@ def test_a_repaired_snapshot_fits_together(snapshot: dict[str, Any], dropped: se
         assert repaired[untouched] == snapshot[untouched]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_ray_loads_every_repaired_snapshot(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     snapshot = data.draw(ray_snapshots())

@@ -1,0 +1,162 @@
+"""What ``elastic_train`` checks before anything starts, and what it tells the driver; without any server."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+from prefect.context import FlowRunContext
+
+from prefect_elastic_train import (
+    CheckpointPolicy,
+    ConfigurationError,
+    ElasticScaling,
+    FailureBudget,
+    LocalStorage,
+    Outcome,
+    RayCluster,
+)
+from prefect_elastic_train.driver.events import AttemptEnded
+from prefect_elastic_train.outcomes import may_retry
+from prefect_elastic_train.training import (
+    _aelastic_train_task,
+    _elastic_train_task,
+    _failure,
+    _request,
+    _spec,
+    _with_budget,
+)
+
+
+def loop(config: dict[str, Any]) -> None:
+    """A train loop."""
+
+
+def two(config: dict[str, Any], other: int) -> None:
+    """Not a train loop."""
+
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"train_loop": 7}, ["must be a function or an import path, got int"]),
+    ({"train_loop": two}, ["'two' requires 2 arguments (config, other)"]),
+    ({"train_loop": "package.module"}, ["'package.module' is no import path", "'package.module:function'"]),
+    ({"train_loop": "package/module.py:loop"}, ["is no import path"]),
+    ({"train_loop": "package.module:"}, ["is no import path"]),
+    ({"train_loop": ":loop"}, ["is no import path"]),
+    ({"framework": "tensorflow"}, ["'tensorflow' is unknown", "'torch', 'jax', 'none'"]),
+    ({"train_loop_config": [1]}, ["train_loop_config must be a dict or None, got list"]),
+    ({"resume": True}, ["resume=True", "run_name"]),
+    ({"resume": True, "run_name": "a", "resume_from": "b"}, ["resume=True", "resume_from", "give one of them"]),
+    ({"resume_from": "../b"}, ["'../b' cannot name a run directory"]),
+    ({"run_name": "a/b"}, ["'a/b' cannot name a run directory"]),
+    ({"run_name": ""}, ["'' cannot name a run directory"]),
+    ({"scaling": FailureBudget()}, ["expected a ElasticScaling or the name of one, got FailureBudget"]),
+    ({"cluster": {"address": "auto"}}, ["expected a RayCluster or the name of one, got dict"]),
+    ({"train_loop_config": {"lock": threading.Lock()}}, ["cannot be sent to another process", "lock"]),
+    ({"cluster": RayCluster(auth_token="********")}, ["RayCluster.auth_token is masked", "Save the block"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: "-".join(value)[:40])
+def test_a_bad_request_is_refused_before_anything_starts(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        _request(**{"train_loop": loop, **arguments})
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    request = _request(train_loop=loop)
+    spec, extra_cpus = _spec(request)
+    assert spec.run_name.startswith("loop-")
+    assert not spec.named
+    assert spec.framework == "torch"
+    assert spec.storage.path == "/home/ada/elastic_train_runs"
+    assert spec.cluster.is_local
+    assert (spec.scaling.min_workers, spec.scaling.max_workers) == (1, 1)
+    assert (spec.poll_interval_seconds, extra_cpus) == (0.1, 0)
+    assert pickle.loads(spec.payload).train_loop is loop
+
+
+def test_trainings_outside_of_flows_have_different_names() -> None:
+    assert _request(train_loop=loop).run_name != _request(train_loop=loop).run_name
+
+
+def test_everything_that_was_asked_for_reaches_the_driver() -> None:
+    request = _request(
+        train_loop="package.module:loop",
+        train_loop_config={"lr": 0.1},
+        framework="jax",
+        scaling=ElasticScaling(min_workers=2, max_workers=64),
+        failures=FailureBudget(driver_restarts=7),
+        checkpoints=CheckpointPolicy(keep=3),
+        storage=LocalStorage(path="/mnt/runs"),
+        cluster=RayCluster(address="auto", auth_token="hush"),
+        datasets={"train": [1]},
+        run_name="mnist",
+        resume_from="base@best",
+        jax_config="j",
+        worker_runtime_env={"env_vars": {"A": "1"}},
+    )
+    spec, extra_cpus = _spec(request)
+    assert (spec.run_name, spec.named, spec.resume, spec.resume_from) == ("mnist", True, False, "base@best")
+    assert (spec.framework, spec.loop_label) == ("jax", "loop")
+    assert (spec.scaling.max_workers, spec.failures.driver_restarts, spec.checkpoints.keep) == (64, 7, 3)
+    assert spec.storage.path == "/mnt/runs"
+    assert spec.cluster.auth_token.get_secret_value() == "hush"
+    assert spec.poll_interval_seconds == pytest.approx(0.32)
+    assert spec.worker_runtime_env == {"env_vars": {"A": "1"}}
+    assert spec.storage_block == ""
+    assert extra_cpus == 1, "Ray Data needs a CPU of its own"
+    payload = pickle.loads(spec.payload)
+    assert (payload.train_loop, payload.train_loop_config, payload.jax_config) == (
+        "package.module:loop",
+        {"lr": 0.1},
+        "j",
+    )
+
+
+def test_the_text_of_a_request_holds_nothing_that_nobody_should_read() -> None:
+    request = _request(
+        train_loop=loop,
+        train_loop_config={"password": "hush"},
+        cluster=RayCluster(auth_token="hush"),
+        run_name="mnist",
+    )
+    assert "hush" not in repr(request)
+    assert "hush" not in str(request)
+    assert "mnist" in repr(request)
+
+
+@pytest.mark.parametrize("template", [_elastic_train_task, _aelastic_train_task])
+def test_the_task_has_the_retries_and_delays_of_the_budget(template: Any) -> None:
+    failures = FailureBudget(driver_restarts=4, driver_restart_delay_seconds=100)
+    task = _with_budget(template, _request(train_loop=loop, failures=failures, run_name="mnist"))
+    assert task.retries == 4
+    assert task.retry_delay_seconds == [100, 200, 300, 300]
+    assert task.retry_jitter_factor == 0.2
+    assert task.retry_condition_fn is may_retry
+    assert task.task_run_name == "mnist"
+
+
+def test_a_budget_without_restarts_is_a_task_without_retries() -> None:
+    failures = FailureBudget(driver_restarts=0, driver_restart_delay_seconds=0)
+    task = _with_budget(_elastic_train_task, _request(train_loop=loop, failures=failures))
+    assert task.retries == 0
+
+
+def test_the_error_of_a_failed_attempt_says_which_run_and_attempt_and_how() -> None:
+    request = _request(train_loop=loop, run_name="mnist")
+    error = _failure(request, AttemptEnded(attempt=3, outcome=Outcome.CLUSTER_LOST, message="the head died"))
+    assert str(error) == "training 'mnist', attempt 3: cluster_lost: the head died"
+    assert (error.outcome, error.attempt, error.final, error.retryable) == (Outcome.CLUSTER_LOST, 3, False, True)
+    before = _failure(request, AttemptEnded(outcome=Outcome.DRIVER_LOST, message="gone", final=True))
+    assert str(before) == "training 'mnist', the driver: driver_lost: gone"
+    assert not before.retryable
+
+
+def test_there_is_no_flow_in_these_tests() -> None:
+    assert FlowRunContext.get() is None
