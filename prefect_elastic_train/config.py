@@ -247,6 +247,9 @@ _ADDRESS = re.compile(r"^(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d
 class ClusterSettings(_Settings):
     """Which Ray cluster trains. See :class:`RayCluster`."""
 
+    # What a validation error shows of its input may be the token, also under a misspelt name.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     address: str = Field(
         default="",
         description="Empty: a local cluster for this run. 'auto' or host:port: join a cluster from one of its nodes.",
@@ -295,6 +298,15 @@ class ClusterSettings(_Settings):
             raise ValueError(f"expected '', 'auto' or 'host:port' (port 1 to 65535), got {value!r}")
         return value
 
+    @field_validator("num_cpus", "num_gpus", "connect_timeout_seconds", mode="before")
+    @classmethod
+    def _name_the_value(cls, value: Any, info: ValidationInfo) -> Any:
+        # Since this model hides its input in errors, what is no secret is named here.
+        least = {"num_cpus": 0, "num_gpus": -1, "connect_timeout_seconds": 0}[str(info.field_name)]
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
+            raise ValueError(f"Input should be greater than or equal to {least}, got {value}")
+        return value
+
     @field_validator("num_cpus", "num_gpus")
     @classmethod
     def _sizes_are_for_local_clusters(cls, value: int, info: ValidationInfo) -> int:
@@ -302,7 +314,8 @@ class ClusterSettings(_Settings):
         address = info.data.get("address", "")
         if address and value != cls.model_fields[str(info.field_name)].default:
             raise ValueError(
-                f"{info.field_name} sizes a local cluster and address ({address!r}) names another one: remove either"
+                f"{info.field_name}={value} sizes a local cluster and address ({address!r}) names another one: "
+                "remove either"
             )
         return value
 

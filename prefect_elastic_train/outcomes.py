@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "ConfigurationError",
     "ElasticTrainError",
     "Outcome",
+    "is_passing",
     "may_retry",
     "restart_delays",
 ]
@@ -79,6 +81,11 @@ def _rebuild(
     error_type: type[AttemptFailedError], message: str, outcome: Outcome, attempt: int, final: bool
 ) -> AttemptFailedError:
     return error_type(message, outcome=outcome, attempt=attempt, final=final)
+
+
+def is_passing(error: OSError) -> bool:
+    """Tell whether a storage error may be gone a little later, so that a new driver may succeed."""
+    return error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:

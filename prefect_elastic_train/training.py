@@ -11,6 +11,7 @@ import contextvars
 import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -82,6 +83,7 @@ class _Request:
     resume_from: str
     payload: bytes
     worker_runtime_env: dict[str, Any]
+    interruptions: int
 
     def __repr__(self) -> str:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
@@ -224,13 +226,15 @@ async def _aelastic_train_task(request: _Request) -> TrainingResult:
     stop = threading.Event()
     context = contextvars.copy_context()
     loop = asyncio.get_running_loop()
-    attempt = loop.run_in_executor(None, lambda: context.run(_attempt, request, stop))
-    try:
-        return await asyncio.shield(attempt)
-    except asyncio.CancelledError:
-        stop.set()
-        await asyncio.wait([attempt])
-        raise
+    # A thread of its own: the loop's pool is small, and other trainings may fill it for weeks.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
+        attempt = loop.run_in_executor(thread, lambda: context.run(_attempt, request, stop))
+        try:
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            stop.set()
+            await asyncio.wait([attempt])
+            raise
 
 
 def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
@@ -239,10 +243,8 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
     more = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
     log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), get_settings().log_lines_per_second)
 
-    interrupted = interruptions()
-
     def check_stop() -> None:
-        if stop.is_set() or interruptions() > interrupted:
+        if stop.is_set() or interruptions() > request.interruptions:
             raise _Stop
 
     with _waiting_lock:
@@ -250,13 +252,24 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
     runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
     keep = False
     try:
-        spec, extra_cpus = _spec(request)
+        check_stop()
+        try:
+            spec, extra_cpus = _spec(request)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            # Blocks are loaded by name at each attempt, and Prefect's API may be away just now.
+            raise AttemptFailedError(
+                f"the blocks of training {request.run_name!r} cannot be loaded now: {type(error).__name__}: {error}",
+                outcome=Outcome.DRIVER_LOST,
+            ) from error
         ended = runtime.run_attempt(spec, extra_cpus)
         if ended.outcome is Outcome.COMPLETED and ended.result is not None:
             return TrainingResult.model_validate(ended.result)
-        error = _failure(request, ended)
+        raise _failure(request, ended)
+    except AttemptFailedError as error:
         keep = error.retryable and more
-        raise error
+        raise
     finally:
         log.close()
         if keep:
@@ -283,7 +296,7 @@ def _spec(request: _Request) -> tuple[DriverSpec, int]:
     spec = DriverSpec(
         run_name=request.run_name,
         framework=request.framework,
-        owner=request.owner,
+        owner=request.owner.model_copy(update={"supervisor": request.key}),
         fingerprint=fingerprint(request.train_loop, request.framework, request.train_loop_config),
         scaling=scaling,
         failures=failures,
@@ -380,6 +393,7 @@ def _request(
         resume_from=resume_from or "",
         payload=payload,
         worker_runtime_env=worker_runtime_env or {},
+        interruptions=interruptions(),
         **blocks,
     )
 

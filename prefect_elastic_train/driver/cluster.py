@@ -51,7 +51,7 @@ class LocalCluster:
         self._folder = folder
         self._token = write_token(secrets.token_hex(32), folder)
         self._environment = {
-            **environment,
+            **{name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"},
             **self._token,
             "RAY_gcs_rpc_server_reconnect_timeout_s": _GCS_RECONNECT_SECONDS,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -124,7 +124,6 @@ class LocalCluster:
             process.wait(timeout=10)
 
     def _command(self, port: int, session_folder: Path) -> list[str]:
-        cpus = self._settings.num_cpus or (os.cpu_count() or 1) + self._extra_cpus
         command = [
             sys.executable,
             "-m",
@@ -138,9 +137,12 @@ class LocalCluster:
             f"--port={port}",
             f"--ray-client-server-port={_free_port()}",
             "--dashboard-agent-listen-port=0",
-            f"--num-cpus={cpus}",
             f"--temp-dir={session_folder}",
         ]
+        # Without a number Ray counts by itself, and knows of the limits of a container.
+        if self._settings.num_cpus or self._extra_cpus:
+            own = self._settings.num_cpus or len(os.sched_getaffinity(0))
+            command.append(f"--num-cpus={own + self._extra_cpus}")
         if self._settings.num_gpus >= 0:
             command.append(f"--num-gpus={self._settings.num_gpus}")
         return command

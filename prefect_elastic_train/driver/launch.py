@@ -100,14 +100,14 @@ class Runtime:
         if spec.cluster.is_local:
             if self._cluster is None:
                 self._cluster = LocalCluster(spec.cluster, extra_cpus, folder, environment)
-            environment.update(self._cluster.driver_environment)
+            _set_token(environment, self._cluster.driver_environment)
             spec = _with_address_file(spec, folder)
             if not self._cluster.is_alive():
                 self._forget_cluster(spec)
         elif spec.cluster.address == "auto" and "RAY_ADDRESS" in os.environ:
             environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
         if spec.cluster.auth_token.get_secret_value():
-            environment.update(write_token(spec.cluster.auth_token.get_secret_value(), folder))
+            _set_token(environment, write_token(spec.cluster.auth_token.get_secret_value(), folder))
         spec_file = folder / "spec"
         (folder / STOP_FILE).unlink(missing_ok=True)
         write_spec(spec, spec_file)
@@ -121,6 +121,10 @@ class Runtime:
         )
         try:
             return _Following(self, self._driver, spec).until_end()
+        except BaseException:
+            # The flow run was told to stop: the driver shall know that its end is meant.
+            (folder / STOP_FILE).touch()
+            raise
         finally:
             self._end_driver()
             spec_file.unlink(missing_ok=True)
@@ -221,8 +225,6 @@ class Runtime:
         driver, self._driver = self._driver, None
         if driver is None or driver.poll() is not None:
             return
-        if self._folder is not None:
-            (self._folder / STOP_FILE).touch()
         driver.send_signal(signal.SIGINT)
         try:
             driver.wait(timeout=self.settings.stop_grace_seconds)
@@ -324,7 +326,7 @@ class _Following:
         return None
 
     def _lost_without_a_word(self, code: int) -> AttemptEnded:
-        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
         if self._runtime.cluster_is_dead():
             return self._end(Outcome.CLUSTER_LOST, f"the local Ray cluster has died, and the driver with it ({how})")
         return self._end(Outcome.DRIVER_LOST, f"the driver process (pid {self._driver.pid}) was ended by {how}")
@@ -340,3 +342,16 @@ class _Following:
 
 def _with_address_file(spec: DriverSpec, folder: Path) -> DriverSpec:
     return replace(spec, address_file=str(folder / "address"))
+
+
+def _set_token(environment: dict[str, str], token: dict[str, str]) -> None:
+    # Ray looks at this variable first, and would not see the file.
+    environment.pop("RAY_AUTH_TOKEN", None)
+    environment.update(token)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal
+        return str(number)

@@ -34,7 +34,7 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, read_spec
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome, is_passing
 from prefect_elastic_train.runs.attempts import (
     Begun,
     Claim,
@@ -64,6 +64,8 @@ def main(arguments: list[str]) -> int:
     """Run one attempt as the spec file says."""
     output = EventOutput(sys.stdout)
     sys.stdout = LineStream(output.write_text, sys.__stdout__.fileno())  # type: ignore[union-attr]
+    # Whatever a library writes there itself must not end up in the middle of an event.
+    os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
@@ -77,7 +79,8 @@ def main(arguments: list[str]) -> int:
     except ConnectionError as error:
         ended = AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {error}")
     except OSError as error:
-        ended = AttemptEnded(outcome=Outcome.STORAGE_ERROR, message=_storage_message(driver.spec, error))
+        outcome = Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR
+        ended = AttemptEnded(outcome=outcome, message=_storage_message(driver.spec, error))
     except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
         ended = AttemptEnded(
             outcome=Outcome.DRIVER_LOST,
@@ -280,7 +283,7 @@ class _Driver:
 
     def _finished(self, finished: Finished) -> AttemptEnded:
         """Give the result that the run has had since an earlier attempt."""
-        message = "; ".join(["it was finished before, and its result is given back", *finished.notes])
+        message = "the run was finished before, and its result is given back"
         ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message)
         return ended.model_copy(update={"result": finished.ended.result or self._result()})
 

@@ -21,7 +21,7 @@ import tenacity
 
 from prefect_elastic_train.driver.relay import Receiving
 from prefect_elastic_train.driver.spec import DriverSpec, Payload
-from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome, is_passing
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.store import LocalRunStore
 
@@ -133,7 +133,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     """
     address = _cluster_address(spec)
     _wait_for_listener(spec, address)
-    _check_token(address)
+    _check_head(spec, address)
     import ray
     from ray.job_config import JobConfig
 
@@ -271,6 +271,8 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
+    from prefect_elastic_train.elastic.failures import is_death
+
     def failed(outcome: Outcome, message: str) -> AttemptFailedError:
         return AttemptFailedError(message, outcome=outcome, attempt=attempt)
 
@@ -279,20 +281,23 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
         return failed(Outcome.INVALID, str(cause))
     if isinstance(error, WorkerGroupError):
         # When a rank dies, the others fail in their collectives: then its death is the cause.
-        if not any(isinstance(e, ray.exceptions.RayError) for e in error.worker_failures.values()):
+        if not any(is_death(failure) for failure in error.worker_failures.values()):
             return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows.\n{error}")
         return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows.\n{error}")
     if isinstance(error, PreemptionError):
         return failed(Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}")
     if isinstance(error, TypeError) and "serialize" in str(error):
         return failed(Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}")
+    if isinstance(cause, ray.exceptions.RuntimeEnvSetupError):
+        return failed(Outcome.INVALID, f"the runtime environment cannot be set up: {cause}")
     if isinstance(cause, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
         return failed(Outcome.DRIVER_LOST, f"Ray Train's controller died: {cause}")
     # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
     if isinstance(cause, ray.exceptions.RaySystemError | ray.exceptions.GetTimeoutError | ConnectionError):
         return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {cause}")
     if isinstance(cause, OSError):
-        return failed(Outcome.STORAGE_ERROR, f"the run directory could not be written: {cause}")
+        outcome = Outcome.DRIVER_LOST if is_passing(cause) else Outcome.STORAGE_ERROR
+        return failed(outcome, f"the run directory could not be written: {cause}")
     return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {type(cause).__name__}: {cause}")
 
 
@@ -338,13 +343,24 @@ def _wait_for_listener(spec: DriverSpec, address: str) -> None:
         ) from error
 
 
-def _check_token(address: str) -> None:
-    from prefect_elastic_train.elastic.gcs import refuses_token
+def _check_head(spec: DriverSpec, address: str) -> None:
+    """Find out what answers at the address before Ray's client tries, which cannot say why it fails."""
+    from prefect_elastic_train.elastic.gcs import HeadAnswer, ask_head
 
-    if address != "auto" and refuses_token(address):
+    if address == "auto":
+        return
+    timeout = spec.cluster.connect_timeout_seconds
+    answer = ask_head(address, timeout)
+    if answer is HeadAnswer.REFUSED:
         raise AttemptFailedError(
             f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
             outcome=Outcome.INVALID,
+        )
+    if answer is HeadAnswer.SILENT:
+        raise AttemptFailedError(
+            f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "
+            "of the head's GCS (`ray start --head --port=…`) as address of the RayCluster",
+            outcome=Outcome.CLUSTER_LOST,
         )
 
 

@@ -1,24 +1,50 @@
 """Asking a cluster's head whether it lets us in, before Ray's client tries and cannot say why it failed.
 
-Uses ``ray._raylet``: ``ray.init`` answers a refused token with the same "Failed to connect" as a dead head.
+Uses ``ray._raylet``: ``ray.init`` answers a refused token with the same "Failed to connect" as a dead head, and
+waits without a bound of its own for something that accepts connections and says nothing.
 """
 
 from __future__ import annotations
 
-__all__ = ["refuses_token"]
+import enum
+import threading
+
+__all__ = ["HeadAnswer", "ask_head"]
 
 _TIMEOUT_SECONDS = 5
 
 
-def refuses_token(address: str) -> bool:
-    """Tell whether the head at ``host:port`` answers and refuses the token of this process."""
+class HeadAnswer(enum.Enum):
+    """What the head at an address says."""
+
+    WELCOME = "welcome"
+    REFUSED = "refused"
+    SILENT = "silent"
+
+
+def ask_head(address: str, timeout_seconds: float) -> HeadAnswer:
+    """Ask the head at ``host:port``, with the token of this process.
+
+    Args:
+        address: Where it should be.
+        timeout_seconds: How long to wait for an answer.
+    """
+    answers: list[HeadAnswer] = []
+    thread = threading.Thread(target=_ask, args=(address, answers), daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    return answers[0] if answers else HeadAnswer.SILENT
+
+
+def _ask(address: str, answers: list[HeadAnswer]) -> None:
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError
 
     try:
         GcsClient(address=address).internal_kv_keys(b"session_name", timeout=_TIMEOUT_SECONDS)
     except AuthenticationError:
-        return True
-    except Exception:  # noqa: BLE001 - whatever else is wrong, ray.init meets it and tells it
-        return False
-    return False
+        answers.append(HeadAnswer.REFUSED)
+    except Exception:  # noqa: BLE001 - whatever else it says is no welcome
+        answers.append(HeadAnswer.SILENT)
+    else:
+        answers.append(HeadAnswer.WELCOME)

@@ -95,12 +95,10 @@ class Finished:
     Attributes:
         attempt: The attempt that completed it.
         ended: How that ended.
-        notes: What the user should know, such as a configuration that has changed since.
     """
 
     attempt: int
     ended: EndedRecord
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -146,8 +144,9 @@ def begin_attempt(
         last = past[-1] if past else None
         if last is not None:
             if last.flow_run_id == claim.owner.flow_run_id:
-                if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value:
-                    return Finished(last.number, last.ended, notes)
+                if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value and not claim.resume:
+                    return Finished(last.number, last.ended)
+                _check_not_taken_over(claim, past)
                 note = _end_old_driver(last)
                 notes += [note] if note else []
             else:
@@ -162,6 +161,7 @@ def begin_attempt(
         record = AttemptRecord(
             attempt=attempt,
             owner=claim.owner,
+            confirmed=False,
             base=point.base,
             dropped=point.dropped,
             repairs=point.repairs,
@@ -172,6 +172,7 @@ def begin_attempt(
         if next(lineage(store, before=attempt), None) != newest:
             end_attempt(store, attempt, "superseded", "the previous holder committed meanwhile", superseded=True)
             continue
+        store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last is not None and last.ended is None:
             end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
         mark_dropped(store, point, attempt)
@@ -197,8 +198,14 @@ def peek(store: RunStore, claim: Claim) -> Finished | None:
     if last.flow_run_id == claim.owner.flow_run_id:
         existing = decode(RunRecord, store.read(layout.RUN))
         changed = _check_same_training(claim, existing) if existing is not None else []
-        if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value:
-            return Finished(last.number, last.ended, changed)
+        if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value and not claim.resume:
+            if changed:
+                raise AttemptFailedError(
+                    f"run {claim.name!r} is finished, and {changed[0]}. Give this training another run_name, or "
+                    "resume=True to train on from the run's last checkpoint",
+                    outcome=Outcome.INVALID,
+                )
+            return Finished(last.number, last.ended)
     elif not claim.resume and last.record is not None:
         state = f"ended as {last.ended.outcome}" if last.ended is not None else "may still be running"
         raise _owned(store, claim, last.record.owner, f"attempt {last.number} {state}")
@@ -220,12 +227,13 @@ def end_attempt(
 
 
 def host_id() -> str:
-    """Give a name of this machine that changes when it boots anew."""
+    """Name where a process id means one process: this machine or container, since it was booted."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
-        boot = ""
-    return f"{socket.gethostname()}/{boot}"
+        return socket.gethostname()
+    return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
 def is_alive(store: RunStore, record: AttemptRecord, observe_seconds: float | None = None) -> bool:
@@ -321,6 +329,18 @@ def _check_takeover(store: RunStore, claim: Claim, last: _Past, observe_seconds:
         raise AttemptFailedError(
             f"run {claim.name!r} is being trained right now by {owner.describe()} on "
             f"{owner.host.partition('/')[0]}, pid {owner.pid}; cancel that flow run first, then resume",
+            outcome=Outcome.INVALID,
+        )
+
+
+def _check_not_taken_over(claim: Claim, past: list[_Past]) -> None:
+    """Give way to another process of the same flow run that has taken over from this one."""
+    supervisors = [attempt.record.owner.supervisor for attempt in past if attempt.record is not None]
+    mine = claim.owner.supervisor
+    if mine and mine in supervisors and supervisors[-1] != mine:
+        raise AttemptFailedError(
+            f"attempt {past[-1].number} of run {claim.name!r} was begun by another process of the same flow run; "
+            "this one gives way",
             outcome=Outcome.INVALID,
         )
 

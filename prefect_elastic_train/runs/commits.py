@@ -11,7 +11,6 @@ that was written after the successor's second look belongs to an older attempt a
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -77,24 +76,27 @@ def all_commits(store: RunStore) -> list[tuple[int, int]]:
 def lineage(store: RunStore, before: int | None = None) -> Iterator[tuple[int, int]]:
     """Give the commits that count, newest first.
 
-    These are the commits of the newest attempt that has any, then those up to its base, and so on. What an
-    attempt committed after a successor had chosen its base is passed over, once the successor has committed.
-    Until then nothing stands on that base: the attempt may even have died before it had looked a second time.
+    These are the commits of the newest attempt, then those up to its base, and so on. What an attempt
+    committed after its successor had confirmed its base is passed over.
 
     Args:
         store: The run directory.
         before: Look at attempts below this number only; default all.
     """
     commits = [commit for commit in all_commits(store) if before is None or commit[0] < before]
-    while commits:
-        newest = commits[-1][0]
-        for commit in reversed(commits):
-            if commit[0] == newest:
-                yield commit
-        record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
-        # Without its record, which somebody must have removed, everything before it may be its base.
-        base = record.base if record is not None else (newest - 1, sys.maxsize)
-        commits = [commit for commit in commits if base is not None and commit <= base]
+    # An attempt's record may have been removed by hand; its commits still tell that it was there.
+    attempts = {n for n in all_attempts(store) if before is None or n < before} | {n for n, _ in commits}
+    upto: tuple[int, int] | None = None
+    for attempt in sorted(attempts, reverse=True):
+        if upto is not None and attempt > upto[0]:
+            continue
+        yield from (c for c in reversed(commits) if c[0] == attempt and (upto is None or c <= upto))
+        record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
+        if record is None or not record.confirmed:
+            continue
+        if record.base is None:
+            return
+        upto = record.base
 
 
 class CommitLog:

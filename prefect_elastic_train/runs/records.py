@@ -40,6 +40,8 @@ class Owner(_Record):
     host: str = ""
     pid: int = 0
     process_started_at: float = 0.0
+    #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
+    supervisor: str = ""
 
     def describe(self) -> str:
         """Name the flow run for an error message."""
@@ -88,6 +90,9 @@ class AttemptRecord(_Record):
     attempt: int
     owner: Owner
     started_at: float = Field(default_factory=time.time)
+    #: Whether it has looked a second time and found its base to be the newest commit still. Until then it has
+    #: done nothing, and its base binds nobody.
+    confirmed: bool = True
     #: The commit it starts from, as ``(attempt, sequence)``; None for the beginning.
     base: tuple[int, int] | None = None
     #: Checkpoints of the base's lineage that were damaged; their names may be used again.

@@ -31,15 +31,19 @@ def _kill_driver_in_mid_training(flow: FlowProcess, ledger_file: str) -> psutil.
     return driver
 
 
-def _assert_resumed_once_and_right(outcome: dict[str, Any], ledger_file: str, reference: dict[str, Any]) -> None:
+def _assert_resumed_once_and_right(
+    flow: FlowProcess, outcome: dict[str, Any], ledger_file: str, reference: dict[str, Any]
+) -> None:
     assert outcome["state"] == "COMPLETED"
+    last = max((c for c in commits(flow.run) if c["attempt"] == 1), key=lambda commit: commit["sequence"])
+    assert attempts(flow.run)[1]["base"] == [1, last["sequence"]], "the last commit of the killed driver"
     result = outcome["result"]
     assert result["attempts"] == 2
     assert result["worker_failures"] == 0
     lines = [line for line in read_ledger(ledger_file) if line["rank"] == 0]
     resumed = next(line for line in lines if line["resumed_from"] > 0)
     assert resumed["step"] == resumed["resumed_from"] + 1
-    assert resumed["resumed_from"] % CHECKPOINT_EVERY == 0
+    assert resumed["resumed_from"] == last["snapshot"]["latest_checkpoint_result"]["metrics"]["step"]
     assert repeated(steps_of(ledger_file)) <= 2 * CHECKPOINT_EVERY
     assert sorted(set(steps_of(ledger_file))) == list(range(1, STEPS + 1))
     assert same_weights(final_weights(result["checkpoint_uri"]), reference)
@@ -53,10 +57,10 @@ def test_killed_driver_of_a_local_cluster_resumes_at_the_last_commit_with_the_sa
     at_kill = flow.marked()
     assert at_kill, "the local cluster is the supervisor's and survives its driver"
     outcome = flow.wait(180)
-    _assert_resumed_once_and_right(outcome, ledger, undisturbed)
-    base = attempts(flow.run)[1]["base"]
-    assert base is not None
+    _assert_resumed_once_and_right(flow, outcome, ledger, undisturbed)
     assert flow.marked() == []
+    assert not any(process.is_running() for process in at_kill), "by their own ids, too"
+    assert not flow.private_folder.exists()
 
 
 def test_killed_driver_of_a_joined_cluster_resumes_at_once_and_leaves_it_running(
@@ -69,7 +73,7 @@ def test_killed_driver_of_a_joined_cluster_resumes_at_once_and_leaves_it_running
     )
     _kill_driver_in_mid_training(flow, ledger)
     outcome = flow.wait(180)
-    _assert_resumed_once_and_right(outcome, ledger, undisturbed)
+    _assert_resumed_once_and_right(flow, outcome, ledger, undisturbed)
     # The reservation of the killed driver did not hold the new one up: both workers came back.
     assert [size["size"] for size in outcome["result"]["world_sizes"]] == [2, 2]
     assert flow.marked() == []
@@ -95,7 +99,9 @@ def test_killed_head_is_waited_for_and_the_run_resumes_on_the_new_one(
     assert flow.process.poll() is None, "the flow process outlives its driver"
     head.start()
     outcome = flow.wait(240)
-    _assert_resumed_once_and_right(outcome, ledger, undisturbed)
+    _assert_resumed_once_and_right(flow, outcome, ledger, undisturbed)
+    assert flow.marked() == []
+    wait_for(lambda: not head.train_processes(), 20, "the workers to leave the new cluster")
 
 
 def test_killed_worker_is_recovered_in_the_cluster_without_a_new_driver(

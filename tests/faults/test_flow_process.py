@@ -24,9 +24,13 @@ def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
     flow = start(config=train_config(ledger, steps=100_000), submit=submit)
     wait_for(lambda: commits(flow.run), 120, "a commit")
     assert flow.driver() is not None
-    assert len(flow.marked()) > 5, "driver, head, controller and workers"
+    before = flow.marked()
+    assert len(before) > 5, "driver, head, controller and workers"
+    assert flow.private_folder.exists()
     os.kill(flow.pid, number)
     wait_for(lambda: flow.marked() == [] and flow.process.poll() is not None, 15, "all processes to end")
+    assert not any(process.is_running() for process in before), "by their own ids, too"
+    wait_for(lambda: not flow.private_folder.exists(), 5, "spec and token to be removed")
     assert commits(flow.run), "what was committed stays"
 
 
@@ -56,20 +60,22 @@ def test_two_flow_runs_at_once_leave_each_other_alone(start: Start, ledger: str)
     flows = [
         start(
             name,
-            config={"steps": 30, "sleep": 0.1, "ledger": f"{ledger}.{name}"},
+            config={"steps": 60, "sleep": 0.2, "ledger": f"{ledger}.{name}"},
             loop="tests.support.loops:counting_loop",
             framework="none",
             scaling={"min_workers": 1, "max_workers": 1},
         )
         for name in ("one", "two")
     ]
-    marks = set()
     for flow in flows:
         wait_for(lambda flow=flow: flow.driver() is not None, 60, "a driver")
-        marks |= {process.pid for process in flow.marked()}
+    wait_for(lambda: all(commits(flow.run) for flow in flows), 180, "both to train at the same time")
+    heads = [[p.pid for p in flow.marked() if "gcs_server" in " ".join(p.cmdline())] for flow in flows]
+    assert [len(of_one) for of_one in heads] == [1, 1]
+    assert heads[0] != heads[1], "a cluster each"
     outcomes = [flow.wait(240) for flow in flows]
     for name, outcome in zip(("one", "two"), outcomes, strict=True):
         assert outcome["state"] == "COMPLETED"
         assert outcome["result"]["attempts"] == 1
         assert outcome["result"]["worker_failures"] == 0
-        assert steps_of(f"{ledger}.{name}") == list(range(1, 31))
+        assert steps_of(f"{ledger}.{name}") == list(range(1, 61))

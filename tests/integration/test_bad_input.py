@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
 from prefect_elastic_train import (
     AttemptFailedError,
@@ -31,24 +34,22 @@ LOOP = "tests.support.loops:counting_loop"
 
 
 def _fail(loop: Any = LOOP, **arguments: Any) -> tuple[Exception, int]:
-    """Train in a flow; give its error and how many attempts its task made."""
-    runs = []
+    """Train in a flow; give its error and how many times its task ran."""
 
     @flow
     def bad() -> None:
-        state = None
-        try:
-            elastic_train(
-                loop,
-                failures=FailureBudget(driver_restarts=3, driver_restart_delay_seconds=0),
-                **{"framework": "none", "train_loop_config": {"steps": 1}, **arguments},
-            )
-        finally:
-            runs.append(state)
+        elastic_train(
+            loop,
+            failures=FailureBudget(driver_restarts=3, driver_restart_delay_seconds=0),
+            **{"framework": "none", "train_loop_config": {"steps": 1}, **arguments},
+        )
 
-    error = bad(return_state=True).result(raise_on_failure=False)
+    state = bad(return_state=True)
+    error = state.result(raise_on_failure=False)
     assert isinstance(error, Exception)
-    return error, len(runs)
+    this_run = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+    with get_client(sync_client=True) as client:
+        return error, sum(run.run_count for run in client.read_task_runs(flow_run_filter=this_run))
 
 
 def _own_processes() -> list[str]:
@@ -87,7 +88,8 @@ def test_what_can_be_seen_without_starting_anything_is_refused_before(
     arguments: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
     arguments.setdefault("storage", LocalStorage(path=str(tmp_path / "runs")))
-    error, _ = _fail(**arguments)
+    error, runs = _fail(**arguments)
+    assert runs == 0, "not even its task was begun"
     assert isinstance(error, ConfigurationError)
     for part in parts:
         assert part in str(error)
@@ -153,6 +155,13 @@ def test_address_where_nothing_listens_is_refused_after_a_bounded_wait(tmp_path:
         [address, "ray start --head"],
         cluster=RayCluster(address=address, connect_timeout_seconds=2),
     )
+
+
+def test_listener_that_is_no_head_is_refused_after_a_bounded_wait(tmp_path: Path, joined: RayCluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        cluster = RayCluster(address=address, connect_timeout_seconds=3)
+        _drive(tmp_path, joined, [address, "does not answer as a Ray head"], cluster=cluster)
 
 
 def test_wrong_token_is_refused(tmp_path: Path, joined: RayCluster, head: RayHead) -> None:

@@ -215,6 +215,9 @@ def test_run_of_another_flow_run_is_refused_resumed_on_demand_and_a_source_for_n
     assert seeded.attempts == 1
     assert _files(tmp_path / "shared") == before, "the other run is left untouched"
 
+    again = train(9, "continued", return_state=True).result(raise_on_failure=False)
+    assert "belongs to" in str(again)
+
     missing = train(7, "orphan", resume_from="shared@epoch-9", return_state=True).result(raise_on_failure=False)
     assert "has no checkpoint 'epoch-9'" in str(missing)
     assert first.run_name == "shared"

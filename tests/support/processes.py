@@ -111,6 +111,7 @@ class FlowProcess:
             )
         self.pid = self.process.pid
         self._mark = ""
+        self.private_folder = Path("/unknown")
 
     @property
     def log(self) -> str:
@@ -128,6 +129,7 @@ class FlowProcess:
                 with contextlib.suppress(psutil.Error):
                     if process.ppid() == self.pid:
                         self._mark = process.environ()[MARK_VARIABLE]
+                        self.private_folder = Path(command[-1]).parent
                         return process
         return None
 

@@ -213,10 +213,11 @@ def test_a_driver_does_not_end_itself(store: LocalRunStore) -> None:
     assert begin(store, own).attempt == 2
 
 
-def test_the_host_changes_with_its_name_and_its_boot() -> None:
-    host, _, boot = host_id().partition("/")
-    assert host == socket.gethostname()
+def test_the_host_is_where_a_process_id_means_one_process() -> None:
+    name, boot, processes = host_id().split("/")
+    assert name == socket.gethostname()
     assert len(boot) == 36
+    assert processes == str(os.stat("/proc/self/ns/pid").st_ino)
 
 
 def test_restarts_are_counted_over_all_resumes_of_the_flow_run(store: LocalRunStore) -> None:

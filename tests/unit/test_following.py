@@ -105,8 +105,8 @@ def test_the_last_word_of_a_driver_is_how_the_attempt_ended(supervisor: Supervis
 @pytest.mark.parametrize(
     ("code", "how"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9 (SIGKILL)"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
         ("os._exit(7)", "exit code 7"),
         ("", "exit code 0"),
     ],
@@ -150,7 +150,7 @@ def test_a_driver_that_dies_while_something_it_started_holds_its_output_is_notic
     ended = supervisor.follow(code)
     assert time.monotonic() - started < 15
     assert ended.outcome is Outcome.DRIVER_LOST
-    assert "SIGKILL" in ended.message
+    assert "signal 9" in ended.message
 
 
 def test_a_request_to_stop_is_seen_while_a_driver_chatters(supervisor: Supervisor) -> None:

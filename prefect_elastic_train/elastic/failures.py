@@ -1,0 +1,16 @@
+"""Telling a rank that died from a rank whose loop raised.
+
+Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not answer has no public type.
+"""
+
+from __future__ import annotations
+
+import ray.exceptions
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+
+__all__ = ["is_death"]
+
+
+def is_death(failure: Exception) -> bool:
+    """Tell whether a rank's failure is that of its process or node, not of its train loop."""
+    return isinstance(failure, ray.exceptions.RayError | WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError)
