@@ -302,9 +302,12 @@ class ClusterSettings(_Settings):
     @classmethod
     def _name_the_value(cls, value: Any, info: ValidationInfo) -> Any:
         # Since this model hides its input in errors, what is no secret is named here.
-        least = {"num_cpus": 0, "num_gpus": -1, "connect_timeout_seconds": 0}[str(info.field_name)]
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
-            raise ValueError(f"Input should be greater than or equal to {least}, got {value}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if info.field_name == "connect_timeout_seconds" and not value > 0:
+                raise ValueError(f"Input should be greater than 0, got {value}")
+            least = -1 if info.field_name == "num_gpus" else 0
+            if value < least:
+                raise ValueError(f"Input should be greater than or equal to {least}, got {value}")
         return value
 
     @field_validator("num_cpus", "num_gpus")

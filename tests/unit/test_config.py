@@ -167,7 +167,7 @@ def test_several_tpu_workers_need_topology_and_type(given: dict[str, str]) -> No
 def test_sizes_of_a_local_cluster_are_refused_beside_an_address(field: str, size: int) -> None:
     message = _refusal(ClusterSettings, **{"address": "auto", field: size})
     assert f"\n{field}" in message
-    assert f"{field}={value} sizes a local cluster and address ('auto') names another one" in message
+    assert f"{field}={size} sizes a local cluster and address ('auto') names another one" in message
     assert getattr(ClusterSettings(**{field: size}), field) == size
 
 
