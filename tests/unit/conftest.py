@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from prefect.settings import PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
 from prefect_elastic_train.runs.store import LocalRunStore
-from tests.unit.support import PROFILE, WIDER
+from tests.unit.support import PROFILE, WIDER, private_folder
 
 # The same examples at every run; HYPOTHESIS_PROFILE=wide looks at many more, new ones each time.
 _common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -27,6 +26,7 @@ def _no_prefect_server() -> Iterator[None]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalRunStore:
+def store() -> Iterator[LocalRunStore]:
     """A run directory that nobody has used yet."""
-    return LocalRunStore(str(tmp_path / "runs" / "mnist"))
+    with private_folder() as folder:
+        yield LocalRunStore(f"{folder}/runs/mnist")

@@ -159,9 +159,9 @@ def test_events_of_several_threads_are_all_written(store: LocalRunStore) -> None
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> LocalRunStore:
+def other(store: LocalRunStore) -> LocalRunStore:
     """Another run with three checkpoints, the last of which has not the best score."""
-    other = LocalRunStore(str(tmp_path / "runs" / "base"))
+    other = LocalRunStore(str(Path(store.path).parent / "base"))
     training = Training(other, begin(other).attempt)
     for name, accuracy in (("a", 0.5), ("b", 0.7), ("c", 0.9)):
         training.report(name, {"acc": accuracy})
