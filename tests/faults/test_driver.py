@@ -12,6 +12,7 @@ from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, final_weights, same_w
 from tests.support.processes import (
     FlowProcess,
     RayHead,
+    alive,
     attempts,
     commits,
     read_ledger,
@@ -59,7 +60,7 @@ def test_killed_driver_of_a_local_cluster_resumes_at_the_last_commit_with_the_sa
     outcome = flow.wait(180)
     _assert_resumed_once_and_right(flow, outcome, ledger, undisturbed)
     assert flow.marked() == []
-    assert not any(process.is_running() for process in at_kill), "by their own ids, too"
+    assert alive(at_kill) == [], "by their own ids, too"
     assert not flow.private_folder.exists()
 
 

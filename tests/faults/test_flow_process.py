@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.conftest import train_config
-from tests.support.processes import FlowProcess, RayHead, commits, steps_of, wait_for
+from tests.support.processes import FlowProcess, RayHead, alive, commits, steps_of, wait_for
 
 Start = Callable[..., FlowProcess]
 
@@ -29,7 +29,7 @@ def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
     assert flow.private_folder.exists()
     os.kill(flow.pid, number)
     wait_for(lambda: flow.marked() == [] and flow.process.poll() is not None, 15, "all processes to end")
-    assert not any(process.is_running() for process in before), "by their own ids, too"
+    assert alive(before) == [], "by their own ids, too"
     wait_for(lambda: not flow.private_folder.exists(), 5, "spec and token to be removed")
     assert commits(flow.run), "what was committed stays"
 

@@ -84,6 +84,16 @@ def commits(run: Path | None) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Give the processes that still run; one that is only waiting to be reaped does not."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 class FlowProcess:
     """A flow run in a process of its own, to be watched and killed."""
 

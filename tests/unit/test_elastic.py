@@ -209,10 +209,10 @@ class Controller:
         """Let all be sent, and give it."""
         self.callback.after_controller_finish(None)
         last = len(self.events)
-        deadline = time.monotonic() + 0.3
+        deadline = time.monotonic() + 0.15
         while time.monotonic() < deadline:
             if len(self.events) != last:
-                last, deadline = len(self.events), time.monotonic() + 0.3
+                last, deadline = len(self.events), time.monotonic() + 0.15
             time.sleep(0.01)
         return self.events
 
