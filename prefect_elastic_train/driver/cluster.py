@@ -110,10 +110,9 @@ class LocalCluster:
             outcome=Outcome.CLUSTER_LOST,
         )
 
-    def close(self) -> None:
-        """End the head node, and let none start any more; its other processes are ended by their mark."""
+    def start_no_more(self) -> None:
+        """Let no head node start from now on; one that runs is ended with all its processes, by their mark."""
         self._closed.set()
-        self.forget()
 
     def forget(self) -> None:
         """Give up a head node that has died or did not start; its processes are ended by their mark."""

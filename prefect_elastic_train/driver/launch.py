@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import shutil
 import signal
 import subprocess
@@ -78,7 +77,7 @@ class Runtime:
         self.on_event = on_event
         self.on_line = on_line
         self.check_stop = check_stop
-        self._mark = secrets.token_hex(12)
+        self._mark = ""
         self._folder: Path | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._cluster: LocalCluster | None = None
@@ -136,12 +135,14 @@ class Runtime:
             return
         guard = self._guard
         if self._cluster is not None:
-            self._cluster.close()
+            self._cluster.start_no_more()
         end_marked(self._mark, timeout_seconds=10.0)
         if self._starting is not None:
             self._starting.join(timeout=5)
             end_marked(self._mark, timeout_seconds=5.0)
-        self._cluster = None
+        if self._cluster is not None:
+            self._cluster.forget()
+            self._cluster = None
         if guard is not None and guard.stdin is not None:
             try:
                 guard.stdin.write(DISMISSED)
@@ -183,17 +184,18 @@ class Runtime:
 
     def _forget_cluster(self, spec: DriverSpec) -> None:
         """Clear away a dead local cluster, so that the next one is not mistaken for it."""
-        if self._cluster is not None:
-            self._cluster.forget()
         Path(spec.address_file).unlink(missing_ok=True)
         end_marked(self._mark, timeout_seconds=10.0)
+        if self._cluster is not None:
+            self._cluster.forget()
 
     def _prepare(self) -> Path:
         if self._folder is None:
             base = tempfile.gettempdir()
             if len(base) > _MAX_FOLDER_CHARACTERS:
                 base = "/tmp"
-            self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=base))
+            self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
+            self._mark = str(self._folder)
         if self._guard is None or self._guard.poll() is not None:
             self._guard = subprocess.Popen(
                 [

@@ -1,7 +1,8 @@
 """Finding and ending the processes of a run.
 
 Ray's daemons leave their process group and their parent, so neither finds them all. Every process of a run
-inherits a mark in its environment instead.
+inherits a mark in its environment instead: the path of the training's private folder. Ray's workers and agents
+write their title over their environment, and are known by their output, which goes into that folder.
 """
 
 from __future__ import annotations
@@ -88,6 +89,20 @@ def end_process(process: psutil.Process, grace_seconds: float) -> None:
 
 
 def _carries(process: psutil.Process, mark: str, entry: bytes) -> bool:
+    return _carries_in_environment(process, mark, entry) or (mark.startswith("/") and _writes_into(process, mark))
+
+
+def _writes_into(process: psutil.Process, folder: str) -> bool:
+    for descriptor in (1, 2):
+        try:
+            if os.readlink(f"/proc/{process.pid}/fd/{descriptor}").startswith(f"{folder}/"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _carries_in_environment(process: psutil.Process, mark: str, entry: bytes) -> bool:
     try:
         with open(f"/proc/{process.pid}/environ", "rb") as file:
             return entry in file.read().split(b"\0")

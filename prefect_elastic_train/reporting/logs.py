@@ -97,7 +97,9 @@ class RunLog:
         elif isinstance(event, WorkerFailed | WorkersPreempted):
             what = "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure"
             then = "the worker group is restarted" if event.retried else "the budget is used up"
-            reasons = "\n".join(f"[rank {rank}] {error}" for rank, error in sorted(event.errors.items()))
+            reasons = "\n".join(
+                f"[rank {rank}] {error}" for rank, error in sorted(event.errors.items(), key=lambda item: int(item[0]))
+            )
             log.warning("%s: %s; %d reports since the last checkpoint\n%s", what, then, event.reports_lost, reasons)
         elif isinstance(event, WaitingForCapacity):
             log.warning(
