@@ -28,8 +28,8 @@ def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
     assert len(before) > 5, "driver, head, controller and workers"
     assert flow.private_folder.exists()
     os.kill(flow.pid, number)
-    wait_for(lambda: flow.marked() == [] and flow.process.poll() is not None, 15, "all processes to end")
-    assert alive(before) == [], "by their own ids, too"
+    wait_for(lambda: flow.marked() == [] and alive(before) == [], 15, "all processes to end, by their own ids, too")
+    wait_for(lambda: flow.process.poll() is not None, 60, "the flow process to end")
     wait_for(lambda: not flow.private_folder.exists(), 5, "spec and token to be removed")
     assert commits(flow.run), "what was committed stays"
 

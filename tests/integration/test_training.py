@@ -23,7 +23,7 @@ from prefect_elastic_train import (
     aelastic_train,
     elastic_train,
 )
-from tests.support.processes import attempts, read_ledger, steps_of
+from tests.support.processes import attempts, read_ledger, steps_of, wait_for
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -80,12 +80,17 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, j
     assert set(frame["_world_size"]) == {2}
     assert 0 < result.goodput <= 1
     assert result.steps_lost == 0
-    with get_client(sync_client=True) as client:
-        logs = client.read_logs(LogFilter.model_validate({"flow_run_id": {"any_": [state.state_details.flow_run_id]}}))
-    messages = [log.message for log in logs]
-    for rank in (0, 1):
-        for step in range(1, 7):
-            assert sum(f"rank {rank}] printed in step {step}" in message for message in messages) == 1
+    this_run = LogFilter.model_validate({"flow_run_id": {"any_": [state.state_details.flow_run_id]}})
+
+    def printed() -> list[str]:
+        with get_client(sync_client=True) as client:
+            messages = [log.message for log in client.read_logs(this_run)]
+        lines = [message.partition("] ")[0] + message.partition("]")[2] for message in messages]
+        return sorted(line for line in lines if "printed in step" in line and not line.endswith("step 6"))
+
+    expected = sorted(f"[attempt 1 rank {rank} printed in step {step}" for rank in (0, 1) for step in range(1, 6))
+    wait_for(lambda: len(printed()) >= len(expected), 30, "the log to reach the server")
+    assert printed() == expected, "each line once, tagged with its rank"
 
 
 def test_second_training_of_a_flow_run_gets_a_name_of_its_own(tmp_path: Path, joined: RayCluster) -> None:
