@@ -52,14 +52,14 @@ def _unwrap_ui_json(value: Any) -> Any:
     return value
 
 
-def _no_float_count(value: Any) -> Any:
+def _no_boolean(value: Any) -> Any:
     """Refuse booleans, which pydantic would take for 0 and 1."""
     if isinstance(value, bool):
         raise ValueError("expected a whole number, got a boolean")
     return value
 
 
-Count = Annotated[int, BeforeValidator(_no_float_count)]
+Count = Annotated[int, BeforeValidator(_no_boolean)]
 JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
 Resources = Annotated[dict[str, float], BeforeValidator(_unwrap_ui_json)]
 Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]

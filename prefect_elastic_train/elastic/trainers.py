@@ -17,9 +17,7 @@ from prefect_elastic_train.elastic.callbacks import NoDatasetsCallback, RunCallb
 from prefect_elastic_train.elastic.policy import RunScalingPolicy
 from prefect_elastic_train.elastic.stall import StallCallback
 
-__all__ = ["FRAMEWORKS", "ControllerSetup", "make_trainer"]
-
-FRAMEWORKS = ("torch", "jax", "none")
+__all__ = ["ControllerSetup", "make_trainer"]
 
 
 @dataclass(frozen=True)

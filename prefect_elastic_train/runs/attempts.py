@@ -14,6 +14,7 @@ import psutil
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import all_attempts, lineage
+from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS
 from prefect_elastic_train.runs.records import (
     AttemptRecord,
     EndedRecord,
@@ -39,7 +40,6 @@ __all__ = ["Begun", "Claim", "Finished", "begin_attempt", "end_attempt", "host_i
 _MAX_TURNS = 20
 #: A holder counts as dead after this many of its heartbeat intervals without a beat.
 _MISSED_BEATS = 3
-_HEARTBEAT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def is_alive(store: RunStore, record: AttemptRecord, observe_seconds: float | No
         return _same_process(record.owner) is not None
     first = store.read(layout.HEARTBEAT)
     beat = decode(Heartbeat, first)
-    interval = beat.interval_seconds if beat else _HEARTBEAT_SECONDS
+    interval = beat.interval_seconds if beat else HEARTBEAT_SECONDS
     bound = observe_seconds if observe_seconds is not None else _MISSED_BEATS * interval
     deadline = time.monotonic() + bound
     while time.monotonic() < deadline:
