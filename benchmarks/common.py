@@ -395,9 +395,12 @@ def machine_lines(module: str, load_before: float) -> str:
     return f"Machine: {machine}, {load}\nCommand: `{command}`"
 
 
-def parse_arguments(description: str, names: Sequence[str]) -> argparse.Namespace:
-    """The command line of a benchmark: `--repeats` and `--only`."""
-    parser = argparse.ArgumentParser(description=description)
+def parse_arguments(
+    description: str, names: Sequence[str], parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """The command line of a benchmark: `--repeats` and `--only`, and what `parser` has of its own."""
+    parser = parser or argparse.ArgumentParser()
+    parser.description = description
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side (default: 3)")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), help="measure only these")
     arguments = parser.parse_args()

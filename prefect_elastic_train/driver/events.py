@@ -15,6 +15,7 @@ from pydantic_core import PydanticSerializationError
 from prefect_elastic_train.outcomes import Outcome
 
 __all__ = [
+    "ALIVE_SECONDS",
     "EVENT_TAG",
     "AttemptEnded",
     "AttemptStarted",
@@ -36,6 +37,9 @@ __all__ = [
 
 #: Begins a line of the driver's output that is an event.
 EVENT_TAG = "@elastic-train-event "
+
+#: Seconds between two `ControllerAlive` of a living controller, or of the driver where it stands in for it.
+ALIVE_SECONDS = 2.0
 
 
 class _Event(BaseModel):

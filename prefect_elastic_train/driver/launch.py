@@ -243,11 +243,11 @@ class _Following:
         self._driver = driver
         self._spec = spec
         self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
-        self._open = 0
+        self._open_streams = 0
         for stream, source in ((driver.stdout, "driver"), (driver.stderr, "stderr")):
             assert stream is not None
             read_lines(stream, source, self._output)
-            self._open += 1
+            self._open_streams += 1
         self._attempt = 0
         self._ended: AttemptEnded | None = None
         self._ended_at = float("inf")
@@ -260,7 +260,7 @@ class _Following:
     def until_end(self) -> AttemptEnded:
         """Follow; end a driver that hangs or whose cluster is gone."""
         looked_at = time.monotonic()
-        while self._open and not self._left_its_pipe_open():
+        while self._open_streams and not self._left_its_pipe_open():
             if time.monotonic() - looked_at >= _TURN_SECONDS:
                 looked_at = time.monotonic()
                 self._runtime.check_stop()
@@ -272,7 +272,7 @@ class _Following:
             except queue.Empty:
                 continue
             if line is None:
-                self._open -= 1
+                self._open_streams -= 1
             else:
                 self._take(source, line)
         try:

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from prefect_elastic_train.driver.events import (
+    ALIVE_SECONDS,
     AttemptEnded,
     AttemptStarted,
     ClusterConnected,
@@ -52,8 +53,6 @@ from prefect_elastic_train.runs.store import LocalRunStore
 __all__ = ["main"]
 
 logger = logging.getLogger("prefect_elastic_train.driver")
-
-_ALIVE_SECONDS = 2.0
 
 
 class _Stopped(BaseException):
@@ -151,18 +150,18 @@ class _Driver:
         if self.spec.cluster.is_local:
             # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
             os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        from prefect_elastic_train.driver import training
+        from prefect_elastic_train.driver import joining, training
 
         prepared = training.prepare(self.spec)
         try:
             with self._showing_life("joining the cluster"):
-                address, dashboard_url, resources = training.connect(self.spec)
+                address, dashboard_url, resources = joining.connect(self.spec)
         except AttemptFailedError as error:
             # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
             error.final = error.final or not (self.spec.cluster.is_local or all_attempts(self._store))
             raise
         self.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
-        training.check_capacity(self.spec, resources)
+        joining.check_capacity(self.spec, resources)
         begun = begin_attempt(self._store, claim, seed=self._seed_from(claim))
         if isinstance(begun, Finished):
             return self._finished(begun)
@@ -264,7 +263,7 @@ class _Driver:
         since = time.time()
 
         def run() -> None:
-            while not done.wait(_ALIVE_SECONDS):
+            while not done.wait(ALIVE_SECONDS):
                 self.emit(ControllerAlive(doing=doing, seconds=time.time() - since, droppable=True))
 
         threading.Thread(target=run, daemon=True).start()

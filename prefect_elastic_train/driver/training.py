@@ -1,4 +1,4 @@
-"""The driver's work with Ray: the user's objects, the cluster, and ``fit()``."""
+"""The driver's work with Ray Train: the user's objects, ``fit()``, and how it ended."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ import inspect
 import logging
 import os
 import pickle
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import tenacity
 
 from prefect_elastic_train.driver.relay import Receiving
 from prefect_elastic_train.driver.spec import DriverSpec, Payload
@@ -25,11 +20,9 @@ from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationErro
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.store import LocalRunStore
 
-__all__ = ["Prepared", "check_capacity", "check_loop", "connect", "fit", "make_datasets", "prepare", "resolve_loop"]
+__all__ = ["Prepared", "check_loop", "classify", "fit", "make_datasets", "prepare", "resolve_loop"]
 
 logger = logging.getLogger("prefect_elastic_train.driver")
-
-_ADDRESS_FILE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -122,68 +115,6 @@ def check_loop(loop: Callable[..., Any]) -> None:
         )
 
 
-def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
-    """Join the cluster.
-
-    Returns:
-        Its address, the URL of its dashboard (empty without one) and its resources.
-
-    Raises:
-        AttemptFailedError: Nothing answers, or it does not let us in.
-    """
-    address = _cluster_address(spec)
-    _wait_for_listener(spec, address)
-    _check_head(spec, address)
-    import ray
-    from ray.job_config import JobConfig
-
-    user_env = dict(spec.cluster.runtime_env)
-    if spec.cluster.working_dir:
-        user_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
-    # Ray's tools in the workers would otherwise look for any cluster on their host.
-    variables = {"RAY_ADDRESS": address} if address != "auto" else {}
-    user_env["env_vars"] = {**variables, **user_env.get("env_vars", {})}
-    own_path = [p for p in spec.sys_path if p and os.path.isdir(p) and not _is_installed(p)]
-    try:
-        context = ray.init(
-            address=address,
-            runtime_env=user_env,
-            job_config=JobConfig(_py_driver_sys_path=own_path),
-            log_to_driver=True,
-            logging_level=logging.WARNING,
-        )
-    except Exception as error:
-        raise _connection_failure(address, error) from error
-    # ray.init takes SIGTERM over; keep ours, which ends the attempt in order.
-    import signal
-
-    from prefect_elastic_train.driver.main import _stop
-
-    signal.signal(signal.SIGTERM, _stop)
-    return address, context.dashboard_url or "", ray.cluster_resources()
-
-
-def check_capacity(spec: DriverSpec, resources: dict[str, float]) -> None:
-    """Refuse what a local cluster can never hold, since nothing will join it later.
-
-    Raises:
-        AttemptFailedError: ``min_workers`` do not fit; outcome ``invalid``.
-    """
-    if not spec.cluster.is_local:
-        return
-    from prefect_elastic_train.elastic.translate import scaling_config
-
-    for name, amount in scaling_config(spec.scaling)._resources_per_worker_not_none.items():
-        needed = amount * spec.scaling.min_workers
-        if needed > resources.get(name, 0):
-            raise AttemptFailedError(
-                f"min_workers={spec.scaling.min_workers} need {needed:g} {name}, and the local cluster on this "
-                f"machine has {resources.get(name, 0):g}; lower min_workers or resources_per_worker, set num_cpus or "
-                "num_gpus of the RayCluster, or join a larger cluster",
-                outcome=Outcome.INVALID,
-            )
-
-
 def make_datasets(prepared: Prepared, attempt: int) -> dict[str, Any]:
     """Give the datasets, calling the functions that make them.
 
@@ -220,14 +151,11 @@ def fit(
 
     from prefect_elastic_train.elastic.callbacks import RunCallback
     from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
-    from prefect_elastic_train.elastic.translate import run_config, scaling_config
+    from prefect_elastic_train.elastic.translate import resources_per_worker, run_config, scaling_config
     from prefect_elastic_train.filesystems import run_filesystem
 
     payload = prepared.payload
-    scaling = scaling_config(spec.scaling)
-    callback = RunCallback(
-        receiving, store.path, attempt, spec.scaling.min_workers, scaling._resources_per_worker_not_none
-    )
+    callback = RunCallback(receiving, store.path, attempt, spec.scaling.min_workers, resources_per_worker(spec.scaling))
     setup = ControllerSetup(
         requester_id=_requester_id(store),
         wait_for_max_seconds=spec.scaling.wait_for_max_seconds,
@@ -240,7 +168,7 @@ def fit(
             setup,
             train_loop_per_worker=prepared.train_loop,
             train_loop_config=payload.train_loop_config,
-            scaling_config=scaling,
+            scaling_config=scaling_config(spec.scaling),
             run_config=run_config(
                 name=spec.run_name,
                 storage_path=os.path.dirname(store.path),
@@ -305,71 +233,3 @@ def _requester_id(store: LocalRunStore) -> str:
     """Give the id that every attempt of a run reserves resources under."""
     digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
     return f"elastic-train-{os.path.basename(store.path)}-{digest}"
-
-
-def _cluster_address(spec: DriverSpec) -> str:
-    if not spec.address_file:
-        return spec.cluster.address
-    deadline = time.monotonic() + _ADDRESS_FILE_SECONDS
-    path = Path(spec.address_file)
-    while time.monotonic() < deadline:
-        if path.exists() and (address := path.read_text().strip()):
-            if address.startswith("!"):
-                raise AttemptFailedError(address[1:], outcome=Outcome.CLUSTER_LOST)
-            return address
-        time.sleep(0.05)
-    raise AttemptFailedError("the local cluster gave no address", outcome=Outcome.CLUSTER_LOST)
-
-
-def _wait_for_listener(spec: DriverSpec, address: str) -> None:
-    """Wait until something listens at the address, since Ray itself ends the process if nothing does."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        for attempt in tenacity.Retrying(
-            stop=tenacity.stop_after_delay(spec.cluster.connect_timeout_seconds),
-            wait=tenacity.wait_exponential(multiplier=0.1, max=2.0),
-            retry=tenacity.retry_if_exception_type(OSError),
-            reraise=True,
-        ):
-            with attempt:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-    except OSError as error:
-        raise AttemptFailedError(
-            f"no Ray cluster answers at {address} ({error}; tried for {spec.cluster.connect_timeout_seconds:g} s). "
-            "Start one there with `ray start --head`, or correct the address of the RayCluster",
-            outcome=Outcome.CLUSTER_LOST,
-        ) from error
-
-
-def _check_head(spec: DriverSpec, address: str) -> None:
-    """Find out what answers at the address before Ray's client tries, which cannot say why it fails."""
-    from prefect_elastic_train.elastic.gcs import HeadAnswer, ask_head
-
-    if address == "auto":
-        return
-    timeout = spec.cluster.connect_timeout_seconds
-    answer = ask_head(address, timeout)
-    if answer is HeadAnswer.REFUSED:
-        raise AttemptFailedError(
-            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
-            outcome=Outcome.INVALID,
-        )
-    if answer is HeadAnswer.SILENT:
-        raise AttemptFailedError(
-            f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "
-            "of the head's GCS (`ray start --head --port=…`) as address of the RayCluster",
-            outcome=Outcome.CLUSTER_LOST,
-        )
-
-
-def _connection_failure(address: str, error: Exception) -> AttemptFailedError:
-    return AttemptFailedError(
-        f"cannot join the Ray cluster at {address}: {type(error).__name__}: {str(error)[:1000]}",
-        outcome=Outcome.CLUSTER_LOST,
-    )
-
-
-def _is_installed(path: str) -> bool:
-    return path.startswith((sys.prefix + os.sep, sys.base_prefix + os.sep)) or path.endswith(".zip")

@@ -25,6 +25,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 
 from prefect_elastic_train.driver.events import (
+    ALIVE_SECONDS,
     CheckpointCommitted,
     ControllerAlive,
     Event,
@@ -46,7 +47,6 @@ __all__ = ["NoDatasetsCallback", "RunCallback", "UploadCallback", "notify_waitin
 
 logger = logging.getLogger(__name__)
 
-_ALIVE_SECONDS = 2.0
 _MAX_ERROR_CHARACTERS = 20_000
 _MAX_METRIC_CHARACTERS = 200
 
@@ -267,7 +267,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self._sender.close(timeout_seconds)
 
     def _show_life(self) -> None:
-        while self._stopped is not None and not self._stopped.wait(_ALIVE_SECONDS):
+        while self._stopped is not None and not self._stopped.wait(ALIVE_SECONDS):
             self._send(
                 ControllerAlive(
                     doing=self._state,

@@ -1,4 +1,9 @@
-"""The one place where blocks become Ray Train's configuration."""
+"""The one place where blocks become Ray's configuration.
+
+Uses ``_resources_per_worker_not_none`` of ``ray.train.ScalingConfig``, which knows what a worker takes when the user
+says nothing, and ``_py_driver_sys_path`` of ``ray.job_config.JobConfig``: Ray fills it from its driver's own
+``sys.path``, and ours is not the user's script.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,14 @@ from typing import Any
 
 from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
 
-__all__ = ["checkpoint_config", "failure_config", "run_config", "scaling_config"]
+__all__ = [
+    "checkpoint_config",
+    "failure_config",
+    "job_config",
+    "resources_per_worker",
+    "run_config",
+    "scaling_config",
+]
 
 
 def scaling_config(scaling: ScalingSettings) -> Any:
@@ -30,6 +42,18 @@ def scaling_config(scaling: ScalingSettings) -> Any:
         elastic_resize_monitor_interval_s=scaling.resize_check_interval_seconds,
         **optional,
     )
+
+
+def resources_per_worker(scaling: ScalingSettings) -> dict[str, float]:
+    """Give what Ray reserves for each worker."""
+    return dict(scaling_config(scaling)._resources_per_worker_not_none)
+
+
+def job_config(import_paths: list[str]) -> Any:
+    """Give Ray's ``JobConfig`` whose processes look for modules in ``import_paths`` too."""
+    from ray.job_config import JobConfig
+
+    return JobConfig(_py_driver_sys_path=import_paths)
 
 
 def failure_config(failures: FailureSettings) -> Any:

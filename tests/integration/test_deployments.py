@@ -159,6 +159,50 @@ def test_server_refuses_bad_parameters_of_a_deployment(client: SyncPrefectClient
             client.create_flow_run_from_deployment(deployment, parameters=parameters)
 
 
+def test_secret_that_is_given_inline_is_refused_with_the_way_out(
+    client: SyncPrefectClient, served: Path, tmp_path: Path
+) -> None:
+    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    run = client.create_flow_run_from_deployment(
+        deployment,
+        parameters={
+            "train_loop": "tests.support.loops:counting_loop",
+            "train_loop_config": {"steps": 3},
+            "framework": "none",
+            "storage": {"path": str(tmp_path / "runs")},
+            "cluster": {"address": "127.0.0.1:6379", "auth_token": "seven sisters"},
+        },
+    )
+    ended = _end_of(client, run, 60)
+    assert ended.state is not None
+    assert ended.state.type == StateType.FAILED
+    assert "RayCluster.auth_token is masked" in (ended.state.message or "")
+    assert "Save the block" in (ended.state.message or "")
+    assert "seven sisters" not in (served / "serve.log").read_text()
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+def test_demo_ends_completed_and_says_where_everything_is(api_url: str, tmp_path: Path) -> None:
+    demo = subprocess.run(
+        [sys.executable, "-m", "flows.digits"],
+        cwd=tmp_path,
+        env={**os.environ, "PREFECT_API_URL": api_url, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert demo.returncode == 0, demo.stdout[-3000:] + demo.stderr[-3000:]
+    told = dict(line.split(maxsplit=1) for line in demo.stdout.splitlines() if line.startswith(("state ", "UI ")))
+    assert told["state"] == "Completed"
+    assert "/runs/flow-run/" in told["UI"]
+    accuracy = re.search(r"test accuracy +([\d.]+) ", demo.stdout)
+    folder = re.search(r"run directory +(.+)", demo.stdout)
+    assert accuracy is not None
+    assert folder is not None
+    assert float(accuracy[1]) >= 0.95
+    assert (Path(folder[1]) / ".elastic_train" / "run.json").exists()
+
+
 def test_digits_deployment_learns_to_read(client: SyncPrefectClient, served: Path) -> None:
     deployment = wait_for(lambda: _deployment_id(client, "digits/digits"), 60, "the deployment")
     run = client.create_flow_run_from_deployment(deployment)

@@ -24,8 +24,9 @@ from prefect_elastic_train.config import (
     ScalingSettings,
 )
 from prefect_elastic_train.driver import training
+from prefect_elastic_train.driver.joining import check_capacity
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
-from prefect_elastic_train.driver.training import check_capacity, check_loop, classify, prepare, resolve_loop
+from prefect_elastic_train.driver.training import check_loop, classify, prepare, resolve_loop
 from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.identity import fingerprint
