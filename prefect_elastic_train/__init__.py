@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ConfigurationError,
         ElasticTrainError,
         Outcome,
+        TrainingTimeoutError,
     )
     from prefect_elastic_train.result import TrainingResult
     from prefect_elastic_train.training import aelastic_train, elastic_train
@@ -38,6 +39,7 @@ _MODULES = {
     "Outcome": "outcomes",
     "RayCluster": "blocks",
     "TrainingResult": "result",
+    "TrainingTimeoutError": "outcomes",
     "aelastic_train": "training",
     "elastic_train": "training",
 }
@@ -53,6 +55,7 @@ __all__ = [
     "Outcome",
     "RayCluster",
     "TrainingResult",
+    "TrainingTimeoutError",
     "__version__",
     "aelastic_train",
     "elastic_train",

@@ -16,6 +16,7 @@ __all__ = [
     "ConfigurationError",
     "ElasticTrainError",
     "Outcome",
+    "TrainingTimeoutError",
     "is_passing",
     "may_retry",
     "restart_delays",
@@ -27,7 +28,10 @@ _MAX_DELAY_SECONDS = 300.0
 
 
 class Outcome(str, enum.Enum):
-    """How a driver attempt, and with it perhaps the training, ended."""
+    """How a driver attempt, and with it perhaps the training, ended.
+
+    ``superseded``: another process of the same flow run has taken the run over, and speaks for it from then on.
+    """
 
     COMPLETED = "completed"
     USER_ERROR = "user_error"
@@ -38,6 +42,7 @@ class Outcome(str, enum.Enum):
     CANCELLED = "cancelled"
     TIMED_OUT = "timed_out"
     INVALID = "invalid"
+    SUPERSEDED = "superseded"
 
     @property
     def retryable(self) -> bool:
@@ -75,6 +80,10 @@ class AttemptFailedError(ElasticTrainError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), str(self), self.outcome, self.attempt, self.final)
+
+
+class TrainingTimeoutError(AttemptFailedError, TimeoutError):
+    """The training took longer than it may. Prefect gives a task or flow that raises it the state TimedOut."""
 
 
 def _rebuild(

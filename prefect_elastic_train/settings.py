@@ -32,6 +32,9 @@ class ElasticTrainSettings(BaseSettings):
     stop_grace_seconds: float = Field(
         default=8.0, gt=0, description="How long a driver may take to end after SIGINT before SIGKILL."
     )
+    flow_run_check_seconds: float = Field(
+        default=3.0, gt=0, description="How often a training looks whether its flow run was cancelled or has ended."
+    )
     local_cluster_timeout_seconds: float = Field(
         default=120.0, gt=0, description="How long a local cluster may take to start."
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from prefect import task
 from prefect.blocks.core import Block
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import Abort
 from prefect.futures import PrefectFuture
 from prefect.logging import get_logger, get_run_logger
 from pydantic import SecretStr
@@ -35,11 +37,11 @@ from prefect_elastic_train.config import (
 from prefect_elastic_train.driver.events import AttemptEnded
 from prefect_elastic_train.driver.launch import Runtime, import_path
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
-from prefect_elastic_train.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.outcomes import (
     AttemptFailedError,
     ConfigurationError,
     Outcome,
+    TrainingTimeoutError,
     may_retry,
     restart_delays,
 )
@@ -48,6 +50,13 @@ from prefect_elastic_train.result import TrainingResult
 from prefect_elastic_train.runs.identity import check_run_name, default_run_name, fingerprint, loop_name
 from prefect_elastic_train.runs.records import Owner
 from prefect_elastic_train.settings import get_settings
+from prefect_elastic_train.stops import (
+    StopReason,
+    interruptions,
+    notice_interruptions,
+    watched_by_runner,
+    watching,
+)
 
 __all__ = ["aelastic_train", "elastic_train"]
 
@@ -60,6 +69,8 @@ DEFAULT_STORAGE = "~/elastic_train_runs"
 
 _FRAMEWORKS = ("torch", "jax", "none")
 _MASK = "*"
+#: How long the signal of a runner is waited for once its flow run is seen cancelling; it kills after 30 s.
+_SIGNAL_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,9 @@ class _Request:
     resume_from: str
     payload: bytes
     worker_runtime_env: dict[str, Any]
+    timeout_seconds: float | None
+    asked_at: float
+    in_flow_run: bool
     interruptions: int
 
     def __repr__(self) -> str:
@@ -91,7 +105,15 @@ class _Request:
 
 
 class _Stop(BaseException):
-    """The coroutine that awaits the training was cancelled, or the flow process was told to end."""
+    """The coroutine that awaits the training was cancelled, or the flow process or the flow run was told to end.
+
+    Attributes:
+        reason: What the flow run's state said; None for a signal or a cancelled coroutine.
+    """
+
+    def __init__(self, reason: StopReason | None = None) -> None:
+        super().__init__(reason.value if reason else "told to end")
+        self.reason = reason
 
 
 #: Runtimes that wait for the next attempt of their training, by its key.
@@ -133,6 +155,7 @@ class _ElasticTrain:
         dataset_config: Any = None,
         validation_config: Any = None,
         worker_runtime_env: dict[str, Any] | None = None,
+        timeout_seconds: float | None = None,
     ) -> TrainingResult:
         """Train, and return when the loop has returned on all ranks.
 
@@ -157,6 +180,8 @@ class _ElasticTrain:
             dataset_config: Ray's ``DataConfig``.
             validation_config: Ray's ``ValidationConfig``.
             worker_runtime_env: Ray runtime environment of the workers.
+            timeout_seconds: Seconds from now after which the training is ended and TimedOut, over all its driver
+                restarts in this flow process; what it has committed stays. Default: no bound.
 
         Returns:
             What the training gives back.
@@ -164,6 +189,7 @@ class _ElasticTrain:
         Raises:
             ConfigurationError: It cannot start as configured; nothing was started.
             AttemptFailedError: The last attempt failed; its ``outcome`` says how.
+            TrainingTimeoutError: ``timeout_seconds`` went by.
         """
         request = _request(**{name: value for name, value in locals().items() if name != "self"})
         try:
@@ -218,7 +244,11 @@ def _with_budget(template: Any, request: _Request) -> Any:
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
 def _elastic_train_task(request: _Request) -> TrainingResult:
-    return _attempt(request, threading.Event())
+    try:
+        return _attempt(request, threading.Event())
+    except _Stop as stop:
+        _leave(request, stop)
+        raise
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
@@ -235,6 +265,46 @@ async def _aelastic_train_task(request: _Request) -> TrainingResult:
             stop.set()
             await asyncio.wait([attempt])
             raise
+        except _Stop as stopped:
+            await asyncio.to_thread(_leave, request, stopped)
+            raise
+
+
+def _leave(request: _Request, stop: _Stop) -> None:
+    """Leave the flow in the way that gives its run the state that it should have. The training has ended by now.
+
+    Raises:
+        Abort: The flow run has its state already, and this process has nothing to say about it.
+    """
+    if stop.reason is None:
+        return
+    if stop.reason is StopReason.CANCELLING:
+        if watched_by_runner():
+            _await_signal(request)
+        else:
+            _mark_cancelled(request)
+    raise Abort(f"training {request.run_name!r} ended: {stop.reason.value}")
+
+
+def _await_signal(request: _Request) -> None:
+    """Let the runner's signal arrive, which Prefect's engine knows for a cancellation."""
+    deadline = time.monotonic() + _SIGNAL_SECONDS
+    while time.monotonic() < deadline and interruptions() == request.interruptions:
+        time.sleep(0.1)
+
+
+def _mark_cancelled(request: _Request) -> None:
+    """Say that the cancellation is carried out: without a runner nobody else would."""
+    from prefect.client.orchestration import get_client
+    from prefect.states import Cancelled
+
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(
+                uuid.UUID(request.owner.flow_run_id), Cancelled(message="The training was cancelled."), force=True
+            )
+    except Exception as error:  # noqa: BLE001 - the training has ended; the state is for people
+        get_logger("elastic_train").warning("cannot mark the flow run as cancelled: %s", error)
 
 
 def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
@@ -242,31 +312,24 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
     task_run = TaskRunContext.get()
     more = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
     log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), get_settings().log_lines_per_second)
-
-    def check_stop() -> None:
-        if stop.is_set() or interruptions() > request.interruptions:
-            raise _Stop
-
     with _waiting_lock:
         runtime = _waiting.pop(request.key, None) or Runtime(get_settings(), log.event, log.line)
-    runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
     keep = False
     try:
-        check_stop()
-        try:
-            spec, extra_cpus = _spec(request)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            # Blocks are loaded by name at each attempt, and Prefect's API may be away just now.
-            raise AttemptFailedError(
-                f"the blocks of training {request.run_name!r} cannot be loaded now: {type(error).__name__}: {error}",
-                outcome=Outcome.DRIVER_LOST,
-            ) from error
-        ended = runtime.run_attempt(spec, extra_cpus)
-        if ended.outcome is Outcome.COMPLETED and ended.result is not None:
-            return TrainingResult.model_validate(ended.result)
-        raise _failure(request, ended)
+        with watching(
+            request.owner.flow_run_id if request.in_flow_run else None, get_settings().flow_run_check_seconds
+        ) as watch:
+
+            def check_stop() -> None:
+                if stop.is_set() or interruptions() > request.interruptions:
+                    raise _Stop
+                if watch is not None and watch.reason is not None:
+                    raise _Stop(watch.reason)
+                if request.timeout_seconds is not None:
+                    _check_time(request, request.timeout_seconds)
+
+            runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
+            return _supervise(request, runtime)
     except AttemptFailedError as error:
         keep = error.retryable and more
         raise
@@ -277,6 +340,37 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
                 _waiting[request.key] = runtime
         else:
             runtime.close()
+
+
+def _supervise(request: _Request, runtime: Runtime) -> TrainingResult:
+    """Start a driver and follow it to its end."""
+    runtime.check_stop()
+    try:
+        spec, extra_cpus = _spec(request)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        # Blocks are loaded by name at each attempt, and Prefect's API may be away just now.
+        raise AttemptFailedError(
+            f"the blocks of training {request.run_name!r} cannot be loaded now: {type(error).__name__}: {error}",
+            outcome=Outcome.DRIVER_LOST,
+        ) from error
+    ended = runtime.run_attempt(spec, extra_cpus)
+    if ended.outcome is Outcome.COMPLETED and ended.result is not None:
+        return TrainingResult.model_validate(ended.result)
+    if ended.outcome is Outcome.SUPERSEDED:
+        # The flow run is the other process's now: whatever this one said of it would be wrong.
+        raise Abort(f"training {request.run_name!r}: {ended.message}")
+    raise _failure(request, ended)
+
+
+def _check_time(request: _Request, timeout_seconds: float) -> None:
+    if time.monotonic() - request.asked_at > timeout_seconds:
+        raise TrainingTimeoutError(
+            f"training {request.run_name!r} was ended after timeout_seconds={timeout_seconds:g}; what it has "
+            "committed is kept, and a retry of the flow run goes on from there",
+            outcome=Outcome.TIMED_OUT,
+        )
 
 
 def _failure(request: _Request, ended: AttemptEnded) -> AttemptFailedError:
@@ -336,6 +430,7 @@ def _request(
     dataset_config: Any = None,
     validation_config: Any = None,
     worker_runtime_env: dict[str, Any] | None = None,
+    timeout_seconds: float | None = None,
 ) -> _Request:
     """Check what can be checked before anything starts."""
     _check_loop_argument(train_loop)
@@ -343,6 +438,8 @@ def _request(
         raise ConfigurationError(f"framework {framework!r} is unknown; use one of {', '.join(map(repr, _FRAMEWORKS))}")
     if train_loop_config is not None and not isinstance(train_loop_config, dict):
         raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(train_loop_config).__name__}")
+    if timeout_seconds is not None and not timeout_seconds > 0:
+        raise ConfigurationError(f"timeout_seconds={timeout_seconds!r} must be above 0, or None for no bound")
     if resume and resume_from:
         raise ConfigurationError(
             "resume=True continues a run and resume_from starts a new one from another's checkpoint: give one of them"
@@ -393,6 +490,9 @@ def _request(
         resume_from=resume_from or "",
         payload=payload,
         worker_runtime_env=worker_runtime_env or {},
+        timeout_seconds=timeout_seconds,
+        asked_at=time.monotonic(),
+        in_flow_run=FlowRunContext.get() is not None,
         interruptions=interruptions(),
         **blocks,
     )

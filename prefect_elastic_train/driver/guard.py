@@ -24,7 +24,7 @@ __all__ = ["main"]
 #: Written by the supervisor when it has cleaned up itself.
 DISMISSED = b"dismissed\n"
 _POLL_SECONDS = 0.25
-_DRIVER_GRACE_SECONDS = 6.0
+_DRIVER_GRACE_SECONDS = 8.0
 _KILL_SECONDS = 10.0
 
 

@@ -120,9 +120,10 @@ class Runtime:
         )
         try:
             return _Following(self, self._driver, spec).until_end()
-        except BaseException:
+        except BaseException as reason:
             # The flow run was told to stop: the driver shall know that its end is meant.
-            (folder / STOP_FILE).touch()
+            outcome = Outcome.TIMED_OUT if isinstance(reason, TimeoutError) else Outcome.CANCELLED
+            (folder / STOP_FILE).write_text(outcome.value)
             raise
         finally:
             self._end_driver()
@@ -196,7 +197,12 @@ class Runtime:
                 base = "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
             self._mark = str(self._folder)
-        if self._guard is None or self._guard.poll() is not None:
+        self.keep_guarded()
+        return self._folder
+
+    def keep_guarded(self) -> None:
+        """Start the guard, or another one if it was killed."""
+        if self._folder is not None and (self._guard is None or self._guard.poll() is not None):
             self._guard = subprocess.Popen(
                 [
                     sys.executable,
@@ -212,7 +218,6 @@ class Runtime:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
                 start_new_session=True,
             )
-        return self._folder
 
     def _environment(self) -> dict[str, str]:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -264,6 +269,7 @@ class _Following:
             if time.monotonic() - looked_at >= _TURN_SECONDS:
                 looked_at = time.monotonic()
                 self._runtime.check_stop()
+                self._runtime.keep_guarded()
                 given_up = self._look_after()
                 if given_up is not None:
                     return given_up

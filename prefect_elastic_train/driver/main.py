@@ -36,6 +36,7 @@ from prefect_elastic_train.driver.events import (
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, read_spec
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome, is_passing
+from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import (
     Begun,
     Claim,
@@ -45,14 +46,21 @@ from prefect_elastic_train.runs.attempts import (
     host_id,
     peek,
 )
-from prefect_elastic_train.runs.commits import all_attempts
+from prefect_elastic_train.runs.commits import all_attempts, newest_attempt
 from prefect_elastic_train.runs.heartbeat import HeartbeatWriter
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
+from prefect_elastic_train.runs.records import AttemptRecord, decode
 from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.stops import interruptions, notice_interruptions
 
 __all__ = ["main"]
 
 logger = logging.getLogger("prefect_elastic_train.driver")
+
+#: How long a driver that was told to end may take before it ends without Ray Train's help.
+_STUCK_SECONDS = 4.5
+#: How long it may take to leave the cluster. Both together stay below the grace of the supervisor and the guard.
+_LEAVE_SECONDS = 2.5
 
 
 class _Stopped(BaseException):
@@ -68,13 +76,16 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
-    driver = _Driver(read_spec(Path(arguments[0])), output)
+    notice_interruptions()
+    spec_file = Path(arguments[0])
+    driver = _Driver(read_spec(spec_file), output)
+    threading.Thread(target=_end_if_stuck, args=(driver, spec_file), name="elastic-train-stop", daemon=True).start()
     try:
         ended = driver.run()
     except AttemptFailedError as error:
         ended = AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
     except (_Stopped, KeyboardInterrupt, SystemExit):
-        ended = _stopped(Path(arguments[0]))
+        ended = _stopped(spec_file)
     except ConnectionError as error:
         ended = AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {error}")
     except OSError as error:
@@ -88,13 +99,19 @@ def main(arguments: list[str]) -> int:
     # From here on a second signal must not cut the last word short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    driver.close(ended)
-    _leave_cluster()
-    output.close()
-    # Threads of Ray or of the user's libraries may not keep a finished driver.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    driver.end_process(ended)
+    return 0
+
+
+def _end_if_stuck(driver: _Driver, spec_file: Path) -> None:
+    """End a driver that was told to end and cannot.
+
+    While Ray Train's controller waits for a placement group, ``fit()`` does not get out of its handler of SIGINT.
+    """
+    while not interruptions():
+        time.sleep(0.1)
+    time.sleep(_STUCK_SECONDS)
+    driver.end_process(_stopped(spec_file), stuck=True)
 
 
 def _stopped(spec_file: Path) -> AttemptEnded:
@@ -102,18 +119,19 @@ def _stopped(spec_file: Path) -> AttemptEnded:
 
     Whoever else ends the driver, such as the guard of a dead flow process, does not mean the training.
     """
-    if spec_file.with_name(STOP_FILE).exists():
-        return AttemptEnded(outcome=Outcome.CANCELLED, message="the flow run was told to stop")
-    return AttemptEnded(outcome=Outcome.DRIVER_LOST, message="the driver was ended by a signal")
+    try:
+        outcome = Outcome(spec_file.with_name(STOP_FILE).read_text())
+    except (OSError, ValueError):
+        return AttemptEnded(outcome=Outcome.DRIVER_LOST, message="the driver was ended by a signal")
+    message = "its time was up" if outcome is Outcome.TIMED_OUT else "the flow run was told to stop"
+    return AttemptEnded(outcome=outcome, message=message)
 
 
-def _leave_cluster() -> None:
-    """Disconnect from Ray, for a bounded time: a cluster that is gone does not answer."""
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        thread = threading.Thread(target=ray.shutdown, daemon=True)
-        thread.start()
-        thread.join(timeout=5)
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Do something for a bounded time: a cluster that is gone does not answer."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=seconds)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
@@ -134,6 +152,7 @@ class _Driver:
         self._history: HistoryWriter | None = None
         self._heartbeat: HeartbeatWriter | None = None
         self._receiver: EventReceiver | None = None
+        self._ending = threading.Lock()
 
     def run(self) -> AttemptEnded:
         """Run the attempt and give its end."""
@@ -169,7 +188,10 @@ class _Driver:
         assert self._receiver is not None
         with self._showing_life("making the datasets"):
             datasets = training.make_datasets(prepared, begun.attempt)
-        training.fit(self.spec, prepared, datasets, self._store, begun.attempt, self._receiver.receiving)
+        try:
+            training.fit(self.spec, prepared, datasets, self._store, begun.attempt, self._receiver.receiving)
+        except AttemptFailedError as error:
+            raise self._taken_over(begun.attempt) or error from error
         return self._completed(begun)
 
     def emit(self, event: Event) -> None:
@@ -199,6 +221,32 @@ class _Driver:
         self.emit(ended)
         if self._history is not None:
             self._history.close()
+
+    def end_process(self, ended: AttemptEnded, stuck: bool = False) -> None:
+        """Say the last word and end this process; the first caller does it, and any other waits for that.
+
+        Args:
+            ended: How the attempt ended.
+            stuck: ``fit()`` does not return, so that Ray Train cannot tidy up after itself.
+        """
+        if not self._ending.acquire(blocking=False):
+            time.sleep(60)
+            return
+        ray = sys.modules.get("ray")
+        self.close(ended)
+        if ray is not None and ray.is_initialized():
+            _within(_LEAVE_SECONDS, self._release if stuck else ray.shutdown)
+        self._output.close()
+        # Threads of Ray or of the user's libraries may not keep a finished driver.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _release(self) -> None:
+        from prefect_elastic_train.driver.training import requester_id
+        from prefect_elastic_train.elastic.policy import release_reservation
+
+        release_reservation(requester_id(self._store))
 
     def _claim(self) -> Claim:
         spec = self.spec
@@ -271,6 +319,25 @@ class _Driver:
             yield
         finally:
             done.set()
+
+    def _taken_over(self, attempt: int) -> AttemptFailedError | None:
+        """Tell whether the training ended because somebody else has the run now, however that showed."""
+        newest = newest_attempt(self._store)
+        if newest <= attempt:
+            return None
+        record = decode(AttemptRecord, self._store.read(layout.attempt_name(newest)))
+        if record is None or record.owner.flow_run_id == self.spec.owner.flow_run_id:
+            return AttemptFailedError(
+                f"attempt {newest}, of another process of the same flow run, has taken over",
+                outcome=Outcome.SUPERSEDED,
+                attempt=attempt,
+            )
+        return AttemptFailedError(
+            f"run {self.spec.run_name!r} was taken over by {record.owner.describe()} with resume=True; what this "
+            "attempt trained after that counts for nothing",
+            outcome=Outcome.INVALID,
+            attempt=attempt,
+        )
 
     def _completed(self, begun: Begun) -> AttemptEnded:
         # The controller has sent all its events before fit() returned; let the last ones arrive.

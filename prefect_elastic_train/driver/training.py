@@ -20,7 +20,7 @@ from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationErro
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.store import LocalRunStore
 
-__all__ = ["Prepared", "check_loop", "classify", "fit", "make_datasets", "prepare", "resolve_loop"]
+__all__ = ["Prepared", "check_loop", "classify", "fit", "make_datasets", "prepare", "requester_id", "resolve_loop"]
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -157,7 +157,7 @@ def fit(
     payload = prepared.payload
     callback = RunCallback(receiving, store.path, attempt, spec.scaling.min_workers, resources_per_worker(spec.scaling))
     setup = ControllerSetup(
-        requester_id=_requester_id(store),
+        requester_id=requester_id(store),
         wait_for_max_seconds=spec.scaling.wait_for_max_seconds,
         callback=callback,
         stall_timeout_seconds=spec.failures.stall_timeout_seconds,
@@ -229,7 +229,7 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {type(cause).__name__}: {cause}")
 
 
-def _requester_id(store: LocalRunStore) -> str:
+def requester_id(store: LocalRunStore) -> str:
     """Give the id that every attempt of a run reserves resources under."""
     digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
     return f"elastic-train-{os.path.basename(store.path)}-{digest}"

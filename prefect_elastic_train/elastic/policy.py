@@ -25,7 +25,7 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 )
 from ray.train.v2.api.config import ScalingConfig
 
-__all__ = ["RunScalingPolicy"]
+__all__ = ["RunScalingPolicy", "release_reservation"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 #: Seconds between two reports that there is not enough capacity.
 _REPORT_WAITING_SECONDS = 10.0
+
+
+def release_reservation(requester_id: str) -> None:
+    """Give back what a run holds, in place of its controller; others would wait for it for three minutes."""
+    TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
 
 
 class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]

@@ -170,7 +170,7 @@ def begin_attempt(
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # somebody else began this attempt: look again at who holds the run
         if next(lineage(store, before=attempt), None) != newest:
-            end_attempt(store, attempt, "superseded", "the previous holder committed meanwhile", superseded=True)
+            end_attempt(store, attempt, Outcome.SUPERSEDED.value, "the previous holder committed meanwhile", void=True)
             continue
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last is not None and last.ended is None:
@@ -219,10 +219,10 @@ def end_attempt(
     message: str = "",
     *,
     result: dict[str, object] | None = None,
-    superseded: bool = False,
+    void: bool = False,
 ) -> None:
     """Record how an attempt ended; the first record stays."""
-    record = EndedRecord(attempt=attempt, outcome=outcome, message=message[:4000], result=result, superseded=superseded)
+    record = EndedRecord(attempt=attempt, outcome=outcome, message=message[:4000], result=result, void=void)
     store.create(layout.ended_name(attempt), encode(record))
 
 
@@ -341,7 +341,7 @@ def _check_not_taken_over(claim: Claim, past: list[_Past]) -> None:
         raise AttemptFailedError(
             f"attempt {past[-1].number} of run {claim.name!r} was begun by another process of the same flow run; "
             "this one gives way",
-            outcome=Outcome.INVALID,
+            outcome=Outcome.SUPERSEDED,
         )
 
 
@@ -367,9 +367,9 @@ def _spent(store: RunStore, claim: Claim, past: list[_Past]) -> tuple[int, int]:
             break
         if attempt.ended is not None:
             # One that a person stopped says nothing about the training, and nothing about the budgets.
-            if attempt.ended.superseded or attempt.ended.outcome == Outcome.CANCELLED.value:
+            if attempt.ended.void or attempt.ended.outcome == Outcome.CANCELLED.value:
                 continue
-            if attempt.ended.final or not _retryable(attempt.ended.outcome):
+            if attempt.ended.final or not _counts(attempt.ended.outcome):
                 break
         counted += 1
         if attempt.number in progressed:
@@ -379,9 +379,10 @@ def _spent(store: RunStore, claim: Claim, past: list[_Past]) -> tuple[int, int]:
     return counted, without_progress
 
 
-def _retryable(outcome: str) -> bool:
+def _counts(outcome: str) -> bool:
+    """Tell whether an attempt that ended so may be followed by another one without a person's doing."""
     try:
-        return Outcome(outcome).retryable
+        return Outcome(outcome).retryable or Outcome(outcome) is Outcome.SUPERSEDED
     except ValueError:  # written by a newer version
         return False
 

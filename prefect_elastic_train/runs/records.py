@@ -111,7 +111,7 @@ class EndedRecord(_Record):
     message: str = ""
     result: dict[str, Any] | None = None
     #: The attempt gave way to its successor before it did anything, and does not count.
-    superseded: bool = False
+    void: bool = False
     #: A verdict: no automatic restart follows, and a person's retry starts with fresh budgets.
     final: bool = False
 

@@ -89,7 +89,9 @@ class LocalRunStore:
             # link() fails if the target exists, on NFS too, and the content is there from the first moment.
             os.link(temporary, target)
         except FileExistsError:
-            return False
+            # NFS may have linked it and lost the answer, and the client's second try then finds its own work.
+            if not _is_same_file(temporary, target):
+                return False
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
                 raise
@@ -210,6 +212,13 @@ class LocalRunStore:
             pass
         finally:
             os.close(handle)
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except FileNotFoundError:
+        return False
 
 
 def _raise_unless_gone(error: OSError) -> None:

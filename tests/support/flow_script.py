@@ -1,13 +1,21 @@
-"""A flow that trains with the arguments of a JSON file, and writes how it ended into another."""
+"""Flows that train with the arguments of a JSON file or of a deployment's run, and write how that ended.
+
+As a script: ``python -m tests.support.flow_script <arguments file>``, optionally for a flow run that exists.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prefect import flow
+from prefect.runtime import flow_run
 
 from prefect_elastic_train import (
     CheckpointPolicy,
@@ -15,34 +23,74 @@ from prefect_elastic_train import (
     FailureBudget,
     LocalStorage,
     RayCluster,
+    aelastic_train,
     elastic_train,
 )
+
+
+def training(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Give what elastic_train is called with."""
+    return {
+        "train_loop": arguments.get("loop", "tests.support.loops:ledger_loop"),
+        "train_loop_config": arguments.get("config"),
+        "framework": arguments.get("framework", "torch"),
+        "scaling": ElasticScaling(**arguments.get("scaling", {"min_workers": 2, "max_workers": 2})),
+        "failures": FailureBudget(**{"driver_restart_delay_seconds": 0.5, **arguments.get("failures", {})}),
+        "checkpoints": CheckpointPolicy(**arguments.get("checkpoints", {})),
+        "storage": LocalStorage(path=arguments["storage"]),
+        "cluster": RayCluster(**arguments.get("cluster", {})),
+        "run_name": arguments.get("run_name"),
+        "resume": arguments.get("resume", False),
+        "resume_from": arguments.get("resume_from"),
+        "timeout_seconds": arguments.get("timeout_seconds"),
+    }
+
+
+def _tell_who_runs(arguments: dict[str, Any]) -> None:
+    """Write id and process of the flow run for the test to find."""
+    if "flow_run_file" in arguments:
+        line = json.dumps({"flow_run_id": flow_run.id, "pid": os.getpid(), "at": time.time()})
+        with Path(arguments["flow_run_file"]).open("a") as file:
+            file.write(line + "\n")
 
 
 @flow(name="fault test", log_prints=True)
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train once."""
-    call = (lambda *a, **k: elastic_train.submit(*a, **k).result()) if arguments.get("submit") else elastic_train
-    result = call(
-        arguments.get("loop", "tests.support.loops:ledger_loop"),
-        train_loop_config=arguments.get("config"),
-        framework=arguments.get("framework", "torch"),
-        scaling=ElasticScaling(**arguments.get("scaling", {"min_workers": 2, "max_workers": 2})),
-        failures=FailureBudget(**{"driver_restart_delay_seconds": 0.5, **arguments.get("failures", {})}),
-        checkpoints=CheckpointPolicy(**arguments.get("checkpoints", {})),
-        storage=LocalStorage(path=arguments["storage"]),
-        cluster=RayCluster(**arguments.get("cluster", {})),
-        run_name=arguments.get("run_name"),
-        resume=arguments.get("resume", False),
-        resume_from=arguments.get("resume_from"),
-    )
-    return result.model_dump(mode="json")
+    _tell_who_runs(arguments)
+    if arguments.get("die_at_once"):
+        os.kill(os.getpid(), 9)
+    call = (lambda **k: elastic_train.submit(**k).result()) if arguments.get("submit") else elastic_train
+    return call(**training(arguments)).model_dump(mode="json")
+
+
+@flow(name="async fault test", log_prints=True)
+async def atrain(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train once, without holding the event loop."""
+    _tell_who_runs(arguments)
+    return (await aelastic_train(**training(arguments))).model_dump(mode="json")
+
+
+def _run(arguments: dict[str, Any]) -> Any:
+    """Run the flow, as a new flow run or as one that exists, and give its final state."""
+    from prefect.client.orchestration import get_client
+    from prefect.flow_engine import run_flow
+
+    chosen = atrain if arguments.get("asynchronous") else train
+    if arguments.get("flow_timeout"):
+        chosen = chosen.with_options(timeout_seconds=arguments["flow_timeout"])
+    existing = None
+    if arguments.get("flow_run_id"):
+        with get_client(sync_client=True) as client:
+            existing = client.read_flow_run(UUID(arguments["flow_run_id"]))
+    state = run_flow(chosen, flow_run=existing, parameters={"arguments": arguments}, return_type="state")
+    return asyncio.run(state) if arguments.get("asynchronous") else state
 
 
 def main() -> None:
     """Run the flow and write its state."""
     arguments = json.loads(Path(sys.argv[1]).read_text())
-    state = train(arguments, return_state=True)
+    state = _run(arguments)
     outcome: dict[str, Any] = {"state": state.type.value, "name": state.name, "message": state.message or ""}
     if state.is_completed():
         outcome["result"] = state.result()

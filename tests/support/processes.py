@@ -103,13 +103,16 @@ class FlowProcess:
         self.storage = Path(arguments.setdefault("storage", str(folder / "runs")))
         self.result_file = folder / "result.json"
         self.log_file = folder / "flow.log"
+        self.flow_run_file = folder / "flow-run.jsonl"
         environment = {
             **os.environ,
             "PREFECT_API_URL": api_url,
             "PYTHONPATH": str(ROOT),
             **{name: str(value) for name, value in arguments.pop("environment", {}).items()},
         }
-        (folder / "arguments.json").write_text(json.dumps({**arguments, "result_file": str(self.result_file)}))
+        (folder / "arguments.json").write_text(
+            json.dumps({**arguments, "result_file": str(self.result_file), "flow_run_file": str(self.flow_run_file)})
+        )
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.flow_script", str(folder / "arguments.json")],
@@ -130,6 +133,12 @@ class FlowProcess:
     @property
     def run(self) -> Path | None:
         return run_folder(self.storage)
+
+    @property
+    def flow_run_id(self) -> str:
+        """Give the id of the flow run, once it runs."""
+        line = wait_for(lambda: self.flow_run_file.exists() and self.flow_run_file.read_text(), 60, "the flow to run")
+        return str(json.loads(str(line).splitlines()[-1])["flow_run_id"])
 
     def driver(self, besides: int = 0) -> psutil.Process | None:
         """Give the driver process, if one runs."""
@@ -237,6 +246,24 @@ class RayHead:
             with contextlib.suppress(psutil.Error):
                 titles.append(" ".join(process.cmdline()))
         return [title for title in titles if "RayTrainWorker" in title or "TrainController" in title]
+
+    def placement_groups(self) -> list[str]:
+        """Give the states of the cluster's placement groups that are not removed."""
+        code = (
+            f"import ray, json; ray.init(address={self.address!r}, log_to_driver=False, logging_level='ERROR'); "
+            "from ray.util import placement_group_table; "
+            "print(json.dumps([g['state'] for g in placement_group_table().values()]))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        states: list[str] = json.loads(done.stdout.strip().splitlines()[-1])
+        return [state for state in states if state != "REMOVED"]
 
     def kill(self) -> None:
         """Kill everything of the cluster at once, as a lost machine does."""

@@ -306,7 +306,7 @@ def test_attempts_of_another_flow_run_do_not_count(store: LocalRunStore) -> None
 def test_an_attempt_that_gave_way_before_it_did_anything_does_not_count(store: LocalRunStore) -> None:
     Training(store, begin(store).attempt).report("a")
     store.create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))))
-    end_attempt(store, 2, "superseded", superseded=True)
+    end_attempt(store, 2, "superseded", void=True)
     begun = begin(store, claim(driver_restarts=1))
     assert (begun.attempt, begun.counted) == (3, 2)
 

@@ -235,7 +235,7 @@ def test_the_message_of_a_user_error_holds_the_traceback_of_the_rank() -> None:
 
 def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_does(tmp_path: Path) -> None:
     def requester(folder: str) -> str:
-        return training._requester_id(LocalRunStore(str(tmp_path / folder)))
+        return training.requester_id(LocalRunStore(str(tmp_path / folder)))
 
     assert requester("a/mnist") == requester("a/mnist")
     assert len({requester("a/mnist"), requester("b/mnist"), requester("a/cifar")}) == 3

@@ -365,7 +365,7 @@ def test_a_worker_marks_its_uploads_through_rays_hook(store: LocalRunStore) -> N
 def test_a_controller_shows_signs_of_life_that_say_what_it_does(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callbacks, "_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(callbacks, "ALIVE_SECONDS", 0.05)
     controller = Controller(store)
     controller.callback.after_controller_state_update(InitializingState(), RunningState())
     try:

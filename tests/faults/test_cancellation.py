@@ -1,0 +1,182 @@
+"""A flow run is cancelled or out of time: its training stops soon, for good, and the run directory stays whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelling
+
+from tests.support.deployments import SERVED, WORKED, DeployedRun, Program, api_client, process_worker, serve_flows
+from tests.support.processes import FlowProcess, RayHead, alive, attempts, commits, read_ledger, wait_for
+
+pytestmark = pytest.mark.usefixtures("api")
+
+Start = Callable[..., FlowProcess]
+Deploy = Callable[..., DeployedRun]
+
+#: From the cancellation to the end of the last worker.
+BOUND_SECONDS = 20
+
+
+@pytest.fixture(scope="module")
+def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    program = serve_flows(tmp_path_factory.mktemp("served"), api_url)
+    yield program
+    program.close()
+
+
+@pytest.fixture
+def client(api: str) -> Iterator[SyncPrefectClient]:
+    with api_client() as client:
+        yield client
+
+
+@pytest.fixture
+def deployed(client: SyncPrefectClient, tmp_path: Path) -> Iterator[Deploy]:
+    """Starts runs of deployments, and ends what is left of them."""
+    started: list[DeployedRun] = []
+
+    def start_run(deployment: str, **arguments: Any) -> DeployedRun:
+        run = DeployedRun(client, deployment, tmp_path / "deployed", **arguments)
+        started.append(run)
+        return run
+
+    yield start_run
+    for run in started:
+        run.close()
+
+
+def endless(ledger: str, **more: Any) -> dict[str, Any]:
+    """A training that goes on until somebody stops it."""
+    return {
+        "loop": "tests.support.loops:counting_loop",
+        "framework": "none",
+        "config": {"steps": 100_000, "sleep": 0.05, "ledger": ledger},
+        **more,
+    }
+
+
+def joined(head: RayHead) -> dict[str, Any]:
+    return {"address": head.address, "auth_token": head.token}
+
+
+def _contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Give size and time of each file of a run directory."""
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def _workers(ledger: str) -> list[psutil.Process]:
+    found = []
+    for pid in {line["pid"] for line in read_ledger(ledger)}:
+        try:
+            found.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _cancel_and_watch(run: DeployedRun, ledger: str) -> None:
+    """Cancel from the API and check all that a cancellation promises."""
+    wait_for(lambda: len(commits(run.folder)) >= 2 and len(_workers(ledger)) == 2, 120, "two workers that train")
+    workers = _workers(ledger)
+    processes = run.processes()
+    assert processes
+    cancelled_at = time.monotonic()
+    run.propose(Cancelling())
+    wait_for(lambda: not alive(workers), BOUND_SECONDS, "the last worker to end")
+    print(f"last worker ended {time.monotonic() - cancelled_at:.1f} s after the cancellation")
+    assert run.wait_for_end(45).type == StateType.CANCELLED
+    assert run.folder is not None
+    at_the_end = _contents(run.folder)
+    wait_for(lambda: not alive(processes) and not run.processes(), 15, "all processes of the training to end")
+    time.sleep(2)
+    assert _contents(run.folder) == at_the_end, "nothing is written afterwards"
+    assert len(attempts(run.folder)) == 1, "no driver restart follows"
+    assert run.state.type == StateType.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("flow_name", "submit"),
+    [("fault test", False), ("fault test", True), ("async fault test", False)],
+    ids=["called", "submitted", "async"],
+)
+def test_cancel_under_serve(
+    deployed: Deploy, served: Program, ledger: str, head: RayHead, flow_name: str, submit: bool
+) -> None:
+    run = deployed(f"{flow_name}/{SERVED}", **endless(ledger, submit=submit, cluster=joined(head)))
+    _cancel_and_watch(run, ledger)
+    wait_for(lambda: not head.train_processes(), 15, "the joined cluster to be free")
+
+
+def test_cancel_under_a_process_worker(
+    deployed: Deploy, client: SyncPrefectClient, api_url: str, ledger: str, tmp_path: Path
+) -> None:
+    with process_worker(tmp_path / "worker", api_url, client):
+        run = deployed(f"fault test/{WORKED}", **endless(ledger))
+        _cancel_and_watch(run, ledger)
+
+
+def test_cancel_while_the_controller_waits_for_a_placement_group(
+    deployed: Deploy, served: Program, ledger: str, head: RayHead
+) -> None:
+    # Two nodes are wanted and there is one: the resources are there, and the placement group never is.
+    scaling = {"min_workers": 2, "max_workers": 2, "placement_strategy": "STRICT_SPREAD"}
+    run = deployed(f"fault test/{SERVED}", **endless(ledger, cluster=joined(head), scaling=scaling))
+    wait_for(lambda: head.train_processes() and head.placement_groups() == ["PENDING"], 90, "a pending placement group")
+    processes = run.processes()
+    run.propose(Cancelling())
+    wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the controller to end")
+    assert run.wait_for_end(45).type == StateType.CANCELLED
+    wait_for(lambda: not alive(processes), 15, "all processes of the training to end")
+    wait_for(lambda: not head.placement_groups(), 60, "the placement group to be removed")
+    assert read_ledger(ledger) == []
+
+
+@pytest.mark.parametrize("submit", [False, True], ids=["called", "submitted"])
+def test_cancel_of_a_flow_that_no_runner_watches(
+    start: Start, client: SyncPrefectClient, ledger: str, head: RayHead, submit: bool, tmp_path: Path
+) -> None:
+    from uuid import UUID
+
+    flow = start(**endless(ledger, submit=submit, cluster=joined(head)))
+    wait_for(lambda: len(commits(flow.run)) >= 2, 120, "commits")
+    flow_run_id = UUID(flow.flow_run_id)
+    client.set_flow_run_state(flow_run_id, Cancelling())
+    wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the workers to end")
+    flow.process.wait(60)
+    state = client.read_flow_run(flow_run_id).state
+    assert state is not None
+    assert state.type == StateType.CANCELLED
+    assert len(attempts(flow.run)) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"timeout_seconds": 14},
+        {"timeout_seconds": 14, "asynchronous": True},
+        {"flow_timeout": 16},
+        {"flow_timeout": 16, "submit": True},
+        {"flow_timeout": 16, "asynchronous": True},
+    ],
+    ids=["training", "training-async", "flow", "flow-submitted", "flow-async"],
+)
+def test_training_that_is_out_of_time_ends_as_timed_out(
+    start: Start, ledger: str, head: RayHead, arguments: dict[str, Any]
+) -> None:
+    flow = start(**endless(ledger, cluster=joined(head), **arguments))
+    outcome = flow.wait(90)
+    assert (outcome["state"], outcome["name"]) == ("FAILED", "TimedOut")
+    assert commits(flow.run), "it trained until then"
+    assert len(attempts(flow.run)) == 1, "no driver restart follows"
+    wait_for(lambda: not head.train_processes(), 5, "the joined cluster to be free")
+    assert flow.marked() == []
+    ended = flow.run / ".elastic_train" / "ended" / "0001.json"  # type: ignore[operator]
+    assert '"timed_out"' in ended.read_text() or '"cancelled"' in ended.read_text()

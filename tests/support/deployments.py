@@ -1,0 +1,174 @@
+"""Runs of deployments: under ``serve``, under a process worker, cancelled and resumed through the API."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import ObjectNotFound
+
+from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, marked_processes
+from tests.support.processes import ROOT, run_folder, wait_for
+
+WORK_POOL = "fault-tests"
+SERVED, WORKED = "served", "worked"
+
+
+class Program:
+    """A program of Prefect in the background, with all that it starts."""
+
+    def __init__(self, command: list[str], folder: Path, api_url: str, **environment: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log_file = folder / "program.log"
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "PREFECT_API_URL": api_url,
+                    "PYTHONPATH": str(ROOT),
+                    "PREFECT_RUNNER_POLL_FREQUENCY": "1",
+                    "PREFECT_WORKER_QUERY_SECONDS": "1",
+                    **environment,
+                },
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def tree(self) -> list[psutil.Process]:
+        """Give the program and its descendants."""
+        with contextlib.suppress(psutil.Error):
+            program = psutil.Process(self.process.pid)
+            return [program, *program.children(recursive=True)]
+        return []
+
+    def close(self) -> None:
+        """End the program, gently first."""
+        tree = self.tree()
+        if self.process.poll() is None:
+            self.process.terminate()
+        _, left = psutil.wait_procs(tree, timeout=15)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.wait(10)
+
+
+def serve_flows(folder: Path, api_url: str, **environment: str) -> Program:
+    """Serve the flows of the tests as their user would."""
+    return Program(["tests.support.served_flows"], folder, api_url, **environment)
+
+
+@contextlib.contextmanager
+def process_worker(folder: Path, api_url: str, client: SyncPrefectClient) -> Iterator[Program]:
+    """Deploy the flow of the tests to a process work pool, and run a worker for it."""
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    with contextlib.suppress(ObjectAlreadyExists):
+        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
+    from tests.support.flow_script import train
+
+    deployed = train.from_source(source=str(ROOT), entrypoint="tests/support/flow_script.py:train")
+    deployed.deploy(WORKED, work_pool_name=WORK_POOL, build=False, push=False, print_next_steps=False)
+    worker = Program(["prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process"], folder, api_url)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+class DeployedRun:
+    """A flow run of a deployment."""
+
+    def __init__(self, client: SyncPrefectClient, deployment: str, folder: Path, **arguments: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.client = client
+        self.storage = folder / "runs"
+        self.flow_run_file = folder / "flow-run.jsonl"
+        self._marks: set[str] = set()
+
+        def deployment_id() -> UUID | None:
+            with contextlib.suppress(ObjectNotFound):
+                return client.read_deployment_by_name(deployment).id
+            return None
+
+        self.deployment_id = wait_for(deployment_id, 60, f"deployment {deployment}")
+        arguments = {"storage": str(self.storage), "flow_run_file": str(self.flow_run_file), **arguments}
+        run = client.create_flow_run_from_deployment(self.deployment_id, parameters={"arguments": arguments})
+        self.id = run.id
+
+    def read(self) -> FlowRun:
+        return self.client.read_flow_run(self.id)
+
+    @property
+    def state(self) -> State:
+        state = self.read().state
+        assert state is not None
+        return state
+
+    @property
+    def folder(self) -> Path | None:
+        return run_folder(self.storage)
+
+    @property
+    def flow_processes(self) -> list[int]:
+        """Give the ids of the processes that ran the flow, one after the other."""
+        if not self.flow_run_file.exists():
+            return []
+        return [json.loads(line)["pid"] for line in self.flow_run_file.read_text().splitlines()]
+
+    def wait_for_end(self, timeout: float) -> State:
+        """Wait for a final state."""
+
+        def ended() -> State | None:
+            return self.state if self.state.is_final() else None
+
+        return wait_for(ended, timeout, f"the end of flow run {self.id}, now {self.state}")
+
+    def propose(self, state: State) -> None:
+        """Propose a state, as the UI does when somebody presses a button."""
+        self.client.set_flow_run_state(self.id, state)
+
+    def processes(self) -> list[psutil.Process]:
+        """Give all processes of the run's trainings, as far as they have been seen by now."""
+        for process in psutil.process_iter(["cmdline"]):
+            if "prefect_elastic_train.driver" in (process.info["cmdline"] or []):
+                with contextlib.suppress(psutil.Error):
+                    if process.ppid() in self.flow_processes:
+                        self._marks.add(process.environ()[MARK_VARIABLE])
+        return [process for mark in self._marks for process in marked_processes(mark)]
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        for pid in self.flow_processes:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if any("prefect" in part or "tests" in part for part in process.cmdline()):
+                    self.processes()
+                    process.kill()
+        for mark in self._marks:
+            end_marked(mark, 15)
+
+
+@contextlib.contextmanager
+def api_client() -> Iterator[SyncPrefectClient]:
+    """Give a client of the test server."""
+    with get_client(sync_client=True) as client:
+        yield client
