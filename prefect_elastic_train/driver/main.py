@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     except AttemptFailedError as error:
         ended = AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
     except (_Stopped, KeyboardInterrupt, SystemExit):
-        ended = _stopped(spec_file)
+        ended = driver.stopped(spec_file)
     except ConnectionError as error:
         ended = AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {error}")
     except OSError as error:
@@ -111,20 +111,7 @@ def _end_if_stuck(driver: _Driver, spec_file: Path) -> None:
     while not interruptions():
         time.sleep(0.1)
     time.sleep(_STUCK_SECONDS)
-    driver.end_process(_stopped(spec_file), stuck=True)
-
-
-def _stopped(spec_file: Path) -> AttemptEnded:
-    """Tell a stop that the supervisor asked for from one that came from anywhere else.
-
-    Whoever else ends the driver, such as the guard of a dead flow process, does not mean the training.
-    """
-    try:
-        outcome = Outcome(spec_file.with_name(STOP_FILE).read_text())
-    except (OSError, ValueError):
-        return AttemptEnded(outcome=Outcome.DRIVER_LOST, message="the driver was ended by a signal")
-    message = "its time was up" if outcome is Outcome.TIMED_OUT else "the flow run was told to stop"
-    return AttemptEnded(outcome=outcome, message=message)
+    driver.end_process(driver.stopped(spec_file), stuck=True)
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:
@@ -193,6 +180,24 @@ class _Driver:
         except AttemptFailedError as error:
             raise self._taken_over(begun.attempt) or error from error
         return self._completed(begun)
+
+    def stopped(self, spec_file: Path) -> AttemptEnded:
+        """Tell a stop that the supervisor asked for, and one for a successor, from any other.
+
+        Whoever else ends the driver, such as the guard of a dead flow process, does not mean the training.
+        """
+        try:
+            taken_over = self._taken_over(self._attempt) if self._attempt else None
+        except OSError:
+            taken_over = None
+        if taken_over is not None:
+            return AttemptEnded(outcome=taken_over.outcome, message=str(taken_over))
+        try:
+            outcome = Outcome(spec_file.with_name(STOP_FILE).read_text())
+        except (OSError, ValueError):
+            return AttemptEnded(outcome=Outcome.DRIVER_LOST, message="the driver was ended by a signal")
+        message = "its time was up" if outcome is Outcome.TIMED_OUT else "the flow run was told to stop"
+        return AttemptEnded(outcome=outcome, message=message)
 
     def emit(self, event: Event) -> None:
         """Number an event and send it to the supervisor and into the history."""
@@ -291,7 +296,10 @@ class _Driver:
 
     def _begin(self, begun: Begun) -> None:
         self._attempt = begun.attempt
-        self._heartbeat = HeartbeatWriter(self._store, begun.attempt)
+        # The signal ends fit(), as it does when the supervisor sends it.
+        self._heartbeat = HeartbeatWriter(
+            self._store, begun.attempt, on_fenced_off=lambda: os.kill(os.getpid(), signal.SIGINT)
+        )
         self._heartbeat.start()
         self._history = HistoryWriter(self._store, begun.attempt)
         self._receiver = EventReceiver(self.emit)

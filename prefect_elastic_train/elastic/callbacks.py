@@ -1,8 +1,8 @@
 """What we do inside Ray Train's controller and workers: tell the driver what happens, and tidy up before a start.
 
-An exception in a callback would end the training, so none leaves this module: each is counted, logged and
-passed over. Uses ``ray.train.v2._internal``, since the public ``UserCallback`` sees neither states nor sizes nor
-decisions, and runs after Ray has written its snapshot.
+An exception in a callback ends the training, so none leaves this module, bar one that means just that: the attempt
+was fenced off. Any other is counted, logged and passed over. Uses ``ray.train.v2._internal``, since the public
+``UserCallback`` sees neither states nor sizes nor decisions, and runs after Ray has written its snapshot.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.driver.relay import EventSender, Receiving
 from prefect_elastic_train.filesystems import uploading
+from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.resume import attempt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import LocalRunStore
@@ -164,30 +165,23 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self._state, self._state_since = name, time.time()
             self._send(StateChanged(state=name))
 
-    @_never_raises
     def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
-        """Report that a healthy worker group gives way to one of another size."""
-        if self._world_size and not self._last_errors:
-            self._send(WorkerGroupResized(old_size=self._world_size, new_size=resize_decision.num_workers))
+        """Report that a healthy worker group gives way to one of another size.
 
-    @_never_raises
+        Raises:
+            FencedOffError: Another attempt has taken over, and no worker shall be started for this one.
+        """
+        self._stop_if_fenced_off()
+        self._tell_resize(resize_decision)
+
     def before_controller_execute_failure_decision(self, failure_decision: FailureDecision) -> None:
-        """Report a failure of the worker group and what is done about it."""
-        from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
+        """Report a failure of the worker group and what is done about it.
 
-        errors = self._last_errors
-        if not errors and self._state != "PREEMPTING":
-            return
-        preempted = self._state == "PREEMPTING" or any(_is_preempted_actor(e) for e in errors.values())
-        event_type = WorkersPreempted if preempted else WorkerFailed
-        self._send(
-            event_type(
-                errors={str(rank): str(error)[-_MAX_ERROR_CHARACTERS:] for rank, error in errors.items()},
-                retried=failure_decision is FailureDecision.RETRY,
-                reports_lost=self._reports_since_checkpoint,
-            )
-        )
-        self._world_size = 0
+        Raises:
+            FencedOffError: Another attempt has taken over, which may be why this one's workers fail.
+        """
+        self._stop_if_fenced_off()
+        self._tell_failure(failure_decision)
 
     @_never_raises
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -255,6 +249,36 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 resources_per_worker=self._resources_per_worker,
             )
         )
+
+    def _stop_if_fenced_off(self) -> None:
+        """Let nothing pass but that another attempt has taken over."""
+        try:
+            check_fence(LocalRunStore(self._run_path), self._attempt)
+        except OSError:
+            self.errors += 1
+
+    @_never_raises
+    def _tell_resize(self, resize_decision: ResizeDecision) -> None:
+        if self._world_size and not self._last_errors:
+            self._send(WorkerGroupResized(old_size=self._world_size, new_size=resize_decision.num_workers))
+
+    @_never_raises
+    def _tell_failure(self, failure_decision: FailureDecision) -> None:
+        from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
+
+        errors = self._last_errors
+        if not errors and self._state != "PREEMPTING":
+            return
+        preempted = self._state == "PREEMPTING" or any(_is_preempted_actor(e) for e in errors.values())
+        event_type = WorkersPreempted if preempted else WorkerFailed
+        self._send(
+            event_type(
+                errors={str(rank): str(error)[-_MAX_ERROR_CHARACTERS:] for rank, error in errors.items()},
+                retried=failure_decision is FailureDecision.RETRY,
+                reports_lost=self._reports_since_checkpoint,
+            )
+        )
+        self._world_size = 0
 
     def _send(self, event: Event) -> None:
         if self._sender is not None:

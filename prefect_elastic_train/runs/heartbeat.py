@@ -1,11 +1,13 @@
-"""The sign of life of the current attempt, for another flow run that wants the run."""
+"""The sign of life of the current attempt, for another flow run that wants the run, and its look at the fence."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.runs.records import Heartbeat, encode
 from prefect_elastic_train.runs.store import RunStore
 
@@ -18,10 +20,24 @@ logger = logging.getLogger(__name__)
 
 
 class HeartbeatWriter:
-    """Writes ``heartbeat.json`` from a thread until it is stopped. Errors are logged once and passed over."""
+    """Writes ``heartbeat.json`` from a thread until it is stopped. Errors are logged once and passed over.
 
-    def __init__(self, store: RunStore, attempt: int, interval_seconds: float = HEARTBEAT_SECONDS) -> None:
+    Args:
+        store: The run directory.
+        attempt: The attempt that lives.
+        on_fenced_off: Called, once, when a later attempt has begun; nothing is written from then on.
+        interval_seconds: Time between two beats.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        attempt: int,
+        on_fenced_off: Callable[[], object] = lambda: None,
+        interval_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
         self._store = store
+        self._on_fenced_off = on_fenced_off
         self._attempt = attempt
         self._interval = interval_seconds
         self._stopped = threading.Event()
@@ -43,6 +59,9 @@ class HeartbeatWriter:
             beat += 1
             record = Heartbeat(attempt=self._attempt, beat=beat, interval_seconds=self._interval)
             try:
+                if newest_attempt(self._store) > self._attempt:
+                    self._on_fenced_off()
+                    return
                 self._store.replace(layout.HEARTBEAT, encode(record))
                 self._failing = False
             except OSError as error:

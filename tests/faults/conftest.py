@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.loops import hash_after
 from tests.support.processes import FlowProcess, RayHead
 
 STEPS = 40
@@ -17,6 +19,23 @@ CHECKPOINT_EVERY = 5
 def train_config(ledger: str, **more: Any) -> dict[str, Any]:
     """The training that the fault tests disturb."""
     return {"steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "sleep": 0.05, "ledger": ledger, **more}
+
+
+def hash_training(ledger: str, **more: Any) -> dict[str, Any]:
+    """The same steps without a framework, in one worker: quicker, and as sensitive to a lost or repeated step."""
+    return {
+        "loop": "tests.support.loops:hashing_loop",
+        "framework": "none",
+        "config": train_config(ledger),
+        "scaling": {"min_workers": 1, "max_workers": 1},
+        **more,
+    }
+
+
+def is_right(checkpoint_uri: str, steps: int = STEPS) -> bool:
+    """Tell whether a checkpoint of the hashing loop is that of an undisturbed run of so many steps."""
+    step, state = json.loads((Path(checkpoint_uri) / "state.json").read_text())
+    return bool(step == steps and state == hash_after(steps))
 
 
 @pytest.fixture

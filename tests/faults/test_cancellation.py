@@ -63,10 +63,6 @@ def endless(ledger: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def joined(head: RayHead) -> dict[str, Any]:
-    return {"address": head.address, "auth_token": head.token}
-
-
 def _contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Give size and time of each file of a run directory."""
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
@@ -110,7 +106,7 @@ def _cancel_and_watch(run: DeployedRun, ledger: str) -> None:
 def test_cancel_under_serve(
     deployed: Deploy, served: Program, ledger: str, head: RayHead, flow_name: str, submit: bool
 ) -> None:
-    run = deployed(f"{flow_name}/{SERVED}", **endless(ledger, submit=submit, cluster=joined(head)))
+    run = deployed(f"{flow_name}/{SERVED}", **endless(ledger, submit=submit, cluster=head.block))
     _cancel_and_watch(run, ledger)
     wait_for(lambda: not head.train_processes(), 15, "the joined cluster to be free")
 
@@ -128,7 +124,7 @@ def test_cancel_while_the_controller_waits_for_a_placement_group(
 ) -> None:
     # Two nodes are wanted and there is one: the resources are there, and the placement group never is.
     scaling = {"min_workers": 2, "max_workers": 2, "placement_strategy": "STRICT_SPREAD"}
-    run = deployed(f"fault test/{SERVED}", **endless(ledger, cluster=joined(head), scaling=scaling))
+    run = deployed(f"fault test/{SERVED}", **endless(ledger, cluster=head.block, scaling=scaling))
     wait_for(lambda: head.train_processes() and head.placement_groups() == ["PENDING"], 90, "a pending placement group")
     processes = run.processes()
     run.propose(Cancelling())
@@ -145,7 +141,7 @@ def test_cancel_of_a_flow_that_no_runner_watches(
 ) -> None:
     from uuid import UUID
 
-    flow = start(**endless(ledger, submit=submit, cluster=joined(head)))
+    flow = start(**endless(ledger, submit=submit, cluster=head.block))
     wait_for(lambda: len(commits(flow.run)) >= 2, 120, "commits")
     flow_run_id = UUID(flow.flow_run_id)
     client.set_flow_run_state(flow_run_id, Cancelling())
@@ -171,7 +167,7 @@ def test_cancel_of_a_flow_that_no_runner_watches(
 def test_training_that_is_out_of_time_ends_as_timed_out(
     start: Start, ledger: str, head: RayHead, arguments: dict[str, Any]
 ) -> None:
-    flow = start(**endless(ledger, cluster=joined(head), **arguments))
+    flow = start(**endless(ledger, cluster=head.block, **arguments))
     outcome = flow.wait(90)
     assert (outcome["state"], outcome["name"]) == ("FAILED", "TimedOut")
     assert commits(flow.run), "it trained until then"

@@ -70,7 +70,7 @@ def test_killed_driver_of_a_joined_cluster_resumes_at_once_and_leaves_it_running
     flow = start(
         config=train_config(ledger),
         scaling={"min_workers": 1, "max_workers": 2},
-        cluster={"address": head.address, "auth_token": head.token},
+        cluster=head.block,
     )
     _kill_driver_in_mid_training(flow, ledger)
     outcome = flow.wait(180)
@@ -88,7 +88,7 @@ def test_killed_head_is_waited_for_and_the_run_resumes_on_the_new_one(
     head = own_head
     flow = start(
         config=train_config(ledger),
-        cluster={"address": head.address, "auth_token": head.token},
+        cluster=head.block,
         failures={"driver_restarts": 5, "driver_restart_delay_seconds": 2},
         environment={"RAY_gcs_rpc_server_reconnect_timeout_s": 6},
     )
@@ -168,7 +168,7 @@ def test_loop_that_reports_nothing_is_restarted_in_the_cluster_with_its_stacks_i
         config={"ledger": ledger},
         scaling={"min_workers": 1, "max_workers": 1},
         failures={"stall_timeout_seconds": 4},
-        cluster={"address": head.address, "auth_token": head.token},
+        cluster=head.block,
     )
     outcome = flow.wait(120)
     assert outcome["state"] == "COMPLETED"

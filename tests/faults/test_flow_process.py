@@ -37,9 +37,7 @@ def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
 def test_nothing_is_left_on_a_joined_cluster_15_seconds_after_the_flow_process_was_killed(
     start: Start, ledger: str, head: RayHead
 ) -> None:
-    flow = start(
-        config=train_config(ledger, steps=100_000), cluster={"address": head.address, "auth_token": head.token}
-    )
+    flow = start(config=train_config(ledger, steps=100_000), cluster=head.block)
     wait_for(lambda: commits(flow.run), 120, "a commit")
     assert flow.driver() is not None
     assert len(head.train_processes()) == 3, "controller and two workers"

@@ -120,6 +120,49 @@ def counting_loop(config: dict[str, Any]) -> None:
         ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
+def hash_after(steps: int) -> str:
+    """Give the state of `hashing_loop` after so many steps, each taken exactly once and in order."""
+    import hashlib
+
+    state = ""
+    for step in range(1, steps + 1):
+        state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
+    return state
+
+
+def hashing_loop(config: dict[str, Any]) -> None:
+    """Train a "model" that is the hash of all its steps; every rank writes each step into the ledger.
+
+    Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file).
+    """
+    import hashlib
+    import tempfile
+
+    import ray.train
+
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    step, state = 0, ""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder, open(os.path.join(folder, "state.json")) as file:
+            step, state = json.load(file)
+    resumed_from = step
+    while step < config["steps"]:
+        step += 1
+        time.sleep(config.get("sleep", 0.0))
+        state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
+        write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
+        saved = None
+        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
+            folder = tempfile.mkdtemp()
+            if rank == 0:
+                with open(os.path.join(folder, "state.json"), "w") as file:
+                    json.dump([step, state], file)
+            saved = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"step": step}, checkpoint=saved)
+
+
 def dataset_loop(config: dict[str, Any]) -> None:
     """Read a Ray Data dataset and report how many rows and what sum this rank saw."""
     import ray.train

@@ -84,6 +84,33 @@ def commits(run: Path | None) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
+def generations(path: Path | str, rank: int = 0) -> list[tuple[int, int]]:
+    """Give, for each process that had a rank one after the other, the step it resumed from and its last step."""
+    found: dict[int, tuple[int, int]] = {}
+    for line in read_ledger(path):
+        if line["rank"] == rank:
+            resumed_from, _ = found.get(line["pid"], (line["resumed_from"], 0))
+            found[line["pid"]] = (resumed_from, line["step"])
+    return list(found.values())
+
+
+def assert_every_step_counts_once(path: Path | str, steps: int, checkpoint_every: int) -> None:
+    """Check that the steps that led to the end follow each other without a gap and without one counted twice.
+
+    Each process goes on right after the checkpoint that it resumed from, which was a step of the one before.
+    """
+    reached = 0
+    for number, (resumed_from, last) in enumerate(generations(path)):
+        assert resumed_from <= reached, f"process {number} skipped steps {reached + 1} to {resumed_from}"
+        assert resumed_from % checkpoint_every == 0, "it resumed at a checkpoint"
+        reached = last
+    assert reached == steps
+    for pid in {line["pid"] for line in read_ledger(path)}:
+        own = [line["step"] for line in read_ledger(path) if line["pid"] == pid]
+        resumed_from = next(line["resumed_from"] for line in read_ledger(path) if line["pid"] == pid)
+        assert own == list(range(resumed_from + 1, resumed_from + 1 + len(own)))
+
+
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Give the processes that still run; one that is only waiting to be reaped does not."""
     found = []
@@ -100,6 +127,7 @@ class FlowProcess:
     def __init__(self, folder: Path, api_url: str, **arguments: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.api_url = api_url
         self.storage = Path(arguments.setdefault("storage", str(folder / "runs")))
         self.result_file = folder / "result.json"
         self.log_file = folder / "flow.log"
@@ -179,7 +207,8 @@ class FlowProcess:
 class RayHead:
     """A cluster as an operator starts it, with `ray start --head`."""
 
-    def __init__(self, cpus: int = 2, port: int = 0, token: str = "") -> None:
+    def __init__(self, cpus: int = 2, port: int = 0, token: str = "", **variables: str) -> None:
+        self._variables = variables
         self.port = port or free_port()
         self.token = token or secrets.token_hex(16)
         self.cpus = cpus
@@ -192,6 +221,11 @@ class RayHead:
         return f"127.0.0.1:{self.port}"
 
     @property
+    def block(self) -> dict[str, str]:
+        """The fields of the `RayCluster` that joins it."""
+        return {"address": self.address, "auth_token": self.token}
+
+    @property
     def environment(self) -> dict[str, str]:
         """What a process needs to join."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
@@ -201,6 +235,7 @@ class RayHead:
         environment = {
             **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
             **self.environment,
+            **self._variables,
             "TEST_HEAD_MARK": self._mark,
         }
         environment.pop(MARK_VARIABLE, None)

@@ -39,6 +39,7 @@ RETRYABLE = {
     "cancelled": False,
     "timed_out": False,
     "invalid": False,
+    "superseded": False,
 }
 
 

@@ -20,6 +20,7 @@ PUBLIC_NAMES = [
     "Outcome",
     "RayCluster",
     "TrainingResult",
+    "TrainingTimeoutError",
     "__version__",
     "aelastic_train",
     "elastic_train",

@@ -12,9 +12,6 @@ from typing import Any
 import cloudpickle
 import pytest
 from pyarrow import fs
-from ray.train import Checkpoint, CheckpointConfig
-from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
-from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from prefect_elastic_train.filesystems import run_filesystem, uploading
@@ -24,49 +21,8 @@ from prefect_elastic_train.runs.commits import FencedOffError, all_commits, unqu
 from prefect_elastic_train.runs.records import CommitRecord, decode
 from prefect_elastic_train.runs.resume import find_resume_point
 from prefect_elastic_train.runs.store import LocalRunStore
+from tests.unit.ray_storage import Ray
 from tests.unit.support import begin, empty_snapshot, with_result
-
-
-class Ray:
-    """Ray Train's own storage context and checkpoint manager on the filesystem of an attempt."""
-
-    def __init__(self, store: LocalRunStore, attempt: int, **config: Any) -> None:
-        path = Path(store.path)
-        self.storage = StorageContext(
-            str(path.parent), path.name, storage_filesystem=run_filesystem(store.path, attempt)
-        )
-        self._config = CheckpointConfig(**config)
-        self._folder = path.parent / "worker"
-        self.manager: Any = None
-
-    def start(self) -> Any:
-        """Load the manager, as a controller does when it starts."""
-        self.manager = CheckpointManager(self._config, self.storage)
-        return self
-
-    @property
-    def latest(self) -> str:
-        """Name of the checkpoint that workers are handed."""
-        result = self.manager.latest_checkpoint_result
-        return Path(result.checkpoint.path).name if result else ""
-
-    def upload(self, name: str, files: dict[str, bytes]) -> Checkpoint:
-        """Persist a checkpoint as a worker does when the loop reports."""
-        local = self._folder / name
-        for file, data in files.items():
-            (local / file).parent.mkdir(parents=True, exist_ok=True)
-            (local / file).write_bytes(data)
-        with uploading():
-            return self.storage.persist_current_checkpoint(Checkpoint(str(local)), name)
-
-    def report(self, name: str, **metrics: Any) -> None:
-        """Report a checkpoint, as all ranks have."""
-        checkpoint = self.upload(name, {"model.pt": name.encode(), "rank-0/optim.pt": b"12"})
-
-        async def register() -> None:
-            self.manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))
-
-        asyncio.run(register())
 
 
 def _marks(store: LocalRunStore) -> list[str]:

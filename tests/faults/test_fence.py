@@ -1,0 +1,122 @@
+"""More than one driver wants a run: one trains, and what the others do counts for nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, final_weights, same_weights, train_config
+from tests.support.processes import (
+    FlowProcess,
+    RayHead,
+    alive,
+    attempts,
+    commits,
+    read_ledger,
+    steps_of,
+    wait_for,
+)
+
+Start = Callable[..., FlowProcess]
+
+
+@pytest.fixture(scope="module")
+def wide_head() -> Iterator[RayHead]:
+    """A cluster with room for two trainings of two workers."""
+    cluster = RayHead(cpus=4)
+    yield cluster
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    "races", [pytest.param(3, id="3 races"), pytest.param(50, id="50 races", marks=[pytest.mark.soak])]
+)
+def test_of_two_flow_runs_that_race_for_a_run_exactly_one_trains(
+    start: Start, ledger: str, wide_head: RayHead, races: int
+) -> None:
+    chance = random.Random(races)
+    for race in range(races):
+        ledger_file = f"{ledger}.{race}"
+        flows = []
+        for name in ("one", "other"):
+            flows.append(
+                start(
+                    f"{race}-{name}",
+                    loop="tests.support.loops:counting_loop",
+                    framework="none",
+                    config={"steps": 20, "sleep": 0.05, "ledger": ledger_file},
+                    scaling={"min_workers": 1, "max_workers": 1},
+                    cluster=wide_head.block,
+                    storage=f"{ledger}.runs.{race}",
+                    run_name="contested",
+                )
+            )
+            time.sleep(chance.choice([0, chance.uniform(0, 0.5), chance.uniform(0, 3)]))
+        outcomes = [flow.wait(120) for flow in flows]
+        assert sorted(outcome["state"] for outcome in outcomes) == ["COMPLETED", "FAILED"], f"race {race}"
+        winner = next(number for number, outcome in enumerate(outcomes) if outcome["state"] == "COMPLETED")
+        error = outcomes[1 - winner]["error"]
+        assert "run 'contested'" in error
+        assert f"(id {flows[winner].flow_run_id})" in error, "the holder is named"
+        assert steps_of(ledger_file) == list(range(1, 21)), f"race {race}"
+        assert len(attempts(flows[winner].run)) == 1
+
+
+def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_itself(
+    start: Start, ledger: str, undisturbed: dict[str, Any], wide_head: RayHead
+) -> None:
+    first = start("first", config=train_config(ledger, sleep=0.1), cluster=wide_head.block)
+    wait_for(lambda: len(commits(first.run)) >= 2, 120, "two commits")
+    driver = first.driver()
+    assert driver is not None
+    workers = [psutil.Process(pid) for pid in {line["pid"] for line in read_ledger(ledger)}]
+    controllers = [process for process in wide_head.processes() if "TrainController" in " ".join(process.cmdline())]
+    assert (len(workers), len(controllers)) == (2, 1)
+    frozen = [psutil.Process(first.pid), driver, *controllers, *workers]
+    for process in frozen:
+        process.suspend()
+    assert first.run is not None
+    # As if the first were on another machine: on this one its driver would be ended at the take-over.
+    record_file = first.run / ".elastic_train" / "attempts" / "0001.json"
+    record = json.loads(record_file.read_text())
+    record["owner"]["host"] = "another-machine/1"
+    record_file.write_text(json.dumps(record))
+    before = commits(first.run)
+
+    second = start(
+        "second",
+        config=train_config(ledger, sleep=0.1),
+        cluster=wide_head.block,
+        storage=str(first.storage),
+        flow_run_id=first.flow_run_id,
+    )
+    wait_for(lambda: [c for c in commits(first.run) if c["attempt"] == 2], 120, "a commit of the second attempt")
+    for process in reversed(frozen):
+        process.resume()
+    outcome = second.wait(180)
+    first.process.wait(60)
+    wait_for(lambda: not alive(frozen), 20, "the first attempt's processes to end by themselves")
+    assert outcome["state"] == "COMPLETED"
+    assert outcome["result"]["attempts"] == 2
+    assert attempts(first.run)[1]["base"] == [1, max(c["sequence"] for c in before)]
+    assert same_weights(final_weights(outcome["result"]["checkpoint_uri"]), undisturbed)
+    new = {process.pid for process in workers}
+    of_the_second = [line for line in read_ledger(ledger) if line["rank"] == 0 and line["pid"] not in new]
+    resumed_from = of_the_second[0]["resumed_from"]
+    assert resumed_from >= 2 * CHECKPOINT_EVERY
+    assert [line["step"] for line in of_the_second] == list(range(resumed_from + 1, STEPS + 1))
+    from uuid import UUID
+
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: first.api_url}), get_client(sync_client=True) as client:
+        state = client.read_flow_run(UUID(first.flow_run_id)).state
+    assert state is not None
+    assert state.is_completed(), "the first process has nothing to say about the flow run"

@@ -1,0 +1,134 @@
+"""Kills this process at a chosen step of a commit, once: on ``PYTHONPATH`` of the processes of a test only.
+
+The file that ``CRASH_FILE`` names holds the name of the step. Who takes the file away, dies there.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def die_if_told(step: str) -> None:
+    """Die here, if that is what the test wants and nobody has died yet."""
+    path = os.environ.get("CRASH_FILE", "")
+    try:
+        with open(path) as file:
+            if file.read().strip() != step:
+                return
+        os.rename(path, f"{path}.done")
+    except OSError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Half:
+    """A stream of an upload that ends in the middle of its first write."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, data: Any) -> Any:
+        half = bytes(data)[: len(data) // 2]
+        self._stream.write(half)
+        self._stream.flush()
+        die_if_told("mid-upload")
+        return self._stream.write(bytes(data)[len(half) :])
+
+
+def _patch_commits(module: ModuleType) -> None:
+    commit = module.CommitLog.commit
+
+    def mortal_commit(self: Any, data: bytes) -> Any:
+        die_if_told("before the commit")
+        return commit(self, data)
+
+    module.CommitLog.commit = mortal_commit
+
+
+def _patch_store(module: ModuleType) -> None:
+    store = module.LocalRunStore
+    create, replace, link = store.create, store.replace, os.link
+
+    def mortal_create(self: Any, name: str, data: bytes) -> bool:
+        if "/commits/" not in name:
+            return bool(create(self, name, data))
+
+        def mortal_link(*arguments: Any) -> None:
+            die_if_told("in the middle of the commit")
+            link(*arguments)
+
+        os.link = mortal_link  # type: ignore[assignment]
+        try:
+            return bool(create(self, name, data))
+        finally:
+            os.link = link
+
+    def mortal_replace(self: Any, name: str, data: bytes) -> None:
+        if name != "checkpoint_manager_snapshot.json":
+            replace(self, name, data)
+            return
+        die_if_told("before Ray's file")
+        replace(self, name, data)
+        die_if_told("after Ray's file")
+
+    store.create, store.replace = mortal_create, mortal_replace
+
+
+def _patch_filesystem(module: ModuleType) -> None:
+    open_stream = module.RunFilesystem.open_output_stream
+
+    def mortal_open(self: Any, path: str, metadata: Any) -> Any:
+        if not path.endswith("state.json"):
+            return open_stream(self, path, metadata)
+        die_if_told("before the upload")
+        stream = open_stream(self, path, metadata)
+        if os.path.exists(os.environ.get("CRASH_FILE", "")):
+            import pyarrow
+
+            return pyarrow.PythonFile(_Half(stream), mode="w")
+        return stream
+
+    module.RunFilesystem.open_output_stream = mortal_open
+
+
+PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "prefect_elastic_train.runs.commits": _patch_commits,
+    "prefect_elastic_train.runs.store": _patch_store,
+    "prefect_elastic_train.filesystems.run_filesystem": _patch_filesystem,
+}
+
+
+class _Patching(importlib.abc.Loader):
+    def __init__(self, loader: Any, patch: Callable[[ModuleType], None]) -> None:
+        self._loader, self._patch = loader, patch
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._patch(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            spec.loader = _Patching(spec.loader, PATCHES[name])  # type: ignore[assignment]
+        return spec
+
+
+if os.environ.get("CRASH_FILE"):
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,63 @@
+"""Ray Train's own storage context and checkpoint manager, on the filesystem that we hand to Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ray.train import Checkpoint, CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
+
+from prefect_elastic_train.filesystems import run_filesystem, uploading
+from prefect_elastic_train.runs.store import LocalRunStore
+
+
+class Ray:
+    """Ray Train's own storage context and checkpoint manager on the filesystem of an attempt."""
+
+    def __init__(self, store: LocalRunStore, attempt: int, **config: Any) -> None:
+        path = Path(store.path)
+        self.storage = StorageContext(
+            str(path.parent), path.name, storage_filesystem=run_filesystem(store.path, attempt)
+        )
+        self._config = CheckpointConfig(**config)
+        self.manager: Any = None
+
+    def start(self) -> Any:
+        """Load the manager, as a controller does when it starts."""
+        self.manager = CheckpointManager(self._config, self.storage)
+        return self
+
+    @property
+    def latest(self) -> str:
+        """Name of the checkpoint that workers are handed."""
+        result = self.manager.latest_checkpoint_result
+        return Path(result.checkpoint.path).name if result else ""
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Names of all checkpoints that the manager knows, in its order."""
+        return [Path(result.checkpoint.path).name for result in self.manager._checkpoint_results]
+
+    def upload(self, name: str, files: dict[str, bytes]) -> Checkpoint:
+        """Persist a checkpoint as a worker does when the loop reports."""
+        with tempfile.TemporaryDirectory(prefix="elastic-train-worker-") as folder:
+            for file, data in files.items():
+                path = Path(folder, file)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            with uploading():
+                return self.storage.persist_current_checkpoint(Checkpoint(folder), name)
+
+    def report(self, name: str, files: dict[str, bytes] | None = None, **metrics: Any) -> None:
+        """Report a checkpoint, as all ranks have."""
+        checkpoint = self.upload(name, files or {"model.pt": name.encode(), "rank-0/optim.pt": b"12"})
+
+        async def register() -> None:
+            self.manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))
+
+        asyncio.run(register())

@@ -1,0 +1,351 @@
+"""Every kind of damage to a run's state, and what Ray Train's own checkpoint manager makes of the run afterwards.
+
+Each run has reported four checkpoints when it is damaged. Loops name their checkpoints here, so what is trained
+again after a restart is reported under the same names again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+from ray.train import CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.storage import StorageContext
+
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.attempts import Begun
+from prefect_elastic_train.runs.commits import all_commits
+from prefect_elastic_train.runs.records import AttemptRecord, decode
+from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs.store import LocalRunStore
+from tests.unit.ray_storage import Ray
+from tests.unit.support import begin, claim
+
+EPOCHS = ["epoch-1", "epoch-2", "epoch-3", "epoch-4"]
+OTHER_NAMES = ["a", "b", "c", "d"]
+COMMIT = layout.commit_name(1, 4)
+GARBAGE = bytes(range(256)) * 4
+
+Do = Callable[[LocalRunStore], None]
+Change = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that happens to a run directory between two attempts.
+
+    Attributes:
+        what: What happens, as the name of the case.
+        do: Makes it happen.
+        left: The committed checkpoints that are whole afterwards.
+        repairs: What the next attempt does about its lineage; it is told and recorded with the attempt.
+        note: What it does about Ray's own file or the run's record; it is told.
+    """
+
+    what: str
+    do: Do
+    left: tuple[str, ...] = tuple(EPOCHS)
+    repairs: tuple[str, ...] = ()
+    note: str = ""
+
+
+def _report(ray: Ray, names: list[str], *, ranks: int = 2, loss: float = 0.5, more: str = "") -> None:
+    """Report checkpoints, in which every file tells whose it is."""
+    for name in names:
+        files = {f"rank-{rank}/model.pt": f"{name} of rank {rank}{more}".encode() for rank in range(ranks)}
+        ray.report(name, files, loss=loss)
+
+
+def _resume(store: LocalRunStore) -> tuple[Begun, Ray]:
+    """Begin an attempt and start Ray's manager on it, up to where workers would start."""
+    begun = begin(store)
+    ray = Ray(store, begun.attempt).start()
+    remove_interrupted_uploads(store, begun.attempt)
+    return begun, ray
+
+
+def _other_run(store: LocalRunStore, names: list[str], more: str = "") -> LocalRunStore:
+    """Train another run, which reports as often as this one."""
+    other = LocalRunStore(f"{store.path}-other")
+    _report(Ray(other, begin(other, claim(name="other")).attempt).start(), names, loss=0.25, more=more)
+    return other
+
+
+def _raw_ray_knows(store: LocalRunStore) -> list[str]:
+    """Give the checkpoints that Ray Train finds in the run directory without us."""
+    path = Path(store.path)
+    storage = StorageContext(str(path.parent), path.name, storage_filesystem=fs.LocalFileSystem())
+    results = CheckpointManager(CheckpointConfig(), storage)._checkpoint_results
+    return [Path(result.checkpoint.path).name for result in results]
+
+
+def _rewrite(name: str, change: Change) -> Do:
+    def do(store: LocalRunStore) -> None:
+        path = Path(store.path, name)
+        path.write_bytes(change(path.read_bytes()))
+
+    return do
+
+
+def _remove(name: str) -> Do:
+    def do(store: LocalRunStore) -> None:
+        path = Path(store.path, name)
+        assert path.exists()
+        store.delete_folder(name) if path.is_dir() else store.delete(name)
+
+    return do
+
+
+def _replace_by_other_runs(name: str, checkpoints: list[str]) -> Do:
+    def do(store: LocalRunStore) -> None:
+        store.replace(name, _other_run(store, checkpoints).read(name) or b"")
+
+    return do
+
+
+def _both(first: Do, second: Do) -> Do:
+    def do(store: LocalRunStore) -> None:
+        first(store)
+        second(store)
+
+    return do
+
+
+def _cut(tenths: int) -> Change:
+    return lambda data: data[: len(data) * tenths // 10]
+
+
+TORN: dict[str, Change] = {
+    "emptied": lambda data: b"",
+    **{f"cut at {tenths}/10": _cut(tenths) for tenths in range(1, 10)},
+    "replaced by garbage": lambda data: GARBAGE,
+    "replaced by zeros": lambda data: bytes(len(data)),
+    "replaced by other JSON": lambda data: b'{"epoch": 4}',
+}
+
+SNAPSHOT_WRITTEN_ANEW = "Ray's snapshot was torn and was written anew from the newest commit"
+SNAPSHOT_DIFFERED = "Ray's snapshot differed from the newest commit and was written anew from it"
+SNAPSHOT_MISSED = "Ray's snapshot was missing and was written anew from the newest commit"
+COMMIT_TORN = "commit 0001-000004 is torn and was passed over"
+COMMIT_USELESS = "commit 0001-000004 has no whole checkpoint left and was passed over"
+
+SNAPSHOTS = [
+    *[
+        Damage(f"snapshot {how}", _rewrite(layout.SNAPSHOT, torn), note=SNAPSHOT_WRITTEN_ANEW)
+        for how, torn in TORN.items()
+    ],
+    *[
+        Damage(
+            f"snapshot replaced by another run's with {which} checkpoint names",
+            _replace_by_other_runs(layout.SNAPSHOT, names),
+            note=SNAPSHOT_DIFFERED,
+        )
+        for which, names in {"other": OTHER_NAMES, "the same": EPOCHS}.items()
+    ],
+    Damage("snapshot removed", _remove(layout.SNAPSHOT), note=SNAPSHOT_MISSED),
+]
+
+COMMITS = [
+    *[
+        Damage(f"newest commit {how}", _rewrite(COMMIT, torn), tuple(EPOCHS[:3]), (COMMIT_TORN,))
+        for how, torn in TORN.items()
+    ],
+    Damage(
+        "newest commit replaced by another run's with other checkpoint names",
+        _replace_by_other_runs(COMMIT, OTHER_NAMES),
+        tuple(EPOCHS[:3]),
+        (*(f"checkpoint {name} was dropped: its folder is missing" for name in OTHER_NAMES), COMMIT_USELESS),
+    ),
+    Damage("newest commit removed", _remove(COMMIT), tuple(EPOCHS[:3]), note=SNAPSHOT_DIFFERED),
+]
+
+BOTH = [
+    Damage(
+        f"snapshot and newest commit {how}",
+        _both(_rewrite(layout.SNAPSHOT, torn), _rewrite(COMMIT, torn)),
+        tuple(EPOCHS[:3]),
+        (COMMIT_TORN,),
+    )
+    for how, torn in TORN.items()
+] + [
+    Damage(
+        "snapshot and newest commit removed",
+        _both(_remove(layout.SNAPSHOT), _remove(COMMIT)),
+        tuple(EPOCHS[:3]),
+        note=SNAPSHOT_MISSED,
+    )
+]
+
+
+def _checkpoint_damages(which: str, name: str) -> list[Damage]:
+    left = tuple(epoch for epoch in EPOCHS if epoch != name)
+    dropped = f"checkpoint {name} was dropped: "
+    file = f"{name}/rank-1/model.pt"
+    size = len(f"{name} of rank 1")
+    return [
+        Damage(f"{which} checkpoint removed", _remove(name), left, (f"{dropped}its folder is missing",)),
+        Damage(
+            f"file of {which} checkpoint cut",
+            _rewrite(file, _cut(5)),
+            left,
+            (f"{dropped}rank-1/model.pt has {size // 2} bytes instead of {size}",),
+        ),
+        Damage(
+            f"file of {which} checkpoint removed",
+            _remove(file),
+            left,
+            (f"{dropped}1 of 2 files are missing, first rank-1/model.pt",),
+        ),
+    ]
+
+
+CHECKPOINTS = [
+    damage
+    for which, name in {"oldest": EPOCHS[0], "middle": EPOCHS[1], "newest": EPOCHS[3]}.items()
+    for damage in _checkpoint_damages(which, name)
+]
+
+RECORDS = [
+    *[
+        Damage(
+            f"run record {how}", _rewrite(layout.RUN, torn), note="run.json was torn or missing and was written anew"
+        )
+        for how, torn in TORN.items()
+    ],
+    Damage("run record removed", _remove(layout.RUN), note="run.json was torn or missing and was written anew"),
+    # What an attempt has committed speaks for it, so nothing needs doing.
+    *[Damage(f"attempt record {how}", _rewrite(layout.attempt_name(1), torn)) for how, torn in TORN.items()],
+    Damage("attempt record removed", _remove(layout.attempt_name(1))),
+]
+
+EVERY_DAMAGE = pytest.mark.parametrize(
+    "damage",
+    [*SNAPSHOTS, *COMMITS, *BOTH, *CHECKPOINTS, *RECORDS],
+    ids=lambda damage: damage.what,
+)
+
+
+@pytest.fixture
+def trained(store: LocalRunStore) -> LocalRunStore:
+    """A run whose first attempt has reported four checkpoints."""
+    _report(Ray(store, begin(store).attempt).start(), EPOCHS)
+    return store
+
+
+@EVERY_DAMAGE
+def test_ray_is_handed_the_newest_whole_checkpoint_and_the_repair_is_told(
+    trained: LocalRunStore, damage: Damage
+) -> None:
+    damage.do(trained)
+    begun, ray = _resume(trained)
+    assert ray.checkpoints == list(damage.left)
+    assert ray.latest == begun.point.checkpoint == damage.left[-1]
+    with ray.manager.latest_checkpoint_result.checkpoint.as_directory() as folder:
+        files = {path.parent.name: path.read_text() for path in Path(folder).glob("*/*")}
+    assert files == {f"rank-{rank}": f"{damage.left[-1]} of rank {rank}" for rank in range(2)}
+    assert ray.manager.latest_checkpoint_result.metrics == {"loss": 0.5}
+    assert _raw_ray_knows(trained) == list(damage.left), "the file on disk does not fit"
+    assert begun.notes == [*damage.repairs, *([damage.note] if damage.note else [])]
+    record = decode(AttemptRecord, trained.read(layout.attempt_name(begun.attempt)))
+    assert record is not None
+    assert record.repairs == list(damage.repairs)
+
+
+@EVERY_DAMAGE
+def test_training_goes_on_after_the_damage_and_the_next_attempt_resumes_there(
+    trained: LocalRunStore, damage: Damage
+) -> None:
+    damage.do(trained)
+    second, ray = _resume(trained)
+    last = int(damage.left[-1].removeprefix("epoch-"))
+    reported = [f"epoch-{number}" for number in range(last + 1, last + 4)]
+    _report(ray, reported)
+    third, ray = _resume(trained)
+    assert third.point.base == (second.attempt, 3)
+    assert ray.checkpoints == [*damage.left, *reported]
+    assert ray.latest == reported[-1]
+    assert third.notes == []
+    assert sorted(reported + list(damage.left)) == [name for name in trained.folders() if name != layout.STATE_FOLDER]
+
+
+@EVERY_DAMAGE
+def test_an_attempt_that_dies_at_once_leaves_its_repair_to_the_next(trained: LocalRunStore, damage: Damage) -> None:
+    damage.do(trained)
+    begin(trained)
+    begun, ray = _resume(trained)
+    assert ray.checkpoints == list(damage.left)
+    assert ray.latest == damage.left[-1]
+    assert begun.notes == [], "what was repaired already was told again"
+
+
+@pytest.mark.parametrize("more", ["", " and more"], ids=["of the same sizes", "of other sizes"])
+def test_another_runs_commit_that_names_the_same_checkpoints_is_passed_over(trained: LocalRunStore, more: str) -> None:
+    trained.replace(COMMIT, _other_run(trained, EPOCHS, more).read(COMMIT) or b"")
+    begun, ray = _resume(trained)
+    whole = [name for name in EPOCHS[:3] if trained.file_sizes(name)]
+    assert whole == EPOCHS[:3], f"whole checkpoints were removed, and {begun.notes} was told"
+    assert ray.manager.latest_checkpoint_result.metrics == {"loss": 0.5}, "Ray knows what the other run reported"
+    assert ray.latest == begun.point.checkpoint == "epoch-3"
+
+
+def test_a_damaged_checkpoint_is_not_taken_for_an_older_one_that_had_its_name(store: LocalRunStore) -> None:
+    ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
+    _report(ray, ["ping", "pong"], ranks=1)
+    _report(ray, ["ping"], ranks=2)  # the worker group has grown
+    store.delete("ping/rank-1/model.pt")
+    # What is left of the newest is all that the first commit lists; the second one's checkpoint was deleted.
+    begun, ray = _resume(store)
+    assert ray.latest == begun.point.checkpoint, "the user is told something else than happens"
+    assert begun.point.checkpoint == "", "half of a checkpoint"
+
+
+def _on_all_commits(do: Callable[[str], Do]) -> Do:
+    def on_all(store: LocalRunStore) -> None:
+        for commit in all_commits(store):
+            do(layout.commit_name(*commit))(store)
+
+    return on_all
+
+
+NO_COMMIT_LEFT = pytest.mark.parametrize(
+    "lose",
+    [
+        _both(_on_all_commits(_remove), _remove(layout.SNAPSHOT)),
+        _on_all_commits(_remove),
+        _both(_on_all_commits(lambda name: _rewrite(name, _cut(5))), _remove(layout.SNAPSHOT)),
+        _on_all_commits(lambda name: _rewrite(name, _cut(5))),
+    ],
+    ids=["commits and snapshot removed", "commits removed", "commits torn, snapshot removed", "commits torn"],
+)
+
+
+@NO_COMMIT_LEFT
+def test_a_run_without_any_commit_left_begins_anew(trained: LocalRunStore, lose: Do) -> None:
+    lose(trained)
+    begun, ray = _resume(trained)
+    assert (begun.point.base, ray.latest) == (None, "")
+    assert trained.read(layout.SNAPSHOT) is None
+    assert [name for name in EPOCHS[:3] if trained.file_sizes(name)] == EPOCHS[:3], "a person may still want them"
+    _report(ray, EPOCHS)
+    third, ray = _resume(trained)
+    assert (ray.checkpoints, ray.latest, third.notes) == (EPOCHS, "epoch-4", [])
+
+
+@NO_COMMIT_LEFT
+def test_beginning_anew_although_there_are_checkpoints_is_told(trained: LocalRunStore, lose: Do) -> None:
+    lose(trained)
+    assert begin(trained).notes, "it began from the beginning without a word"
+
+
+@NO_COMMIT_LEFT
+def test_what_no_commit_names_does_not_mix_with_what_is_reported_after_beginning_anew(
+    trained: LocalRunStore, lose: Do
+) -> None:
+    lose(trained)
+    _, ray = _resume(trained)
+    _report(ray, EPOCHS[:1], ranks=1)
+    assert trained.file_sizes("epoch-1") == {"rank-0/model.pt": len("epoch-1 of rank 0")}
