@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 
+from tests.support.deployments import DeployedRun, Program, api_client, serve_flows
 from tests.support.loops import hash_after
 from tests.support.processes import FlowProcess, RayHead
 
@@ -100,3 +102,33 @@ def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
         return False
     ours, theirs = one["optimizer"]["state"], other["optimizer"]["state"]
     return all(torch.equal(ours[key][name], theirs[key][name]) for key in theirs for name in theirs[key])
+
+
+@pytest.fixture(scope="package")
+def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """The flows of the tests, served as their user would."""
+    program = serve_flows(tmp_path_factory.mktemp("served"), api_url)
+    yield program
+    program.close()
+
+
+@pytest.fixture
+def client(api: str) -> Iterator[SyncPrefectClient]:
+    """A client of the session's server."""
+    with api_client() as client:
+        yield client
+
+
+@pytest.fixture
+def deployed(client: SyncPrefectClient, tmp_path: Path) -> Iterator[Callable[..., DeployedRun]]:
+    """Starts runs of deployments, and ends what is left of them."""
+    started: list[DeployedRun] = []
+
+    def start_run(deployment: str, **arguments: Any) -> DeployedRun:
+        run = DeployedRun(client, deployment, tmp_path / "deployed", **arguments)
+        started.append(run)
+        return run
+
+    yield start_run
+    for run in started:
+        run.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling
 
-from tests.support.deployments import SERVED, WORKED, DeployedRun, Program, api_client, process_worker, serve_flows
+from tests.support.deployments import SERVED, WORKED, DeployedRun, Program, process_worker
 from tests.support.processes import FlowProcess, RayHead, alive, attempts, commits, read_ledger, wait_for
 
 pytestmark = pytest.mark.usefixtures("api")
@@ -23,34 +23,6 @@ Deploy = Callable[..., DeployedRun]
 
 #: From the cancellation to the end of the last worker.
 BOUND_SECONDS = 20
-
-
-@pytest.fixture(scope="module")
-def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    program = serve_flows(tmp_path_factory.mktemp("served"), api_url)
-    yield program
-    program.close()
-
-
-@pytest.fixture
-def client(api: str) -> Iterator[SyncPrefectClient]:
-    with api_client() as client:
-        yield client
-
-
-@pytest.fixture
-def deployed(client: SyncPrefectClient, tmp_path: Path) -> Iterator[Deploy]:
-    """Starts runs of deployments, and ends what is left of them."""
-    started: list[DeployedRun] = []
-
-    def start_run(deployment: str, **arguments: Any) -> DeployedRun:
-        run = DeployedRun(client, deployment, tmp_path / "deployed", **arguments)
-        started.append(run)
-        return run
-
-    yield start_run
-    for run in started:
-        run.close()
 
 
 def endless(ledger: str, **more: Any) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def test_nothing_is_left_on_a_joined_cluster_15_seconds_after_the_flow_process_w
     assert len(head.train_processes()) == 3, "controller and two workers"
     os.kill(flow.pid, signal.SIGKILL)
     wait_for(lambda: not head.train_processes() and flow.marked() == [], 15, "all processes to end")
+    wait_for(lambda: not head.placement_groups(), 45, "its placement group to be removed")
     assert head.processes(), "the cluster itself is left alone"
 
 

@@ -133,7 +133,8 @@ def hash_after(steps: int) -> str:
 def hashing_loop(config: dict[str, Any]) -> None:
     """Train a "model" that is the hash of all its steps; every rank writes each step into the ledger.
 
-    Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file).
+    Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file); ``sleep_once`` (seconds
+    that the sixth step takes when it is taken first).
     """
     import hashlib
     import tempfile
@@ -151,6 +152,8 @@ def hashing_loop(config: dict[str, Any]) -> None:
     while step < config["steps"]:
         step += 1
         time.sleep(config.get("sleep", 0.0))
+        if step == 6 and not resumed_from:
+            time.sleep(config.get("sleep_once", 0.0))
         state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
         write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
         saved = None

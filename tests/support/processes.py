@@ -180,6 +180,22 @@ class FlowProcess:
                         return process
         return None
 
+    def process_named(self, title: str) -> psutil.Process | None:
+        """Give a process of the training by a part of its command line."""
+        for process in self.marked():
+            with contextlib.suppress(psutil.Error):
+                if title in " ".join(process.cmdline()):
+                    return process
+        return None
+
+    def guard(self) -> psutil.Process | None:
+        """Give the guard, which carries no mark."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.pid).children():
+                if "prefect_elastic_train.driver.guard" in child.cmdline():
+                    return child
+        return None
+
     def marked(self) -> list[psutil.Process]:
         """Give all processes of the training, as far as they have been seen by now."""
         return marked_processes(self._mark) if self._mark else []
@@ -320,9 +336,15 @@ class RayHead:
 
 
 @contextlib.contextmanager
-def prefect_server(folder: Path) -> Iterator[str]:
-    """Run a real Prefect server and give the URL of its API."""
-    port = free_port()
+def prefect_server(folder: Path, port: int = 0) -> Iterator[str]:
+    """Run a real Prefect server and give the URL of its API.
+
+    Args:
+        folder: Keeps its database, for a server that is started again.
+        port: Where it listens; default a free one.
+    """
+    port = port or free_port()
+    folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
         "PREFECT_HOME": str(folder),
@@ -330,7 +352,7 @@ def prefect_server(folder: Path) -> Iterator[str]:
         "PREFECT_LOGGING_LEVEL": "WARNING",
     }
     environment.pop("PREFECT_API_URL", None)
-    with (folder / "server.log").open("wb") as log:
+    with (folder / "server.log").open("ab") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
             env=environment,
