@@ -13,7 +13,7 @@ import psutil
 
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, lineage
+from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS
 from prefect_elastic_train.runs.records import (
     AttemptRecord,
@@ -157,7 +157,8 @@ def begin_attempt(
             seed()
         newest = next(lineage(store), None)
         point = find_resume_point(store)
-        attempt = (last.number if last else 0) + 1
+        # A number is never used again, also if somebody has removed the record of its attempt.
+        attempt = max([last.number if last else 0, *(number for number, _ in all_commits(store))]) + 1
         record = AttemptRecord(
             attempt=attempt,
             owner=claim.owner,
@@ -275,6 +276,8 @@ def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
                 )
             notes += adopt_snapshot(store)
         if store.create(layout.RUN, encode(record)):
+            if all_attempts(store):
+                notes.append("run.json was torn or missing and was written anew")
             return
     existing = decode(RunRecord, store.read(layout.RUN))
     if existing is None:

@@ -27,6 +27,7 @@ __all__ = [
     "FencedOffError",
     "all_attempts",
     "all_commits",
+    "attempt_id",
     "check_fence",
     "lineage",
     "mark_name",
@@ -50,6 +51,12 @@ def all_attempts(store: RunStore) -> list[int]:
 def newest_attempt(store: RunStore) -> int:
     """Give the number of the attempt that holds the fence, 0 if none ever began."""
     return max(all_attempts(store), default=0)
+
+
+def attempt_id(store: RunStore, attempt: int) -> str:
+    """Give what tells an attempt from that of the same number of another run; empty without its record."""
+    record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
+    return record.id if record is not None else ""
 
 
 def check_fence(store: RunStore, attempt: int) -> None:
@@ -107,6 +114,7 @@ class CommitLog:
         self._attempt = attempt
         self._manifest: dict[str, dict[str, int]] | None = None
         self._sequence = 0
+        self._attempt_id: str | None = None
         self._lock = threading.Lock()
 
     def commit(self, data: bytes) -> CommitRecord:
@@ -164,9 +172,17 @@ class CommitLog:
         return self._manifest
 
     def _write(self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]]) -> CommitRecord:
+        if self._attempt_id is None:
+            self._attempt_id = attempt_id(self._store, self._attempt)
         while True:
             self._sequence += 1
-            record = CommitRecord(attempt=self._attempt, sequence=self._sequence, snapshot=snapshot, manifest=manifest)
+            record = CommitRecord(
+                attempt=self._attempt,
+                sequence=self._sequence,
+                attempt_id=self._attempt_id,
+                snapshot=snapshot,
+                manifest=manifest,
+            )
             if self._store.create(layout.commit_name(self._attempt, self._sequence), encode(record)):
                 return record
 

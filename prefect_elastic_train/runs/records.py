@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -88,6 +89,8 @@ class AttemptRecord(_Record):
     """``attempts/<n>.json``: a driver attempt; its existence fences off all earlier ones."""
 
     attempt: int
+    #: Told apart from the attempt of the same number of another run.
+    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     owner: Owner
     started_at: float = Field(default_factory=time.time)
     #: Whether it has looked a second time and found its base to be the newest commit still. Until then it has
@@ -121,6 +124,8 @@ class CommitRecord(_Record):
 
     attempt: int
     sequence: int
+    #: Of the attempt's record; empty where there was none.
+    attempt_id: str = ""
     at: float = Field(default_factory=time.time)
     snapshot: dict[str, Any]
     #: For each checkpoint, path and size in bytes of its files.

@@ -8,7 +8,15 @@ from typing import Any
 
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, all_commits, check_fence, lineage, mark_name, unquote_mark
+from prefect_elastic_train.runs.commits import (
+    all_attempts,
+    all_commits,
+    attempt_id,
+    check_fence,
+    lineage,
+    mark_name,
+    unquote_mark,
+)
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
 from prefect_elastic_train.runs.snapshots import (
     checkpoint_names,
@@ -55,9 +63,18 @@ class ResumePoint:
 
 
 def find_resume_point(store: RunStore) -> ResumePoint:
-    """Find the newest commit of the valid lineage with a whole checkpoint, and drop what is damaged."""
+    """Find the newest commit of the valid lineage with a whole checkpoint, and drop what is damaged.
+
+    Raises:
+        AttemptFailedError: No commit can be read, and there are checkpoints; outcome ``invalid``.
+    """
+    if not _has_readable_commit(store):
+        _check_nothing_is_given_up(store)
     repairs: list[str] = []
     dropped: list[str] = []
+    # What was found damaged, or was dropped by an attempt, is gone for all older commits too: its name may have been
+    # that of another checkpoint then, whose files it has overwritten.
+    gone: set[str] = set()
     dropped_before = _dropped_by_attempts(store)
     for attempt, sequence in lineage(store):
         name = f"{attempt:04d}-{sequence:06d}"
@@ -66,8 +83,10 @@ def find_resume_point(store: RunStore) -> ResumePoint:
         if record is None or snapshot is None:
             repairs.append(f"commit {name} is torn and was passed over")
             continue
-        # What a later attempt has dropped stays dropped, even if something whole has taken its name since.
-        gone = {checkpoint for later, names in dropped_before if later > attempt for checkpoint in names}
+        if _is_foreign(store, record, attempt, sequence):
+            repairs.append(f"commit {name} is another run's and was passed over")
+            continue
+        gone.update(checkpoint for later, names in dropped_before if later > attempt for checkpoint in names)
         for checkpoint in checkpoint_names(snapshot):
             damage = "" if checkpoint in gone else _damage(store, checkpoint, record.manifest.get(checkpoint))
             if damage:
@@ -79,6 +98,37 @@ def find_resume_point(store: RunStore) -> ResumePoint:
             return ResumePoint((attempt, sequence), usable, _once(dropped), _once(repairs))
         repairs.append(f"commit {name} has no whole checkpoint left and was passed over")
     return ResumePoint(None, None, _once(dropped), _once(repairs))
+
+
+def _has_readable_commit(store: RunStore) -> bool:
+    return any(decode(CommitRecord, store.read(layout.commit_name(*commit))) for commit in all_commits(store))
+
+
+def _is_foreign(store: RunStore, record: CommitRecord, attempt: int, sequence: int) -> bool:
+    known = attempt_id(store, attempt)
+    other_attempt = bool(known and record.attempt_id and known != record.attempt_id)
+    return other_attempt or (record.attempt, record.sequence) != (attempt, sequence)
+
+
+def _check_nothing_is_given_up(store: RunStore) -> None:
+    """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
+    marked = {unquote_mark(mark).split("/")[0] for mark in store.names(layout.UPLOADS)}
+    left = [
+        folder
+        for folder in store.folders()
+        if folder != layout.STATE_FOLDER and folder not in marked and store.file_sizes(folder)
+    ]
+    if not left:
+        return
+    shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
+    ways = [f"bring the files in {layout.COMMITS} back", "move the folders away to begin anew"]
+    if parse_snapshot(store.read(layout.SNAPSHOT)) is not None:
+        ways.append(f"move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, which is readable")
+    raise AttemptFailedError(
+        f"no commit of {store.uri} is left or readable, and it holds {len(left)} folders that may be checkpoints "
+        f"({shown}). Nothing was touched. Either {', or '.join(ways)}, or give another run_name",
+        outcome=Outcome.INVALID,
+    )
 
 
 def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from prefect_elastic_train.outcomes import AttemptFailedError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import all_commits, lineage
 from prefect_elastic_train.runs.records import CommitRecord, decode
@@ -135,6 +136,17 @@ class CrashingRun(RuleBasedStateMachine):
                 self._train_epoch(training, f"epoch-{epoch + number}", contents, phase, after)
         except Died:
             pass
+        except AttemptFailedError as error:
+            if "no commit of" not in str(error):
+                raise
+            assert not any(self._is_readable(commit) for commit in all_commits(self.store))
+            assert expected == []
+            for folder in self.store.folders():  # as the message says
+                if folder != layout.STATE_FOLDER:
+                    self.store.delete_folder(folder)
+
+    def _is_readable(self, commit: tuple[int, int]) -> bool:
+        return decode(CommitRecord, self.store.read(layout.commit_name(*commit))) is not None
 
     def _train_epoch(self, training: Training, name: str, contents: dict[str, bytes], dies_in: str, after: int) -> None:
         store = training.store
@@ -196,6 +208,8 @@ class CrashingRun(RuleBasedStateMachine):
         try:
             if hasattr(self, "keep"):
                 self.train(1, "never", 0)
+                if self._newest_whole() == []:  # it was refused, and the folders are moved away now
+                    self.train(1, "never", 0)
                 snapshot = parse_snapshot(self.store.read(layout.SNAPSHOT))
                 assert self._contents(snapshot) == self._newest_whole() != []
         finally:

@@ -190,6 +190,7 @@ def test_rays_file_is_restored_and_that_is_told(
 def test_a_foreign_snapshot_without_any_commit_is_removed(store: LocalRunStore) -> None:
     begin(store)
     _ray_wrote(store, ["foreign"])
+    store.delete_folder("foreign")
     begun = begin(store)
     assert begun.point.checkpoint == ""
     assert begun.notes == ["Ray's snapshot belongs to no commit and was removed"]

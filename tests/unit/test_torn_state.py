@@ -16,6 +16,7 @@ from ray.train import CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
 
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun
 from prefect_elastic_train.runs.commits import all_commits
@@ -158,7 +159,7 @@ COMMITS = [
         "newest commit replaced by another run's with other checkpoint names",
         _replace_by_other_runs(COMMIT, OTHER_NAMES),
         tuple(EPOCHS[:3]),
-        (*(f"checkpoint {name} was dropped: its folder is missing" for name in OTHER_NAMES), COMMIT_USELESS),
+        ("commit 0001-000004 is another run's and was passed over",),
     ),
     Damage("newest commit removed", _remove(COMMIT), tuple(EPOCHS[:3]), note=SNAPSHOT_DIFFERED),
 ]
@@ -324,28 +325,22 @@ NO_COMMIT_LEFT = pytest.mark.parametrize(
 
 
 @NO_COMMIT_LEFT
-def test_a_run_without_any_commit_left_begins_anew(trained: LocalRunStore, lose: Do) -> None:
-    lose(trained)
-    begun, ray = _resume(trained)
-    assert (begun.point.base, ray.latest) == (None, "")
-    assert trained.read(layout.SNAPSHOT) is None
-    assert [name for name in EPOCHS[:3] if trained.file_sizes(name)] == EPOCHS[:3], "a person may still want them"
-    _report(ray, EPOCHS)
-    third, ray = _resume(trained)
-    assert (ray.checkpoints, ray.latest, third.notes) == (EPOCHS, "epoch-4", [])
-
-
-@NO_COMMIT_LEFT
-def test_beginning_anew_although_there_are_checkpoints_is_told(trained: LocalRunStore, lose: Do) -> None:
-    lose(trained)
-    assert begin(trained).notes, "it began from the beginning without a word"
-
-
-@NO_COMMIT_LEFT
-def test_what_no_commit_names_does_not_mix_with_what_is_reported_after_beginning_anew(
+def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_it_is(
     trained: LocalRunStore, lose: Do
 ) -> None:
     lose(trained)
+    before = {name: trained.file_sizes(name) for name in EPOCHS}
+    snapshot = trained.read(layout.SNAPSHOT)
+    with pytest.raises(AttemptFailedError, match="3 folders that may be checkpoints") as refused:
+        begin(trained)
+    assert refused.value.outcome is Outcome.INVALID
+    assert "move the folders away to begin anew" in str(refused.value)
+    assert ("give resume=True to trust Ray's snapshot" in str(refused.value)) == (snapshot is not None)
+    assert {name: trained.file_sizes(name) for name in EPOCHS} == before
+    assert trained.read(layout.SNAPSHOT) == snapshot
+    for name in EPOCHS:
+        trained.delete_folder(name)
     _, ray = _resume(trained)
+    assert ray.latest == ""
     _report(ray, EPOCHS[:1], ranks=1)
     assert trained.file_sizes("epoch-1") == {"rank-0/model.pt": len("epoch-1 of rank 0")}
