@@ -131,6 +131,8 @@ class ScalingSettings(_Settings):
         for name, amount in value.items():
             if not (math.isfinite(amount) and amount >= 0):
                 raise ValueError(f"resource {name!r} must be a finite number, 0 or more, got {amount:g}")
+        if value and not any(value.values()):
+            raise ValueError(f"a worker must hold some resource, got {value}; leave the field empty for the default")
         return value
 
     @model_validator(mode="after")

@@ -48,7 +48,7 @@ from prefect_elastic_train.outcomes import (
 from prefect_elastic_train.reporting.logs import RunLog
 from prefect_elastic_train.result import TrainingResult
 from prefect_elastic_train.runs.identity import check_run_name, default_run_name, fingerprint, loop_name
-from prefect_elastic_train.runs.records import Owner
+from prefect_elastic_train.runs.records import Fingerprint, Owner
 from prefect_elastic_train.settings import get_settings
 from prefect_elastic_train.stops import (
     StopReason,
@@ -82,7 +82,7 @@ class _Request:
     named: bool
     owner: Owner
     train_loop: TrainLoop
-    train_loop_config: dict[str, Any] | None
+    fingerprint: Fingerprint
     framework: str
     scaling: ElasticScaling | str
     failures: FailureBudget | str
@@ -120,7 +120,7 @@ class _Stop(BaseException):
 _waiting: dict[str, Runtime] = {}
 _waiting_lock = threading.Lock()
 
-#: How many trainings of a flow run have been asked for, by flow run id and run count.
+#: How many trainings of a flow run, and of a task run around them, have been asked for, by id and run count.
 _ordinals: dict[tuple[str, int], int] = {}
 _ordinals_lock = threading.Lock()
 
@@ -391,7 +391,7 @@ def _spec(request: _Request) -> tuple[DriverSpec, int]:
         run_name=request.run_name,
         framework=request.framework,
         owner=request.owner.model_copy(update={"supervisor": request.key}),
-        fingerprint=fingerprint(request.train_loop, request.framework, request.train_loop_config),
+        fingerprint=request.fingerprint,
         scaling=scaling,
         failures=failures,
         checkpoints=plain(CheckpointSettings, _resolved(CheckpointPolicy, request.checkpoints)),
@@ -483,7 +483,8 @@ def _request(
         named=run_name is not None,
         owner=owner,
         train_loop=train_loop,
-        train_loop_config=train_loop_config,
+        # Now, as the payload: the user's dict may be changed for the next training.
+        fingerprint=fingerprint(train_loop, framework, train_loop_config),
         framework=framework,
         datasets=datasets,
         resume=resume,
@@ -561,9 +562,7 @@ def _identity() -> tuple[Owner, int]:
     flow_run = context.flow_run if context else None
     if context is None or flow_run is None:
         return Owner(flow_run_id=uuid.uuid4().hex), 1
-    key = (str(flow_run.id), int(flow_run.run_count))
-    with _ordinals_lock:
-        _ordinals[key] = ordinal = _ordinals.get(key, 0) + 1
+    ordinal = _ordinal(str(flow_run.id), int(flow_run.run_count))
     return (
         Owner(
             flow_run_id=str(flow_run.id),
@@ -573,6 +572,24 @@ def _identity() -> tuple[Owner, int]:
         ),
         ordinal,
     )
+
+
+def _ordinal(flow_run_id: str, flow_run_count: int) -> int:
+    """Count the trainings of a flow run; one that a retried task of the user calls again keeps its number."""
+    task = TaskRunContext.get()
+    with _ordinals_lock:
+        if task is None:
+            return _next((flow_run_id, flow_run_count))
+        in_this_try = _next((f"{task.task_run.id}", task.task_run.run_count))
+        key = (f"{task.task_run.id} training {in_this_try}", 0)
+        if key not in _ordinals:
+            _ordinals[key] = _next((flow_run_id, flow_run_count))
+        return _ordinals[key]
+
+
+def _next(key: tuple[str, int]) -> int:
+    _ordinals[key] = _ordinals.get(key, 0) + 1
+    return _ordinals[key]
 
 
 def _default_name(train_loop: TrainLoop, owner: Owner, ordinal: int) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import tenacity
 
+from prefect_elastic_train.config import ScalingSettings
 from prefect_elastic_train.driver.spec import DriverSpec
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 
-__all__ = ["check_capacity", "connect"]
+__all__ = ["connect", "fit_local_cluster"]
 
 _ADDRESS_FILE_SECONDS = 600.0
 
@@ -40,8 +41,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     if spec.cluster.working_dir:
         user_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
     # Ray's tools in the workers would otherwise look for any cluster on their host.
-    variables = {"RAY_ADDRESS": address} if address != "auto" else {}
-    user_env["env_vars"] = {**variables, **user_env.get("env_vars", {})}
+    user_env["env_vars"] = {"RAY_ADDRESS": address, **user_env.get("env_vars", {})}
     on_termination = signal.getsignal(signal.SIGTERM)
     own_path = [p for p in spec.sys_path if p and os.path.isdir(p) and not _is_installed(p)]
     try:
@@ -59,30 +59,59 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     return address, context.dashboard_url or "", ray.cluster_resources()
 
 
-def check_capacity(spec: DriverSpec, resources: dict[str, float]) -> None:
+def fit_local_cluster(spec: DriverSpec, resources: dict[str, float], cpus_for_datasets: int = 0) -> ScalingSettings:
     """Refuse what a local cluster can never hold, since nothing will join it later.
 
+    Args:
+        spec: What the driver is told.
+        resources: What the cluster has.
+        cpus_for_datasets: CPUs that the workers must leave to Ray Data.
+
+    Returns:
+        The scaling to train with. Beside datasets, ``max_workers`` is what fits: more would starve them.
+
     Raises:
-        AttemptFailedError: ``min_workers`` do not fit; outcome ``invalid``.
+        AttemptFailedError: ``min_workers`` do not fit, or the node is not what they ask for; outcome ``invalid``.
     """
     if not spec.cluster.is_local:
-        return
+        return spec.scaling
     from prefect_elastic_train.elastic.translate import resources_per_worker
 
+    _check_local_placement(spec.scaling)
+    fitting = spec.scaling.max_workers
     for name, amount in resources_per_worker(spec.scaling).items():
+        there = resources.get(name, 0) - (cpus_for_datasets if name == "CPU" else 0)
         needed = amount * spec.scaling.min_workers
-        if needed > resources.get(name, 0):
+        if needed > there:
+            beside = f" beside the {cpus_for_datasets} for the datasets" if name == "CPU" and cpus_for_datasets else ""
             raise AttemptFailedError(
                 f"min_workers={spec.scaling.min_workers} need {needed:g} {name}, and the local cluster on this "
-                f"machine has {resources.get(name, 0):g}; lower min_workers or resources_per_worker, set num_cpus or "
+                f"machine has {there:g}{beside}; lower min_workers or resources_per_worker, set num_cpus or "
                 "num_gpus of the RayCluster, or join a larger cluster",
                 outcome=Outcome.INVALID,
             )
+        if amount:
+            fitting = min(fitting, int(there / amount))
+    return spec.scaling.model_copy(update={"max_workers": fitting}) if cpus_for_datasets else spec.scaling
+
+
+def _check_local_placement(scaling: ScalingSettings) -> None:
+    problem = ""
+    if scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1:
+        problem = "placement_strategy 'STRICT_SPREAD' wants a node for each worker"
+    elif scaling.label_selector:
+        problem = f"label_selector {scaling.label_selector} wants labelled nodes"
+    if problem:
+        raise AttemptFailedError(
+            f"{problem}, and the local cluster is one node without labels; leave the field at its default, or join a "
+            "cluster that has such nodes",
+            outcome=Outcome.INVALID,
+        )
 
 
 def _cluster_address(spec: DriverSpec) -> str:
     if not spec.address_file:
-        return spec.cluster.address
+        return spec.cluster.address if spec.cluster.address != "auto" else _address_of_this_host()
     deadline = time.monotonic() + _ADDRESS_FILE_SECONDS
     path = Path(spec.address_file)
     while time.monotonic() < deadline:
@@ -94,10 +123,21 @@ def _cluster_address(spec: DriverSpec) -> str:
     raise AttemptFailedError("the local cluster gave no address", outcome=Outcome.CLUSTER_LOST)
 
 
+def _address_of_this_host() -> str:
+    from prefect_elastic_train.elastic.gcs import find_address
+
+    try:
+        return find_address()
+    except (ConnectionError, ValueError, OSError) as error:
+        raise AttemptFailedError(
+            f"address 'auto' finds no single Ray cluster on this machine ({error}); start one with "
+            "`ray start --head`, set RAY_ADDRESS, or give host:port as address of the RayCluster",
+            outcome=Outcome.CLUSTER_LOST,
+        ) from error
+
+
 def _wait_for_listener(spec: DriverSpec, address: str) -> None:
     """Wait until something listens at the address, since Ray itself ends the process if nothing does."""
-    if address == "auto":
-        return
     host, _, port = address.rpartition(":")
     try:
         for attempt in tenacity.Retrying(
@@ -120,8 +160,6 @@ def _check_head(spec: DriverSpec, address: str) -> None:
     """Find out what answers at the address before Ray's client tries, which cannot say why it fails."""
     from prefect_elastic_train.elastic.gcs import HeadAnswer, ask_head
 
-    if address == "auto":
-        return
     timeout = spec.cluster.connect_timeout_seconds
     answer = ask_head(address, timeout)
     if answer is HeadAnswer.REFUSED:

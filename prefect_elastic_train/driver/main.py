@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -46,10 +47,11 @@ from prefect_elastic_train.runs.attempts import (
     host_id,
     peek,
 )
-from prefect_elastic_train.runs.commits import all_attempts, newest_attempt
+from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.heartbeat import HeartbeatWriter
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.records import AttemptRecord, decode
+from prefect_elastic_train.runs.seeding import check_source
 from prefect_elastic_train.runs.store import LocalRunStore
 from prefect_elastic_train.stops import interruptions, notice_interruptions
 
@@ -148,6 +150,8 @@ class _Driver:
         finished = peek(self._store, claim)
         if finished is not None:
             return self._finished(finished)
+        if self.spec.resume_from and next(lineage(self._store), None) is None:
+            check_source(self.spec.storage.path, self.spec.resume_from)
         self.emit(ClusterWanted())
         # The poll interval is read when Ray Train is imported in the controller, which inherits it from here.
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
@@ -167,7 +171,9 @@ class _Driver:
             error.final = error.final or not (self.spec.cluster.is_local or all_attempts(self._store))
             raise
         self.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
-        joining.check_capacity(self.spec, resources)
+        scaling = joining.fit_local_cluster(
+            self.spec, resources, cpus_for_datasets=1 if prepared.payload.datasets else 0
+        )
         begun = begin_attempt(self._store, claim, seed=self._seed_from(claim))
         if isinstance(begun, Finished):
             return self._finished(begun)
@@ -176,7 +182,8 @@ class _Driver:
         with self._showing_life("making the datasets"):
             datasets = training.make_datasets(prepared, begun.attempt)
         try:
-            training.fit(self.spec, prepared, datasets, self._store, begun.attempt, self._receiver.receiving)
+            spec = replace(self.spec, scaling=scaling)
+            training.fit(spec, prepared, datasets, self._store, begun.attempt, self._receiver.receiving)
         except AttemptFailedError as error:
             raise self._taken_over(begun.attempt) or error from error
         return self._completed(begun)

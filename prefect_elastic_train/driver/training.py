@@ -64,7 +64,39 @@ def prepare(spec: DriverSpec) -> Prepared:
             "Python environment, or defined in the flow's own script",
             outcome=Outcome.INVALID,
         ) from error
+    _check_configuration(spec, payload)
     return Prepared(loop, payload)
+
+
+def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
+    """Let Ray judge what it is configured with, before anything of it starts.
+
+    Raises:
+        AttemptFailedError: Ray would refuse it later, in words of its own; outcome ``invalid``.
+    """
+    from ray.runtime_env import RuntimeEnv
+
+    from prefect_elastic_train.elastic.translate import resources_per_worker
+
+    try:
+        resources_per_worker(spec.scaling)
+        for environment in (spec.cluster.runtime_env, spec.worker_runtime_env):
+            RuntimeEnv(**environment)
+            _check_folder(str(environment.get("working_dir") or ""))
+        _check_folder(spec.cluster.working_dir)
+        if spec.framework == "torch" and payload.torch_config is not None:
+            from ray.train.torch import TorchConfig
+
+            if not isinstance(payload.torch_config, TorchConfig):
+                raise TypeError(f"torch_config must be a ray.train.torch.TorchConfig, got {payload.torch_config!r}")
+    except (TypeError, ValueError) as error:
+        raise AttemptFailedError(f"Ray does not accept the configuration: {error}", outcome=Outcome.INVALID) from error
+
+
+def _check_folder(working_dir: str) -> None:
+    local = working_dir and "://" not in working_dir
+    if local and not os.path.exists(os.path.expanduser(working_dir)):
+        raise ValueError(f"working_dir {working_dir!r} does not exist on this machine")
 
 
 def resolve_loop(path: str) -> Callable[..., Any]:

@@ -13,4 +13,6 @@ __all__ = ["is_death"]
 
 def is_death(failure: Exception) -> bool:
     """Tell whether a rank's failure is that of its process or node, not of its train loop."""
+    if isinstance(failure, ray.exceptions.RayTaskError):
+        return False  # the loop itself asked Ray for something, which raised
     return isinstance(failure, ray.exceptions.RayError | WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError)

@@ -1,7 +1,8 @@
 """Asking a cluster's head whether it lets us in, before Ray's client tries and cannot say why it failed.
 
-Uses ``ray._raylet``: ``ray.init`` answers a refused token with the same "Failed to connect" as a dead head, and
-waits without a bound of its own for something that accepts connections and says nothing.
+Uses ``ray._raylet`` and ``ray._private.services``: ``ray.init`` answers a refused token with the same "Failed to
+connect" as a dead head, waits without a bound of its own for something that accepts connections and says nothing,
+and does not tell what it takes for the address ``"auto"``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 
-__all__ = ["HeadAnswer", "ask_head"]
+__all__ = ["HeadAnswer", "ask_head", "find_address"]
 
 _TIMEOUT_SECONDS = 5
 
@@ -34,6 +35,18 @@ def ask_head(address: str, timeout_seconds: float) -> HeadAnswer:
     thread.start()
     thread.join(timeout_seconds)
     return answers[0] if answers else HeadAnswer.SILENT
+
+
+def find_address() -> str:
+    """Give ``host:port`` of the cluster that ``"auto"`` means: ``RAY_ADDRESS``, or the one started on this machine.
+
+    Raises:
+        ConnectionError: There is none, or more than one.
+        ValueError: ``RAY_ADDRESS`` is no address.
+    """
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    return str(canonicalize_bootstrap_address_or_die("auto"))
 
 
 def _ask(address: str, answers: list[HeadAnswer]) -> None:

@@ -40,6 +40,8 @@ __all__ = ["Begun", "Claim", "Finished", "begin_attempt", "end_attempt", "host_i
 _MAX_TURNS = 20
 #: A holder counts as dead after this many of its heartbeat intervals without a beat.
 _MISSED_BEATS = 3
+#: How much of an attempt's last words goes into the error that says why no other follows.
+_CAUSE_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def begin_attempt(
         last = past[-1] if past else None
         if last is not None:
             if last.flow_run_id == claim.owner.flow_run_id:
-                if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value and not claim.resume:
+                if last.ended is not None and _has_finished(claim, last):
                     return Finished(last.number, last.ended)
                 _check_not_taken_over(claim, past)
                 note = _end_old_driver(last)
@@ -162,6 +164,7 @@ def begin_attempt(
         record = AttemptRecord(
             attempt=attempt,
             owner=claim.owner,
+            fingerprint=claim.fingerprint,
             confirmed=False,
             base=point.base,
             dropped=point.dropped,
@@ -199,8 +202,8 @@ def peek(store: RunStore, claim: Claim) -> Finished | None:
     if last.flow_run_id == claim.owner.flow_run_id:
         existing = decode(RunRecord, store.read(layout.RUN))
         changed = _check_same_training(claim, existing) if existing is not None else []
-        if last.ended is not None and last.ended.outcome == Outcome.COMPLETED.value and not claim.resume:
-            if changed:
+        if last.ended is not None and _has_finished(claim, last):
+            if changed and not claim.resume:
                 raise AttemptFailedError(
                     f"run {claim.name!r} is finished, and {changed[0]}. Give this training another run_name, or "
                     "resume=True to train on from the run's last checkpoint",
@@ -278,6 +281,8 @@ def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
         if store.create(layout.RUN, encode(record)):
             if all_attempts(store):
                 notes.append("run.json was torn or missing and was written anew")
+            elif claim.resume and not notes:
+                notes.append(f"resume=True, but there was no run {claim.name!r} in this storage: it is a new one")
             return
     existing = decode(RunRecord, store.read(layout.RUN))
     if existing is None:
@@ -317,6 +322,13 @@ def _past_attempts(store: RunStore) -> list[_Past]:
         ended = decode(EndedRecord, store.read(layout.ended_name(number)))
         past.append(_Past(number, record, ended))
     return past
+
+
+def _has_finished(claim: Claim, last: _Past) -> bool:
+    """Tell whether the flow run's own last attempt has finished what is asked for; with ``resume``, the same again."""
+    if last.ended is None or last.ended.outcome != Outcome.COMPLETED.value:
+        return False
+    return not claim.resume or (last.record is not None and last.record.fingerprint == claim.fingerprint)
 
 
 def _check_takeover(store: RunStore, claim: Claim, last: _Past, observe_seconds: float | None) -> None:
@@ -409,8 +421,9 @@ def _check_budgets(store: RunStore, claim: Claim, past: list[_Past], counted: in
     else:
         return
     last = past[-1]
-    verdict = EndedRecord(attempt=last.number, outcome=outcome.value, message=message, final=True)
-    store.replace(layout.ended_name(last.number), encode(verdict))
+    ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="it just died")
+    store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"final": True, "verdict": message})))
+    message += f". The last of them ended as {ended.outcome}: {ended.message[:_CAUSE_CHARACTERS]}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
 
 

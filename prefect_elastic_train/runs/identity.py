@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,12 +38,21 @@ def default_run_name(flow_name: str, flow_run_id: str, ordinal: int) -> str:
 
     Args:
         flow_name: The flow's name, or the train loop's outside of flows.
-        flow_run_id: Id of the flow run; its first 8 characters tell runs of one flow apart.
+        flow_run_id: Id of the flow run; 8 characters of it tell runs of one flow apart. They are the first ones,
+            unless the id begins with the time: Prefect makes those for scheduled runs, many at once.
         ordinal: 1 for the first training of the flow run.
     """
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_name).strip("-_") or "training"
     suffix = f"-{ordinal}" if ordinal > 1 else ""
-    return f"{slug[:100]}-{flow_run_id[:8]}{suffix}"
+    return f"{slug[:100]}-{_short(flow_run_id)}{suffix}"
+
+
+def _short(flow_run_id: str) -> str:
+    try:
+        begins_with_the_time = uuid.UUID(flow_run_id).version == 7
+    except ValueError:
+        begins_with_the_time = False
+    return flow_run_id[-8:] if begins_with_the_time else flow_run_id[:8]
 
 
 def loop_name(train_loop: Callable[..., Any] | str) -> str:

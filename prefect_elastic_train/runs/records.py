@@ -92,6 +92,8 @@ class AttemptRecord(_Record):
     #: Told apart from the attempt of the same number of another run.
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     owner: Owner
+    #: What it trained with, which a resumed run may have changed since it was created.
+    fingerprint: Fingerprint | None = None
     started_at: float = Field(default_factory=time.time)
     #: Whether it has looked a second time and found its base to be the newest commit still. Until then it has
     #: done nothing, and its base binds nobody.
@@ -115,8 +117,10 @@ class EndedRecord(_Record):
     result: dict[str, Any] | None = None
     #: The attempt gave way to its successor before it did anything, and does not count.
     void: bool = False
-    #: A verdict: no automatic restart follows, and a person's retry starts with fresh budgets.
+    #: A budget was used up after it: no automatic restart follows, and a person's retry starts with fresh budgets.
     final: bool = False
+    #: Which budget that was, in words.
+    verdict: str = ""
 
 
 class CommitRecord(_Record):

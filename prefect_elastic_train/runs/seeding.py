@@ -17,7 +17,7 @@ from prefect_elastic_train.runs.resume import seed_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import LocalRunStore
 
-__all__ = ["copy_checkpoint", "parse_source"]
+__all__ = ["check_source", "copy_checkpoint", "parse_source"]
 
 
 def parse_source(resume_from: str) -> tuple[str, str]:
@@ -28,6 +28,15 @@ def parse_source(resume_from: str) -> tuple[str, str]:
     """
     name, _, choice = resume_from.partition("@")
     return check_run_name(name), choice or "latest"
+
+
+def check_source(storage_path: str, resume_from: str) -> None:
+    """Find out before anything starts whether there is a checkpoint to start from.
+
+    Raises:
+        AttemptFailedError: See :func:`copy_checkpoint`.
+    """
+    _source(storage_path, resume_from)
 
 
 def copy_checkpoint(storage_path: str, resume_from: str, target: LocalRunStore) -> None:
@@ -42,6 +51,20 @@ def copy_checkpoint(storage_path: str, resume_from: str, target: LocalRunStore) 
     Raises:
         AttemptFailedError: The other run does not exist or has no such checkpoint; outcome ``invalid``.
     """
+    name, source, chosen = _source(storage_path, resume_from)
+    folder = f"from-{name}-{chosen['checkpoint_dir_name'].replace('/', '-')}"
+    target.delete_folder(folder)  # what an interrupted copy left behind
+    local = fs.LocalFileSystem()
+    # Marked like an upload, so that a copy that is cut short is known for what it is.
+    target.create(mark_name(folder), encode(UploadMark(attempt=0)))
+    destination = os.path.join(target.path, folder)
+    local.create_dir(destination)
+    fs.copy_files(os.path.join(source.path, chosen["checkpoint_dir_name"]), destination, local, local)
+    seed_run(target, folder, chosen["metrics"], version("ray"))
+
+
+def _source(storage_path: str, resume_from: str) -> tuple[str, LocalRunStore, dict[str, Any]]:
+    """Give the other run's name, the run, and the result that belongs to the checkpoint."""
     name, choice = parse_source(resume_from)
     source = LocalRunStore(os.path.join(storage_path, name))
     commit = newest_commit(source)
@@ -56,15 +79,7 @@ def copy_checkpoint(storage_path: str, resume_from: str, target: LocalRunStore) 
             f"resume_from={resume_from!r}: run {name!r} has no checkpoint {choice!r}; it has {known}",
             outcome=Outcome.INVALID,
         )
-    folder = f"from-{name}-{chosen['checkpoint_dir_name'].replace('/', '-')}"
-    target.delete_folder(folder)  # what an interrupted copy left behind
-    local = fs.LocalFileSystem()
-    # Marked like an upload, so that a copy that is cut short is known for what it is.
-    target.create(mark_name(folder), encode(UploadMark(attempt=0)))
-    destination = os.path.join(target.path, folder)
-    local.create_dir(destination)
-    fs.copy_files(os.path.join(source.path, chosen["checkpoint_dir_name"]), destination, local, local)
-    seed_run(target, folder, chosen["metrics"], version("ray"))
+    return name, source, chosen
 
 
 def _choose(snapshot: dict[str, Any], choice: str) -> dict[str, Any] | None:

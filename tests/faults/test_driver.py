@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, final_weights, same_weights, train_config
 from tests.support.processes import (
@@ -120,20 +121,31 @@ def test_killed_worker_is_recovered_in_the_cluster_without_a_new_driver(
     assert same_weights(final_weights(outcome["result"]["checkpoint_uri"]), undisturbed)
 
 
-def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(start: Start, ledger: str) -> None:
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        ("failing_loop", 'raise ArithmeticError("the loss became a pumpkin")'),
+        ("remotely_failing_loop", 'raise ValueError("a row without a number")'),
+    ],
+)
+def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(
+    start: Start, ledger: str, head: RayHead, loop: str, words: str
+) -> None:
     flow = start(
-        loop="tests.support.loops:failing_loop",
+        loop=f"tests.support.loops:{loop}",
+        cluster=head.block,
         framework="none",
         config={"ledger": ledger},
         scaling={"min_workers": 1, "max_workers": 1},
         failures={"max_failures": 1, "driver_restarts": 3},
     )
+    wait_for(flow.driver, 60, "the driver")
     outcome = flow.wait(120)
     assert outcome["state"] == "FAILED"
     assert outcome["outcome"] == "user_error"
     assert len(read_ledger(ledger)) == 2, "one try and one retry in the cluster"
     assert len(attempts(flow.run)) == 1, "no driver restart is spent on it"
-    assert 'raise ArithmeticError("the loss became a pumpkin")' in flow.log
+    assert words in flow.log
     assert flow.marked() == []
 
 

@@ -181,11 +181,51 @@ def test_more_workers_than_the_local_cluster_can_hold_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"scaling": ElasticScaling(resources_per_worker={"GPU": 1})}, ["use_gpu"]),
+        ({"cluster": RayCluster(working_dir="/no/such/dir")}, ["working_dir '/no/such/dir' does not exist"]),
+        ({"cluster": RayCluster(runtime_env={"env_vars": {"A": 1}})}, ["env_vars"]),
+        ({"worker_runtime_env": {"working_dir": "/no/such/dir"}}, ["working_dir '/no/such/dir' does not exist"]),
+        ({"framework": "torch", "torch_config": 3}, ["torch_config must be a ray.train.torch.TorchConfig, got 3"]),
+        ({"run_name": "new", "resume_from": "tpyo"}, ["resume_from='tpyo'", "has no committed checkpoint"]),
+    ],
+)
+def test_what_ray_would_refuse_later_is_refused_before_anything_starts(
+    tmp_path: Path, joined: RayCluster, arguments: dict[str, Any], parts: list[str]
+) -> None:
+    _drive(tmp_path, joined, parts, **arguments)
+    assert list((tmp_path / "runs").glob("*")) == [], "nothing of the run is there"
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        ElasticScaling(min_workers=1, max_workers=2, placement_strategy="STRICT_SPREAD"),
+        ElasticScaling(label_selector={"market-type": "spot"}),
+    ],
+)
+def test_placement_that_a_local_cluster_can_never_give_is_refused(
+    tmp_path: Path, joined: RayCluster, scaling: ElasticScaling
+) -> None:
+    _drive(tmp_path, joined, ["the local cluster is one node"], at_most=60, cluster=RayCluster(), scaling=scaling)
+
+
+def test_automatic_address_without_a_cluster_is_refused_at_once(
+    tmp_path: Path, joined: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    cluster = RayCluster(address="auto", connect_timeout_seconds=2)
+    _drive(tmp_path, joined, ["no Ray cluster answers at"], cluster=cluster)
+
+
+@pytest.mark.parametrize(
     ("make", "parts"),
     [
         (lambda: ElasticScaling(min_workers=3, max_workers=2), ["min_workers (3)", "max_workers (2)"]),
         (lambda: ElasticScaling(max_workers=0), ["max_workers", "greater than or equal to 1"]),
         (lambda: ElasticScaling(min_workers=-1), ["min_workers", "greater than or equal to 1"]),
+        (lambda: ElasticScaling(resources_per_worker={"CPU": 0}), ["resources_per_worker", "some resource"]),
         (lambda: RayCluster(address="nowhere"), ["host:port", "'nowhere'"]),
         (lambda: LocalStorage(path=""), ["path", "empty"]),
     ],

@@ -182,6 +182,29 @@ def test_secret_that_is_given_inline_is_refused_with_the_way_out(
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
+def test_schedule_of_a_deployment_makes_runs(client: SyncPrefectClient, served: Path) -> None:
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+    from prefect.client.schemas.schedules import CronSchedule
+
+    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    nightly = CronSchedule(cron="0 3 * * *", timezone="UTC")
+    (schedule,) = client.create_deployment_schedules(deployment, [(nightly, True)])
+    its_runs = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
+
+    def scheduled() -> list[FlowRun]:
+        runs = client.read_flow_runs(flow_run_filter=its_runs)
+        return [run for run in runs if run.state is not None and run.state.is_scheduled()]
+
+    try:
+        runs = wait_for(lambda: len(scheduled()) >= 2 and scheduled(), 60, "scheduled runs")
+    finally:
+        client.delete_deployment_schedule(deployment, schedule.id)
+    from prefect_elastic_train.runs.identity import default_run_name
+
+    names = {default_run_name("train", str(run.id), 1) for run in runs}
+    assert len(names) == len(runs), "each night is a run of its own"
+
+
 def test_demo_ends_completed_and_says_where_everything_is(api_url: str, tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "flows.digits"],

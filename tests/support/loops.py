@@ -69,6 +69,19 @@ def failing_loop(config: dict[str, Any]) -> None:
     raise ArithmeticError("the loss became a pumpkin")
 
 
+def remotely_failing_loop(config: dict[str, Any]) -> None:
+    """Ask Ray for something that raises there."""
+    import ray
+
+    write_ledger(config["ledger"], rank=ray.train.get_context().get_world_rank(), world=1, step=1, resumed_from=0)
+
+    @ray.remote(num_cpus=0)
+    def parse() -> None:
+        raise ValueError("a row without a number")
+
+    ray.get(parse.remote())
+
+
 def sleeping_loop(config: dict[str, Any]) -> None:
     """Report nothing for a long time."""
     write_ledger(config["ledger"], rank=0, world=1, step=1, resumed_from=0)

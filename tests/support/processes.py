@@ -197,8 +197,9 @@ class FlowProcess:
         return None
 
     def marked(self) -> list[psutil.Process]:
-        """Give all processes of the training, as far as they have been seen by now."""
-        return marked_processes(self._mark) if self._mark else []
+        """Give all processes of the training; its driver must have been looked at, for their mark."""
+        assert self._mark, "nobody has looked at the driver while it lived"
+        return marked_processes(self._mark)
 
     def wait(self, timeout: float) -> dict[str, Any]:
         """Wait for the end of the flow process and give what it wrote: ``state``, and ``result`` or ``error``."""
@@ -350,6 +351,7 @@ def prefect_server(folder: Path, port: int = 0) -> Iterator[str]:
         "PREFECT_HOME": str(folder),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "WARNING",
+        "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
     }
     environment.pop("PREFECT_API_URL", None)
     with (folder / "server.log").open("ab") as log:

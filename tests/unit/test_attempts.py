@@ -254,9 +254,37 @@ def test_attempts_in_a_row_without_a_checkpoint_end_the_run(store: LocalRunStore
     assert error.final
     assert "2 attempts in a row ended without a new checkpoint" in str(error)
     assert "max_attempts_without_progress (now 2)" in str(error)
-    verdict = _ended(store, 3)
-    assert verdict is not None
-    assert (verdict.outcome, verdict.final) == ("no_progress", True)
+    assert "The last of them ended as driver_lost" in str(error), "its cause is told"
+    last = _ended(store, 3)
+    assert last is not None
+    assert (last.outcome, last.final) == ("driver_lost", True), "and kept"
+    assert last.verdict in str(error)
+
+
+@pytest.mark.parametrize(("config", "trains_on"), [({"epochs": 3}, False), ({"epochs": 9}, True)])
+def test_a_retry_after_the_success_of_a_resumed_run_trains_on_only_with_another_config(
+    store: LocalRunStore, config: dict[str, Any], trains_on: bool
+) -> None:
+    first = begin(store)
+    end_attempt(store, first.attempt, "user_error")
+    wanted = claim(OTHER_FLOW_RUN, config={"epochs": 3}, resume=True)
+    end_attempt(store, begin(store, wanted).attempt, "completed")
+    again = claim(OTHER_FLOW_RUN, config=config, resume=True)
+    assert (peek(store, again) is None) is trains_on
+    assert isinstance(begin_attempt(store, again), Finished) is not trains_on
+
+
+def test_resume_of_a_run_that_does_not_exist_says_that_it_is_a_new_one(store: LocalRunStore) -> None:
+    assert begin(store, claim(resume=True)).notes == [
+        "resume=True, but there was no run 'mnist' in this storage: it is a new one"
+    ]
+
+
+def test_a_number_whose_record_was_removed_is_not_used_again(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    store.delete(layout.attempt_name(1))
+    again = begin(store)
+    assert (again.attempt, again.point.checkpoint) == (2, "a")
 
 
 def test_a_checkpoint_ends_the_row_of_attempts_without_one(store: LocalRunStore) -> None:

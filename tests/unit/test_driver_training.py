@@ -24,7 +24,7 @@ from prefect_elastic_train.config import (
     ScalingSettings,
 )
 from prefect_elastic_train.driver import training
-from prefect_elastic_train.driver.joining import check_capacity
+from prefect_elastic_train.driver.joining import fit_local_cluster
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
 from prefect_elastic_train.driver.training import check_loop, classify, prepare, resolve_loop
 from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
@@ -178,19 +178,19 @@ def test_a_loop_that_cannot_be_prepared_ends_the_attempt_as_invalid(payload: byt
 
 def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers() -> None:
     spec = _spec(scaling=ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU": 2}))
-    check_capacity(spec, {"CPU": 8.0})
+    fit_local_cluster(spec, {"CPU": 8.0})
     with pytest.raises(AttemptFailedError) as refused:
-        check_capacity(spec, {"CPU": 7.0})
+        fit_local_cluster(spec, {"CPU": 7.0})
     assert refused.value.outcome is Outcome.INVALID
     assert "min_workers=4 need 8 CPU, and the local cluster on this machine has 7" in str(refused.value)
     gpus = _spec(scaling=ScalingSettings(accelerator="gpu"))
     with pytest.raises(AttemptFailedError, match="need 1 GPU"):
-        check_capacity(gpus, {"CPU": 64.0})
+        fit_local_cluster(gpus, {"CPU": 64.0})
 
 
 def test_a_cluster_that_others_may_join_is_never_too_small() -> None:
     spec = _spec(scaling=ScalingSettings(min_workers=100, max_workers=100), cluster=ClusterSettings(address="auto"))
-    check_capacity(spec, {"CPU": 1.0})
+    fit_local_cluster(spec, {"CPU": 1.0})
 
 
 def _worker_died() -> Exception:

@@ -65,6 +65,12 @@ def test_the_default_name_is_flow_and_the_first_eight_of_the_flow_run() -> None:
     assert default_run_name("nightly", "0123456789abcdef", 2) == "nightly-01234567-2"
 
 
+def test_scheduled_runs_that_were_made_at_the_same_moment_have_names_of_their_own() -> None:
+    nights = [f"019a1fd3-8b1c-7a6e-9f00-{random:012x}" for random in (0x1234567890AB, 0x234567890ABC)]
+    names = [default_run_name("nightly", night, 1) for night in nights]
+    assert names == ["nightly-567890ab", "nightly-67890abc"]
+
+
 @pytest.mark.parametrize(
     ("flow", "name"),
     [
