@@ -81,8 +81,8 @@ def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
     try:
         resources_per_worker(spec.scaling)
         for environment in (spec.cluster.runtime_env, spec.worker_runtime_env):
-            RuntimeEnv(**environment)
             _check_folder(str(environment.get("working_dir") or ""))
+            RuntimeEnv(**environment)
         _check_folder(spec.cluster.working_dir)
         if spec.framework == "torch" and payload.torch_config is not None:
             from ray.train.torch import TorchConfig

@@ -169,8 +169,8 @@ def test_secret_that_is_given_inline_is_refused_with_the_way_out(
             "train_loop": "tests.support.loops:counting_loop",
             "train_loop_config": {"steps": 3},
             "framework": "none",
-            "storage": {"path": str(tmp_path / "runs")},
-            "cluster": {"address": "127.0.0.1:6379", "auth_token": "seven sisters"},
+            "storage": LocalStorage(path=str(tmp_path / "runs")),
+            "cluster": RayCluster(address="127.0.0.1:6379", auth_token="seven sisters"),
         },
     )
     ended = _end_of(client, run, 60)
