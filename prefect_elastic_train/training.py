@@ -231,6 +231,18 @@ def _close_waiting(request: _Request) -> None:
         runtime.close()
 
 
+def _watch_waiting(request: _Request) -> None:
+    """End a cluster that waits for the next attempt when the flow process is told to end meanwhile.
+
+    A submitted training sleeps in a thread then, which nothing wakes.
+    """
+    while request.key in _waiting:
+        if interruptions() > request.interruptions:
+            _close_waiting(request)
+            return
+        time.sleep(0.5)
+
+
 def _with_budget(template: Any, request: _Request) -> Any:
     """Give the task with the retries that the failure budget asks for; Prefect fixes them before it runs."""
     failures = _resolved(FailureBudget, request.failures)
@@ -338,6 +350,7 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
         if keep:
             with _waiting_lock:
                 _waiting[request.key] = runtime
+            threading.Thread(target=_watch_waiting, args=(request,), name="elastic-train-waiting", daemon=True).start()
         else:
             runtime.close()
 

@@ -140,6 +140,7 @@ def test_training_that_is_out_of_time_ends_as_timed_out(
     start: Start, ledger: str, head: RayHead, arguments: dict[str, Any]
 ) -> None:
     flow = start(**endless(ledger, cluster=head.block, **arguments))
+    wait_for(flow.driver, 60, "the driver")
     outcome = flow.wait(90)
     assert (outcome["state"], outcome["name"]) == ("FAILED", "TimedOut")
     assert commits(flow.run), "it trained until then"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -364,6 +365,7 @@ def _kill_one_and_see_it_end_well(start: Start, ledger: str, kind: str, name: st
         flow.process.wait(10)
         wait_for(lambda: not flow.marked() and not alive(killed), 15, "all processes to end")
         flow = _resumed(start, flow, f"{name}-again", **{**arguments, "storage": str(flow.storage)})
+        wait_for(flow.driver, 60, "a driver")
     outcome = flow.wait(240)
     assert outcome["state"] == "COMPLETED", f"{name} after {delay:.1f} s"
     assert is_right(outcome["result"]["checkpoint_uri"])
@@ -388,3 +390,36 @@ def test_guard_and_then_flow_process_killed_leave_nothing(start: Start, ledger: 
     before = flow.marked()
     flow.process.kill()
     wait_for(lambda: not flow.marked() and not alive(before), 15, "all processes to end")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("kind", ["flow", "driver", "controller", "worker", "head", "raylet", "guard"])
+def test_any_process_killed_at_any_moment_is_survived_and_leaves_nothing(
+    start: Start, ledger: str, kind: str, number: int
+) -> None:
+    # From the start-up of the cluster to the middle of the training.
+    delay = random.Random(f"{kind} {number}").uniform(0, 14)
+    _kill_one_and_see_it_end_well(start, ledger, kind, f"{kind}-{number}", delay)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", range(20))
+def test_runner_killed_at_any_moment_leaves_its_flow_to_end_or_to_be_resumed(
+    deployed: Deploy, api_url: str, client: SyncPrefectClient, ledger: str, tmp_path: Path, served: Program, number: int
+) -> None:
+    served.close()
+    runner = serve_flows(tmp_path / "runner", api_url)
+    try:
+        wait_for(lambda: _exists(client), 60, "the deployment")
+        run = deployed(DEPLOYMENT, **hash_training(ledger))
+        wait_for(lambda: run.flow_processes, 60, "the flow to run")
+        time.sleep(random.Random(number).uniform(0, 14))
+        runner.process.kill()
+        # The flow process is nobody's child now, and goes on.
+        assert run.wait_for_end(240).type == StateType.COMPLETED
+        assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
+        wait_for(lambda: not run.processes(), 15, "all processes of the run to end")
+    finally:
+        runner.close()
