@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import flow
+from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter
 
@@ -103,6 +103,31 @@ def test_second_training_of_a_flow_run_gets_a_name_of_its_own(tmp_path: Path, jo
 
     first, second = twice()
     assert second == f"{first}-2"
+
+
+def test_retried_task_around_a_training_gets_the_run_that_it_had(
+    tmp_path: Path, joined: RayCluster, ledger: str
+) -> None:
+    tries = 0
+
+    @task(retries=1)
+    def wrapper() -> str:
+        nonlocal tries
+        tries += 1
+        config = {"steps": 2, "ledger": ledger}
+        name = elastic_train(LOOP, train_loop_config=config, **_arguments(tmp_path / "runs", joined)).run_name
+        if tries == 1:
+            raise RuntimeError("after its training")
+        return name
+
+    @flow
+    def wraps() -> str:
+        return wrapper()
+
+    name = wraps()
+    assert tries == 2
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == [name]
+    assert steps_of(ledger) == [1, 2], "trained once"
 
 
 async def test_async_twin_trains_without_holding_the_event_loop(tmp_path: Path, joined: RayCluster) -> None:

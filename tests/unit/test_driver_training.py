@@ -188,9 +188,19 @@ def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers() -> No
         fit_local_cluster(gpus, {"CPU": 64.0})
 
 
+def test_workers_on_a_local_cluster_leave_a_cpu_to_the_datasets() -> None:
+    spec = _spec(scaling=ScalingSettings(min_workers=1, max_workers=8))
+    assert fit_local_cluster(spec, {"CPU": 3.0}).max_workers == 8, "capacity decides, as always"
+    assert fit_local_cluster(spec, {"CPU": 3.0}, cpus_for_datasets=1).max_workers == 2
+    with pytest.raises(AttemptFailedError, match="has 2 beside the 1 for the datasets"):
+        fit_local_cluster(
+            _spec(scaling=ScalingSettings(min_workers=3, max_workers=3)), {"CPU": 3.0}, cpus_for_datasets=1
+        )
+
+
 def test_a_cluster_that_others_may_join_is_never_too_small() -> None:
     spec = _spec(scaling=ScalingSettings(min_workers=100, max_workers=100), cluster=ClusterSettings(address="auto"))
-    fit_local_cluster(spec, {"CPU": 1.0})
+    assert fit_local_cluster(spec, {"CPU": 1.0}, cpus_for_datasets=1) == spec.scaling
 
 
 def _worker_died() -> Exception:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,3 +201,27 @@ def test_delete_folder_takes_all_below_and_does_not_follow_links(store: LocalRun
 def test_the_uri_is_the_plain_path(store: LocalRunStore) -> None:
     assert store.uri == store.path
     assert not store.path.startswith("file:")
+
+
+def test_a_link_whose_answer_was_lost_counts_for_its_creator_and_for_nobody_else(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def link_twice(source: Any, target: Any) -> None:
+        """What an NFS client does when the server's answer to its first try was lost."""
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    assert store.create("attempts/0001.json", b"mine")
+    assert not store.create("attempts/0001.json", b"yours")
+    assert store.read("attempts/0001.json") == b"mine"
+
+    def exists_since_a_moment(source: Any, target: Any) -> None:
+        Path(target).write_bytes(b"theirs")
+        raise FileExistsError(target)
+
+    monkeypatch.setattr(os, "link", exists_since_a_moment)
+    assert not store.create("attempts/0002.json", b"mine")
+    assert store.read("attempts/0002.json") == b"theirs"
