@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from prefect import task
@@ -97,6 +97,7 @@ class _Request:
     timeout_seconds: float | None
     asked_at: float
     in_flow_run: bool
+    submitted: bool
     interruptions: int
 
     def __repr__(self) -> str:
@@ -114,6 +115,14 @@ class _Stop(BaseException):
     def __init__(self, reason: StopReason | None = None) -> None:
         super().__init__(reason.value if reason else "told to end")
         self.reason = reason
+
+
+class _NothingToSayError(AttemptFailedError):
+    """The flow run has its state already, or another process speaks for it: the flow must end without a word.
+
+    Prefect's ``Abort`` does that. Raised in a task it would leave the task run Running for ever, so a task fails with
+    this, and whoever has called it raises the other.
+    """
 
 
 #: Runtimes that wait for the next attempt of their training, by its key.
@@ -194,13 +203,15 @@ class _ElasticTrain:
         request = _request(**{name: value for name, value in locals().items() if name != "self"})
         try:
             result: TrainingResult = _with_budget(_elastic_train_task, request)(request)
+        except _NothingToSayError as error:
+            raise Abort(str(error)) from error
         finally:
             _close_waiting(request)
         return result
 
     def submit(self, train_loop: TrainLoop, **arguments: Any) -> PrefectFuture[TrainingResult]:
         """Start the training in the flow's task runner. Takes the arguments of a call, gives a future."""
-        request = _request(train_loop=train_loop, **arguments)
+        request = replace(_request(train_loop=train_loop, **arguments), submitted=True)
         notice_interruptions()
         future: PrefectFuture[TrainingResult] = _with_budget(_elastic_train_task, request).submit(request)
         future.add_done_callback(lambda _: _close_waiting(request))
@@ -218,6 +229,8 @@ async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingRes
     request = _request(train_loop=train_loop, **arguments)
     try:
         result: TrainingResult = await _with_budget(_aelastic_train_task, request)(request)
+    except _NothingToSayError as error:
+        raise Abort(str(error)) from error
     finally:
         await asyncio.to_thread(_close_waiting, request)
     return result
@@ -286,7 +299,7 @@ def _leave(request: _Request, stop: _Stop) -> None:
     """Leave the flow in the way that gives its run the state that it should have. The training has ended by now.
 
     Raises:
-        Abort: The flow run has its state already, and this process has nothing to say about it.
+        _NothingToSayError: The flow run has its state already.
     """
     if stop.reason is None:
         return
@@ -295,7 +308,12 @@ def _leave(request: _Request, stop: _Stop) -> None:
             _await_signal(request)
         else:
             _mark_cancelled(request)
-    raise Abort(f"training {request.run_name!r} ended: {stop.reason.value}")
+    raise _silent_end(request, f"training {request.run_name!r} ended: {stop.reason.value}", Outcome.CANCELLED)
+
+
+def _silent_end(request: _Request, message: str, outcome: Outcome) -> BaseException:
+    """Give what ends the flow without a word; nobody catches for the user of a future, so that one gets it directly."""
+    return Abort(message) if request.submitted else _NothingToSayError(message, outcome=outcome)
 
 
 def _await_signal(request: _Request) -> None:
@@ -373,7 +391,7 @@ def _supervise(request: _Request, runtime: Runtime) -> TrainingResult:
         return TrainingResult.model_validate(ended.result)
     if ended.outcome is Outcome.SUPERSEDED:
         # The flow run is the other process's now: whatever this one said of it would be wrong.
-        raise Abort(f"training {request.run_name!r}: {ended.message}")
+        raise _silent_end(request, f"training {request.run_name!r}: {ended.message}", ended.outcome)
     raise _failure(request, ended)
 
 
@@ -507,6 +525,7 @@ def _request(
         timeout_seconds=timeout_seconds,
         asked_at=time.monotonic(),
         in_flow_run=FlowRunContext.get() is not None,
+        submitted=False,
         interruptions=interruptions(),
         **blocks,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling
 
@@ -123,6 +124,10 @@ def test_cancel_of_a_flow_that_no_runner_watches(
     assert state is not None
     assert state.type == StateType.CANCELLED
     assert len(attempts(flow.run)) == 1
+    if not submit:
+        of_this = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        tasks = client.read_task_runs(flow_run_filter=of_this)
+        assert [task.state.type for task in tasks if task.state] == [StateType.FAILED], "it does not look running"
 
 
 @pytest.mark.parametrize(
