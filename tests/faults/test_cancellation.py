@@ -133,13 +133,12 @@ def test_cancel_of_a_flow_that_no_runner_watches(
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"timeout_seconds": 14},
-        {"timeout_seconds": 14, "asynchronous": True},
-        {"flow_timeout": 16},
-        {"flow_timeout": 16, "submit": True},
-        {"flow_timeout": 16, "asynchronous": True},
+        pytest.param({"timeout_seconds": 14}, id="training"),
+        pytest.param({"timeout_seconds": 14, "asynchronous": True}, id="training-async", marks=pytest.mark.soak),
+        pytest.param({"flow_timeout": 16}, id="flow", marks=pytest.mark.soak),
+        pytest.param({"flow_timeout": 16, "submit": True}, id="flow-submitted"),
+        pytest.param({"flow_timeout": 16, "asynchronous": True}, id="flow-async"),
     ],
-    ids=["training", "training-async", "flow", "flow-submitted", "flow-async"],
 )
 def test_training_that_is_out_of_time_ends_as_timed_out(
     start: Start, ledger: str, head: RayHead, arguments: dict[str, Any]
