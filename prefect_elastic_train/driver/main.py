@@ -258,6 +258,8 @@ class _Driver:
         from prefect_elastic_train.driver.training import requester_id
         from prefect_elastic_train.elastic.policy import release_reservation
 
+        if newest_attempt(self._store) > self._attempt:
+            return  # all attempts of a run reserve under one id, and it is the successor's now
         release_reservation(requester_id(self._store))
 
     def _claim(self) -> Claim:
