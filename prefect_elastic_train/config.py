@@ -106,6 +106,29 @@ class ScalingSettings(_Settings):
         title="Wait for the maximum (seconds)",
         description="How long to wait for the maximum number of workers before starting with fewer.",
     )
+    stability_delay_seconds: float = Field(
+        default=30.0,
+        ge=0,
+        title="Stability delay (seconds)",
+        description="A node counts for the growth of a healthy worker group once it has been there for so long.",
+    )
+    resize_patience_seconds: float = Field(
+        default=1800.0,
+        ge=0,
+        title="Resize patience (seconds)",
+        description=(
+            "How long a decided growth waits for the next checkpoint before it is carried out without one. "
+            "0: however long it takes."
+        ),
+    )
+    capacity_timeout_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        title="Capacity timeout (seconds)",
+        description=(
+            "How long to wait for the minimum number of workers before the training fails. 0: as long as it takes."
+        ),
+    )
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         default="PACK",
         title="Placement strategy",

@@ -19,6 +19,12 @@ class ElasticScaling(TrainingBlock, ScalingSettings):
         resources_per_worker: Ray resources of a worker. Default: those of the accelerator.
         resize_check_interval_seconds: Seconds between two looks for more capacity. Default 60.
         wait_for_max_seconds: Seconds to wait for ``max_workers`` before starting smaller. Default 0.
+        stability_delay_seconds: Seconds that a node must have been there before it counts for the growth of a
+            healthy worker group. Default 30.
+        resize_patience_seconds: Seconds that a decided growth waits for the next checkpoint before it is carried
+            out without one; 0: it waits for a checkpoint, however long. Default 1800.
+        capacity_timeout_seconds: Seconds to wait for ``min_workers`` before the training fails; 0: as long as it
+            takes. Default 0.
         placement_strategy: Ray's placement strategy. Default ``"PACK"``.
         label_selector: Node labels that workers ask for. Default none.
         topology: TPU slice topology. Default none.
