@@ -65,6 +65,10 @@ Resources = Annotated[dict[str, float], BeforeValidator(_unwrap_ui_json)]
 Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]
 
 
+#: Ray counts resources in ten-thousandths.
+_SMALLEST_AMOUNT = 0.0001
+
+
 class _Settings(BaseModel):
     # A misspelt field is an error, and Prefect's server needs it to accept an all-default block as a parameter.
     model_config = ConfigDict(extra="forbid")
@@ -87,7 +91,7 @@ class ScalingSettings(_Settings):
     )
     accelerator: Literal["cpu", "gpu", "tpu"] = Field(
         default="cpu",
-        description="What each worker computes on; by default it gets one CPU, GPU or TPU.",
+        description="What each worker computes on; by default it gets one CPU or GPU, or the TPUs of a slice's host.",
     )
     resources_per_worker: Resources = Field(
         default_factory=dict,
@@ -140,22 +144,39 @@ class ScalingSettings(_Settings):
         description='Ray node labels that a worker\'s node must have, such as {"market-type": "spot"}.',
     )
     topology: str = Field(
-        default="", description="TPU slice topology, such as 4x4. Needed for TPU slices of several hosts."
+        default="",
+        description="TPU slice topology, such as 4x4. Needed for several TPU workers, which fill whole slices.",
     )
     accelerator_type: str = Field(
         default="",
         title="Accelerator type",
-        description="Ray's accelerator type, such as A100 or TPU-V6E. Empty: any.",
+        description="Ray's accelerator type, such as A100 or TPU-V6E. Empty: any. Needed with a topology.",
     )
+
+    @field_validator("topology", "accelerator_type")
+    @classmethod
+    def _without_blanks(cls, value: str) -> str:
+        return value.strip()
 
     @field_validator("resources_per_worker")
     @classmethod
-    def _resources_are_positive(cls, value: dict[str, float]) -> dict[str, float]:
+    def _resources_can_be_held(cls, value: dict[str, float]) -> dict[str, float]:
         for name, amount in value.items():
             if not (math.isfinite(amount) and amount >= 0):
                 raise ValueError(f"resource {name!r} must be a finite number, 0 or more, got {amount:g}")
+            if 0 < amount < _SMALLEST_AMOUNT:
+                raise ValueError(
+                    f"resource {name!r} must be 0 or at least {_SMALLEST_AMOUNT:g}, Ray's smallest amount, "
+                    f"got {amount:g}"
+                )
         if value and not any(value.values()):
             raise ValueError(f"a worker must hold some resource, got {value}; leave the field empty for the default")
+        gpus = value.get("GPU", 0)
+        if gpus > 1 and not gpus.is_integer():
+            raise ValueError(
+                f"GPU {gpus:g} is neither a share of one GPU nor a whole number of them; "
+                f"ask for at most 1, or for {math.floor(gpus)} or {math.ceil(gpus)}"
+            )
         return value
 
     @model_validator(mode="after")
@@ -165,12 +186,65 @@ class ScalingSettings(_Settings):
                 f"min_workers ({self.min_workers}) must be at most max_workers ({self.max_workers}); "
                 "raise max_workers or lower min_workers"
             )
-        if self.accelerator == "tpu" and self.max_workers > 1 and not (self.topology and self.accelerator_type):
+        return self
+
+    @model_validator(mode="after")
+    def _resources_are_the_accelerators(self) -> ScalingSettings:
+        for resource in ("GPU", "TPU"):
+            accelerator, amount = resource.lower(), self.resources_per_worker.get(resource)
+            if amount and self.accelerator != accelerator:
+                raise ValueError(
+                    f"resources_per_worker asks for {resource} {amount:g}, and accelerator is {self.accelerator!r}; "
+                    f"set accelerator to {accelerator!r}, or remove {resource} from resources_per_worker"
+                )
+            if amount == 0 and self.accelerator == accelerator:
+                # Ray would take one GPU all the same, and refuses the like for TPUs.
+                raise ValueError(
+                    f"resources_per_worker says {resource} 0, and accelerator is {accelerator!r}; ask for more than 0, "
+                    f"remove {resource} from resources_per_worker for the default, or set accelerator to 'cpu'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _tpu_slices_are_whole(self) -> ScalingSettings:
+        if self.accelerator == "tpu":
+            _check_tpu(self)
+        elif self.topology:
             raise ValueError(
-                "accelerator 'tpu' with more than one worker needs topology (such as '4x4') and "
-                "accelerator_type (such as 'TPU-V6E')"
+                f"topology ({self.topology!r}) is the shape of a TPU slice, and accelerator is {self.accelerator!r}; "
+                "set accelerator to 'tpu', or remove topology"
             )
         return self
+
+
+def _check_tpu(scaling: ScalingSettings) -> None:
+    """Check what Ray reserves TPUs by; it knows the slices, and is loaded for TPUs only."""
+    from prefect_elastic_train.elastic import slices
+
+    topology, accelerator_type = scaling.topology, scaling.accelerator_type
+    if scaling.max_workers > 1 and not (topology and accelerator_type):
+        raise ValueError(
+            f"accelerator 'tpu' with more than one worker (max_workers {scaling.max_workers}) needs topology (such as "
+            f"'4x4') and accelerator_type (such as 'TPU-V6E'), got {topology!r} and {accelerator_type!r}; give both"
+        )
+    if topology and not accelerator_type:
+        raise ValueError(
+            f"topology ({topology!r}) says nothing without the type of TPU, got an empty accelerator_type; "
+            "give accelerator_type too (such as 'TPU-V6E'), or remove topology for one worker anywhere"
+        )
+    if not topology:  # one worker on any host, without a slice of its own
+        if accelerator_type:
+            slices.tpu_accelerator_type(accelerator_type)
+        slices.check_chips(scaling.resources_per_worker.get("TPU", 1))
+        return
+    if scaling.label_selector:
+        raise ValueError(
+            f"label_selector ({scaling.label_selector}) cannot be combined with topology ({topology!r}), since Ray "
+            "chooses the nodes of a TPU slice by labels of its own; remove label_selector"
+        )
+    shape = slices.slice_shape(topology, accelerator_type, scaling.resources_per_worker)
+    slices.check_worker_counts(shape, scaling.min_workers, scaling.max_workers)
+    slices.check_placement(shape, scaling.max_workers, scaling.placement_strategy)
 
 
 class FailureSettings(_Settings):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.elastic.slices import slice_shape, tpu_accelerator_type
 
 __all__ = [
     "checkpoint_config",
@@ -30,10 +31,10 @@ def scaling_config(scaling: ScalingSettings) -> Any:
         optional["resources_per_worker"] = dict(scaling.resources_per_worker)
     if scaling.label_selector:
         optional["label_selector"] = dict(scaling.label_selector)
-    if scaling.topology:
-        optional["topology"] = scaling.topology
     if scaling.accelerator_type:
         optional["accelerator_type"] = scaling.accelerator_type
+    if scaling.accelerator == "tpu":
+        optional |= _of_tpus(scaling)
     return ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers),
         use_gpu=scaling.accelerator == "gpu",
@@ -42,6 +43,26 @@ def scaling_config(scaling: ScalingSettings) -> Any:
         elastic_resize_monitor_interval_s=scaling.resize_check_interval_seconds,
         **optional,
     )
+
+
+def _of_tpus(scaling: ScalingSettings) -> dict[str, Any]:
+    """Give what Ray reserves TPUs by, in its own spelling and with nothing left out.
+
+    Ray completes the resources of a worker only if none are given, and not the same where it counts (a worker
+    without CPU takes none) and where it reserves a slice (it takes one).
+    """
+    given = dict(scaling.resources_per_worker)
+    if scaling.topology:
+        shape = slice_shape(scaling.topology, scaling.accelerator_type, given)
+        return {
+            "topology": shape.topology,
+            "accelerator_type": shape.accelerator_type,
+            "resources_per_worker": given | {"CPU": given.get("CPU") or 1, "TPU": shape.chips_per_worker},
+        }
+    found: dict[str, Any] = {"resources_per_worker": {"TPU": 1} | given}
+    if scaling.accelerator_type:
+        found["accelerator_type"] = tpu_accelerator_type(scaling.accelerator_type)
+    return found
 
 
 def resources_per_worker(scaling: ScalingSettings) -> dict[str, float]:

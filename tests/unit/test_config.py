@@ -77,17 +77,17 @@ COMPLETE: dict[type[BaseModel], dict[str, Any]] = {
     ScalingSettings: {
         "min_workers": 2,
         "max_workers": 8,
-        "accelerator": "gpu",
-        "resources_per_worker": {"CPU": 4.0, "GPU": 1.0},
+        "accelerator": "tpu",
+        "resources_per_worker": {"CPU": 4.0, "TPU": 8.0},
         "resize_check_interval_seconds": 5.0,
         "wait_for_max_seconds": 1.0,
         "stability_delay_seconds": 2.0,
         "resize_patience_seconds": 0.0,
         "capacity_timeout_seconds": 3600.0,
         "placement_strategy": "SPREAD",
-        "label_selector": {"market-type": "spot"},
-        "topology": "4x4",
-        "accelerator_type": "A100",
+        "label_selector": {},  # never beside a topology
+        "topology": "2x4",
+        "accelerator_type": "TPU-V6E",
     },
     FailureSettings: {
         "max_failures": -1,
@@ -161,14 +161,6 @@ def test_more_minimum_than_maximum_is_refused_with_both_numbers_and_a_way_out() 
     assert "min_workers (3) must be at most max_workers (2); raise max_workers or lower min_workers" in message
 
 
-@pytest.mark.parametrize("given", [{}, {"topology": "4x4"}, {"accelerator_type": "TPU-V6E"}])
-def test_several_tpu_workers_need_topology_and_type(given: dict[str, str]) -> None:
-    message = _refusal(ScalingSettings, accelerator="tpu", max_workers=4, **given)
-    assert "accelerator 'tpu' with more than one worker needs topology" in message
-    ScalingSettings(accelerator="tpu", max_workers=4, topology="4x4", accelerator_type="TPU-V6E")
-    ScalingSettings(accelerator="tpu", **given)
-
-
 @pytest.mark.parametrize(("field", "size"), [("num_cpus", 4), ("num_gpus", 0)])
 def test_sizes_of_a_local_cluster_are_refused_beside_an_address(field: str, size: int) -> None:
     message = _refusal(ClusterSettings, **{"address": "auto", field: size})
@@ -240,6 +232,11 @@ def test_plain_keeps_every_value_of_a_block(settings: type[BaseModel]) -> None:
     values = COMPLETE[settings]
     assert values.keys() == settings.model_fields.keys()
     assert plain(settings, BLOCK_OF[settings](**values)) == settings(**values)
+
+
+def test_plain_keeps_a_label_selector() -> None:
+    block = ElasticScaling(label_selector={"market-type": "spot"})
+    assert plain(ScalingSettings, block).label_selector == {"market-type": "spot"}
 
 
 def test_plain_keeps_secrets() -> None:
