@@ -1,9 +1,11 @@
 """What a TPU slice holds, and which numbers of workers fill whole slices.
 
-A slice is atomic: Ray reserves all of its hosts or none. What it holds is told by ``ray.util.tpu``; it does not tell
-which topologies exist, how many chips a process may take, nor how a pod type is spelt. That is read where Ray itself
-reads it when it places workers, in ``ray._private.accelerators.tpu``: ``VALID_TPU_TYPES``, ``VALID_TPU_TOPOLOGY``,
-``TPU_VALID_CHIP_OPTIONS``, ``DEFAULT_TPU_NUM_CHIPS_PER_HOST`` and ``infer_tpu_pod_type_from_topology``.
+A slice is atomic: Ray reserves all of its hosts or none. What it holds is told by ``ray.util.tpu``.
+
+Uses ``ray._private.accelerators.tpu``, where Ray itself looks when it places workers: the public module does not tell
+which types and topologies there are (``VALID_TPU_TYPES``, ``VALID_TPU_TOPOLOGY``), how many chips a process may take
+(``TPU_VALID_CHIP_OPTIONS``), how many the smaller host has (``DEFAULT_TPU_NUM_CHIPS_PER_HOST``), nor how a pod type is
+spelt in the labels of nodes (``infer_tpu_pod_type_from_topology``).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prefect.client.schemas.objects import BlockDocument
 from pydantic import ValidationError
 from ray._private.accelerators.tpu import RAY_TPU_RESOURCE_PER_CHIP_ENV_VAR, VALID_TPU_TOPOLOGY, TPUAcceleratorManager
+from ray.train import ScalingConfig
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.tpu import get_tpu_num_slices_for_workers
 
@@ -77,7 +78,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["topology '4x' does not exist for TPU-V6E", "chips along each side", V6E_TOPOLOGIES],
     ),
     "unknown-topology": (SLICES | {"topology": "5x5"}, ["topology '5x5' does not exist for TPU-V6E", V6E_TOPOLOGIES]),
-    "turned-topology": (SLICES | {"topology": "8x4"}, ["topology '8x4' does not exist for TPU-V6E", "use 4x8"]),
+    "turned-topology": (
+        SLICES | {"topology": "8x4", "min_workers": 8},
+        ["topology '8x4' does not exist for TPU-V6E", "use 4x8"],
+    ),
     "topology-of-another-type": (
         SLICES | {"accelerator_type": "TPU-V5P"},
         ["topology '4x4' does not exist for TPU-V5P", "use 2x2x1, 2x2x2, ", "or one of 88 larger ones"],
@@ -99,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["asks for TPU 3", "does not divide the 16 of a slice evenly", "use 1, 2 or 4, or leave TPU out for the 4"],
     ),
     "half-a-tpu": (
-        SLICES | {"resources_per_worker": {"TPU": 0.5}},
+        SLICES | {"min_workers": 32, "max_workers": 32, "resources_per_worker": {"TPU": 0.5}},
         ["asks for TPU 0.5", "Ray does not give to a worker on a host with 4", "use 1, 2 or 4"],
     ),
     "three-tpus-of-one-worker": (
@@ -186,6 +190,27 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"resources_per_worker": {"CPU": 0}},
         ["\nresources_per_worker\n", "a worker must hold some resource", "leave the field empty for the default"],
     ),
+}
+
+#: Those of them that Ray's own configuration takes; they would fail, or wait for ever, in the middle of a run.
+FAIL_LATE_IN_RAY = {
+    "unknown-type-of-one-worker",
+    "turned-topology",
+    "topology-of-another-type",
+    "more-tpus-than-a-host",
+    "half-a-tpu",
+    "three-tpus-of-one-worker",
+    "topology-without-a-type",
+    "label-selector-on-a-slice-of-one-host",
+    "strict-pack-on-several-hosts",
+    "strict-pack-on-several-slices-of-one-host",
+    "strict-spread-of-workers-that-share-hosts",
+    "topology-of-gpus",
+    "topology-of-cpus",
+    "no-gpu-per-gpu-worker",
+    "one-and-a-half-gpus",
+    "less-than-ray-can-count",
+    "nothing-at-all",
 }
 
 #: What is taken, and what a worker then gets.
@@ -286,6 +311,26 @@ def test_what_ray_could_not_place_is_refused_with_what_to_do(values: dict[str, A
     assert refused.value.error_count() == 1
     for words in says:
         assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ray_refuses_the_same_or_is_known_to_find_out_late(name: str) -> None:
+    values = REFUSED[name][0]
+    try:
+        ScalingConfig(
+            num_workers=(values.get("min_workers", 1), values.get("max_workers", 1)),
+            use_gpu=values.get("accelerator") == "gpu",
+            use_tpu=values.get("accelerator") == "tpu",
+            resources_per_worker=values.get("resources_per_worker"),
+            placement_strategy=values.get("placement_strategy", "PACK"),
+            label_selector=values.get("label_selector"),
+            topology=values.get("topology", "").strip() or None,
+            accelerator_type=values.get("accelerator_type") or None,
+        )
+    except ValueError:
+        assert name not in FAIL_LATE_IN_RAY
+    else:
+        assert name in FAIL_LATE_IN_RAY
 
 
 @pytest.mark.parametrize(("values", "resources"), TAKEN.values(), ids=TAKEN.keys())
