@@ -89,6 +89,11 @@ def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
 
             if not isinstance(payload.torch_config, TorchConfig):
                 raise TypeError(f"torch_config must be a ray.train.torch.TorchConfig, got {payload.torch_config!r}")
+        if spec.framework == "jax" and payload.jax_config is not None:
+            from ray.train.v2.jax import JaxConfig
+
+            if not isinstance(payload.jax_config, JaxConfig):
+                raise TypeError(f"jax_config must be a ray.train.v2.jax.JaxConfig, got {payload.jax_config!r}")
     except (TypeError, ValueError) as error:
         raise AttemptFailedError(f"Ray does not accept the configuration: {error}", outcome=Outcome.INVALID) from error
 

@@ -91,7 +91,9 @@ def make_trainer(framework: str, setup: ControllerSetup, **arguments: Any) -> Da
     elif framework == "jax":
         from ray.train.v2.jax import JaxTrainer
 
-        base, arguments["jax_config"] = JaxTrainer, jax_config
+        from prefect_elastic_train.elastic.jax_backend import run_jax_config
+
+        base, arguments["jax_config"] = JaxTrainer, run_jax_config(jax_config, arguments["scaling_config"])
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_elastic_setup": setup})
     trainer: DataParallelTrainer = trainer_type(**arguments)
     return trainer

@@ -1,0 +1,163 @@
+"""Joins the processes of a JAX worker group, also on CPUs, and takes them apart again without a delay.
+
+Uses ``ray.train.v2.jax.config._JaxBackend``: Ray Train sets its workers up through a backend, and the one of its
+``JaxTrainer`` has no public base. What Ray's own does not do:
+
+- On CPUs it joins nobody, so that each rank trains alone. Here they are joined, and collectives run over Gloo.
+- On GPUs it counts the devices of each worker from 0, so that two workers of a host take the same one, and fails on
+  a number like ``1.0``. Here each worker keeps the devices that Ray gave to it.
+- On TPUs it sets ``MEGASCALE_*`` for several slices and leaves them alone for one. A pod that was made for several
+  has them in its environment, and libtpu would wait for slices that are no longer there.
+- When a rank has died, the others would wait for it as they shut down. Here nobody waits for the dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.train._internal.utils import get_address_and_port
+from ray.train.v2.jax.config import JaxConfig, _JaxBackend
+
+__all__ = ["RunJaxBackend", "RunJaxConfig", "run_jax_config"]
+
+logger = logging.getLogger(__name__)
+
+#: What tells libtpu of several slices. Ray overwrites the first three, and the last only where it is not set.
+MULTI_SLICE_VARIABLES = (
+    "MEGASCALE_COORDINATOR_ADDRESS",
+    "MEGASCALE_NUM_SLICES",
+    "MEGASCALE_SLICE_ID",
+    "MEGASCALE_PORT",
+)
+_ANSWER_SECONDS = 1.0  # for all ranks to say that they live; a dead one is known at once
+_LEAVE_SECONDS = 3.0  # for all ranks to meet at the end; less than the 5 s that Ray then waits for each worker
+
+
+@dataclass
+class RunJaxConfig(JaxConfig):  # type: ignore[misc]
+    """Ray's ``JaxConfig`` with our backend.
+
+    Attributes:
+        use_tpu: The workers have TPUs. Default False.
+        use_gpu: The workers have GPUs. Default False; with neither, they train on CPUs.
+    """
+
+    @property
+    def backend_cls(self) -> type[RunJaxBackend]:
+        """The backend that Ray makes from this configuration."""
+        return RunJaxBackend
+
+
+def run_jax_config(jax_config: JaxConfig | None, scaling_config: Any) -> JaxConfig:
+    """Choose how the workers are set up.
+
+    Args:
+        jax_config: The user's own configuration, if there is one. A subclass with a backend of its own is used as
+            it is.
+        scaling_config: Ray's ``ScalingConfig``; says what the workers have if the user does not.
+    """
+    if jax_config is None:
+        return RunJaxConfig(use_tpu=scaling_config.use_tpu, use_gpu=scaling_config.use_gpu)
+    if jax_config.backend_cls is not _JaxBackend:
+        return jax_config
+    return RunJaxConfig(use_tpu=jax_config.use_tpu, use_gpu=jax_config.use_gpu)
+
+
+class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
+    """Sets the processes of a worker group up for JAX, each time one starts: its processes are always new."""
+
+    def on_start(self, worker_group: Any, backend_config: JaxConfig) -> None:
+        """Join the workers before their loops run.
+
+        Raises:
+            RayActorError: A worker died meanwhile; Ray starts another worker group.
+        """
+        if backend_config.use_tpu:
+            if _number_of_slices(worker_group) == 1:
+                worker_group.execute(forget_other_slices)
+            super().on_start(worker_group, backend_config)
+            return
+        platform = "cuda" if backend_config.use_gpu else "cpu"
+        size, address = len(worker_group), ""
+        if size > 1:
+            host, port = worker_group.execute_single(0, get_address_and_port)
+            address = f"{host}:{port}"
+        ray.get([worker_group.execute_single_async(rank, _join, platform, address, size, rank) for rank in range(size)])
+
+    def on_shutdown(self, worker_group: Any, backend_config: JaxConfig) -> None:
+        """Let the workers part before they are ended, so that none takes the end of another for a failure.
+
+        They part together or not at all: if one of them is gone, the others are ended as they are.
+        """
+        try:
+            joined = ray.get(worker_group.execute_async(_is_joined), timeout=_ANSWER_SECONDS)
+            if any(joined):
+                ray.get(worker_group.execute_async(_leave, _LEAVE_SECONDS), timeout=_LEAVE_SECONDS + _ANSWER_SECONDS)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.debug("jax.distributed is not shut down, a rank is gone: %s", error)
+
+
+def forget_other_slices(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Remove what tells libtpu of more than one slice. Runs in a worker.
+
+    Args:
+        environment: Default that of the process.
+    """
+    for name in MULTI_SLICE_VARIABLES:
+        environment.pop(name, None)
+
+
+def _number_of_slices(worker_group: Any) -> int:
+    return int(worker_group.get_worker_group_context().num_slices)
+
+
+def _join(platform: str, address: str, size: int, rank: int) -> None:
+    """Choose the platform, and join the other processes if there are any. Runs in a worker.
+
+    Args:
+        platform: What JAX runs on, unless the user's ``JAX_PLATFORMS`` says otherwise.
+        address: Where rank 0 coordinates, ``host:port``.
+        size: Number of processes.
+        rank: Which of them this is.
+    """
+    if not os.environ.get("JAX_PLATFORMS"):
+        os.environ["JAX_PLATFORMS"] = platform  # read when JAX is imported
+    if size == 1:
+        return
+    import jax
+
+    # Ray has said which process this is and which devices it has; Slurm's or MPI's variables are about others.
+    jax.distributed.initialize(address, size, rank, cluster_detection_method="deactivate")
+
+
+def _is_joined() -> bool:
+    """Tell whether this process is joined with others. Runs in a worker."""
+    import sys
+
+    if "jax" not in sys.modules:
+        return False
+    import jax
+
+    return bool(jax.distributed.is_initialized())
+
+
+def _leave(patience_seconds: float) -> None:
+    """Part from the other processes. Runs in a worker, which stays free to be ended while the others are waited for."""
+    import jax
+
+    def shut_down() -> None:
+        try:
+            jax.distributed.shutdown()
+        except Exception as error:  # noqa: BLE001 - the process ends now
+            logger.debug("jax.distributed did not shut down: %s", error)
+
+    leaving = threading.Thread(target=shut_down, name="leave jax.distributed", daemon=True)
+    leaving.start()
+    leaving.join(patience_seconds)
