@@ -30,6 +30,7 @@ from prefect_elastic_train import (
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from prefect.states import State
 
 REQUIRED_ACCURACY = 0.95  # share of test images; the demo exits with an error below it
 TEST_SHARE = 0.2  # of all images; 360 of 1,797
@@ -498,13 +499,15 @@ def ui_hint(flow_run_id: str) -> str:
     return f"run `prefect server start` (the run is kept in {PREFECT_HOME.value()}), then open {page}"
 
 
-def main() -> int:
-    """Run the pipeline against the configured Prefect API, or a temporary server, and print what came out.
+def print_outcome(state: "State[Any]") -> int:
+    """Print how a run of the pipeline ended.
+
+    Args:
+        state: The flow run's final state; its result is a `DigitsSummary` as a dict.
 
     Returns:
         The exit code: 0 if the flow run completed with an accuracy of at least `REQUIRED_ACCURACY`, else 1.
     """
-    state = digits(return_state=True)
     print(f"\nstate          {state.name}")
     passed = False
     if state.is_completed():
@@ -516,6 +519,15 @@ def main() -> int:
         print(f"reason         {state.message}")
     print(f"UI             {ui_hint(str(state.state_details.flow_run_id))}")
     return 0 if passed else 1
+
+
+def main() -> int:
+    """Run the pipeline against the configured Prefect API, or a temporary server, and print what came out.
+
+    Returns:
+        The exit code, see `print_outcome`.
+    """
+    return print_outcome(digits(return_state=True))
 
 
 if __name__ == "__main__":

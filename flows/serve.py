@@ -12,6 +12,7 @@ from prefect.exceptions import ObjectNotFound
 
 from flows.digits import DEFAULT_STORAGE as DIGITS_STORAGE
 from flows.digits import digits
+from flows.digits_jax import digits_jax
 from flows.train import train
 from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, RayCluster
 
@@ -38,7 +39,7 @@ def saved_block(name: str, default: AnyBlock) -> AnyBlock:
 
 
 def block_parameters(name: str) -> dict[str, Any]:
-    """Load or save the blocks that both deployments start with.
+    """Load or save the blocks that all deployments start with.
 
     Args:
         name: Name of the block documents, the same for each type of block.
@@ -75,12 +76,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Serve both deployments until the process is told to end."""
+    """Serve the deployments until the process is told to end."""
     options = parse_arguments()
     parameters = block_parameters(options.blocks)
     checkpoints = saved_block(options.blocks, CheckpointPolicy(keep=3))
     serve(
         digits.to_deployment("digits", cron=options.cron, parameters=parameters),
+        digits_jax.to_deployment("digits-jax", parameters=parameters),
         train.to_deployment("train", parameters={**parameters, "checkpoints": checkpoints}),
     )
 
