@@ -38,6 +38,32 @@ def without_colours(text: str) -> str:
     return _COLOURS.sub("", text)
 
 
+class _SteadyLogger:
+    """A logger that outlives its reader.
+
+    When a runner dies, nobody reads what its flow processes print. Behind Prefect's console handler, rich answers
+    that with SystemExit, once, and writes nowhere from then on. The training is not to end of that.
+    """
+
+    def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> None:
+        self._logger = logger
+
+    def debug(self, message: str, *arguments: object) -> None:
+        self._log(logging.DEBUG, message, *arguments)
+
+    def info(self, message: str, *arguments: object) -> None:
+        self._log(logging.INFO, message, *arguments)
+
+    def warning(self, message: str, *arguments: object) -> None:
+        self._log(logging.WARNING, message, *arguments)
+
+    def _log(self, level: int, message: str, *arguments: object) -> None:
+        try:
+            self._logger.log(level, message, *arguments)
+        except SystemExit:
+            pass
+
+
 class RunLog:
     """Writes events and output to a logger, output at a limited rate with a count of what was left out.
 
@@ -47,7 +73,7 @@ class RunLog:
     """
 
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
-        self._logger = logger
+        self._logger = _SteadyLogger(logger)
         self._rate = lines_per_second
         self._burst = 10 * lines_per_second
         self._allowance = self._burst
@@ -93,7 +119,15 @@ class RunLog:
             where = f"from checkpoint {event.checkpoint}" if event.checkpoint else "from the beginning"
             log.info("%d workers train %s", event.world_size, where)
         elif isinstance(event, WorkerGroupResized):
-            log.info("The worker group is resized from %d to %d workers", event.old_size, event.new_size)
+            cost = f"{event.reports_lost} reports ({event.seconds_lost:.1f} s) since the last checkpoint are done again"
+            when = {"commit": "at a checkpoint", "patience": f"without a checkpoint, which did not come; {cost}"}
+            log.info(
+                "The worker group is resized from %d to %d workers, %.0f s after the decision%s",
+                event.old_size,
+                event.new_size,
+                event.waited_seconds,
+                f", {when[event.reason]}" if event.reason in when else "",
+            )
         elif isinstance(event, WorkerFailed | WorkersPreempted):
             what = "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure"
             then = "the worker group is restarted" if event.retried else "the budget is used up"
@@ -103,10 +137,12 @@ class RunLog:
             log.warning("%s: %s; %d reports since the last checkpoint\n%s", what, then, event.reports_lost, reasons)
         elif isinstance(event, WaitingForCapacity):
             log.warning(
-                "Waiting for capacity: %d workers fit, at least %d are needed with %s each",
+                "Waiting for capacity for %.0f s: %d workers fit, at least %d are needed with %s each; lacking: %s",
+                max(0.0, event.at - event.since) if event.since else 0.0,
                 event.possible_workers,
                 event.min_workers,
                 event.resources_per_worker,
+                event.missing or "more of them",
             )
         elif isinstance(event, CheckpointCommitted):
             log.info(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
@@ -335,91 +333,3 @@ def test_outage_of_the_prefect_api_does_not_disturb_training(
             assert len(attempts(flow.run)) == 1, "a finished training is not trained again"
     finally:
         flow.close()
-
-
-def _victim(flow: FlowProcess, kind: str, ledger: str) -> psutil.Process | None:
-    """Find the process of a kind, if it lives already."""
-    driver = flow.driver()
-    if kind == "driver":
-        return driver
-    if kind == "guard":
-        return flow.guard()
-    if kind == "flow":
-        return psutil.Process(flow.pid)
-    if kind == "worker":
-        pids = [line["pid"] for line in read_ledger(ledger)[-1:] if psutil.pid_exists(line["pid"])]
-        return psutil.Process(pids[0]) if pids else None
-    return flow.process_named({"controller": "TrainController", "head": "gcs_server", "raylet": "raylet/raylet"}[kind])
-
-
-def _kill_one_and_see_it_end_well(start: Start, ledger: str, kind: str, name: str, delay: float) -> None:
-    arguments = hash_training(ledger, failures={"driver_restart_delay_seconds": 0.2, "driver_restarts": 5})
-    flow = start(name, **arguments)
-    wait_for(lambda: flow.driver(), 60, "a driver")
-    time.sleep(delay)
-    victim = wait_for(lambda: _victim(flow, kind, ledger) or flow.process.poll() is not None, 120, f"the {kind}")
-    killed = [*flow.marked(), psutil.Process(flow.pid)]
-    if isinstance(victim, psutil.Process):
-        victim.kill()
-    if kind == "flow":
-        flow.process.wait(10)
-        wait_for(lambda: not flow.marked() and not alive(killed), 15, "all processes to end")
-        flow = _resumed(start, flow, f"{name}-again", **{**arguments, "storage": str(flow.storage)})
-        wait_for(flow.driver, 60, "a driver")
-    outcome = flow.wait(240)
-    assert outcome["state"] == "COMPLETED", f"{name} after {delay:.1f} s"
-    assert is_right(outcome["result"]["checkpoint_uri"])
-    assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
-    wait_for(lambda: not flow.marked() and not alive(killed), 15, "all processes to end")
-    assert flow.guard() is None
-
-
-@pytest.mark.parametrize("kind", ["guard", "raylet"])
-def test_killed_process_of_a_run_is_survived_and_leaves_nothing(start: Start, ledger: str, kind: str) -> None:
-    _kill_one_and_see_it_end_well(start, ledger, kind, kind, delay=9)
-
-
-def test_guard_and_then_flow_process_killed_leave_nothing(start: Start, ledger: str) -> None:
-    flow = start(**hash_training(ledger))
-    wait_for(lambda: commits(flow.run), 120, "a commit")
-    assert flow.driver() is not None
-    first = flow.guard()
-    assert first is not None
-    first.kill()
-    wait_for(lambda: flow.guard() not in (None, first), 10, "another guard")
-    before = flow.marked()
-    flow.process.kill()
-    wait_for(lambda: not flow.marked() and not alive(before), 15, "all processes to end")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("number", range(20))
-@pytest.mark.parametrize("kind", ["flow", "driver", "controller", "worker", "head", "raylet", "guard"])
-def test_any_process_killed_at_any_moment_is_survived_and_leaves_nothing(
-    start: Start, ledger: str, kind: str, number: int
-) -> None:
-    # From the start-up of the cluster to the middle of the training.
-    delay = random.Random(f"{kind} {number}").uniform(0, 14)
-    _kill_one_and_see_it_end_well(start, ledger, kind, f"{kind}-{number}", delay)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", range(20))
-def test_runner_killed_at_any_moment_leaves_its_flow_to_end_or_to_be_resumed(
-    deployed: Deploy, api_url: str, client: SyncPrefectClient, ledger: str, tmp_path: Path, served: Program, number: int
-) -> None:
-    served.close()
-    runner = serve_flows(tmp_path / "runner", api_url)
-    try:
-        wait_for(lambda: _exists(client), 60, "the deployment")
-        run = deployed(DEPLOYMENT, **hash_training(ledger))
-        wait_for(lambda: run.flow_processes, 60, "the flow to run")
-        time.sleep(random.Random(number).uniform(0, 14))
-        runner.process.kill()
-        # The flow process is nobody's child now, and goes on.
-        assert run.wait_for_end(240).type == StateType.COMPLETED
-        assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
-        wait_for(lambda: not run.processes(), 15, "all processes of the run to end")
-    finally:
-        runner.close()

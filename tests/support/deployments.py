@@ -70,9 +70,9 @@ class Program:
         self.process.wait(10)
 
 
-def serve_flows(folder: Path, api_url: str, **environment: str) -> Program:
-    """Serve the flows of the tests as their user would."""
-    return Program(["tests.support.served_flows"], folder, api_url, **environment)
+def serve_flows(folder: Path, api_url: str, name: str = SERVED, **environment: str) -> Program:
+    """Serve the flows of the tests as their user would, as deployments of a name."""
+    return Program(["tests.support.served_flows", name], folder, api_url, **environment)
 
 
 @contextlib.contextmanager

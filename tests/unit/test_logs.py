@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -241,3 +243,31 @@ def test_progress_is_no_line_for_a_person(lines: Lines, event: Event) -> None:
 def test_sizes_are_told_in_units_a_person_reads(lines: Lines, size: int, text: str) -> None:
     _log().event(CheckpointCommitted(checkpoint="a", size_bytes=size, metrics={}))
     assert f"({text})" in lines.texts[-1]
+
+
+def test_a_log_whose_reader_went_does_not_end_the_training() -> None:
+    """Behind a runner that was killed: rich answers a broken pipe with SystemExit."""
+    code = """
+import logging, os, sys
+read_end, write_end = os.pipe()
+os.close(read_end)
+os.dup2(write_end, 1)
+os.dup2(write_end, 2)
+from prefect.logging.handlers import PrefectConsoleHandler
+from prefect_elastic_train.driver.events import AttemptStarted
+from prefect_elastic_train.reporting.logs import RunLog
+logger = logging.getLogger("run")
+logger.addHandler(PrefectConsoleHandler(sys.stderr))
+logger.setLevel(logging.INFO)
+heard = []
+class Heard(logging.Handler):
+    def emit(self, record):
+        heard.append(record.getMessage())
+logger.addHandler(Heard())
+log = RunLog(logger, 100)
+for attempt in range(3):
+    log.event(AttemptStarted(attempt=attempt, run_name="r", run_uri="/r"))
+os._exit(10 + len(heard))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert ended.returncode == 12, "at most the first line is lost to others"
