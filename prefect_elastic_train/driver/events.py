@@ -87,12 +87,14 @@ class StateChanged(_Event):
 
 
 class WaitingForCapacity(_Event):
-    """The cluster cannot hold ``min_workers`` now."""
+    """The cluster cannot hold ``min_workers`` now: what is missing, and since when (seconds since the epoch)."""
 
     kind: Literal["waiting_for_capacity"] = "waiting_for_capacity"
     possible_workers: int
     min_workers: int
     resources_per_worker: dict[str, float]
+    missing: str = ""
+    since: float = 0.0
 
 
 class WorkerGroupStarted(_Event):
@@ -105,11 +107,21 @@ class WorkerGroupStarted(_Event):
 
 
 class WorkerGroupResized(_Event):
-    """A healthy worker group is taken down to start with another size."""
+    """A healthy worker group is taken down to start with another size.
+
+    ``reason`` is ``"commit"``, right after one, or ``"patience"``: none came within ``resize_patience_seconds``.
+    """
 
     kind: Literal["worker_group_resized"] = "worker_group_resized"
     old_size: int
     new_size: int
+    reason: str = ""
+    #: Seconds from the decision until it was carried out.
+    waited_seconds: float = 0.0
+    #: Reports since the last checkpoint, which are done again.
+    reports_lost: int = 0
+    #: Seconds of work since the last checkpoint, which are done again.
+    seconds_lost: float = 0.0
 
 
 class WorkerFailed(_Event):

@@ -187,15 +187,28 @@ def fit(
     from ray.train import DataConfig
 
     from prefect_elastic_train.elastic.callbacks import RunCallback
+    from prefect_elastic_train.elastic.policy import Patience
     from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
     from prefect_elastic_train.elastic.translate import resources_per_worker, run_config, scaling_config
     from prefect_elastic_train.filesystems import run_filesystem
 
     payload = prepared.payload
-    callback = RunCallback(receiving, store.path, attempt, spec.scaling.min_workers, resources_per_worker(spec.scaling))
+    callback = RunCallback(
+        receiving,
+        store.path,
+        attempt,
+        spec.scaling.min_workers,
+        resources_per_worker(spec.scaling),
+        spec.failures.preemption_grace_seconds,
+    )
     setup = ControllerSetup(
         requester_id=requester_id(store),
-        wait_for_max_seconds=spec.scaling.wait_for_max_seconds,
+        patience=Patience(
+            wait_for_max_seconds=spec.scaling.wait_for_max_seconds,
+            stability_delay_seconds=spec.scaling.stability_delay_seconds,
+            resize_patience_seconds=spec.scaling.resize_patience_seconds,
+            capacity_timeout_seconds=spec.scaling.capacity_timeout_seconds,
+        ),
         callback=callback,
         stall_timeout_seconds=spec.failures.stall_timeout_seconds,
     )
@@ -236,7 +249,7 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.elastic.failures import is_death
+    from prefect_elastic_train.elastic.failures import CapacityTimeoutError, is_death
 
     def failed(outcome: Outcome, message: str) -> AttemptFailedError:
         return AttemptFailedError(message, outcome=outcome, attempt=attempt)
@@ -244,6 +257,8 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
         return failed(Outcome.INVALID, str(cause))
+    if isinstance(cause, CapacityTimeoutError):
+        return failed(Outcome.TIMED_OUT, str(cause))
     if isinstance(error, WorkerGroupError):
         # When a rank dies, the others fail in their collectives: then its death is the cause.
         if not any(is_death(failure) for failure in error.worker_failures.values()):

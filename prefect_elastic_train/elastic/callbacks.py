@@ -38,13 +38,14 @@ from prefect_elastic_train.driver.events import (
     WorkersPreempted,
 )
 from prefect_elastic_train.driver.relay import EventSender, Receiving
+from prefect_elastic_train.elastic.notice import hold_after_report, saw_checkpoint
 from prefect_elastic_train.filesystems import uploading
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.resume import attempt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import LocalRunStore
 
-__all__ = ["NoDatasetsCallback", "RunCallback", "UploadCallback", "notify_waiting", "remember_errors"]
+__all__ = ["NoDatasetsCallback", "RunCallback", "UploadCallback", "current", "remember_errors"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _current: RunCallback | None = None
 
 
-def notify_waiting(possible_workers: int) -> None:
-    """Tell that the cluster holds fewer than the minimum of workers now."""
-    if _current is not None:
-        _current.waiting_for_capacity(possible_workers)
+def current() -> RunCallback | None:
+    """Give the callback of this controller process, for the policy."""
+    return _current
 
 
 def remember_errors(errors: Mapping[int, Exception]) -> None:
@@ -86,11 +86,24 @@ def _never_raises(method: _Method) -> _Method:
 
 
 class UploadCallback(TrainContextCallback):  # type: ignore[misc]
-    """Tells the run filesystem, in each worker, which folders are checkpoints being uploaded."""
+    """Tells the run filesystem, in each worker, which folders are checkpoints being uploaded.
+
+    After the report that a restart waits for, the worker stands still: what it did from then on would be done twice.
+    """
+
+    @contextmanager
+    def on_report(self) -> Iterator[None]:
+        """Wrap a report."""
+        yield
+        try:
+            hold_after_report()
+        except Exception:
+            logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
 
     @contextmanager
     def on_checkpoint_transfer(self) -> Iterator[None]:
         """Wrap the upload of a checkpoint."""
+        saw_checkpoint()
         with uploading():
             yield
 
@@ -122,6 +135,12 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         attempt: The attempt that holds the fence.
         min_workers: Fewest workers to train with.
         resources_per_worker: What each worker needs, for messages.
+        preemption_grace_seconds: How long Ray lets a worker group go on past the deadline of a drain.
+
+    Attributes:
+        errors: Exceptions that this callback has passed over.
+        group_is_placed: Whether a worker group holds its resources.
+        has_checkpoint: Whether a restart now would begin from a checkpoint.
     """
 
     def __init__(
@@ -131,12 +150,18 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         attempt: int,
         min_workers: int,
         resources_per_worker: dict[str, float],
+        preemption_grace_seconds: float = 0.0,
     ) -> None:
         self._receiving = receiving
         self._run_path = run_path
         self._attempt = attempt
         self._min_workers = min_workers
         self._resources_per_worker = resources_per_worker
+        self._preemption_grace_seconds = preemption_grace_seconds
+        self._worker_group: Any = None
+        self._commits_of_turn = 0
+        self._last_commit_at = 0.0
+        self.group_is_placed = False
         self._sender: EventSender | None = None
         self._state = "INITIALIZING"
         self._state_since = time.time()
@@ -147,6 +172,16 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         # Made in the controller: a lock cannot be pickled on its way there.
         self._stopped: threading.Event | None = None
         self.errors = 0
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a restart now would begin from a checkpoint."""
+        return bool(self._checkpoint)
+
+    def take_commit(self) -> bool:
+        """Tell whether a checkpoint was committed since the last poll began; the policy asks once a turn."""
+        committed, self._commits_of_turn = self._commits_of_turn > 0, 0
+        return committed
 
     @_never_raises
     def after_controller_start(self, train_run_context: Any) -> None:
@@ -196,8 +231,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Report size and ranks of the new worker group."""
         workers = worker_group.get_workers()
+        self._worker_group = worker_group
+        self.group_is_placed = True
         self._world_size = len(workers)
-        self._reports_since_checkpoint = 0
+        self._commits_of_turn = self._reports_since_checkpoint = 0
+        self._last_commit_at = time.time()
         snapshot = attempt_snapshot(LocalRunStore(self._run_path), self._attempt)
         latest = latest_checkpoint(snapshot) if snapshot else None
         self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
@@ -209,9 +247,22 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Remember the errors of the ranks for the failure decision that follows."""
+        """Remember the errors of the ranks for the failure decision that follows; end a drain that has its commit."""
         if worker_group_status.errors:
             self._last_errors = dict(worker_group_status.errors)
+        preemption = worker_group_status.get_preemption_info()
+        if preemption is not None and self.take_commit():
+            self._end_drain(preemption)
+
+    @_never_raises
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        """Remember that the group gives back what it holds."""
+        self._forget_group()
+
+    @_never_raises
+    def before_worker_group_abort(self, worker_group_context: Any) -> None:
+        """Remember that the group gives back what it holds."""
+        self._forget_group()
 
     def remember_errors(self, errors: Mapping[int, Exception]) -> None:
         """Remember errors for the failure decision that follows."""
@@ -226,6 +277,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._reports_since_checkpoint = 0 if checkpoint else self._reports_since_checkpoint + 1
         self._send(Reported(metrics=rank_zero, world_size=self._world_size, checkpoint=name, droppable=not checkpoint))
         if checkpoint:
+            self._commits_of_turn += 1
+            self._last_commit_at = time.time()
+            self._checkpoint = name
             sizes = LocalRunStore(self._run_path).file_sizes(name) or {}
             self._send(CheckpointCommitted(checkpoint=name, size_bytes=sum(sizes.values()), metrics=rank_zero))
 
@@ -240,15 +294,33 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._stop_sending(timeout_seconds=1.0)
 
     @_never_raises
-    def waiting_for_capacity(self, possible_workers: int) -> None:
-        """Report what the start of a worker group waits for."""
+    def waiting_for_capacity(self, possible_workers: int, missing: str, since: float) -> None:
+        """Report what the start of a worker group waits for, and since when (epoch seconds)."""
         self._send(
             WaitingForCapacity(
                 possible_workers=possible_workers,
                 min_workers=self._min_workers,
                 resources_per_worker=self._resources_per_worker,
+                missing=missing,
+                since=since,
             )
         )
+
+    def _forget_group(self) -> None:
+        self.group_is_placed = False
+        self._worker_group = None
+
+    def _end_drain(self, preemption: Any) -> None:
+        """Restart at once: the work is committed, and every step until the deadline would be done twice.
+
+        Ray waits for the deadline, and takes the earliest that a worker has been told.
+        """
+        over = type(preemption)(
+            deadline_ms=int((time.time() - self._preemption_grace_seconds) * 1000),
+            preempted_node_to_ranks=preemption.preempted_node_to_ranks,
+        )
+        for worker in self._worker_group.get_workers():
+            worker.actor.mark_preempt.remote(over)
 
     def _stop_if_fenced_off(self) -> None:
         """Let nothing pass but that another attempt has taken over."""
@@ -259,8 +331,19 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def _tell_resize(self, resize_decision: ResizeDecision) -> None:
-        if self._world_size and not self._last_errors:
-            self._send(WorkerGroupResized(old_size=self._world_size, new_size=resize_decision.num_workers))
+        if not self._world_size or self._last_errors:
+            return
+        reason = getattr(resize_decision, "reason", None)
+        self._send(
+            WorkerGroupResized(
+                old_size=self._world_size,
+                new_size=resize_decision.num_workers,
+                reason=reason.value if reason is not None else "",
+                waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
+                reports_lost=self._reports_since_checkpoint,
+                seconds_lost=time.time() - self._last_commit_at,
+            )
+        )
 
     @_never_raises
     def _tell_failure(self, failure_decision: FailureDecision) -> None:

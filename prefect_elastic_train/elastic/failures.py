@@ -1,4 +1,4 @@
-"""Telling a rank that died from a rank whose loop raised.
+"""Why a worker group fails: telling a rank that died from one whose loop raised, and what ends a wait.
 
 Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not answer has no public type.
 """
@@ -8,7 +8,11 @@ from __future__ import annotations
 import ray.exceptions
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-__all__ = ["is_death"]
+__all__ = ["CapacityTimeoutError", "is_death"]
+
+
+class CapacityTimeoutError(Exception):
+    """``min_workers`` did not fit for longer than ``capacity_timeout_seconds``."""
 
 
 def is_death(failure: Exception) -> bool:

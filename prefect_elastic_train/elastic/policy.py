@@ -1,15 +1,19 @@
-"""The scaling policy: Ray Train's elastic policy with a stable identity and a fresh view of the cluster.
+"""The scaling policy: Ray Train's elastic policy with a stable identity, a fresh view and patience for a commit.
 
 Uses ``ray.train.v2._internal``, since Ray has no public way to bring a scaling policy: the coordinator would
-hold the reservation of a killed driver for 180 seconds under an id that nobody knows, and its view of the
-cluster is up to 20 seconds old.
+hold the reservation of a killed driver for 180 seconds under an id that nobody knows, its view of the cluster is
+up to 20 seconds old, and a healthy group that grows would lose all work since its last checkpoint. What counts and
+what is decided is in :mod:`.capacity` and :mod:`.growth`; here they meet Ray.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.train.v2._internal.execution.context import TrainRunContext
@@ -25,12 +29,22 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 )
 from ray.train.v2.api.config import ScalingConfig
 
-__all__ = ["RunScalingPolicy", "release_reservation"]
+from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.elastic.capacity import Node, describe_missing, granted_workers, possible_workers
+from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
+from prefect_elastic_train.elastic.failures import CapacityTimeoutError
+from prefect_elastic_train.elastic.growth import Growth, Reason, Stability
+from prefect_elastic_train.elastic.notice import announce
+from prefect_elastic_train.elastic.slice_group import use_chosen_slices
+
+__all__ = ["GrowthDecision", "Patience", "RunScalingPolicy", "release_reservation"]
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at the cluster while no worker group runs.
 _LOOK_SECONDS = 0.5
+#: Seconds that Ray's control loop, which does not rest by itself then, rests between two turns.
+_REST_SECONDS = 0.1
 #: Seconds between two reports that there is not enough capacity.
 _REPORT_WAITING_SECONDS = 10.0
 
@@ -40,71 +54,179 @@ def release_reservation(requester_id: str) -> None:
     TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
 
 
+@dataclass(frozen=True)
+class Patience:
+    """What the policy waits for, in seconds. See :class:`prefect_elastic_train.ElasticScaling` for the fields."""
+
+    wait_for_max_seconds: float = 0.0
+    stability_delay_seconds: float = 0.0
+    resize_patience_seconds: float = 0.0
+    capacity_timeout_seconds: float = 0.0
+
+
+@dataclass
+class GrowthDecision(ResizeDecision):  # type: ignore[misc]
+    """A growth of a healthy worker group, and why it happens now."""
+
+    reason: Reason = Reason.COMMIT
+    waited_seconds: float = 0.0
+
+
 class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     """Decides the size of the worker group of one run.
 
     Args:
         scaling_config: Ray's scaling configuration, elastic.
         requester_id: Under which the run reserves resources; the same for every attempt of the run.
-        wait_for_max_seconds: How long to wait for ``max_workers`` before starting smaller.
-        on_waiting: Called with the number of workers that fit while that is below ``min_workers``.
+        patience: What it waits for.
     """
 
-    def __init__(
-        self,
-        scaling_config: ScalingConfig,
-        requester_id: str,
-        wait_for_max_seconds: float = 0.0,
-        on_waiting: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, scaling_config: ScalingConfig, requester_id: str, patience: Patience | None = None) -> None:
         super().__init__(scaling_config)
         self._run_requester_id = requester_id
-        self._wait_for_max_seconds = wait_for_max_seconds
-        self._on_waiting = on_waiting
+        self._patience = patience or Patience()
+        self._demand = demand_of(scaling_config)
+        self._stability = Stability(self._patience.stability_delay_seconds)
+        self._growth = Growth(self._patience.resize_patience_seconds)
+        self._growths = 0
+        self._group_started_at = float("-inf")
+        self._held: dict[str, int] = {}
+        self._looked_at = float("-inf")
+        self._next_look = float("-inf")
         self._waiting_since: float | None = None
         self._reported_waiting_at = float("-inf")
-        self._possible_workers = 0
-        self._looked_at = float("-inf")
-        self._reserved: dict[str, dict[str, float]] | None = None
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
         self._requester_id = self._run_requester_id
         self._coordinator_client = TrainAutoscalingCoordinatorClient(self._requester_id)
         self._send_resource_request()
+        if self._demand.shape is not None:
+            use_chosen_slices()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        """Start as large as possible, once ``min_workers`` fit and ``max_workers`` had their time to come."""
+        """Start as large as possible, once ``min_workers`` fit and ``max_workers`` had their time to come.
+
+        Raises:
+            CapacityTimeoutError: ``min_workers`` did not fit for longer than they may be waited for.
+        """
+        self._maybe_send_resource_request()
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = now
-        decision = super().make_decision_for_non_running_worker_group()
-        if isinstance(decision, ResizeDecision):
-            waited = now - self._waiting_since
-            if decision.num_workers < self.scaling_config.max_workers and waited < self._wait_for_max_seconds:
-                return NoopDecision()
+        workers = self._workers_to_start_with(now) if now - self._looked_at >= _LOOK_SECONDS else 0
+        if workers:
             self._waiting_since = None
-        elif now - self._reported_waiting_at >= _REPORT_WAITING_SECONDS:
-            self._reported_waiting_at = now
-            if self._on_waiting is not None:
-                self._on_waiting(self._possible_workers)
-        return decision
+            return self._get_resize_decision(workers)
+        time.sleep(_REST_SECONDS)
+        return NoopDecision()
 
-    def _count_possible_workers(self, reserved_resources: dict[str, dict[str, float]]) -> int:
-        self._possible_workers = super()._count_possible_workers(reserved_resources)
-        return self._possible_workers
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: Any, worker_group_status: Any
+    ) -> ScalingDecision:
+        """Grow a healthy group, at a commit or when its patience is over; never shrink one."""
+        try:
+            self._maybe_send_resource_request()
+            return self._decide_growth(worker_group_state, worker_group_status)
+        except Exception:
+            logger.warning("No decision about growth; training goes on", exc_info=True)
+            return NoopDecision()
+
+    def _workers_to_start_with(self, now: float) -> int:
+        """Give how many workers to start, 0 to go on waiting."""
+        callback = callbacks.current()
+        held = self._held if callback is not None and callback.group_is_placed else {}
+        nodes, possible, stable = self._look(now, held)
+        waited = now - (self._waiting_since or now)
+        if possible < self._demand.min_workers:
+            missing = (
+                "an answer of the cluster" if nodes is None else describe_missing(nodes, self._demand, possible, held)
+            )
+            self._tell_waiting(now, possible, missing, waited)
+            bound = self._patience.capacity_timeout_seconds
+            if bound and waited >= bound:
+                raise CapacityTimeoutError(
+                    f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "
+                    f"{missing} lacking. Add capacity, lower min_workers or raise capacity_timeout_seconds"
+                )
+            return 0
+        if possible < self._demand.max_workers and waited < self._patience.wait_for_max_seconds:
+            return 0
+        # What has only just come may go as quickly; without it, if that is enough, nothing is lost when it does.
+        enough = stable >= self._demand.min_workers and not self._patience.wait_for_max_seconds
+        return stable if enough else possible
+
+    def _decide_growth(self, group: Any, status: Any) -> ScalingDecision:
+        now = time.monotonic()
+        callback = callbacks.current()
+        committed = callback is not None and callback.take_commit()
+        has_checkpoint = callback is not None and callback.has_checkpoint
+        if group.start_time != self._group_started_at:
+            self._group_started_at = group.start_time
+            self._growth = Growth(self._patience.resize_patience_seconds)
+        self._held = dict(Counter(worker.metadata.node_id for worker in group.workers))
+        if not all(worker.running for worker in status.worker_statuses.values()):
+            return NoopDecision()
+        reason = self._growth.due(now, committed, has_checkpoint)
+        if reason is None and now < self._next_look:
+            return NoopDecision()
+        nodes, _, stable = self._look(now, self._held)
+        if nodes is None:
+            return NoopDecision()
+        until_stable = self._stability.next_change(now)
+        interval = self.scaling_config.elastic_resize_monitor_interval_s
+        self._next_look = now + (interval if until_stable is None else min(interval, until_stable))
+        waited = self._growth.waited_seconds(now)
+        if self._growth.look(now, group.num_workers, stable):
+            self._announce(group.workers)
+        reason = self._growth.due(now, committed, has_checkpoint)
+        if reason is None:
+            return NoopDecision()
+        return GrowthDecision(
+            num_workers=self._growth.target,
+            resources_per_worker=self._demand.resources,
+            reason=reason,
+            waited_seconds=waited,
+        )
+
+    def _announce(self, workers: list[Any]) -> None:
+        """Tell the workers that a growth is coming, or that it is called off."""
+        self._growths += self._growth.decided
+        for worker in workers:
+            worker.execute_async(announce, self._growths if self._growth.decided else 0)
+
+    def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node] | None, int, int]:
+        """Look at the cluster: its nodes, the workers that fit, and those that fit on nodes to be relied on."""
+        self._looked_at = now
+        reserved = self._get_reserved_resources()
+        if reserved is None:
+            return None, 0, 0
+        nodes = self._get_nodes()
+        granted = granted_workers(reserved.values(), self._demand.resources, self._demand.max_workers)
+        reliable = self._stability.observe(now, [node.id for node in nodes])
+        possible = possible_workers(nodes, self._demand, held, granted)
+        stable = possible_workers([node for node in nodes if node.id in reliable], self._demand, held, granted)
+        return nodes, possible, stable
+
+    def _tell_waiting(self, now: float, possible: int, missing: str, waited: float) -> None:
+        if now - self._reported_waiting_at < _REPORT_WAITING_SECONDS:
+            return
+        self._reported_waiting_at = now
+        callback = callbacks.current()
+        if callback is not None:
+            callback.waiting_for_capacity(possible, missing, time.time() - waited)
+
+    def _get_nodes(self) -> list[Node]:
+        return cluster_nodes()
 
     def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
-        """Give what the coordinator reserves for the run, on the nodes that are alive now."""
-        if time.monotonic() - self._looked_at < _LOOK_SECONDS:
-            return self._reserved
+        """Give what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""
         try:
-            self._reserved = ray.get(
+            reserved: dict[str, dict[str, float]] = ray.get(
                 self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True),
                 timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
             )
         except Exception:
             logger.warning("No answer about reserved resources for %s", self._requester_id, exc_info=True)
-            self._reserved = None
-        self._looked_at = time.monotonic()
-        return self._reserved
+            return None
+        return reserved

@@ -13,8 +13,8 @@ from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from prefect_elastic_train.elastic.callbacks import NoDatasetsCallback, RunCallback, UploadCallback, notify_waiting
-from prefect_elastic_train.elastic.policy import RunScalingPolicy
+from prefect_elastic_train.elastic.callbacks import NoDatasetsCallback, RunCallback, UploadCallback
+from prefect_elastic_train.elastic.policy import Patience, RunScalingPolicy
 from prefect_elastic_train.elastic.stall import StallCallback
 
 __all__ = ["ControllerSetup", "make_trainer"]
@@ -26,13 +26,13 @@ class ControllerSetup:
 
     Attributes:
         requester_id: Under which the run reserves resources.
-        wait_for_max_seconds: How long to wait for the maximum of workers.
+        patience: What the scaling policy waits for.
         callback: Reports to the driver.
         stall_timeout_seconds: How long the loop may report nothing, 0 for ever.
     """
 
     requester_id: str
-    wait_for_max_seconds: float
+    patience: Patience
     callback: RunCallback
     stall_timeout_seconds: float = 0.0
 
@@ -47,8 +47,7 @@ class _ElasticTrainerMixin:
         controller_arguments["scaling_policy"] = RunScalingPolicy(
             self.scaling_config,  # type: ignore[attr-defined]
             requester_id=setup.requester_id,
-            wait_for_max_seconds=setup.wait_for_max_seconds,
-            on_waiting=notify_waiting,
+            patience=setup.patience,
         )
         return super()._initialize_and_run_controller(**controller_arguments)  # type: ignore[misc]
 

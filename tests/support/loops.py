@@ -147,12 +147,14 @@ def hashing_loop(config: dict[str, Any]) -> None:
     """Train a "model" that is the hash of all its steps; every rank writes each step into the ledger.
 
     Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file); ``sleep_once`` (seconds
-    that the sixth step takes when it is taken first).
+    that the sixth step takes when it is taken first); ``ask`` (whether it saves when a restart is coming).
     """
     import hashlib
     import tempfile
 
     import ray.train
+
+    from prefect_elastic_train.loop import resize_requested
 
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
@@ -170,7 +172,8 @@ def hashing_loop(config: dict[str, Any]) -> None:
         state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
         write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
         saved = None
-        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
+        asked = config.get("ask") and resize_requested()
+        if asked or step % config["checkpoint_every"] == 0 or step == config["steps"]:
             folder = tempfile.mkdtemp()
             if rank == 0:
                 with open(os.path.join(folder, "state.json"), "w") as file:

@@ -121,6 +121,19 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
+def marked_with(entry: str) -> list[psutil.Process]:
+    """Give the processes that carry an entry, such as ``NAME=value``, in the environment that they started with."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if entry.encode() in environment and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
 class FlowProcess:
     """A flow run in a process of its own, to be watched and killed."""
 
@@ -280,16 +293,7 @@ class RayHead:
 
     def processes(self) -> list[psutil.Process]:
         """Give all processes of the cluster, workers included."""
-        entry = f"TEST_HEAD_MARK={self._mark}".encode()
-        found = []
-        for process in psutil.process_iter():
-            try:
-                environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if entry in environment and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        return found
+        return marked_with(f"TEST_HEAD_MARK={self._mark}")
 
     def train_processes(self) -> list[str]:
         """Give the titles of the controllers and workers that train in the cluster."""

@@ -6,9 +6,7 @@ import inspect
 import pickle
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import cloudpickle
 import pytest
 from pyarrow import fs
 from ray.exceptions import ActorDiedError
@@ -16,9 +14,10 @@ from ray.train import Checkpoint
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.controller.state import InitializingState, RunningState
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2.api.preemption import PreemptionInfo
 
 from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.events import (
@@ -33,8 +32,9 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.callbacks import RunCallback, UploadCallback, notify_waiting
-from prefect_elastic_train.elastic.policy import RunScalingPolicy
+from prefect_elastic_train.elastic.callbacks import RunCallback, UploadCallback
+from prefect_elastic_train.elastic.growth import Reason
+from prefect_elastic_train.elastic.policy import GrowthDecision
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
 from prefect_elastic_train.filesystems import run_filesystem
 from prefect_elastic_train.runs import layout
@@ -115,82 +115,6 @@ def test_ray_is_told_where_the_run_is_and_through_which_filesystem() -> None:
     )
     assert (config.name, config.storage_path, config.storage_filesystem) == ("mnist", "/runs", filesystem)
     assert config.worker_runtime_env == {"env_vars": {"A": "1"}}
-
-
-class Cluster(RunScalingPolicy):
-    """The policy before a cluster whose free workers the test decides."""
-
-    fits: int | None = 0
-
-    def _maybe_send_resource_request(self) -> None:
-        """Nobody is there to ask."""
-
-    def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
-        return None if self.fits is None else {"node": {"CPU": float(self.fits)}}
-
-
-def _policy(minimum: int, maximum: int, wait: float = 0.0, waiting: list[int] | None = None) -> Cluster:
-    config = scaling_config(ScalingSettings(min_workers=minimum, max_workers=maximum))
-    return Cluster(config, "run-x", wait, waiting.append if waiting is not None else None)
-
-
-def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
-    for fits, size in ((2, 2), (3, 3), (4, 4), (9, 4)):
-        policy = _policy(2, 4)
-        policy.fits = fits
-        decision = policy.make_decision_for_non_running_worker_group()
-        assert isinstance(decision, ResizeDecision)
-        assert decision.num_workers == size
-
-
-def test_below_the_minimum_it_waits_and_says_what_fits_once_in_a_while() -> None:
-    waiting: list[int] = []
-    policy = _policy(2, 4, waiting=waiting)
-    policy.fits = 1
-    for _ in range(5):
-        assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-    assert waiting == [1]
-
-
-def test_a_cluster_that_does_not_answer_is_waited_for() -> None:
-    policy = _policy(1, 4, wait=0)
-    policy.fits = None
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-
-
-def test_the_maximum_has_its_time_to_come_before_training_starts_smaller() -> None:
-    policy = _policy(1, 4, wait=0.3)
-    policy.fits = 2
-    started = time.monotonic()
-    decision: Any = policy.make_decision_for_non_running_worker_group()
-    assert isinstance(decision, NoopDecision)
-    while isinstance(decision, NoopDecision) and time.monotonic() - started < 5:
-        time.sleep(0.02)
-        decision = policy.make_decision_for_non_running_worker_group()
-    assert time.monotonic() - started >= 0.3
-    assert decision.num_workers == 2
-
-
-def test_the_maximum_is_not_waited_for_when_it_is_there() -> None:
-    policy = _policy(1, 4, wait=60)
-    policy.fits = 4
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
-
-
-def test_each_start_of_a_worker_group_waits_anew() -> None:
-    policy = _policy(1, 4, wait=0.2)
-    policy.fits = 4
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
-    time.sleep(0.3)
-    policy.fits = 2
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-
-
-def test_the_policy_travels_to_the_controller() -> None:
-    config = scaling_config(ScalingSettings(max_workers=4))
-    policy = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(config, "run-x", 5.0, notify_waiting)))
-    assert policy._run_requester_id == "run-x"
-    assert policy.scaling_config.max_workers == 4
 
 
 class Controller:
@@ -293,10 +217,83 @@ def test_a_resize_is_told_of_a_healthy_group_only(controller: Controller) -> Non
 
 
 def test_the_policy_and_the_callback_meet_in_the_controller(controller: Controller) -> None:
-    notify_waiting(1)
+    meeting = callbacks.current()
+    assert meeting is not None
+    meeting.waiting_for_capacity(1, "1 more worker", since=12.0)
     (event,) = controller.heard()
     assert isinstance(event, WaitingForCapacity)
     assert (event.possible_workers, event.min_workers, event.resources_per_worker) == (1, 2, {"CPU": 1.0})
+    assert (event.missing, event.since) == ("1 more worker", 12.0)
+
+
+def test_a_commit_is_told_to_the_policy_once(controller: Controller, store: LocalRunStore) -> None:
+    callback = controller.callback
+    callback.after_report(_TrainingReport(None, {}, validation=False), [{}])
+    assert (callback.take_commit(), callback.has_checkpoint) == (False, False)
+    Training(store, 1).upload("ckpt-1")
+    checkpoint = Checkpoint(f"{store.path}/ckpt-1", fs.LocalFileSystem())
+    callback.after_report(_TrainingReport(checkpoint, {}, validation=False), [{}])
+    assert (callback.take_commit(), callback.has_checkpoint) == (True, True)
+    assert not callback.take_commit()
+
+
+class Told:
+    """A worker's actor, as far as the callback talks to it."""
+
+    def __init__(self) -> None:
+        self.infos: list[PreemptionInfo] = []
+        self.actor = self.mark_preempt = self
+
+    def remote(self, info: PreemptionInfo) -> None:
+        self.infos.append(info)
+
+
+class Group:
+    """A worker group of one worker."""
+
+    def __init__(self) -> None:
+        self.worker = Told()
+
+    def get_workers(self) -> list[Told]:
+        return [self.worker]
+
+
+@pytest.mark.parametrize("commits_first", [True, False])
+def test_a_drain_is_over_with_the_next_commit(
+    controller: Controller, store: LocalRunStore, commits_first: bool
+) -> None:
+    callback, group = controller.callback, Group()
+    callback._worker_group = group
+    callback._preemption_grace_seconds = 20.0
+    notice = PreemptionInfo(deadline_ms=int((time.time() + 300) * 1000), preempted_node_to_ranks={"n": [0]})
+    noticed = WorkerGroupPollStatus({0: WorkerStatus(running=True, preemption_info=notice)})
+    if not commits_first:
+        callback.after_worker_group_poll_status(noticed)
+        assert not group.worker.infos, "nothing is committed yet"
+    Training(store, 1).upload("ckpt-1")
+    checkpoint = Checkpoint(f"{store.path}/ckpt-1", fs.LocalFileSystem())
+    callback.after_report(_TrainingReport(checkpoint, {}, validation=False), [{}])
+    callback.after_worker_group_poll_status(noticed)
+    assert callback.errors == 0
+    (told,) = group.worker.infos
+    assert told.preempted_node_to_ranks == {"n": [0]}
+    # Ray adds the grace again.
+    assert told.deadline_ms is not None
+    assert told.deadline_ms / 1000 == pytest.approx(time.time() - 20, abs=5)
+
+
+def test_a_growth_is_told_with_its_reason_and_its_cost(controller: Controller) -> None:
+    controller.callback._world_size = 2
+    for _ in range(3):
+        controller.callback.after_report(_TrainingReport(None, {}, validation=False), [{}])
+    controller.callback._last_commit_at = time.time() - 60
+    decision = GrowthDecision(4, {"CPU": 1}, reason=Reason.PATIENCE, waited_seconds=90.0)
+    controller.callback.before_controller_execute_resize_decision(decision)
+    event = controller.heard()[-1]
+    assert isinstance(event, WorkerGroupResized)
+    assert (event.old_size, event.new_size, event.reason, event.waited_seconds) == (2, 4, "patience", 90.0)
+    assert event.reports_lost == 3
+    assert event.seconds_lost == pytest.approx(60, abs=5)
 
 
 def test_uploads_that_were_interrupted_are_gone_before_a_worker_group_starts(

@@ -1,0 +1,262 @@
+"""The scaling policy before a cluster that the test decides on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+
+from prefect_elastic_train.config import ScalingSettings
+from prefect_elastic_train.elastic import callbacks, policy
+from prefect_elastic_train.elastic.capacity import Node
+from prefect_elastic_train.elastic.failures import CapacityTimeoutError
+from prefect_elastic_train.elastic.growth import Reason
+from prefect_elastic_train.elastic.notice import announce
+from prefect_elastic_train.elastic.policy import GrowthDecision, Patience, RunScalingPolicy
+from prefect_elastic_train.elastic.translate import scaling_config
+
+
+class Cluster(RunScalingPolicy):
+    """The policy before nodes of one CPU each."""
+
+    fits: int | None = 0
+
+    def _maybe_send_resource_request(self) -> None:
+        """Nobody is there to ask."""
+
+    def _get_nodes(self) -> list[Node]:
+        assert self.fits is not None
+        held = self._held if self._held else {}
+        return [
+            Node(f"n{number}", total={"CPU": 1.0}, available={"CPU": 1.0 - held.get(f"n{number}", 0)})
+            for number in range(self.fits)
+        ]
+
+    def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
+        return None if self.fits is None else {"any": {"CPU": 100.0}}
+
+
+class Callback(SimpleNamespace):
+    """What the policy sees of the callback in its controller."""
+
+    def __init__(self) -> None:
+        super().__init__(group_is_placed=False, has_checkpoint=True, commits=0, waiting=[])
+
+    def take_commit(self) -> bool:
+        committed, self.commits = self.commits > 0, 0
+        return committed
+
+    def waiting_for_capacity(self, possible: int, missing: str, since: float) -> None:
+        self.waiting.append((possible, missing))
+
+
+@pytest.fixture
+def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callback]:
+    """The callback that the policy meets."""
+    found = Callback()
+    monkeypatch.setattr(callbacks, "_current", found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_REST_SECONDS", 0.001)
+    monkeypatch.setattr(policy, "_LOOK_SECONDS", 0.0)
+
+
+def _policy(minimum: int, maximum: int, interval: float = 0.01, **patience: float) -> Cluster:
+    settings = ScalingSettings(min_workers=minimum, max_workers=maximum, resize_check_interval_seconds=interval)
+    return Cluster(scaling_config(settings), "run-x", Patience(**patience))
+
+
+class Worker:
+    """A worker on a node, and what it was told."""
+
+    def __init__(self, node_id: str) -> None:
+        self.metadata = SimpleNamespace(node_id=node_id)
+        self.told: list[Any] = []
+
+    def execute_async(self, function: Any, *arguments: Any) -> None:
+        assert function is announce
+        self.told.extend(arguments)
+
+
+def _group(size: int, started_at: float = 1.0) -> SimpleNamespace:
+    workers = [Worker(f"n{number}") for number in range(size)]
+    return SimpleNamespace(workers=workers, num_workers=size, start_time=started_at)
+
+
+def _healthy(size: int) -> WorkerGroupPollStatus:
+    return WorkerGroupPollStatus({rank: WorkerStatus(running=True) for rank in range(size)})
+
+
+def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
+    for fits, size in ((2, 2), (3, 3), (4, 4), (9, 4)):
+        policy = _policy(2, 4)
+        policy.fits = fits
+        decision = policy.make_decision_for_non_running_worker_group()
+        assert isinstance(decision, ResizeDecision)
+        assert decision.num_workers == size
+
+
+def test_below_the_minimum_it_waits_and_says_what_is_missing_once_in_a_while(callback: Callback) -> None:
+    policy = _policy(3, 4)
+    policy.fits = 1
+    for _ in range(5):
+        assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    ((possible, missing),) = callback.waiting
+    assert possible == 1
+    assert "2 more worker(s) with CPU=1 each" in missing
+
+
+def test_a_cluster_that_does_not_answer_is_waited_for(callback: Callback) -> None:
+    policy = _policy(1, 4)
+    policy.fits = None
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    assert "answer" in callback.waiting[0][1]
+
+
+def test_a_wait_for_capacity_that_is_bounded_ends_with_what_is_missing() -> None:
+    policy = _policy(2, 4, capacity_timeout_seconds=0.2)
+    policy.fits = 1
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    time.sleep(0.2)
+    with pytest.raises(CapacityTimeoutError, match=r"1 more worker.*capacity_timeout_seconds"):
+        policy.make_decision_for_non_running_worker_group()
+
+
+def test_the_maximum_has_its_time_to_come_before_training_starts_smaller() -> None:
+    policy = _policy(1, 4, wait_for_max_seconds=0.3)
+    policy.fits = 2
+    started = time.monotonic()
+    decision: Any = policy.make_decision_for_non_running_worker_group()
+    assert isinstance(decision, NoopDecision)
+    while isinstance(decision, NoopDecision) and time.monotonic() - started < 5:
+        decision = policy.make_decision_for_non_running_worker_group()
+    assert time.monotonic() - started >= 0.3
+    assert decision.num_workers == 2
+
+
+def test_the_maximum_is_not_waited_for_when_it_is_there() -> None:
+    policy = _policy(1, 4, wait_for_max_seconds=60)
+    policy.fits = 4
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
+
+
+def test_each_start_of_a_worker_group_waits_anew() -> None:
+    policy = _policy(1, 4, wait_for_max_seconds=0.2)
+    policy.fits = 4
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
+    time.sleep(0.3)
+    policy.fits = 2
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+
+
+def test_a_restart_counts_what_the_failed_group_still_holds(callback: Callback) -> None:
+    policy = _policy(2, 4)
+    policy.fits = 4
+    policy.make_decision_for_running_worker_group(_group(4), _healthy(4))
+    assert policy._held == {"n0": 1, "n1": 1, "n2": 1, "n3": 1}
+    callback.group_is_placed = True
+    policy.fits = 3
+    decision: Any = policy.make_decision_for_non_running_worker_group()
+    assert decision.num_workers == 3
+
+
+def test_a_restart_leaves_out_what_has_only_just_come(callback: Callback) -> None:
+    policy = _policy(1, 4, stability_delay_seconds=60)
+    policy.fits = 2
+    first: Any = policy.make_decision_for_non_running_worker_group()
+    assert first.num_workers == 2, "what is there at first counts"
+    policy.fits = 3
+    second: Any = policy.make_decision_for_non_running_worker_group()
+    assert second.num_workers == 2
+    needy = _policy(3, 4, stability_delay_seconds=60)
+    needy.fits = 2
+    assert isinstance(needy.make_decision_for_non_running_worker_group(), NoopDecision)
+    needy.fits = 3
+    third: Any = needy.make_decision_for_non_running_worker_group()
+    assert third.num_workers == 3, "without it, there would not be enough"
+
+
+def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(callback: Callback) -> None:
+    policy = _policy(1, 4)
+    policy.fits = 2
+    group = _group(2)
+    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
+    policy.fits = 4
+    time.sleep(0.02)
+    for _ in range(3):
+        assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
+    assert [worker.told for worker in group.workers] == [[1], [1]]
+    callback.commits = 1
+    decision = policy.make_decision_for_running_worker_group(group, _healthy(2))
+    assert isinstance(decision, GrowthDecision)
+    assert (decision.num_workers, decision.reason) == (4, Reason.COMMIT)
+
+
+def test_a_growth_is_called_off_when_the_capacity_goes_again(callback: Callback) -> None:
+    policy = _policy(1, 4)
+    policy.fits = 4
+    group = _group(2)
+    policy.make_decision_for_running_worker_group(group, _healthy(2))
+    policy.fits = 2
+    callback.commits = 1
+    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
+    assert group.workers[0].told == [1, 0]
+
+
+def test_a_loop_that_does_not_commit_is_resized_when_patience_is_over(callback: Callback) -> None:
+    policy = _policy(1, 4, resize_patience_seconds=0.2)
+    policy.fits = 4
+    group = _group(2)
+    started = time.monotonic()
+    decision: Any = NoopDecision()
+    while isinstance(decision, NoopDecision) and time.monotonic() - started < 5:
+        decision = policy.make_decision_for_running_worker_group(group, _healthy(2))
+    assert decision.reason is Reason.PATIENCE
+    assert decision.waited_seconds >= 0.2
+
+
+def test_without_any_checkpoint_nothing_is_thrown_away(callback: Callback) -> None:
+    policy = _policy(1, 4, resize_patience_seconds=0.05)
+    policy.fits = 4
+    callback.has_checkpoint = False
+    started = time.monotonic()
+    while time.monotonic() - started < 0.3:
+        assert isinstance(policy.make_decision_for_running_worker_group(_group(2), _healthy(2)), NoopDecision)
+
+
+def test_a_group_is_left_alone_when_a_rank_has_finished(callback: Callback) -> None:
+    policy = _policy(1, 4)
+    policy.fits = 4
+    callback.commits = 1
+    status = WorkerGroupPollStatus({0: WorkerStatus(running=True), 1: WorkerStatus(running=False)})
+    assert isinstance(policy.make_decision_for_running_worker_group(_group(2), status), NoopDecision)
+
+
+def test_a_healthy_group_never_shrinks(callback: Callback) -> None:
+    policy = _policy(1, 4)
+    policy.fits = 1
+    callback.commits = 1
+    assert isinstance(policy.make_decision_for_running_worker_group(_group(3), _healthy(3)), NoopDecision)
+
+
+def test_what_goes_wrong_in_a_growth_decision_does_not_end_the_training(callback: Callback) -> None:
+    policy = _policy(1, 4)
+    broken: Any = object()
+    assert isinstance(policy.make_decision_for_running_worker_group(broken, broken), NoopDecision)
+
+
+def test_the_policy_travels_to_the_controller() -> None:
+    config = scaling_config(ScalingSettings(max_workers=4))
+    travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(config, "run-x", Patience(5.0))))
+    assert travelled._run_requester_id == "run-x"
+    assert travelled.scaling_config.max_workers == 4
+    assert travelled._patience.wait_for_max_seconds == 5.0
