@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from pyarrow import fs
+from ray.train import Checkpoint
 from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
     ReportCallback,
     TrainContextCallback,
+    WorkerCallback,
     WorkerGroupCallback,
 )
+from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 
@@ -39,13 +44,13 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.driver.relay import EventSender, Receiving
 from prefect_elastic_train.elastic.notice import hold_after_report, saw_checkpoint
-from prefect_elastic_train.filesystems import uploading
+from prefect_elastic_train.filesystems import RunFilesystem, uploading
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.resume import attempt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import LocalRunStore
 
-__all__ = ["NoDatasetsCallback", "RunCallback", "UploadCallback", "current", "remember_errors"]
+__all__ = ["LoopCallback", "NoDatasetsCallback", "RunCallback", "current", "remember_errors"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +90,22 @@ def _never_raises(method: _Method) -> _Method:
     return wrapper  # type: ignore[return-value]
 
 
-class UploadCallback(TrainContextCallback):  # type: ignore[misc]
-    """Tells the run filesystem, in each worker, which folders are checkpoints being uploaded.
+class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
+    """What happens in each worker around the train loop.
 
-    After the report that a restart waits for, the worker stands still: what it did from then on would be done twice.
+    The run filesystem is told which folders are checkpoints being uploaded. After the report that a restart waits
+    for, the worker stands still: what it did from then on would be done twice. And the checkpoint to resume from is
+    read where it is, if this machine sees it: from any filesystem but pyarrow's own local one, Ray copies it first,
+    into a folder that the ranks of a machine share, and one that is done may delete it under another that begins.
     """
+
+    def after_init_train_context(self) -> None:
+        """Let the loop read its checkpoint in place."""
+        try:
+            context = get_train_context()
+            context.checkpoint = _in_place(context.checkpoint)
+        except Exception:
+            logger.warning("The checkpoint is copied before it is read", exc_info=True)
 
     @contextmanager
     def on_report(self) -> Iterator[None]:
@@ -383,6 +399,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                     droppable=True,
                 )
             )
+
+
+def _in_place(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Give a checkpoint in a run directory on this machine's disk or mounts as one of pyarrow's local filesystem."""
+    handler = getattr(checkpoint.filesystem, "handler", None) if checkpoint is not None else None
+    if checkpoint is None or not isinstance(handler, RunFilesystem) or not os.path.isdir(checkpoint.path):
+        return checkpoint
+    return Checkpoint(checkpoint.path, fs.LocalFileSystem())
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from prefect_elastic_train.elastic.callbacks import NoDatasetsCallback, RunCallback, UploadCallback
+from prefect_elastic_train.elastic.callbacks import LoopCallback, NoDatasetsCallback, RunCallback
 from prefect_elastic_train.elastic.policy import Patience, RunScalingPolicy
 from prefect_elastic_train.elastic.stall import StallCallback
 
@@ -61,7 +61,7 @@ class _ElasticTrainerMixin:
         """
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
-        ours: list[Any] = [self._elastic_setup.callback, UploadCallback()]
+        ours: list[Any] = [self._elastic_setup.callback, LoopCallback()]
         if self._elastic_setup.stall_timeout_seconds:
             ours.append(StallCallback(self._elastic_setup.stall_timeout_seconds))
         if not self.datasets:  # type: ignore[attr-defined]

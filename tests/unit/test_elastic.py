@@ -32,7 +32,7 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.callbacks import RunCallback, UploadCallback
+from prefect_elastic_train.elastic.callbacks import LoopCallback, RunCallback
 from prefect_elastic_train.elastic.growth import Reason
 from prefect_elastic_train.elastic.policy import GrowthDecision
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
@@ -353,10 +353,10 @@ def test_metrics_are_plain_numbers_or_short_text() -> None:
 
 def test_a_worker_marks_its_uploads_through_rays_hook(store: LocalRunStore) -> None:
     filesystem = run_filesystem(store.path, begin(store).attempt)
-    with UploadCallback().on_checkpoint_transfer():
+    with LoopCallback().on_checkpoint_transfer():
         filesystem.create_dir(f"{store.path}/ckpt-1")
     filesystem.create_dir(f"{store.path}/other")
-    assert store.names(layout.UPLOADS) == ["ckpt-1"]
+    assert store.names(layout.UPLOADS) == ["0001-ckpt-1"]
 
 
 def test_a_controller_shows_signs_of_life_that_say_what_it_does(
@@ -377,3 +377,16 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
         controller.callback.before_controller_abort()
         controller.receiver.close()
         callbacks._current = None
+
+
+def test_a_checkpoint_on_this_machine_is_read_in_place(store: LocalRunStore) -> None:
+    begin(store)
+    Training(store, 1).upload("ckpt-1", {"model.pt": b"12345"})
+    stored = Checkpoint(f"{store.path}/ckpt-1", run_filesystem(store.path, 1))
+    found = callbacks._in_place(stored)
+    assert found is not None
+    with found.as_directory() as folder:
+        assert folder == stored.path
+    elsewhere = Checkpoint("/another/machine/ckpt-1", run_filesystem(store.path, 1))
+    assert callbacks._in_place(elsewhere) is elsewhere
+    assert callbacks._in_place(None) is None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_elastic_train.elastic import notice
-from prefect_elastic_train.elastic.callbacks import UploadCallback
+from prefect_elastic_train.elastic.callbacks import LoopCallback
 from prefect_elastic_train.loop import resize_requested
 
 
@@ -32,7 +32,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def _report(checkpoint: bool) -> float:
     """Report as Ray Train's worker does; give how long that took."""
     started = time.monotonic()
-    callback = UploadCallback()
+    callback = LoopCallback()
     with callback.on_report():
         if checkpoint:
             with callback.on_checkpoint_transfer():
@@ -131,7 +131,7 @@ def test_it_does_not_stand_still_for_ever(worker: SimpleNamespace, monkeypatch: 
 def test_a_report_that_fails_is_not_waited_after(worker: SimpleNamespace) -> None:
     notice.announce(1)
     started = time.monotonic()
-    callback = UploadCallback()
+    callback = LoopCallback()
     with pytest.raises(OSError), callback.on_report(), callback.on_checkpoint_transfer():
         raise OSError("disk full")
     assert time.monotonic() - started < 0.5

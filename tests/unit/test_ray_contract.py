@@ -98,7 +98,7 @@ def test_this_is_the_version_of_ray_that_the_internals_were_read_in() -> None:
 OURS = [
     policy.RunScalingPolicy,
     callbacks.RunCallback,
-    callbacks.UploadCallback,
+    callbacks.LoopCallback,
     callbacks.NoDatasetsCallback,
     stall.StallCallback,
 ]
