@@ -183,11 +183,11 @@ def test_more_workers_than_the_local_cluster_can_hold_are_refused(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ({"scaling": ElasticScaling(resources_per_worker={"GPU": 1})}, ["use_gpu"]),
         ({"cluster": RayCluster(working_dir="/no/such/dir")}, ["working_dir '/no/such/dir' does not exist"]),
         ({"cluster": RayCluster(runtime_env={"env_vars": {"A": 1}})}, ["env_vars"]),
         ({"worker_runtime_env": {"working_dir": "/no/such/dir"}}, ["working_dir '/no/such/dir' does not exist"]),
         ({"framework": "torch", "torch_config": 3}, ["torch_config must be a ray.train.torch.TorchConfig, got 3"]),
+        ({"framework": "jax", "jax_config": {}}, ["jax_config must be a ray.train.v2.jax.JaxConfig, got {}"]),
         ({"run_name": "new", "resume_from": "tpyo"}, ["resume_from='tpyo'", "has no committed checkpoint"]),
     ],
 )
