@@ -1,7 +1,7 @@
 """Why a training ends although nothing of it failed: a signal to the flow process, or the state of its flow run.
 
 Python shows signals to the main thread only, and nobody signals a flow that runs without a runner. Without this, a
-cancelled flow would wait for its submitted training, perhaps for weeks.
+cancelled flow would wait for a training in another thread, perhaps for weeks.
 """
 
 from __future__ import annotations
@@ -12,18 +12,31 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
+    from prefect.context import FlowRunContext
 
-__all__ = ["FlowRunWatch", "StopReason", "interruptions", "notice_interruptions", "watched_by_runner", "watching"]
+__all__ = [
+    "FlowRunWatch",
+    "FlowsAround",
+    "StopReason",
+    "interruptions",
+    "notice_interruptions",
+    "watched_by_runner",
+    "watching",
+]
 
 logger = logging.getLogger(__name__)
 
-_count = 0
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_noticed: Counter[int] = Counter()
+_pipe: tuple[int, int] | None = None
+_pipe_lock = threading.Lock()
 
 
 class StopReason(enum.Enum):
@@ -33,9 +46,20 @@ class StopReason(enum.Enum):
     OVER = "the flow run has ended"
 
 
-def interruptions() -> int:
-    """Give how many times this process was told to end, as far as that was noticed."""
-    return _count
+def interruptions(*numbers: signal.Signals) -> int:
+    """Give how many times this process was told to end, as far as that was noticed.
+
+    Args:
+        numbers: The signals that count; default SIGTERM and SIGINT.
+    """
+    with _pipe_lock:
+        if _pipe is not None:
+            try:
+                while received := os.read(_pipe[0], 64):
+                    _noticed.update(received)
+            except BlockingIOError:
+                pass
+        return sum(_noticed[number] for number in numbers or _ENDING_SIGNALS)
 
 
 def notice_interruptions() -> None:
@@ -45,23 +69,45 @@ def notice_interruptions() -> None:
     Prefect takes a cancellation only while SIGTERM is handled by its own. A pipe that somebody else has set up, as
     an event loop does, is left alone.
     """
+    global _pipe
     if threading.current_thread() is not threading.main_thread():
         return
-    readable, writable = os.pipe()
-    os.set_blocking(writable, False)
-    taken = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-    if taken != -1:
+    if _pipe is None:
+        _pipe = os.pipe()
+        for end in _pipe:
+            os.set_blocking(end, False)
+    taken = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    if taken not in (-1, _pipe[1]):
         signal.set_wakeup_fd(taken)
-        os.close(readable)
-        os.close(writable)
-        return
-    threading.Thread(target=_count_signals, args=(readable,), name="elastic-train-signals", daemon=True).start()
 
 
-def _count_signals(readable: int) -> None:
-    global _count
-    while numbers := os.read(readable, 64):
-        _count += sum(number in (signal.SIGTERM, signal.SIGINT) for number in numbers)
+class FlowsAround:
+    """The flows of this process that a training runs in, as far as their ending shows in any thread.
+
+    Prefect's engine leaves the context of a flow run before it waits for the flow's threads. If the run is not
+    completed by then, it ends by a signal or another exception, and nobody wants the training to go on.
+    """
+
+    def __init__(self) -> None:
+        from prefect.context import FlowRunContext
+
+        self._contexts: list[FlowRunContext] = []
+        context = FlowRunContext.get()
+        while context is not None:
+            self._contexts.append(context)
+            outer = context._token.old_value if context._token is not None else None
+            context = outer if isinstance(outer, FlowRunContext) else None
+
+    def are_ending(self) -> bool:
+        """Tell whether one of them ends, or has ended, otherwise than completed."""
+        return any(map(_is_ending, self._contexts))
+
+
+def _is_ending(context: FlowRunContext) -> bool:
+    state = context.flow_run.state if context.flow_run is not None else None
+    if state is not None and state.is_final():
+        return not state.is_completed()
+    return context._token is None
 
 
 def watched_by_runner() -> bool:
@@ -85,18 +131,23 @@ def _reason(state: State | None) -> StopReason | None:
 
 
 class FlowRunWatch:
-    """Looks at the state of a flow run now and then, in a thread of its own.
+    """Looks at the states of a flow run and those that it is called from now and then, in a thread of its own.
 
     An API that is away is no news: the last answer stands.
 
     Args:
-        flow_run_id: The flow run.
+        flow_run_ids: The flow run, and those that it is called from up to the root.
         interval_seconds: Time between two looks.
+
+    Attributes:
+        reason: Why the training shall end, None as long as it shall not.
+        flow_run_id: The flow run that says so, the outermost if there are several.
     """
 
-    def __init__(self, flow_run_id: str, interval_seconds: float) -> None:
+    def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
         self.reason: StopReason | None = None
-        self._flow_run_id = flow_run_id
+        self.flow_run_id = ""
+        self._flow_run_ids = tuple(flow_run_ids)
         self._interval = interval_seconds
         self._stopped = threading.Event()
         self._failing = False
@@ -121,7 +172,7 @@ class FlowRunWatch:
                 self._failing = False
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 if not self._failing:
-                    logger.debug("cannot read the state of flow run %s: %s", self._flow_run_id, error)
+                    logger.debug("cannot read the state of flow run %s: %s", self._flow_run_ids[0], error)
                 self._failing = True
 
     def _look(self) -> None:
@@ -131,17 +182,19 @@ class FlowRunWatch:
 
         with get_client(sync_client=True) as client:
             while not self._stopped.is_set():
-                self.reason = _reason(client.read_flow_run(UUID(self._flow_run_id)).state)
+                found = [(_reason(client.read_flow_run(UUID(one)).state), one) for one in reversed(self._flow_run_ids)]
+                reason, self.flow_run_id = next((answer for answer in found if answer[0]), (None, ""))
+                self.reason = reason
                 self._stopped.wait(self._interval)
 
 
 @contextmanager
-def watching(flow_run_id: str | None, interval_seconds: float) -> Iterator[FlowRunWatch | None]:
-    """Watch a flow run for as long as the block runs; without one, watch nothing."""
-    if flow_run_id is None:
+def watching(flow_run_ids: Sequence[str], interval_seconds: float) -> Iterator[FlowRunWatch | None]:
+    """Watch flow runs for as long as the block runs; without any, watch nothing."""
+    if not flow_run_ids:
         yield None
         return
-    watch = FlowRunWatch(flow_run_id, interval_seconds)
+    watch = FlowRunWatch(flow_run_ids, interval_seconds)
     watch.start()
     try:
         yield watch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import signal
 import threading
 import time
 import uuid
@@ -37,6 +38,7 @@ from prefect_elastic_train.config import (
 from prefect_elastic_train.driver.events import AttemptEnded
 from prefect_elastic_train.driver.launch import Runtime, import_path
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
+from prefect_elastic_train.flow_runs import current_place, numbered
 from prefect_elastic_train.outcomes import (
     AttemptFailedError,
     ConfigurationError,
@@ -51,6 +53,8 @@ from prefect_elastic_train.runs.identity import check_run_name, default_run_name
 from prefect_elastic_train.runs.records import Fingerprint, Owner
 from prefect_elastic_train.settings import get_settings
 from prefect_elastic_train.stops import (
+    FlowRunWatch,
+    FlowsAround,
     StopReason,
     interruptions,
     notice_interruptions,
@@ -96,9 +100,15 @@ class _Request:
     worker_runtime_env: dict[str, Any]
     timeout_seconds: float | None
     asked_at: float
-    in_flow_run: bool
+    #: The flow run that trains, the one that called it, and so on up to the owner; none outside of flows.
+    flow_run_ids: tuple[str, ...]
     submitted: bool
     interruptions: int
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether ``timeout_seconds`` went by."""
+        return self.timeout_seconds is not None and time.monotonic() - self.asked_at > self.timeout_seconds
 
     def __repr__(self) -> str:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
@@ -110,11 +120,13 @@ class _Stop(BaseException):
 
     Attributes:
         reason: What the flow run's state said; None for a signal or a cancelled coroutine.
+        flow_run_id: Which flow run's state that was.
     """
 
-    def __init__(self, reason: StopReason | None = None) -> None:
+    def __init__(self, reason: StopReason | None = None, flow_run_id: str = "") -> None:
         super().__init__(reason.value if reason else "told to end")
         self.reason = reason
+        self.flow_run_id = flow_run_id
 
 
 class _NothingToSayError(AttemptFailedError):
@@ -127,11 +139,9 @@ class _NothingToSayError(AttemptFailedError):
 
 #: Runtimes that wait for the next attempt of their training, by its key.
 _waiting: dict[str, Runtime] = {}
+#: Trainings that were stopped while they waited, by their key.
+_stopped_waiting: dict[str, _Stop] = {}
 _waiting_lock = threading.Lock()
-
-#: How many trainings of a flow run, and of a task run around them, have been asked for, by id and run count.
-_ordinals: dict[tuple[str, int], int] = {}
-_ordinals_lock = threading.Lock()
 
 
 class _ElasticTrain:
@@ -226,11 +236,18 @@ async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingRes
 
     Takes the same arguments, returns and raises the same. Cancelling the coroutine ends the training.
     """
+    notice_interruptions()
+    interrupts = interruptions(signal.SIGINT)
     request = _request(train_loop=train_loop, **arguments)
     try:
         result: TrainingResult = await _with_budget(_aelastic_train_task, request)(request)
     except _NothingToSayError as error:
         raise Abort(str(error)) from error
+    except asyncio.CancelledError:
+        if interruptions(signal.SIGINT) > interrupts:
+            # asyncio makes a cancellation of Ctrl-C, which Prefect could not tell from the end of a machine.
+            raise KeyboardInterrupt from None
+        raise
     finally:
         await asyncio.to_thread(_close_waiting, request)
     return result
@@ -240,20 +257,49 @@ def _close_waiting(request: _Request) -> None:
     """End a cluster that was kept for an attempt which did not come, as when a retry delay was interrupted."""
     with _waiting_lock:
         runtime = _waiting.pop(request.key, None)
+        _stopped_waiting.pop(request.key, None)
     if runtime is not None:
         runtime.close()
 
 
-def _watch_waiting(request: _Request) -> None:
-    """End a cluster that waits for the next attempt when the flow process is told to end meanwhile.
+def _watch_waiting(request: _Request, runtime: Runtime, around: FlowsAround) -> None:
+    """Look after a cluster that waits for the next attempt, and end it when no attempt is to follow.
 
-    A submitted training sleeps in a thread then, which nothing wakes.
+    Nothing can be done about the delay itself: the training's task sleeps in it, and a thread's sleep has no end but
+    its own.
     """
-    while request.key in _waiting:
-        if interruptions() > request.interruptions:
-            _close_waiting(request)
+    with watching(request.flow_run_ids, get_settings().flow_run_check_seconds) as watch:
+        stop = None
+        while stop is None:
+            with _waiting_lock:
+                if _waiting.get(request.key) is not runtime:
+                    return
+                runtime.keep_guarded()
+            time.sleep(0.5)
+            stop = _told_to_stop(request, around, watch)
+            if stop is None and request.is_out_of_time:
+                stop = _Stop()
+    with _waiting_lock:
+        if _waiting.pop(request.key, None) is not runtime:
             return
-        time.sleep(0.5)
+        if stop.reason is not None:
+            _stopped_waiting[request.key] = stop
+    runtime.close()
+    if stop.reason is StopReason.CANCELLING and not watched_by_runner():
+        _mark_cancelled(request)
+
+
+def _told_to_stop(request: _Request, around: FlowsAround, watch: FlowRunWatch | None) -> _Stop | None:
+    """Tell whether the flow process or the flow run was told to end since the training was asked for."""
+    if _told_to_end(request, around):
+        return _Stop()
+    if watch is not None and watch.reason is not None:
+        return _Stop(watch.reason, watch.flow_run_id)
+    return None
+
+
+def _told_to_end(request: _Request, around: FlowsAround) -> bool:
+    return interruptions() > request.interruptions or around.are_ending()
 
 
 def _with_budget(template: Any, request: _Request) -> Any:
@@ -300,15 +346,17 @@ def _leave(request: _Request, stop: _Stop) -> None:
 
     Raises:
         _NothingToSayError: The flow run has its state already.
+        AttemptFailedError: Only a subflow is being cancelled, and the flow that called it shall know.
     """
     if stop.reason is None:
         return
-    if stop.reason is StopReason.CANCELLING:
-        if watched_by_runner():
-            _await_signal(request)
-        else:
-            _mark_cancelled(request)
-    raise _silent_end(request, f"training {request.run_name!r} ended: {stop.reason.value}", Outcome.CANCELLED)
+    message = f"training {request.run_name!r} ended: {stop.reason.value}"
+    if stop.flow_run_id != request.owner.flow_run_id:
+        raise AttemptFailedError(message, outcome=Outcome.CANCELLED)
+    # A runner signals a cancellation and sets the final state. One that has died does neither.
+    if stop.reason is StopReason.CANCELLING and not (watched_by_runner() and _signal_comes(request)):
+        _mark_cancelled(request)
+    raise _silent_end(request, message, Outcome.CANCELLED)
 
 
 def _silent_end(request: _Request, message: str, outcome: Outcome) -> BaseException:
@@ -316,11 +364,15 @@ def _silent_end(request: _Request, message: str, outcome: Outcome) -> BaseExcept
     return Abort(message) if request.submitted else _NothingToSayError(message, outcome=outcome)
 
 
-def _await_signal(request: _Request) -> None:
-    """Let the runner's signal arrive, which Prefect's engine knows for a cancellation."""
+def _signal_comes(request: _Request) -> bool:
+    """Let the runner's signal arrive, which Prefect's engine knows for a cancellation; tell whether it did."""
+    around = FlowsAround()
     deadline = time.monotonic() + _SIGNAL_SECONDS
-    while time.monotonic() < deadline and interruptions() == request.interruptions:
+    while time.monotonic() < deadline:
+        if _told_to_end(request, around):
+            return True
         time.sleep(0.1)
+    return False
 
 
 def _mark_cancelled(request: _Request) -> None:
@@ -330,9 +382,10 @@ def _mark_cancelled(request: _Request) -> None:
 
     try:
         with get_client(sync_client=True) as client:
-            client.set_flow_run_state(
-                uuid.UUID(request.owner.flow_run_id), Cancelled(message="The training was cancelled."), force=True
-            )
+            for flow_run_id in map(uuid.UUID, request.flow_run_ids):
+                state = client.read_flow_run(flow_run_id).state
+                if state is None or not state.is_final():
+                    client.set_flow_run_state(flow_run_id, Cancelled(message="The training was cancelled."), force=True)
     except Exception as error:  # noqa: BLE001 - the training has ended; the state is for people
         get_logger("elastic_train").warning("cannot mark the flow run as cancelled: %s", error)
 
@@ -341,22 +394,22 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
     """Run one attempt, and keep its cluster if another attempt may follow."""
     task_run = TaskRunContext.get()
     more = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
+    around = FlowsAround()
     log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), get_settings().log_lines_per_second)
     with _waiting_lock:
+        stopped = _stopped_waiting.pop(request.key, None)
         runtime = _waiting.pop(request.key, None) or Runtime(get_settings(), log.event, log.line)
     keep = False
     try:
-        with watching(
-            request.owner.flow_run_id if request.in_flow_run else None, get_settings().flow_run_check_seconds
-        ) as watch:
+        if stopped is not None:
+            raise stopped
+        with watching(request.flow_run_ids, get_settings().flow_run_check_seconds) as watch:
 
             def check_stop() -> None:
-                if stop.is_set() or interruptions() > request.interruptions:
-                    raise _Stop
-                if watch is not None and watch.reason is not None:
-                    raise _Stop(watch.reason)
-                if request.timeout_seconds is not None:
-                    _check_time(request, request.timeout_seconds)
+                told = _Stop() if stop.is_set() else _told_to_stop(request, around, watch)
+                if told is not None:
+                    raise told
+                _check_time(request)
 
             runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
             return _supervise(request, runtime)
@@ -368,7 +421,12 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
         if keep:
             with _waiting_lock:
                 _waiting[request.key] = runtime
-            threading.Thread(target=_watch_waiting, args=(request,), name="elastic-train-waiting", daemon=True).start()
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(_watch_waiting, request, runtime, around),
+                name="elastic-train-waiting",
+                daemon=True,
+            ).start()
         else:
             runtime.close()
 
@@ -395,10 +453,10 @@ def _supervise(request: _Request, runtime: Runtime) -> TrainingResult:
     raise _failure(request, ended)
 
 
-def _check_time(request: _Request, timeout_seconds: float) -> None:
-    if time.monotonic() - request.asked_at > timeout_seconds:
+def _check_time(request: _Request) -> None:
+    if request.is_out_of_time:
         raise TrainingTimeoutError(
-            f"training {request.run_name!r} was ended after timeout_seconds={timeout_seconds:g}; what it has "
+            f"training {request.run_name!r} was ended after timeout_seconds={request.timeout_seconds:g}; what it has "
             "committed is kept, and a retry of the flow run goes on from there",
             outcome=Outcome.TIMED_OUT,
         )
@@ -406,7 +464,8 @@ def _check_time(request: _Request, timeout_seconds: float) -> None:
 
 def _failure(request: _Request, ended: AttemptEnded) -> AttemptFailedError:
     attempt = f"attempt {ended.attempt}" if ended.attempt else "the driver"
-    return AttemptFailedError(
+    error_type = TrainingTimeoutError if ended.outcome is Outcome.TIMED_OUT else AttemptFailedError
+    return error_type(
         f"training {request.run_name!r}, {attempt}: {ended.outcome.value}: {ended.message}",
         outcome=ended.outcome,
         attempt=ended.attempt,
@@ -506,13 +565,13 @@ def _request(
             f"{type(error).__name__}: {error}. Keep locks, open files and connections out of what the loop refers to"
         ) from error
     # Last, since it counts the trainings of the flow run: one that was refused is none.
-    owner, ordinal = _identity()
-    name = check_run_name(run_name if run_name is not None else _default_name(train_loop, owner, ordinal))
+    identity = _identity(train_loop)
+    name = check_run_name(run_name if run_name is not None else identity.default_name)
     return _Request(
         key=uuid.uuid4().hex,
         run_name=name,
         named=run_name is not None,
-        owner=owner,
+        owner=identity.owner,
         train_loop=train_loop,
         # Now, as the payload: the user's dict may be changed for the next training.
         fingerprint=fingerprint(train_loop, framework, train_loop_config),
@@ -524,7 +583,7 @@ def _request(
         worker_runtime_env=worker_runtime_env or {},
         timeout_seconds=timeout_seconds,
         asked_at=time.monotonic(),
-        in_flow_run=FlowRunContext.get() is not None,
+        flow_run_ids=identity.flow_run_ids,
         submitted=False,
         interruptions=interruptions(),
         **blocks,
@@ -588,41 +647,27 @@ def _resolved(block_type: type[BlockType], given: BlockType | str) -> BlockType:
     return result
 
 
-def _identity() -> tuple[Owner, int]:
+@dataclass(frozen=True)
+class _Identity:
+    """Whose training it is, and what it is called unless the user says."""
+
+    owner: Owner
+    flow_run_ids: tuple[str, ...]
+    default_name: str
+
+
+def _identity(train_loop: TrainLoop) -> _Identity:
     """Find out for which flow run this is, and its how manieth training."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
     if context is None or flow_run is None:
-        return Owner(flow_run_id=uuid.uuid4().hex), 1
-    ordinal = _ordinal(str(flow_run.id), int(flow_run.run_count))
-    return (
-        Owner(
-            flow_run_id=str(flow_run.id),
-            flow_name=context.flow.name if context.flow else "",
-            flow_run_name=flow_run.name,
-            deployment_id=str(flow_run.deployment_id or ""),
-        ),
-        ordinal,
+        owner = Owner(flow_run_id=uuid.uuid4().hex)
+        return _Identity(owner, (), default_run_name(loop_name(train_loop), owner.flow_run_id, 1))
+    place = current_place(context)
+    ordinal = numbered(("training", str(flow_run.id), str(flow_run.run_count)), str(flow_run.id))
+    flow_name = (context.flow.name if context.flow else "") or loop_name(train_loop)
+    return _Identity(
+        place.owner,
+        place.flow_run_ids,
+        default_run_name(flow_name, place.owner.flow_run_id, ordinal, place.calls),
     )
-
-
-def _ordinal(flow_run_id: str, flow_run_count: int) -> int:
-    """Count the trainings of a flow run; one that a retried task of the user calls again keeps its number."""
-    task = TaskRunContext.get()
-    with _ordinals_lock:
-        if task is None:
-            return _next((flow_run_id, flow_run_count))
-        in_this_try = _next((f"{task.task_run.id}", task.task_run.run_count))
-        key = (f"{task.task_run.id} training {in_this_try}", 0)
-        if key not in _ordinals:
-            _ordinals[key] = _next((flow_run_id, flow_run_count))
-        return _ordinals[key]
-
-
-def _next(key: tuple[str, int]) -> int:
-    _ordinals[key] = _ordinals.get(key, 0) + 1
-    return _ordinals[key]
-
-
-def _default_name(train_loop: TrainLoop, owner: Owner, ordinal: int) -> str:
-    return default_run_name(owner.flow_name or loop_name(train_loop), owner.flow_run_id, ordinal)

@@ -6,16 +6,28 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from prefect_elastic_train.outcomes import ConfigurationError
 from prefect_elastic_train.runs.records import Fingerprint
 
-__all__ = ["check_run_name", "default_run_name", "fingerprint", "loop_name"]
+__all__ = ["Call", "check_run_name", "default_run_name", "fingerprint", "loop_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_NAME = 128
+
+
+class Call(NamedTuple):
+    """A call of a subflow.
+
+    Attributes:
+        flow_name: Name of the subflow.
+        number: Which of its calls in the calling flow run that is, counted from 1.
+    """
+
+    flow_name: str
+    number: str
 
 
 def check_run_name(name: str) -> str:
@@ -33,18 +45,28 @@ def check_run_name(name: str) -> str:
     return name
 
 
-def default_run_name(flow_name: str, flow_run_id: str, ordinal: int) -> str:
+def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
     """Give the run name of the n-th training of a flow run.
+
+    It stays over retries. Of a subflow, whose own id does not stay, it holds the root's id and the call's number;
+    of a subflow in a subflow, also a digest of the calls that lead there.
 
     Args:
         flow_name: The flow's name, or the train loop's outside of flows.
-        flow_run_id: Id of the flow run; 8 characters of it tell runs of one flow apart. They are the first ones,
-            unless the id begins with the time: Prefect makes those for scheduled runs, many at once.
+        flow_run_id: Id of the flow run, the root's for a subflow; 8 characters of it tell runs of one flow apart.
+            They are the first ones, unless the id begins with the time: Prefect makes those for scheduled runs, many
+            at once.
         ordinal: 1 for the first training of the flow run.
+        calls: The calls of subflows that lead from the root to the flow run; none if it is the root.
     """
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_name).strip("-_") or "training"
     suffix = f"-{ordinal}" if ordinal > 1 else ""
-    return f"{slug[:100]}-{_short(flow_run_id)}{suffix}"
+    place = ""
+    if calls:
+        outer = json.dumps([tuple(call) for call in calls[:-1]])
+        digest = f".{hashlib.sha256(outer.encode()).hexdigest()[:6]}" if len(calls) > 1 else ""
+        place = f"{digest}.{calls[-1].number}"
+    return f"{slug[: 80 if calls else 100]}-{_short(flow_run_id)}{place}{suffix}"
 
 
 def _short(flow_run_id: str) -> str:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
+from uuid import UUID
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
 
 from tests.faults.conftest import train_config
 from tests.support.processes import FlowProcess, RayHead, alive, commits, steps_of, wait_for
@@ -15,13 +19,26 @@ Start = Callable[..., FlowProcess]
 
 
 @pytest.mark.parametrize(
-    ("number", "submit"),
-    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False), (signal.SIGINT, False)],
+    ("number", "arguments", "message"),
+    [
+        pytest.param(signal.SIGTERM, {}, "a termination signal", id="SIGTERM"),
+        pytest.param(signal.SIGTERM, {"submit": True}, "a termination signal", id="SIGTERM-submitted"),
+        pytest.param(signal.SIGTERM, {"within": "a submitted task"}, "a termination signal", id="SIGTERM-in a task"),
+        pytest.param(signal.SIGINT, {"within": "mapped tasks"}, "an interrupt signal", id="SIGINT-in mapped tasks"),
+        pytest.param(signal.SIGINT, {}, "an interrupt signal", id="SIGINT"),
+        pytest.param(signal.SIGINT, {"asynchronous": True}, "an interrupt signal", id="SIGINT-async"),
+        pytest.param(signal.SIGKILL, {}, None, id="SIGKILL"),
+    ],
 )
 def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
-    start: Start, ledger: str, number: signal.Signals, submit: bool
+    start: Start,
+    client: SyncPrefectClient,
+    ledger: str,
+    number: signal.Signals,
+    arguments: dict[str, Any],
+    message: str | None,
 ) -> None:
-    flow = start(config=train_config(ledger, steps=100_000), submit=submit)
+    flow = start(config=train_config(ledger, steps=100_000), **arguments)
     wait_for(lambda: commits(flow.run), 120, "a commit")
     assert flow.driver() is not None
     before = flow.marked()
@@ -32,6 +49,10 @@ def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
     wait_for(lambda: flow.process.poll() is not None, 60, "the flow process to end")
     wait_for(lambda: not flow.private_folder.exists(), 5, "spec and token to be removed")
     assert commits(flow.run), "what was committed stays"
+    if message is not None:
+        state = client.read_flow_run(UUID(flow.flow_run_id)).state
+        assert state is not None
+        assert (state.type, state.message) == (StateType.CRASHED, f"Execution was aborted by {message}.")
 
 
 def test_nothing_is_left_on_a_joined_cluster_15_seconds_after_the_flow_process_was_killed(

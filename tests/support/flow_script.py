@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import flow
+from prefect import flow, task
 from prefect.runtime import flow_run
 
 from prefect_elastic_train import (
@@ -54,14 +54,41 @@ def _tell_who_runs(arguments: dict[str, Any]) -> None:
             file.write(line + "\n")
 
 
+@task(name="user's task")
+def train_in_task(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train once, in a task of the user's own."""
+    return elastic_train(**training(arguments)).model_dump(mode="json")
+
+
+@flow(name="fault test subflow", log_prints=True)
+def train_in_subflow(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train once, in a flow that another one calls."""
+    return elastic_train(**training(arguments)).model_dump(mode="json")
+
+
+def _train_within(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train where the test wants it."""
+    within = arguments.get("within", "the flow")
+    if within == "a submitted task":
+        return train_in_task.submit(arguments).result()
+    if within == "mapped tasks":
+        return train_in_task.map([arguments]).result()[0]
+    if within == "subflows":
+        # A short training first, whose result the second try gets at once.
+        short = {**arguments, "config": {**arguments["config"], "steps": 3, "ledger": arguments["short_ledger"]}}
+        train_in_subflow(short)
+        return train_in_subflow(arguments)
+    call = (lambda **k: elastic_train.submit(**k).result()) if arguments.get("submit") else elastic_train
+    return call(**training(arguments)).model_dump(mode="json")
+
+
 @flow(name="fault test", log_prints=True)
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train once."""
     _tell_who_runs(arguments)
     if arguments.get("die_at_once"):
         os.kill(os.getpid(), 9)
-    call = (lambda **k: elastic_train.submit(**k).result()) if arguments.get("submit") else elastic_train
-    return call(**training(arguments)).model_dump(mode="json")
+    return _train_within(arguments)
 
 
 @flow(name="async fault test", log_prints=True)
