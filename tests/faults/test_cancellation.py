@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psutil
 import pytest
@@ -72,14 +73,18 @@ def _cancel_and_watch(run: DeployedRun, ledger: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flow_name", "submit"),
-    [("fault test", False), ("fault test", True), ("async fault test", False)],
-    ids=["called", "submitted", "async"],
+    ("flow_name", "arguments"),
+    [
+        pytest.param("fault test", {}, id="called"),
+        pytest.param("fault test", {"submit": True}, id="submitted"),
+        pytest.param("fault test", {"within": "a submitted task"}, id="in a submitted task"),
+        pytest.param("async fault test", {}, id="async"),
+    ],
 )
 def test_cancel_under_serve(
-    deployed: Deploy, served: Program, ledger: str, head: RayHead, flow_name: str, submit: bool
+    deployed: Deploy, served: Program, ledger: str, head: RayHead, flow_name: str, arguments: dict[str, Any]
 ) -> None:
-    run = deployed(f"{flow_name}/{SERVED}", **endless(ledger, submit=submit, cluster=head.block))
+    run = deployed(f"{flow_name}/{SERVED}", **endless(ledger, cluster=head.block, **arguments))
     _cancel_and_watch(run, ledger)
     wait_for(lambda: not head.train_processes(), 15, "the joined cluster to be free")
 
@@ -108,13 +113,18 @@ def test_cancel_while_the_controller_waits_for_a_placement_group(
     assert read_ledger(ledger) == []
 
 
-@pytest.mark.parametrize("submit", [False, True], ids=["called", "submitted"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({}, id="called"),
+        pytest.param({"submit": True}, id="submitted"),
+        pytest.param({"within": "a subflow"}, id="in a subflow"),
+    ],
+)
 def test_cancel_of_a_flow_that_no_runner_watches(
-    start: Start, client: SyncPrefectClient, ledger: str, head: RayHead, submit: bool, tmp_path: Path
+    start: Start, client: SyncPrefectClient, ledger: str, head: RayHead, arguments: dict[str, Any]
 ) -> None:
-    from uuid import UUID
-
-    flow = start(**endless(ledger, submit=submit, cluster=head.block))
+    flow = start(**endless(ledger, cluster=head.block, **arguments))
     wait_for(lambda: len(commits(flow.run)) >= 2, 120, "commits")
     flow_run_id = UUID(flow.flow_run_id)
     client.set_flow_run_state(flow_run_id, Cancelling())
@@ -124,10 +134,48 @@ def test_cancel_of_a_flow_that_no_runner_watches(
     assert state is not None
     assert state.type == StateType.CANCELLED
     assert len(attempts(flow.run)) == 1
-    if not submit:
-        of_this = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+    of_this = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+    if arguments.get("within"):
+        below = client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id={"any_": [flow_run_id]}))  # type: ignore[arg-type]
+        assert [run.state.type for run in below if run.state] == [StateType.CANCELLED], "it does not look running"
+    elif not arguments:
         tasks = client.read_task_runs(flow_run_filter=of_this)
         assert [task.state.type for task in tasks if task.state] == [StateType.FAILED], "it does not look running"
+
+
+def test_cancel_of_a_flow_whose_runner_has_died(
+    start: Start, client: SyncPrefectClient, ledger: str, head: RayHead
+) -> None:
+    # What a runner tells the processes that it starts; this one has none that would signal it.
+    started_by_a_runner = {"PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS": "false"}
+    flow = start(**endless(ledger, cluster=head.block, environment=started_by_a_runner))
+    wait_for(lambda: len(commits(flow.run)) >= 2, 120, "commits")
+    flow_run_id = UUID(flow.flow_run_id)
+    client.set_flow_run_state(flow_run_id, Cancelling())
+    wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the workers to end")
+    flow.process.wait(90)
+    state = client.read_flow_run(flow_run_id).state
+    assert state is not None
+    assert state.type == StateType.CANCELLED
+
+
+def test_cluster_that_waits_for_the_next_attempt_is_guarded_and_ends_with_a_cancellation(
+    start: Start, client: SyncPrefectClient, ledger: str
+) -> None:
+    flow = start(**endless(ledger, failures={"driver_restart_delay_seconds": 300}, submit=True))
+    driver = wait_for(flow.driver, 60, "a driver")
+    wait_for(lambda: flow.process_named("gcs_server"), 60, "its cluster")
+    driver.kill()
+    wait_for(lambda: "will start" in flow.log, 30, "the delay before the next attempt")
+    guard = flow.guard()
+    assert guard is not None
+    guard.kill()
+    wait_for(lambda: flow.guard() not in (None, guard), 10, "another guard")
+    assert flow.marked(), "the cluster waits"
+    flow_run_id = UUID(flow.flow_run_id)
+    client.set_flow_run_state(flow_run_id, Cancelling())
+    wait_for(lambda: not flow.marked(), BOUND_SECONDS, "the cluster to end")
+    wait_for(lambda: client.read_flow_run(flow_run_id).state.is_cancelled(), 10, "it to be cancelled")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

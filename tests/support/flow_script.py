@@ -73,6 +73,8 @@ def _train_within(arguments: dict[str, Any]) -> dict[str, Any]:
         return train_in_task.submit(arguments).result()
     if within == "mapped tasks":
         return train_in_task.map([arguments]).result()[0]
+    if within == "a subflow":
+        return train_in_subflow(arguments)
     if within == "subflows":
         # A short training first, whose result the second try gets at once.
         short = {**arguments, "config": {**arguments["config"], "steps": 3, "ledger": arguments["short_ledger"]}}

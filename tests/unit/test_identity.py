@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.runs.identity import check_run_name, default_run_name, fingerprint, loop_name
+from prefect_elastic_train.runs.identity import Call, check_run_name, default_run_name, fingerprint, loop_name
 from prefect_elastic_train.runs.records import Fingerprint
 
 
@@ -71,6 +71,17 @@ def test_scheduled_runs_that_were_made_at_the_same_moment_have_names_of_their_ow
     assert names == ["nightly-567890ab", "nightly-67890abc"]
 
 
+def test_the_default_name_in_a_subflow_is_of_the_root_and_the_calls_that_lead_there() -> None:
+    def name(*calls: tuple[str, str], ordinal: int = 1) -> str:
+        return default_run_name("child", "0123456789abcdef", ordinal, [Call(*call) for call in calls])
+
+    assert name(("child", "1")) == "child-01234567.1"
+    assert name(("child", "12"), ordinal=2) == "child-01234567.12-2"
+    deep = [name((outer, number), ("child", "1")) for outer in ("a", "b") for number in ("1", "2")]
+    assert len({*deep, name(("child", "1")), default_run_name("child", "0123456789abcdef", 1)}) == 6
+    assert name(("a", "1"), ("child", "1")) == deep[0]
+
+
 @pytest.mark.parametrize(
     ("flow", "name"),
     [
@@ -90,6 +101,7 @@ def test_the_default_name_of_any_flow_is_a_good_one(flow: str, name: str) -> Non
 def test_a_default_name_is_never_refused(flow: str, flow_run: Any, ordinal: int) -> None:
     check_run_name(default_run_name(flow, str(flow_run), ordinal))
     check_run_name(default_run_name(flow, flow_run.hex, ordinal))
+    check_run_name(default_run_name(flow, flow_run.hex, ordinal, [Call(flow, "1"), Call(flow, f"t{10**6}")]))
 
 
 def _loop(config: dict[str, Any]) -> None:

@@ -20,12 +20,15 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.driver.events import AttemptEnded
 from prefect_elastic_train.outcomes import may_retry
+from prefect_elastic_train.stops import FlowsAround
 from prefect_elastic_train.training import (
     _aelastic_train_task,
     _elastic_train_task,
     _failure,
     _request,
     _spec,
+    _waiting,
+    _watch_waiting,
     _with_budget,
 )
 
@@ -156,6 +159,36 @@ def test_the_error_of_a_failed_attempt_says_which_run_and_attempt_and_how() -> N
     before = _failure(request, AttemptEnded(outcome=Outcome.DRIVER_LOST, message="gone", final=True))
     assert str(before) == "training 'mnist', the driver: driver_lost: gone"
     assert not before.retryable
+
+
+class _WaitingRuntime:
+    """Stands for a cluster that waits for the next attempt."""
+
+    def __init__(self) -> None:
+        self.guarded = self.closed = 0
+
+    def keep_guarded(self) -> None:
+        self.guarded += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_cluster_that_waits_is_guarded_until_the_training_is_out_of_time() -> None:
+    request = _request(train_loop=loop, timeout_seconds=1.2)
+    runtime: Any = _WaitingRuntime()
+    _waiting[request.key] = runtime
+    _watch_waiting(request, runtime, FlowsAround())
+    assert request.is_out_of_time
+    assert (runtime.closed, runtime.guarded >= 2) == (1, True)
+    assert request.key not in _waiting
+
+
+def test_a_cluster_that_waited_is_left_to_the_attempt_that_has_taken_it() -> None:
+    request = _request(train_loop=loop)
+    runtime: Any = _WaitingRuntime()
+    _watch_waiting(request, runtime, FlowsAround())
+    assert (runtime.closed, runtime.guarded) == (0, 0)
 
 
 def test_there_is_no_flow_in_these_tests() -> None:
