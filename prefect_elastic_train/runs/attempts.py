@@ -380,16 +380,16 @@ def _spent(store: RunStore, claim: Claim, past: list[_Past]) -> tuple[int, int]:
     for attempt in reversed(past):
         if attempt.flow_run_id != claim.owner.flow_run_id:
             break
+        if attempt.number in progressed:
+            in_a_row = False
         if attempt.ended is not None:
-            # One that a person stopped says nothing about the training, and nothing about the budgets.
+            # One that a person stopped says nothing about the budgets, but its checkpoints are progress.
             if attempt.ended.void or attempt.ended.outcome == Outcome.CANCELLED.value:
                 continue
             if attempt.ended.final or not _counts(attempt.ended.outcome):
                 break
         counted += 1
-        if attempt.number in progressed:
-            in_a_row = False
-        elif in_a_row:
+        if in_a_row:
             without_progress += 1
     return counted, without_progress
 

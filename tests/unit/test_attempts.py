@@ -423,6 +423,21 @@ def test_a_torn_attempt_record_keeps_its_number_and_its_commits(store: LocalRunS
     assert begun.point.checkpoint == "a"
 
 
+def test_checkpoints_of_a_cancelled_attempt_are_progress(store: LocalRunStore) -> None:
+    wanted = claim(max_attempts_without_progress=2, driver_restarts=100)
+    begin(store, wanted)
+    end_attempt(store, 1, "driver_lost")
+    second = Training(store, begin(store, wanted).attempt)
+    for number in range(3):
+        second.report(f"epoch-{number}")
+    end_attempt(store, 2, "cancelled")
+    begin(store, wanted)
+    end_attempt(store, 3, "driver_lost")
+    begun = begin(store, wanted)
+    assert (begun.counted, begun.without_progress) == (3, 1)
+    assert "2 attempts in a row" in str(_refused(store, wanted))
+
+
 def test_the_first_record_of_an_end_stays(store: LocalRunStore) -> None:
     end_attempt(store, 1, "user_error", "first")
     end_attempt(store, 1, "driver_lost", "second")
