@@ -110,10 +110,17 @@ class _Past:
     number: int
     record: AttemptRecord | None
     ended: EndedRecord | None
+    #: Whose it is. With a torn record whose the run was before, as far as can be read.
+    owner: Owner | None = None
 
     @property
     def flow_run_id(self) -> str:
-        return self.record.owner.flow_run_id if self.record else ""
+        return self.owner.flow_run_id if self.owner else ""
+
+    @property
+    def state(self) -> str:
+        how = f"ended as {self.ended.outcome}" if self.ended is not None else "may still be running"
+        return f"attempt {self.number} {how}" + (" (its record is torn)" if self.record is None else "")
 
 
 def begin_attempt(
@@ -210,9 +217,8 @@ def peek(store: RunStore, claim: Claim) -> Finished | None:
                     outcome=Outcome.INVALID,
                 )
             return Finished(last.number, last.ended)
-    elif not claim.resume and last.record is not None:
-        state = f"ended as {last.ended.outcome}" if last.ended is not None else "may still be running"
-        raise _owned(store, claim, last.record.owner, f"attempt {last.number} {state}")
+    elif not claim.resume:
+        raise _owned(store, claim, last.owner, last.state)
     return None
 
 
@@ -248,6 +254,11 @@ def is_alive(store: RunStore, record: AttemptRecord, observe_seconds: float | No
     """
     if record.owner.host == host_id():
         return _same_process(record.owner) is not None
+    return _heart_beats(store, observe_seconds)
+
+
+def _heart_beats(store: RunStore, observe_seconds: float | None) -> bool:
+    """Watch the heartbeat of whichever attempt it is, for three of its intervals unless told otherwise."""
     first = store.read(layout.HEARTBEAT)
     beat = decode(Heartbeat, first)
     interval = beat.interval_seconds if beat else HEARTBEAT_SECONDS
@@ -278,7 +289,7 @@ def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
                     outcome=Outcome.INVALID,
                 )
             notes += adopt_snapshot(store)
-        if store.create(layout.RUN, encode(record)):
+        if store.create(layout.RUN, encode(_as_begun(store, claim, record))):
             if all_attempts(store):
                 notes.append("run.json was torn or missing and was written anew")
             elif claim.resume and not notes:
@@ -287,11 +298,23 @@ def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
     existing = decode(RunRecord, store.read(layout.RUN))
     if existing is None:
         notes.append("run.json was torn or missing and was written anew")
-        store.replace(layout.RUN, encode(record))
+        store.replace(layout.RUN, encode(_as_begun(store, claim, record)))
         return
     if existing.creator.flow_run_id != claim.owner.flow_run_id and not all_attempts(store) and not claim.resume:
         raise _owned(store, claim, existing.creator, "has not begun an attempt yet")
     notes += _check_same_training(claim, existing)
+
+
+def _as_begun(store: RunStore, claim: Claim, record: RunRecord) -> RunRecord:
+    """Give the record of a run that has lost its own: whoever asks for a run is not its creator for that."""
+    past = _past_attempts(store)
+    begun = [attempt.record for attempt in past if attempt.record is not None]
+    if begun:
+        fingerprint = begun[-1].fingerprint or record.fingerprint
+        return record.model_copy(update={"creator": begun[0].owner, "fingerprint": fingerprint})
+    if past and not claim.resume:
+        raise _owned(store, claim, None, past[-1].state)
+    return record
 
 
 def _check_same_training(claim: Claim, existing: RunRecord) -> list[str]:
@@ -316,11 +339,14 @@ def _check_same_training(claim: Claim, existing: RunRecord) -> list[str]:
 
 
 def _past_attempts(store: RunStore) -> list[_Past]:
-    past = []
+    past: list[_Past] = []
+    run = decode(RunRecord, store.read(layout.RUN))
+    owner = run.creator if run is not None else None
     for number in all_attempts(store):
         record = decode(AttemptRecord, store.read(layout.attempt_name(number)))
         ended = decode(EndedRecord, store.read(layout.ended_name(number)))
-        past.append(_Past(number, record, ended))
+        owner = record.owner if record is not None else owner
+        past.append(_Past(number, record, ended, owner))
     return past
 
 
@@ -333,19 +359,30 @@ def _has_finished(claim: Claim, last: _Past) -> bool:
 
 def _check_takeover(store: RunStore, claim: Claim, last: _Past, observe_seconds: float | None) -> None:
     """Refuse another flow run's run unless the user wants it and nobody works on it."""
-    if last.record is None:
-        return
-    ended = last.ended
-    state = f"ended as {ended.outcome}" if ended is not None else "may still be running"
     if not claim.resume:
-        raise _owned(store, claim, last.record.owner, f"attempt {last.number} {state}")
-    if ended is None and is_alive(store, last.record, observe_seconds):
+        raise _owned(store, claim, last.owner, last.state)
+    if last.ended is not None:
+        return
+    if last.record is None:
+        if _heart_beats(store, observe_seconds):
+            raise AttemptFailedError(
+                f"run {claim.name!r} is being trained right now, by all that can be told by {_describe(last.owner)}: "
+                f"its heart beats, and the record of attempt {last.number} is torn; cancel that flow run first, then "
+                "resume",
+                outcome=Outcome.INVALID,
+            )
+        return
+    if is_alive(store, last.record, observe_seconds):
         owner = last.record.owner
         raise AttemptFailedError(
             f"run {claim.name!r} is being trained right now by {owner.describe()} on "
             f"{owner.host.partition('/')[0]}, pid {owner.pid}; cancel that flow run first, then resume",
             outcome=Outcome.INVALID,
         )
+
+
+def _describe(owner: Owner | None) -> str:
+    return owner.describe() if owner is not None else "a flow run whose name cannot be read any more"
 
 
 def _check_not_taken_over(claim: Claim, past: list[_Past]) -> None:
@@ -360,9 +397,9 @@ def _check_not_taken_over(claim: Claim, past: list[_Past]) -> None:
         )
 
 
-def _owned(store: RunStore, claim: Claim, owner: Owner, state: str) -> AttemptFailedError:
+def _owned(store: RunStore, claim: Claim, owner: Owner | None, state: str) -> AttemptFailedError:
     return AttemptFailedError(
-        f"run {claim.name!r} in {store.uri} belongs to {owner.describe()}; {state}. Give this training another "
+        f"run {claim.name!r} in {store.uri} belongs to {_describe(owner)}; {state}. Give this training another "
         "run_name, or resume=True to take the run over",
         outcome=Outcome.INVALID,
     )

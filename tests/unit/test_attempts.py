@@ -423,6 +423,75 @@ def test_a_torn_attempt_record_keeps_its_number_and_its_commits(store: LocalRunS
     assert begun.point.checkpoint == "a"
 
 
+@pytest.fixture
+def beating(store: LocalRunStore) -> Iterator[None]:
+    """A heart that beats in the run directory."""
+    heart = HeartbeatWriter(store, 1, interval_seconds=0.05)
+    heart.start()
+    yield
+    heart.stop()
+
+
+@pytest.mark.usefixtures("beating")
+def test_a_living_run_whose_newest_record_is_torn_still_has_its_owner(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    store.replace(layout.attempt_name(1), b"")
+    wanted = claim(OTHER_FLOW_RUN, named=True)
+    errors = [_refused(store, wanted)]
+    with pytest.raises(AttemptFailedError) as refused:
+        peek(store, wanted)
+    errors.append(refused.value)
+    for error in errors:
+        assert error.outcome is Outcome.INVALID
+        for words in ("'eager-otter'", FLOW_RUN, "attempt 1 may still be running", "its record is torn", "resume=True"):
+            assert words in str(error)
+    error = _refused(store, claim(OTHER_FLOW_RUN, resume=True), observe_seconds=5)
+    for words in ("is being trained right now", "'eager-otter'", FLOW_RUN, "its heart beats", "cancel"):
+        assert words in str(error)
+    assert all_attempts(store) == [1]
+
+
+def test_a_dead_run_whose_newest_record_is_torn_is_taken_over_with_resume(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    store.replace(layout.attempt_name(1), b"")
+    begun = begin(store, claim(OTHER_FLOW_RUN, resume=True), observe_seconds=0.1)
+    assert (begun.attempt, begun.point.checkpoint) == (2, "a")
+
+
+def test_a_torn_record_is_of_whoever_held_the_run_before(store: LocalRunStore) -> None:
+    begin(store)
+    begin(store, claim(OTHER_FLOW_RUN, resume=True, flow_run_name="calm-heron"), observe_seconds=0)
+    begin(store, claim(OTHER_FLOW_RUN, resume=True, flow_run_name="calm-heron"))
+    store.replace(layout.attempt_name(3), b"")
+    assert "'calm-heron'" in str(_refused(store, claim()))
+    end_attempt(store, 3, "completed", result={"run_name": "mnist"})
+    assert isinstance(begin_attempt(store, claim(OTHER_FLOW_RUN)), Finished)
+
+
+def test_a_run_whose_owner_cannot_be_read_any_more_is_taken_over_only_with_resume(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    for name in (layout.attempt_name(1), layout.RUN):
+        store.replace(name, b"")
+    for wanted in (claim(), claim(OTHER_FLOW_RUN)):
+        error = _refused(store, wanted)
+        assert error.outcome is Outcome.INVALID
+        assert "a flow run whose name cannot be read any more" in str(error)
+    assert begin(store, claim(resume=True), observe_seconds=0.1).point.checkpoint == "a"
+
+
+def test_a_flow_run_that_is_refused_does_not_become_the_creator_of_a_run_that_lost_its_record(
+    store: LocalRunStore,
+) -> None:
+    begin(store, claim(config={"lr": 0.1}))
+    tear(store, layout.RUN)
+    _refused(store, claim(OTHER_FLOW_RUN, config={"lr": 0.2}))
+    begun = begin(store, claim(config={"lr": 0.1}))
+    assert begun.notes == []
+    run = decode(RunRecord, store.read(layout.RUN))
+    assert run is not None
+    assert run.creator.flow_run_id == FLOW_RUN
+
+
 def test_checkpoints_of_a_cancelled_attempt_are_progress(store: LocalRunStore) -> None:
     wanted = claim(max_attempts_without_progress=2, driver_restarts=100)
     begin(store, wanted)
