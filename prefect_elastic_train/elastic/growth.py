@@ -50,11 +50,15 @@ class Growth:
 
     Args:
         patience_seconds: How long it waits for a commit before it is carried out without one; 0 for ever.
+        settling_seconds: How long a decision waits for more nodes that are about to count, so that nodes which come
+            one after the other cost one restart.
     """
 
-    def __init__(self, patience_seconds: float) -> None:
+    def __init__(self, patience_seconds: float, settling_seconds: float = 0.0) -> None:
         self._patience_seconds = patience_seconds
+        self._settling_seconds = settling_seconds
         self.target = 0
+        self._possible_since: float | None = None
         self._decided_at = 0.0
 
     @property
@@ -62,10 +66,24 @@ class Growth:
         """Whether a growth is waiting to be carried out."""
         return self.target > 0
 
-    def look(self, now: float, current: int, possible: int) -> bool:
-        """Take in how many workers fit; give whether that begins or ends the wait for a commit."""
+    def look(self, now: float, current: int, possible: int, more_awaited: bool = False) -> bool:
+        """Take in how many workers fit; give whether that begins or ends the wait for a commit.
+
+        Args:
+            now: Seconds on any clock that only goes forward.
+            current: Workers of the group.
+            possible: Workers that fit on nodes to be relied on.
+            more_awaited: Whether nodes are there that do not count yet.
+        """
         before = self.decided
-        self.target = possible if possible > current else 0
+        if possible <= current:
+            self._possible_since = None
+        elif self._possible_since is None:
+            self._possible_since = now
+        settled = not more_awaited or (
+            self._possible_since is not None and now - self._possible_since >= self._settling_seconds
+        )
+        self.target = possible if possible > current and (settled or before) else 0
         if self.decided and not before:
             self._decided_at = now
         return self.decided != before

@@ -87,7 +87,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         self._patience = patience or Patience()
         self._demand = demand_of(scaling_config)
         self._stability = Stability(self._patience.stability_delay_seconds)
-        self._growth = Growth(self._patience.resize_patience_seconds)
+        self._growth = self._new_growth()
         self._growths = 0
         self._group_started_at = float("-inf")
         self._held: dict[str, int] = {}
@@ -163,7 +163,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         has_checkpoint = callback is not None and callback.has_checkpoint
         if group.start_time != self._group_started_at:
             self._group_started_at = group.start_time
-            self._growth = Growth(self._patience.resize_patience_seconds)
+            self._growth = self._new_growth()
         self._held = dict(Counter(worker.metadata.node_id for worker in group.workers))
         if not all(worker.running for worker in status.worker_statuses.values()):
             return NoopDecision()
@@ -177,7 +177,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         interval = self.scaling_config.elastic_resize_monitor_interval_s
         self._next_look = now + (interval if until_stable is None else min(interval, until_stable))
         waited = self._growth.waited_seconds(now)
-        if self._growth.look(now, group.num_workers, stable):
+        if self._growth.look(now, group.num_workers, stable, more_awaited=until_stable is not None):
             self._announce(group.workers)
         reason = self._growth.due(now, committed, has_checkpoint)
         if reason is None:
@@ -188,6 +188,9 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             reason=reason,
             waited_seconds=waited,
         )
+
+    def _new_growth(self) -> Growth:
+        return Growth(self._patience.resize_patience_seconds, self._patience.stability_delay_seconds)
 
     def _announce(self, workers: list[Any]) -> None:
         """Tell the workers that a growth is coming, or that it is called off."""

@@ -27,6 +27,7 @@ from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
 __all__ = ["SliceWorkerGroup", "use_chosen_slices"]
 
 _SLICE_NAME = "ray.io/tpu-slice-name"
+_NODE_ID = "ray.io/node-id"
 #: Seconds for slices that the group before has just given back to become free.
 _RELEASE_SECONDS = 15.0
 #: Seconds for the head of a slice that was free a moment ago.
@@ -62,20 +63,20 @@ class SliceWorkerGroup(WorkerGroup):  # type: ignore[misc]
         chosen = self._choose(demand, worker_group_context.num_slices)
         if len(chosen) < worker_group_context.num_slices:
             raise WorkerGroupStartupTimeoutError(num_workers=worker_group_context.num_workers)
-        single_host = len(chosen[0].nodes) == 1
+        # A single host is no slice by name, and one of a larger slice would do for Ray.
+        selectors = [
+            {_SLICE_NAME: found.name} if len(found.nodes) > 1 else {_NODE_ID: found.nodes[0].id} for found in chosen
+        ]
         heads: list[PlacementGroup] = []
         try:
-            for found in chosen if not single_host else ():
+            for found in chosen:
+                if len(found.nodes) == 1:
+                    continue
                 reserved = reserve_tpu_slice(
                     demand.shape.topology, demand.shape.accelerator_type, timeout_s=_HEAD_SECONDS, slice_name=found.name
                 )
                 if reserved is not None:
                     heads.append(reserved[1])
-            selectors = [
-                {_SLICE_NAME: found.name} if not single_host else {}
-                for found in chosen
-                for _ in range(demand.shape.workers)
-            ]
             group = SlicePlacementGroup(
                 topology=demand.shape.topology,
                 accelerator_version=get_tpu_version_from_type(demand.shape.accelerator_type),
@@ -83,7 +84,7 @@ class SliceWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 resources_per_bundle=worker_group_context.resources_per_worker,
                 strategy=worker_group_context.placement_strategy,
                 head_reservation_timeout_s=_HEAD_SECONDS,
-                bundle_label_selector=selectors,
+                bundle_label_selector=[selector for selector in selectors for _ in range(demand.shape.workers)],
             )
         except Exception as error:
             for head in heads:

@@ -33,6 +33,7 @@ class ElasticCluster:
         self._mark = secrets.token_hex(8)
         self._folder = tempfile.mkdtemp(prefix="elastic-", dir="/tmp")
         self._holders: list[subprocess.Popen[bytes]] = []
+        self._nodes: set[str] = set()
         environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", MARK_VARIABLE)}
         self._environment = {
             **environment,
@@ -65,7 +66,9 @@ class ElasticCluster:
 
     def add(self, **node: Any) -> str:
         """Add a node, with the arguments of `Cluster.add_node`, and give its id."""
-        return str(self._ask("add", node=node)["node_id"])
+        node_id = str(self._ask("add", node=node)["node_id"])
+        self._nodes.add(node_id)
+        return node_id
 
     def add_gpus(self, gpus: int) -> str:
         """Add a node with so many pretended GPUs."""
@@ -94,6 +97,15 @@ class ElasticCluster:
         """Kill nodes, as lost machines."""
         for node_id in node_ids:
             self._ask("remove", node_id=node_id)
+            self._nodes.remove(node_id)
+
+    def clear(self) -> None:
+        """Remove all nodes and other jobs."""
+        for holder in self._holders:
+            holder.kill()
+            holder.wait(10)
+        self._holders.clear()
+        self.remove(*self._nodes)
 
     def drain(self, node_id: str, seconds: float) -> None:
         """Give notice that a node goes in so many seconds. Nobody takes it away: that is `remove`."""

@@ -147,12 +147,14 @@ def hashing_loop(config: dict[str, Any]) -> None:
     """Train a "model" that is the hash of all its steps; every rank writes each step into the ledger.
 
     Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file); ``sleep_once`` (seconds
-    that the sixth step takes when it is taken first); ``ask`` (whether it saves when a restart is coming).
+    that the sixth step takes when it is taken first); ``ask`` (whether it saves when a restart is coming); ``until``
+    (file whose existence makes the step the last).
     """
     import hashlib
     import tempfile
 
     import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
 
     from prefect_elastic_train.loop import resize_requested
 
@@ -163,9 +165,11 @@ def hashing_loop(config: dict[str, Any]) -> None:
     if checkpoint is not None:
         with checkpoint.as_directory() as folder, open(os.path.join(folder, "state.json")) as file:
             step, state = json.load(file)
-    resumed_from = step
-    while step < config["steps"]:
+    resumed_from, steps = step, config["steps"]
+    while step < steps:
         step += 1
+        if config.get("until") and broadcast_from_rank_zero(os.path.exists(config["until"])):
+            steps = step
         time.sleep(config.get("sleep", 0.0))
         if step == 6 and not resumed_from:
             time.sleep(config.get("sleep_once", 0.0))
@@ -173,7 +177,7 @@ def hashing_loop(config: dict[str, Any]) -> None:
         write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
         saved = None
         asked = config.get("ask") and resize_requested()
-        if asked or step % config["checkpoint_every"] == 0 or step == config["steps"]:
+        if asked or step % config["checkpoint_every"] == 0 or step == steps:
             folder = tempfile.mkdtemp()
             if rank == 0:
                 with open(os.path.join(folder, "state.json"), "w") as file:

@@ -53,6 +53,24 @@ def test_a_growth_does_not_wait_for_ever() -> None:
     assert growth.due(600, committed=False, has_checkpoint=True) is Reason.PATIENCE
 
 
+def test_nodes_that_come_one_after_the_other_cost_one_restart() -> None:
+    growth = Growth(600, settling_seconds=30)
+    assert not growth.look(0, current=2, possible=3, more_awaited=True)
+    assert growth.due(1, committed=True, has_checkpoint=True) is None
+    assert growth.look(20, current=2, possible=4, more_awaited=False)
+    assert growth.due(21, committed=True, has_checkpoint=True) is Reason.COMMIT
+    assert growth.target == 4
+
+
+def test_a_node_that_comes_again_and_again_does_not_hold_a_growth_up_for_ever() -> None:
+    growth = Growth(600, settling_seconds=30)
+    for now in range(0, 30, 5):
+        assert not growth.look(now, current=2, possible=3, more_awaited=True)
+    assert growth.look(30, current=2, possible=3, more_awaited=True)
+    assert not growth.look(31, current=2, possible=3, more_awaited=True), "what is announced stands"
+    assert growth.due(32, committed=True, has_checkpoint=True) is Reason.COMMIT
+
+
 def test_no_patience_set_is_patience_without_an_end() -> None:
     growth = Growth(0)
     growth.look(0, current=2, possible=3)
