@@ -1,16 +1,21 @@
 """The choke point through which Ray Train writes its snapshot and every checkpoint.
 
 Ray is handed a pyarrow filesystem over :class:`RunFilesystem`, in the controller and in each worker. Writing
-the snapshot becomes a commit, uploads are marked until they are committed, deletions are fenced. Everything
-else goes straight to the filesystem below, and bulk data through its native streams.
+the snapshot becomes a commit, uploads are marked until they are committed, writes and deletions are fenced. Reads
+go straight to the filesystem below, and bulk data through its native streams.
+
+A process may be stopped between its look at the fence and what it does then. So what is written or deleted is
+reached through its folder, opened before the look: should a successor have removed that folder meanwhile, nothing
+happens to the one that has its name now.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
@@ -20,11 +25,10 @@ from pyarrow import fs
 
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import CommitLog, check_fence, mark_name, unquote_mark
-from prefect_elastic_train.runs.records import UploadMark, encode
-from prefect_elastic_train.runs.resume import attempt_snapshot
+from prefect_elastic_train.runs.commits import CommitLog, Mark, check_fence, is_there, marks
+from prefect_elastic_train.runs.resume import attempt_commit, attempt_snapshot
 from prefect_elastic_train.runs.snapshots import checkpoint_names
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.runs.store import LocalRunStore, open_folder
 
 __all__ = ["RunFilesystem", "run_filesystem", "uploading"]
 
@@ -115,7 +119,8 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return list(self._inner.get_file_info(selector))
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        """Create a folder; in the middle of an upload, the folder of a checkpoint."""
+        """Create a folder, unless another attempt has taken over; in an upload, the folder of a checkpoint."""
+        self._check_fence_of(path)
         checkpoint = self._child(path)
         if checkpoint and _upload.depth:
             self._begin_upload(checkpoint)
@@ -123,13 +128,16 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def delete_dir(self, path: str) -> None:
         """Delete a folder, unless another attempt has taken over."""
-        self._check_fence_of(path)
-        self._inner.delete_dir(path)
+        self._delete_folder(path, self._store.delete_folder, self._inner.delete_dir)
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
         """Empty a folder, unless another attempt has taken over."""
-        self._check_fence_of(path)
-        self._inner.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
+        self._delete_folder(
+            path,
+            self._store.empty_folder,
+            lambda outside: self._inner.delete_dir_contents(outside, missing_dir_ok=missing_dir_ok),
+            missing_ok=missing_dir_ok,
+        )
 
     def delete_root_dir_contents(self) -> None:
         """Refused: nobody means that."""
@@ -137,17 +145,18 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def delete_file(self, path: str) -> None:
         """Delete a file, unless another attempt has taken over."""
-        self._check_fence_of(path)
-        self._inner.delete_file(path)
+        with self._fenced(path) as file:
+            self._inner.delete_file(file)
 
     def move(self, src: str, dest: str) -> None:
         """Move a file or folder, unless another attempt has taken over."""
-        self._check_fence_of(dest)
-        self._inner.move(src, dest)
+        with self._fenced(src) as source, self._fenced(dest) as target:
+            self._inner.move(source, target)
 
     def copy_file(self, src: str, dest: str) -> None:
-        """Copy a file."""
-        self._inner.copy_file(src, dest)
+        """Copy a file, unless another attempt has taken over."""
+        with self._fenced(dest) as target:
+            self._inner.copy_file(src, target)
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
         """Open a file for reading from its beginning; for Ray's snapshot, what this attempt goes on from."""
@@ -163,11 +172,46 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         """Open a file for writing; Ray's snapshot becomes a commit when the stream is closed."""
         if self._is_snapshot(path):
             return pa.PythonFile(_SnapshotSink(self._log), mode="w")
-        return self._inner.open_output_stream(path, metadata=metadata)
+        with self._fenced(path) as file:
+            return self._inner.open_output_stream(file, metadata=metadata)
 
     def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
         """Open a file for appending."""
-        return self._inner.open_append_stream(path, metadata=metadata)
+        with self._fenced(path) as file:
+            return self._inner.open_append_stream(file, metadata=metadata)
+
+    @contextmanager
+    def _fenced(self, path: str) -> Iterator[str]:
+        """Check the fence and give a path to the same file that stays with its folder, whoever takes its name."""
+        if not self._is_in_run(path):
+            yield path
+            return
+        folder, _, name = path.rpartition("/")
+        handle = open_folder(folder)
+        try:
+            check_fence(self._store, self._attempt)
+            yield f"/proc/self/fd/{handle}/{name}"
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(error.errno, os.strerror(error.errno), path) from error
+        finally:
+            os.close(handle)
+
+    def _delete_folder(
+        self,
+        path: str,
+        in_run: Callable[[str, Callable[[], object]], bool],
+        outside: Callable[[str], object],
+        *,
+        missing_ok: bool = False,
+    ) -> None:
+        self._check_fence_of(path)
+        child = self._child(path)
+        if not child:
+            outside(path)
+        elif not in_run(child, lambda: check_fence(self._store, self._attempt)) and not missing_ok:
+            raise FileNotFoundError(f"{path}: there is no such folder")
 
     def _is_snapshot(self, path: str) -> bool:
         return path == f"{self._run_path}/{layout.SNAPSHOT}"
@@ -197,9 +241,8 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return "" if relative == "." or relative.split("/")[0] == layout.STATE_FOLDER else relative
 
     def _begin_upload(self, checkpoint: str) -> None:
-        check_fence(self._store, self._attempt)
-        snapshot = attempt_snapshot(self._store, self._attempt)
-        committed = checkpoint_names(snapshot) if snapshot else []
+        commit = attempt_commit(self._store, self._attempt)
+        committed = checkpoint_names(commit.snapshot) if commit is not None else []
         for name in committed:
             if checkpoint == name or checkpoint.startswith(f"{name}/"):
                 if checkpoint == name:
@@ -208,13 +251,26 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
                         "checkpoint_dir_name for each checkpoint"
                     )
                 return
-        if any(checkpoint.startswith(f"{mark}/") for mark in self._marks()):
+        if commit is not None and checkpoint in commit.condemned:
+            self._check_is_deleted(checkpoint)
+        if any(checkpoint.startswith(f"{begun}/") for begun in self._begun_uploads()):
             return  # a folder inside the checkpoint
-        self._store.create(mark_name(checkpoint), encode(UploadMark(attempt=self._attempt)))
+        Mark(self._attempt, checkpoint).set(self._store)
 
-    def _marks(self) -> list[str]:
-        return [unquote_mark(mark) for mark in self._store.names(layout.UPLOADS)]
+    def _check_is_deleted(self, checkpoint: str) -> None:
+        """Refuse a name whose old folder is still there, unless another rank has begun the new one."""
+        if is_there(self._store, checkpoint) and checkpoint not in self._begun_uploads():
+            raise ElasticTrainError(
+                f"the earlier checkpoint {checkpoint!r} is being deleted, or could not be; report a new "
+                "checkpoint_dir_name for each checkpoint"
+            )
+
+    def _begun_uploads(self) -> list[str]:
+        return [mark.checkpoint for mark in marks(self._store) if mark.attempt == self._attempt]
 
     def _check_fence_of(self, path: str) -> None:
-        if path == self._run_path or path.startswith(f"{self._run_path}/"):
+        if self._is_in_run(path):
             check_fence(self._store, self._attempt)
+
+    def _is_in_run(self, path: str) -> bool:
+        return path == self._run_path or path.startswith(f"{self._run_path}/")

@@ -13,26 +13,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
+from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.runs.store import RunStore
 
 __all__ = [
     "CommitLog",
     "FencedOffError",
+    "Mark",
     "all_attempts",
     "all_commits",
     "attempt_id",
     "check_fence",
+    "is_there",
     "lineage",
-    "mark_name",
+    "marks",
     "newest_attempt",
-    "unquote_mark",
 ]
 
 #: Commits of one attempt that are kept; older ones only matter if the newest are damaged.
@@ -112,7 +114,7 @@ class CommitLog:
     def __init__(self, store: RunStore, attempt: int) -> None:
         self._store = store
         self._attempt = attempt
-        self._manifest: dict[str, dict[str, int]] | None = None
+        self._last: CommitRecord | None = None
         self._sequence = 0
         self._attempt_id: str | None = None
         self._lock = threading.Lock()
@@ -136,16 +138,17 @@ class CommitLog:
             raise ElasticTrainError(f"Ray Train wrote a torn snapshot of {len(data)} bytes; not committed")
         with self._lock:
             check_fence(self._store, self._attempt)
-            manifest = self._complete_manifest(snapshot)
-            record = self._write(snapshot, manifest)
+            last = self._last or self._find_last()
+            record = self._write(snapshot, self._complete_manifest(snapshot, last), last)
             check_fence(self._store, self._attempt)
             self._store.replace(layout.SNAPSHOT, data)
-            previous, self._manifest = self._known_manifest(), manifest
-            self._tidy(previous)
+            self._last = record
+            self._tidy(last, checkpoint_names(snapshot)[-1:])
         return record
 
-    def _complete_manifest(self, snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
-        known = self._known_manifest()
+    def _complete_manifest(self, snapshot: dict[str, Any], last: CommitRecord | None) -> dict[str, dict[str, int]]:
+        """List the files of all checkpoints, those of earlier ones as the previous commit did."""
+        known = last.manifest if last is not None else {}
         manifest = {}
         names = checkpoint_names(snapshot)
         for name in names:
@@ -158,22 +161,27 @@ class CommitLog:
             manifest[name] = files
         return manifest
 
-    def _known_manifest(self) -> dict[str, dict[str, int]]:
-        """Give the manifest of the previous commit, so that a commit lists only its new checkpoint."""
-        if self._manifest is None:
-            self._manifest = {}
-            for attempt, sequence in lineage(self._store):
-                if attempt == self._attempt:
-                    self._sequence = max(self._sequence, sequence)
-                record = decode(CommitRecord, self._store.read(layout.commit_name(attempt, sequence)))
-                if record is not None:
-                    self._manifest = record.manifest
-                    break
-        return self._manifest
+    def _condemned(self, manifest: dict[str, dict[str, int]], last: CommitRecord | None) -> list[str]:
+        """Give what earlier commits named, this one does not, and is still there: Ray is about to delete it."""
+        before = {*last.manifest, *last.condemned} if last is not None else set()
+        return [name for name in sorted(before - manifest.keys()) if is_there(self._store, name)]
 
-    def _write(self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]]) -> CommitRecord:
+    def _find_last(self) -> CommitRecord | None:
+        """Give the previous commit, which may be another attempt's."""
+        for attempt, sequence in lineage(self._store):
+            if attempt == self._attempt:
+                self._sequence = max(self._sequence, sequence)
+            record = decode(CommitRecord, self._store.read(layout.commit_name(attempt, sequence)))
+            if record is not None:
+                return record
+        return None
+
+    def _write(
+        self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]], last: CommitRecord | None
+    ) -> CommitRecord:
         if self._attempt_id is None:
             self._attempt_id = attempt_id(self._store, self._attempt)
+        condemned = self._condemned(manifest, last)
         while True:
             self._sequence += 1
             record = CommitRecord(
@@ -182,29 +190,57 @@ class CommitLog:
                 attempt_id=self._attempt_id,
                 snapshot=snapshot,
                 manifest=manifest,
+                condemned=condemned,
             )
             if self._store.create(layout.commit_name(self._attempt, self._sequence), encode(record)):
                 return record
 
-    def _tidy(self, previous: dict[str, dict[str, int]]) -> None:
+    def _tidy(self, last: CommitRecord | None, newest: list[str]) -> None:
         """Remove upload marks of what was committed before, and commits that nobody will need again.
 
         The newest checkpoint keeps its mark until the next commit: should this commit be lost, nothing else
-        would tell that the folder belongs to no commit.
+        would tell that the folder belongs to no commit. It may have the name of an earlier, damaged one.
         """
-        for mark in self._store.names(layout.UPLOADS):
-            if unquote_mark(mark) in previous:
-                self._store.delete(f"{layout.UPLOADS}/{mark}")
+        confirmed = last.manifest.keys() - set(newest) if last is not None else set()
+        for mark in marks(self._store):
+            if mark.checkpoint in confirmed and mark.attempt <= self._attempt:
+                self._store.delete(mark.name)
         own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
         for sequence in own[:-_COMMITS_KEPT]:
             self._store.delete(layout.commit_name(self._attempt, sequence))
 
 
-def mark_name(checkpoint_name: str) -> str:
-    """Give the object that marks a checkpoint folder as being uploaded."""
-    return f"{layout.UPLOADS}/{quote(checkpoint_name, safe='')}"
+@dataclass(frozen=True)
+class Mark:
+    """Says that an attempt has begun to upload a checkpoint, and that no second commit has named it yet.
+
+    Each attempt has marks of its own, so that none that was stopped for a while removes its successor's.
+    """
+
+    attempt: int
+    checkpoint: str
+
+    @property
+    def name(self) -> str:
+        """Name of its object."""
+        return f"{layout.UPLOADS}/{self.attempt:04d}-{quote(self.checkpoint, safe='')}"
+
+    def set(self, store: RunStore) -> None:
+        """Create it, if it is not there yet."""
+        store.create(self.name, encode(UploadMark(attempt=self.attempt)))
 
 
-def unquote_mark(mark: str) -> str:
-    """Give the checkpoint folder that a mark stands for."""
-    return unquote(mark)
+def marks(store: RunStore) -> list[Mark]:
+    """Give the marks of all attempts."""
+    found = []
+    for name in store.names(layout.UPLOADS):
+        attempt, dash, checkpoint = name.partition("-")
+        if dash and attempt.isdecimal():
+            found.append(Mark(int(attempt), unquote(checkpoint)))
+    return found
+
+
+def is_there(store: RunStore, checkpoint: str) -> bool:
+    """Tell whether there is a folder of this name."""
+    parent, _, name = checkpoint.rpartition("/")
+    return name in store.folders(parent)

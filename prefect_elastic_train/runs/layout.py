@@ -29,7 +29,7 @@ ATTEMPTS = f"{STATE_FOLDER}/attempts"
 ENDED = f"{STATE_FOLDER}/ended"
 COMMITS = f"{STATE_FOLDER}/commits"
 EVENTS = f"{STATE_FOLDER}/events"
-#: One empty object for each checkpoint folder whose upload has begun and that no commit names yet.
+#: One small object for each checkpoint folder whose upload has begun, by the attempt that began it.
 UPLOADS = f"{STATE_FOLDER}/uploads"
 HEARTBEAT = f"{STATE_FOLDER}/heartbeat.json"
 

@@ -134,10 +134,13 @@ class CommitRecord(_Record):
     snapshot: dict[str, Any]
     #: For each checkpoint, path and size in bytes of its files.
     manifest: dict[str, dict[str, int]]
+    #: Checkpoints that earlier commits named and this one does not, whose folders were still there when it was
+    #: written. Ray deletes them next; should it not come to that, they go before workers start again.
+    condemned: list[str] = Field(default_factory=list)
 
 
 class UploadMark(_Record):
-    """``uploads/<checkpoint>``: the checkpoint's upload has begun, and no second commit has named it yet."""
+    """``uploads/<attempt>-<checkpoint>``: the checkpoint's upload has begun, and no second commit has named it yet."""
 
     attempt: int
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
+    Mark,
     all_attempts,
     all_commits,
     attempt_id,
     check_fence,
     lineage,
-    mark_name,
-    unquote_mark,
+    marks,
 )
-from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
+from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs.snapshots import (
     checkpoint_names,
     latest_checkpoint,
@@ -30,6 +31,7 @@ from prefect_elastic_train.runs.store import RunStore
 __all__ = [
     "ResumePoint",
     "adopt_snapshot",
+    "attempt_commit",
     "attempt_snapshot",
     "find_resume_point",
     "mark_dropped",
@@ -112,7 +114,7 @@ def _is_foreign(store: RunStore, record: CommitRecord, attempt: int, sequence: i
 
 def _check_nothing_is_given_up(store: RunStore) -> None:
     """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
-    marked = {unquote_mark(mark).split("/")[0] for mark in store.names(layout.UPLOADS)}
+    marked = {mark.checkpoint.split("/")[0] for mark in marks(store)}
     left = [
         folder
         for folder in store.folders()
@@ -131,23 +133,18 @@ def _check_nothing_is_given_up(store: RunStore) -> None:
     )
 
 
-def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
-    """Give the snapshot that an attempt goes on from: of its newest commit, else of its base.
+def attempt_commit(store: RunStore, attempt: int) -> CommitRecord | None:
+    """Give the commit that an attempt goes on from: its own newest, else its base; None for the beginning.
 
-    This, not Ray's file, is what the attempt's own processes read: a holder that was stopped for a while may
-    still mirror its last commit there after it was fenced off.
+    Checkpoints that were dropped since the base was written are not among those of its snapshot.
     """
-    for number, sequence in reversed(all_commits(store)):
-        if number != attempt:
-            continue
-        record = decode(CommitRecord, store.read(layout.commit_name(number, sequence)))
+    for commit in _own_commits(store, attempt):
+        record = _read_commit(store, commit)
         if record is not None:
-            return record.snapshot
+            return record
     begun = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
-    if begun is None or begun.base is None:
-        return None
-    base = decode(CommitRecord, store.read(layout.commit_name(*begun.base)))
-    if base is None:
+    base = _read_commit(store, begun.base) if begun is not None and begun.base is not None else None
+    if begun is None or begun.base is None or base is None:
         return None
     gone = {
         checkpoint
@@ -155,13 +152,32 @@ def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
         if begun.base[0] < number <= attempt
         for checkpoint in names
     }
-    return without_checkpoints(base.snapshot, gone)
+    usable = without_checkpoints(base.snapshot, gone)
+    return None if usable is None else base.model_copy(update={"snapshot": usable})
+
+
+def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
+    """Give the snapshot that an attempt goes on from: of its newest commit, else of its base.
+
+    This, not Ray's file, is what the attempt's own processes read: a holder that was stopped for a while may
+    still mirror its last commit there after it was fenced off.
+    """
+    commit = attempt_commit(store, attempt)
+    return commit.snapshot if commit is not None else None
+
+
+def _own_commits(store: RunStore, attempt: int) -> list[tuple[int, int]]:
+    return [commit for commit in reversed(all_commits(store)) if commit[0] == attempt]
+
+
+def _read_commit(store: RunStore, commit: tuple[int, int]) -> CommitRecord | None:
+    return decode(CommitRecord, store.read(layout.commit_name(*commit)))
 
 
 def mark_dropped(store: RunStore, point: ResumePoint, attempt: int) -> None:
     """Mark the folders of dropped checkpoints, so that they are gone before anything takes their names."""
     for checkpoint in point.dropped:
-        store.create(mark_name(checkpoint), encode(UploadMark(attempt=attempt)))
+        Mark(attempt, checkpoint).set(store)
 
 
 def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
@@ -225,7 +241,10 @@ def seed_run(store: RunStore, checkpoint_name: str, metrics: dict[str, Any], ray
 
 
 def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
-    """Remove checkpoint folders whose upload began and that no commit names. No worker may be running.
+    """Remove checkpoint folders that no commit needs: interrupted uploads, and what was to be deleted.
+
+    No worker may be running. Marks of what is committed stay until the next commit: should this one be lost, they
+    tell whose upload it was.
 
     Args:
         store: The run directory.
@@ -235,22 +254,32 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
         The names of the folders.
 
     Raises:
-        FencedOffError: Another attempt has taken over; nothing was removed.
+        FencedOffError: Another attempt has taken over; nothing that it needs was removed.
     """
-    check_fence(store, attempt)
-    snapshot = attempt_snapshot(store, attempt)
-    needed = set(checkpoint_names(snapshot)) if snapshot else set()
+
+    def check() -> None:
+        check_fence(store, attempt)
+
+    check()
+    commit = attempt_commit(store, attempt)
+    needed = set(checkpoint_names(commit.snapshot)) if commit is not None else set()
+    own_marks = [mark for mark in marks(store) if mark.attempt <= attempt]
+    unfinished = {mark.checkpoint for mark in own_marks} | set(commit.condemned if commit is not None else [])
     removed = []
-    for name in store.names(layout.UPLOADS):
-        mark = decode(UploadMark, store.read(f"{layout.UPLOADS}/{name}"))
-        if mark is not None and mark.attempt > attempt:
+    for checkpoint in sorted(unfinished):
+        if _overlaps(checkpoint, needed):
             continue
-        checkpoint = unquote_mark(name)
-        if checkpoint not in needed:
-            store.delete_folder(checkpoint)
+        if store.delete_folder(checkpoint, check):
             removed.append(checkpoint)
-        store.delete(f"{layout.UPLOADS}/{name}")
+        for mark in own_marks:
+            if mark.checkpoint == checkpoint:
+                store.delete(mark.name)
     return removed
+
+
+def _overlaps(checkpoint: str, needed: Iterable[str]) -> bool:
+    """Tell whether a folder is, holds, or is part of a checkpoint that is needed."""
+    return any(f"{checkpoint}/".startswith(f"{name}/") or f"{name}/".startswith(f"{checkpoint}/") for name in needed)
 
 
 def _dropped_by_attempts(store: RunStore) -> list[tuple[int, list[str]]]:

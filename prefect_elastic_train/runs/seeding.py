@@ -9,10 +9,9 @@ from typing import Any
 from pyarrow import fs
 
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.runs.commits import mark_name
+from prefect_elastic_train.runs.commits import Mark
 from prefect_elastic_train.runs.identity import check_run_name
 from prefect_elastic_train.runs.reading import newest_commit
-from prefect_elastic_train.runs.records import UploadMark, encode
 from prefect_elastic_train.runs.resume import seed_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import LocalRunStore
@@ -56,7 +55,7 @@ def copy_checkpoint(storage_path: str, resume_from: str, target: LocalRunStore) 
     target.delete_folder(folder)  # what an interrupted copy left behind
     local = fs.LocalFileSystem()
     # Marked like an upload, so that a copy that is cut short is known for what it is.
-    target.create(mark_name(folder), encode(UploadMark(attempt=0)))
+    Mark(0, folder).set(target)
     destination = os.path.join(target.path, folder)
     local.create_dir(destination)
     fs.copy_files(os.path.join(source.path, chosen["checkpoint_dir_name"]), destination, local, local)

@@ -9,10 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["LocalRunStore", "RunStore"]
+__all__ = ["LocalRunStore", "RunStore", "open_folder"]
+
+#: How a folder is opened whose content will be deleted.
+_NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class RunStore(Protocol):
@@ -55,8 +60,17 @@ class RunStore(Protocol):
         """Delete an object; nothing happens if it does not exist."""
         ...
 
-    def delete_folder(self, name: str) -> None:
-        """Delete a folder and all below it; nothing happens if it does not exist."""
+    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+        """Delete a folder and all below it; nothing happens if it does not exist.
+
+        Args:
+            name: The folder.
+            check: Called when the folder is held and nothing is deleted yet; raises if it shall stay. What takes
+                the folder's name after the check is not deleted, however long the caller was stopped.
+
+        Returns:
+            Whether there was one.
+        """
         ...
 
 
@@ -65,6 +79,8 @@ class LocalRunStore:
 
     #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
     _TEMPORARY_PREFIX = ".tmp-"
+    #: So often a folder is swept into which somebody still writes.
+    _SWEEPS = 10
 
     def __init__(self, path: str) -> None:
         self._root = Path(path)
@@ -150,21 +166,66 @@ class LocalRunStore:
         """See :meth:`RunStore.delete`."""
         (self._root / name).unlink(missing_ok=True)
 
-    def delete_folder(self, name: str) -> None:
-        """See :meth:`RunStore.delete_folder`."""
-        root = self._root / name
-        if not root.is_dir():
-            return
-        for parent, folders, files in os.walk(root, topdown=False):
-            for file in files:
-                Path(parent, file).unlink(missing_ok=True)
-            for folder in folders:
-                child = Path(parent, folder)
-                if child.is_symlink():
-                    child.unlink(missing_ok=True)
-                else:
-                    child.rmdir()
-        root.rmdir()
+    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+        """See :meth:`RunStore.delete_folder`.
+
+        All is deleted through the open folder, which stays the same one whoever takes its name. By name only an
+        empty folder can go.
+        """
+        return self._delete_folder(name, check, with_itself=True)
+
+    def empty_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+        """Delete all below a folder, under the same conditions as :meth:`delete_folder`."""
+        return self._delete_folder(name, check, with_itself=False)
+
+    def _delete_folder(self, name: str, check: Callable[[], object] | None, *, with_itself: bool) -> bool:
+        path = self._root / name
+        try:
+            handle = os.open(path, _NO_LINK)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        try:
+            if check is not None:
+                check()
+            for turns_left in reversed(range(self._SWEEPS)):
+                self._empty(handle)
+                if not with_itself or not _is_still(handle, path):
+                    break
+                try:
+                    self._remove_empty(path)
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError as error:
+                    # A writer that was stopped until now may have created a file since the folder was swept.
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not turns_left:
+                        raise
+        finally:
+            os.close(handle)
+        self._sync_folder(path.parent)
+        return True
+
+    def _empty(self, handle: int) -> None:
+        """Delete all below an open folder. Others may do the same."""
+        with os.scandir(handle) as found:
+            entries = list(found)
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if not entry.is_dir(follow_symlinks=False):
+                    self._unlink(entry.name, handle)
+                    continue
+                child = os.open(entry.name, _NO_LINK, dir_fd=handle)
+                try:
+                    self._empty(child)
+                finally:
+                    os.close(child)
+                os.rmdir(entry.name, dir_fd=handle)
+
+    def _unlink(self, name: str, handle: int) -> None:
+        os.unlink(name, dir_fd=handle)
+
+    def _remove_empty(self, path: Path) -> None:
+        path.rmdir()
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         try:
@@ -212,6 +273,19 @@ class LocalRunStore:
             pass
         finally:
             os.close(handle)
+
+
+def open_folder(path: str | Path) -> int:
+    """Open a folder, to tell it from a later one of the same name. The caller closes the file descriptor."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _is_still(handle: int, path: Path) -> bool:
+    """Tell whether a path still leads to an open folder."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

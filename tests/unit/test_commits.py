@@ -16,16 +16,16 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
     CommitLog,
     FencedOffError,
+    Mark,
     all_attempts,
     all_commits,
     check_fence,
     lineage,
-    mark_name,
+    marks,
     newest_attempt,
-    unquote_mark,
 )
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
-from prefect_elastic_train.runs.resume import find_resume_point, restore_snapshot
+from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads, restore_snapshot
 from prefect_elastic_train.runs.store import LocalRunStore
 from tests.unit.support import Training, begin, claim, empty_snapshot, private_folder, tear, with_result
 
@@ -164,9 +164,47 @@ def test_the_mark_of_an_upload_goes_with_the_commit_after_its_own_and_others_sta
     training = Training(store, begin(store).attempt)
     training.begin_upload("under/way")
     training.report("a")
-    assert [unquote_mark(mark) for mark in store.names(layout.UPLOADS)] == ["a", "under/way"]
+    assert [mark.checkpoint for mark in marks(store)] == ["a", "under/way"]
     training.report("b")
-    assert [unquote_mark(mark) for mark in store.names(layout.UPLOADS)] == ["b", "under/way"]
+    assert [mark.checkpoint for mark in marks(store)] == ["b", "under/way"]
+
+
+def test_the_mark_of_a_checkpoint_that_took_a_damaged_ones_name_stays_until_the_next_commit(
+    store: LocalRunStore,
+) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("a")
+    training.report("b")
+    store.delete_folder("b")
+    begun = begin(store)
+    remove_interrupted_uploads(store, begun.attempt)
+    second = Training(store, begun.attempt)
+    second.report("b")
+    assert marks(store) == [Mark(2, "b")]
+    second.report("c")
+    assert marks(store) == [Mark(2, "c")]
+
+
+def test_the_marks_of_a_successor_stay_when_a_holder_tidies_up_late(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("a")
+    training.report("b")
+    Mark(2, "a").set(store)
+    training.report("c")
+    assert marks(store) == [Mark(1, "c"), Mark(2, "a")]
+
+
+def test_a_commit_tells_what_is_to_be_deleted_until_it_is(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt, keep=1)
+    training.report("a")
+    assert training.report("b").condemned == ["a"]
+    assert training.report("c").condemned == ["a", "b"]
+    store.delete_folder("a")
+    assert training.report("d").condemned == ["b", "c"]
+    second = Training(store, begin(store).attempt, keep=1)
+    assert second.report("e").condemned == ["b", "c", "d"], "the one of the attempt before"
+    store.delete_folder("b")
+    assert second.report("b").condemned == ["c", "d", "e"], "a name that was used again"
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -263,9 +301,14 @@ def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
         assert before == []
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40))
-def test_a_mark_stands_for_its_folder_whatever_that_is_called(name: str) -> None:
-    mark = mark_name(name)
-    assert mark.startswith(f"{layout.UPLOADS}/")
-    assert mark.count("/") == layout.UPLOADS.count("/") + 1
-    assert unquote_mark(mark.rpartition("/")[2]) == name
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40),
+    st.integers(0, 20_000),
+)
+def test_a_mark_stands_for_its_attempt_and_folder_whatever_that_is_called(name: str, attempt: int) -> None:
+    mark = Mark(attempt, name)
+    assert mark.name.count("/") == layout.UPLOADS.count("/") + 1
+    with private_folder() as folder:
+        store = LocalRunStore(folder)
+        store.create(mark.name, b"")
+        assert marks(store) == [mark]

@@ -7,6 +7,7 @@ and always the same size, so a mixture of two attempts cannot be seen by sizes; 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,17 @@ class MortalStore(LocalRunStore):
         self._live()
         super().delete(name)
 
-    def delete_folder(self, name: str) -> None:
+    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
         self._live()
-        super().delete_folder(name)
+        return super().delete_folder(name, check)
+
+    def _unlink(self, name: str, handle: int) -> None:
+        self._live()
+        super()._unlink(name, handle)
+
+    def _remove_empty(self, path: Path) -> None:
+        self._live()
+        super()._remove_empty(path)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Attempts that overlap and die between any two operations on the store.
 
-Every attempt runs in a thread of its own, and the test decides before each operation on the store who goes on
-and who dies there. Checkpoints hold the history that led to them, so a mixture of two lineages cannot hide.
+Every attempt runs in a thread of its own, and the test decides before each operation on the store and on the disk who
+goes on and who dies there: between two files of an upload, in the middle of a file, within a deletion. Checkpoints
+are named by their number, so overlapping attempts use the same names. Each of their files holds the history that led
+to it, all of one size, so a mixture of two attempts or lineages is seen here and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
@@ -29,7 +32,9 @@ from prefect_elastic_train.runs.store import LocalRunStore
 from tests.unit.support import claim, empty_snapshot, examples, private_folder, with_result
 
 Chain = tuple[str, ...]
-"""Names of the checkpoints that training went through, oldest first."""
+"""The uploads that training went through, oldest first; each has a name of its own."""
+
+FILES = ("rank-0.json", "rank-1.json")
 
 
 class Died(BaseException):
@@ -121,24 +126,52 @@ class SteppedStore(LocalRunStore):
         self.turn(f"delete {name}")
         super().delete(name)
 
-    def delete_folder(self, name: str) -> None:
+    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+        def check_and_wait() -> None:
+            if check is not None:
+                check()
+            self.turn(f"sweep {name}")
+
         self.turn(f"delete {name}")
-        super().delete_folder(name)
+        return super().delete_folder(name, check_and_wait)
+
+    def _unlink(self, name: str, handle: int) -> None:
+        self.turn(f"unlink {name}")
+        super()._unlink(name, handle)
+
+    def _remove_empty(self, path: Path) -> None:
+        self.turn(f"rmdir {path}")
+        super()._remove_empty(path)
+
+
+class SteppedDisk:
+    """The filesystem below the run filesystem, where writing waits for its turn."""
+
+    def __init__(self, turn: Callable[[str], None]) -> None:
+        self._disk = fs.LocalFileSystem()
+        self._turn = turn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._disk, name)
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        self._turn(f"mkdir {path}")
+        self._disk.create_dir(path, recursive=recursive)
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        self._turn(f"open {path}")
+        return self._disk.open_output_stream(path, metadata=metadata)
 
 
 class SteppedFilesystem(RunFilesystem):
-    """The run filesystem of an attempt, over a store that waits for its turn."""
+    """The run filesystem of an attempt, over a store and a disk that wait for their turn."""
 
     def __init__(self, store: SteppedStore, attempt: int) -> None:
         super().__init__(store.path, attempt)
         self._store = store
         self._log._store = store
+        self._inner = SteppedDisk(store.turn)
         self.turn = store.turn
-
-    def delete_dir(self, path: str) -> None:
-        self._check_fence_of(path)
-        self.turn(f"delete {path}")
-        fs.LocalFileSystem().delete_dir(path)
 
 
 @dataclass
@@ -154,7 +187,9 @@ class Ledger:
         """Read the history out of a checkpoint."""
         if not checkpoint:
             return ()
-        return tuple(json.loads(Path(self.path, checkpoint, "history.json").read_bytes()))
+        files = {Path(self.path, checkpoint, file).read_bytes() for file in FILES}
+        assert len(files) == 1, f"{checkpoint} is of two attempts: {files}"
+        return tuple(json.loads(files.pop()))
 
     def check_whole(self, snapshot: dict[str, Any]) -> None:
         """All checkpoints of a snapshot are there, with the histories of one lineage."""
@@ -163,21 +198,34 @@ class Ledger:
             assert later[: len(earlier)] == earlier, f"two lineages are mixed: {earlier} and {later}"
 
 
-def drive(driver: Driver, ledger: Ledger, label: str, reports: int, keep: int) -> None:
+@dataclass(frozen=True)
+class Workload:
+    """What each attempt does.
+
+    Attributes:
+        reports: How many checkpoints it reports.
+        keep: How many of them stay.
+        interrupted: Whether its first upload is cut short by a worker that dies, and begun anew.
+    """
+
+    reports: int
+    keep: int
+    interrupted: bool = False
+
+
+def drive(driver: Driver, ledger: Ledger, label: str, workload: Workload) -> None:
     """Do what a driver and Ray Train do in one attempt; a fenced-off one may fail in any way."""
     store = SteppedStore(ledger.path, driver)
     begun = begin_attempt(store, claim(driver_restarts=1000, max_attempts_without_progress=1000))
     assert isinstance(begun, Begun)
     try:
-        _train(store, driver, ledger, begun, label, reports, keep)
+        _train(store, driver, ledger, begun, label, workload)
     except Exception:
         if newest_attempt(LocalRunStore(ledger.path)) == begun.attempt:
             raise
 
 
-def _train(
-    store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, label: str, reports: int, keep: int
-) -> None:
+def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, label: str, workload: Workload) -> None:
     chain = ledger.chain(begun.point.checkpoint)
     ledger.begun.append((begun, chain))
     filesystem = SteppedFilesystem(store, begun.attempt)
@@ -186,23 +234,43 @@ def _train(
     snapshot = loaded or empty_snapshot()
     ledger.check_whole(snapshot)
     remove_interrupted_uploads(store, begun.attempt)
-    for number in range(reports):
-        name = f"checkpoint-{label}-{number}"
-        with uploading():
-            filesystem.create_dir(f"{ledger.path}/{name}", recursive=True)
-        driver.turn("upload")
-        chain = (*chain, name)
-        with filesystem.open_output_stream(f"{ledger.path}/{name}/history.json", None) as stream:
-            stream.write(json.dumps(chain).encode())
+    for number in range(workload.reports):
+        name = f"epoch-{len(chain) + 1}"
+        chain = (*chain, f"{label:>4}-{number}")
+        if workload.interrupted and number == 0:
+            _upload(filesystem, driver, name, (*chain[:-1], f"{label:>4}-x"), FILES[:1])
+            remove_interrupted_uploads(store, begun.attempt)
+        try:
+            _upload(filesystem, driver, name, chain, FILES)
+        except FileNotFoundError:
+            # One that was stopped before the very end of a deletion removes a successor's folder while it is empty:
+            # a failure of the worker group, which starts anew.
+            remove_interrupted_uploads(store, begun.attempt)
+            _upload(filesystem, driver, name, chain, FILES)
         snapshot = with_result(snapshot, name, {})
-        dropped = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"][:-keep]]
+        dropped = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"][: -workload.keep]]
         for field_name in ("checkpoint_results", "checkpoint_report_indices"):
-            snapshot[field_name] = snapshot[field_name][-keep:]
+            snapshot[field_name] = snapshot[field_name][-workload.keep :]
         filesystem._log.commit(json.dumps(snapshot).encode())
         ledger.acknowledged.append((begun.attempt, chain))
         ledger.check_whole(snapshot)
         for old in dropped:
             filesystem.delete_dir(f"{ledger.path}/{old}")
+
+
+def _upload(filesystem: SteppedFilesystem, driver: Driver, name: str, chain: Chain, files: tuple[str, ...]) -> None:
+    """Upload a checkpoint file by file, each in two writes."""
+    path = f"{filesystem._run_path}/{name}"
+    with uploading():
+        filesystem.create_dir(path, recursive=True)
+    data = json.dumps(chain).encode()
+    for file in files:
+        driver.turn("upload")
+        with filesystem.open_output_stream(f"{path}/{file}", None) as stream:
+            stream.write(data[: len(data) // 2])
+            stream.flush()
+            driver.turn("write")
+            stream.write(data[len(data) // 2 :])
 
 
 def _load_snapshot(filesystem: SteppedFilesystem) -> dict[str, Any] | None:
@@ -232,7 +300,7 @@ class Turn:
     dies: bool = False
 
 
-def play(schedule: list[Turn], drivers: int, reports: int, keep: int) -> None:
+def play(schedule: list[Turn], drivers: int, workload: Workload) -> None:
     """Run attempts by a schedule.
 
     What must hold after any schedule: a later attempt has everything that an earlier one was told is durable,
@@ -242,7 +310,7 @@ def play(schedule: list[Turn], drivers: int, reports: int, keep: int) -> None:
         ledger = Ledger(f"{folder}/run")
 
         def start(label: str) -> Driver:
-            return Driver(lambda driver: drive(driver, ledger, label, reports, keep))
+            return Driver(lambda driver: drive(driver, ledger, label, workload))
 
         running = [start(str(number)) for number in range(drivers)]
         everybody = list(running)
@@ -295,8 +363,14 @@ OPERATIONS = [
     f"list {layout.COMMITS}",
     f"replace {layout.SNAPSHOT}",
     "delete",
+    "sweep",
+    "unlink",
+    "rmdir",
     "load",
+    "mkdir",
     "upload",
+    "open",
+    "write",
 ]
 
 
@@ -312,22 +386,29 @@ def schedules(drivers: int, max_turns: int) -> st.SearchStrategy[list[Turn]]:
     return st.lists(turn, min_size=1, max_size=max_turns)
 
 
+def workloads(reports: int) -> st.SearchStrategy[Workload]:
+    """Give workloads of so many reports."""
+    return st.builds(Workload, reports=st.just(reports), keep=st.integers(1, 2), interrupted=st.booleans())
+
+
 @examples(40)
-@given(schedule=schedules(drivers=3, max_turns=16), keep=st.integers(1, 2))
-def test_nothing_committed_is_lost_or_mixed_whoever_overlaps_and_dies(schedule: list[Turn], keep: int) -> None:
-    play(schedule, drivers=3, reports=2, keep=keep)
+@given(schedule=schedules(drivers=3, max_turns=16), workload=workloads(2))
+def test_nothing_committed_is_lost_or_mixed_whoever_overlaps_and_dies(schedule: list[Turn], workload: Workload) -> None:
+    play(schedule, drivers=3, workload=workload)
 
 
 @examples(20)
-@given(schedule=schedules(drivers=1, max_turns=12), keep=st.integers(1, 2))
-def test_nothing_committed_is_lost_when_attempts_die_one_after_the_other(schedule: list[Turn], keep: int) -> None:
-    play(schedule, drivers=1, reports=3, keep=keep)
+@given(schedule=schedules(drivers=1, max_turns=12), workload=workloads(3))
+def test_nothing_committed_is_lost_when_attempts_die_one_after_the_other(
+    schedule: list[Turn], workload: Workload
+) -> None:
+    play(schedule, drivers=1, workload=workload)
 
 
 @examples(40)
-@given(holder=st.integers(1, 30), successor=st.integers(1, 40), dies=st.booleans(), keep=st.integers(1, 2))
+@given(holder=st.integers(1, 30), successor=st.integers(1, 40), dies=st.booleans(), workload=workloads(3))
 def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
-    holder: int, successor: int, dies: bool, keep: int
+    holder: int, successor: int, dies: bool, workload: Workload
 ) -> None:
     play(
         [
@@ -338,9 +419,26 @@ def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
             Turn(1, "load", dies=dies),
         ],
         drivers=2,
-        reports=3,
-        keep=keep,
+        workload=workload,
     )
+
+
+#: Operations of an upload and of a deletion before which a holder is stopped for a while.
+STOPS = [f"create {layout.UPLOADS}", "mkdir", "open", "write", "delete", "sweep", "unlink", "rmdir"]
+
+
+@pytest.mark.parametrize(("commits", "keep"), [(0, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("stop", STOPS)
+def test_one_that_was_stopped_in_an_upload_or_a_deletion_does_not_touch_what_took_the_name(
+    stop: str, commits: int, keep: int
+) -> None:
+    workload = Workload(reports=3, keep=keep, interrupted=True)
+    holder_commits = [Turn(0, f"create {layout.COMMITS}", times=commits)] * bool(commits)
+    for times, more in itertools.product((1, 2), (1, 3)):
+        holder_is_stopped = Turn(0, stop, times=times)
+        successor_commits = Turn(1, f"create {layout.COMMITS}", times=more)
+        holder_goes_on = Turn(0, "the end")
+        play([*holder_commits, holder_is_stopped, successor_commits, holder_goes_on], drivers=2, workload=workload)
 
 
 def test_a_holder_that_froze_before_it_mirrored_a_commit_cannot_make_ray_start_from_it_later() -> None:
@@ -352,6 +450,5 @@ def test_a_holder_that_froze_before_it_mirrored_a_commit_cannot_make_ray_start_f
     play(
         [frozen_before_mirror, successor_commits, third_has_begun, frozen_wakes_up, third_loads],
         drivers=3,
-        reports=3,
-        keep=1,
+        workload=Workload(reports=3, keep=1),
     )

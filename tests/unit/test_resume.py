@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, all_commits
+from prefect_elastic_train.runs.commits import FencedOffError, Mark, all_attempts, all_commits, marks
 from prefect_elastic_train.runs.resume import adopt_snapshot, find_resume_point, remove_interrupted_uploads
 from prefect_elastic_train.runs.store import LocalRunStore
 from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, empty_snapshot, tear, with_result
@@ -71,6 +73,7 @@ def test_an_undamaged_run_resumes_at_its_newest_commit_without_repairs(
 
 def test_a_torn_commit_is_passed_over_and_told(store: LocalRunStore, training: Training) -> None:
     tear(store, layout.commit_name(1, 3))
+    tear(store, layout.SNAPSHOT)
     begun = begin(store)
     assert (begun.point.base, begun.point.checkpoint) == ((1, 2), "b")
     assert begun.notes == ["commit 0001-000003 is torn and was passed over"]
@@ -82,6 +85,7 @@ def test_a_commit_with_a_torn_snapshot_inside_is_passed_over(store: LocalRunStor
     record = json.loads(store.read(name) or b"")
     record["snapshot"]["checkpoint_report_indices"] = []
     store.replace(name, json.dumps(record).encode())
+    store.delete(layout.SNAPSHOT)
     assert begin(store).point.checkpoint == "b"
 
 
@@ -210,6 +214,7 @@ def test_a_resumed_run_goes_on_from_its_repaired_snapshot(store: LocalRunStore, 
 def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(store: LocalRunStore, training: Training) -> None:
     Training(store, begin(store).attempt).report("d")
     tear(store, layout.commit_name(2, 1))
+    tear(store, layout.SNAPSHOT)
     begun = begin(store)
     assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
 
@@ -277,15 +282,15 @@ def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: LocalR
     assert remove_interrupted_uploads(store, attempt) == ["interrupted", "nested/interrupted"]
     assert store.folders() == [layout.STATE_FOLDER, "a", "b", "c", "nested", "unmarked"]
     assert store.folders("nested") == []
-    assert store.names(layout.UPLOADS) == []
+    assert [mark.checkpoint for mark in marks(store)] == ["c"], "the newest commit may be lost yet"
     assert remove_interrupted_uploads(store, attempt) == []
 
 
 def test_an_upload_that_had_not_created_its_folder_is_forgotten(store: LocalRunStore, training: Training) -> None:
     training.begin_upload("nothing")
     store.delete_folder("nothing")
-    remove_interrupted_uploads(store, begin(store).attempt)
-    assert store.names(layout.UPLOADS) == []
+    assert remove_interrupted_uploads(store, begin(store).attempt) == []
+    assert [mark.checkpoint for mark in marks(store)] == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -297,10 +302,9 @@ def test_a_checkpoint_whose_mark_outlived_its_commit_is_not_taken_for_an_interru
     store: LocalRunStore, training: Training, damage: Any
 ) -> None:
     training.upload("d")
-    mark = store.names(layout.UPLOADS)[0]
-    content = store.read(f"{layout.UPLOADS}/{mark}")
     training.commit("d")
-    store.create(f"{layout.UPLOADS}/{mark}", content or b"")  # the crash came before it was removed
+    for name in "cd":
+        Mark(1, name).set(store)  # the crash came before it was removed
     damage(store)
     assert remove_interrupted_uploads(store, 1) == []
     assert store.file_sizes("d") == {"model.pt": 12}
@@ -347,6 +351,125 @@ def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: 
     old_controller.before_worker_group_start(None)
     second.commit("epoch-1")
     assert find_resume_point(store).checkpoint == "epoch-1"
+
+
+class StoppedStore(LocalRunStore):
+    """The store of a controller that is stopped at one moment of a deletion, while something happens."""
+
+    def __init__(self, path: str, moment: str, happens: Callable[[], object]) -> None:
+        super().__init__(path)
+        self._moment = moment
+        self._happens: Callable[[], object] | None = happens
+
+    def _pass(self, moment: str) -> None:
+        if moment == self._moment and self._happens is not None:
+            happens, self._happens = self._happens, None
+            happens()
+
+    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+        def check_and_stop() -> None:
+            if check is not None:
+                check()
+            self._pass("checked")
+
+        self._pass("before the check")
+        return super().delete_folder(name, check_and_stop)
+
+    def _unlink(self, name: str, handle: int) -> None:
+        self._pass("in the sweep")
+        super()._unlink(name, handle)
+
+    def _remove_empty(self, path: Path) -> None:
+        self._pass("swept")
+        super()._remove_empty(path)
+
+    def delete(self, name: str) -> None:
+        self._pass("before its mark goes")
+        super().delete(name)
+
+
+MOMENTS = ["before the check", "checked", "in the sweep", "swept", "before its mark goes"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_controller_stopped_in_a_deletion_leaves_what_its_successor_committed_under_the_name(
+    store: LocalRunStore, moment: str
+) -> None:
+    first = Training(store, begin(store).attempt)
+    first.report("epoch-1")
+    first.upload("epoch-2", {"old.pt": b"old"})
+
+    def successor_commits() -> None:
+        begun = begin(store)
+        remove_interrupted_uploads(store, begun.attempt)
+        second = Training(store, begun.attempt)
+        second.report("epoch-2")
+        second.report("epoch-3")
+
+    stopped = StoppedStore(store.path, moment, successor_commits)
+    with suppress(FencedOffError, OSError):
+        remove_interrupted_uploads(stopped, 1)
+    begun = begin(store)
+    assert (begun.point.base, begun.notes) == ((2, 2), [])
+    assert store.file_sizes("epoch-2") == {"model.pt": 18}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_controller_stopped_in_a_deletion_leaves_its_successors_mark(store: LocalRunStore, moment: str) -> None:
+    first = Training(store, begin(store).attempt)
+    first.report("epoch-1")
+    first.upload("epoch-2", {"rank-0.pt": b"old"})
+
+    def successor_uploads() -> None:
+        begun = begin(store)
+        remove_interrupted_uploads(store, begun.attempt)
+        Training(store, begun.attempt).upload("epoch-2", {"rank-1.pt": b"half"})
+
+    with suppress(FencedOffError, OSError):
+        remove_interrupted_uploads(StoppedStore(store.path, moment, successor_uploads), 1)
+    third = begin(store)
+    remove_interrupted_uploads(store, third.attempt)
+    assert store.folders() == [layout.STATE_FOLDER, "epoch-1"], "half an upload is left, and nothing tells"
+
+
+def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.upload("epoch-1")
+    late = iter(range(3))
+
+    class Late(LocalRunStore):
+        """A worker writes another file each time that the folder has been emptied, for a while."""
+
+        def _remove_empty(self, path: Path) -> None:
+            for number in late:
+                Path(path, f"late-{number}").write_bytes(b"")
+                break
+            super()._remove_empty(path)
+
+    assert remove_interrupted_uploads(Late(store.path), 1) == ["epoch-1"]
+    assert store.folders() == [layout.STATE_FOLDER]
+
+
+def test_a_folder_that_somebody_keeps_filling_is_an_error_after_a_while(store: LocalRunStore) -> None:
+    Training(store, begin(store).attempt).upload("epoch-1")
+
+    class Filling(LocalRunStore):
+        def _remove_empty(self, path: Path) -> None:
+            Path(path, "another").write_bytes(b"")
+            super()._remove_empty(path)
+
+    with pytest.raises(OSError, match="not empty"):
+        remove_interrupted_uploads(Filling(store.path), 1)
+
+
+def test_an_interrupted_upload_that_overlaps_a_committed_checkpoint_stays(
+    store: LocalRunStore, training: Training
+) -> None:
+    training.report("epochs/1")
+    for name in ("epochs", "epochs/1/part"):
+        Mark(1, name).set(store)
+    assert remove_interrupted_uploads(store, 1) == []
+    assert begin(store).notes == []
 
 
 def test_a_run_taken_over_from_another_flow_run_resumes_at_its_checkpoint(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,16 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 from prefect_elastic_train.filesystems import run_filesystem, uploading
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, all_commits, unquote_mark
+from prefect_elastic_train.runs.commits import FencedOffError, all_commits, check_fence, marks
 from prefect_elastic_train.runs.records import CommitRecord, decode
-from prefect_elastic_train.runs.resume import find_resume_point
+from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads
 from prefect_elastic_train.runs.store import LocalRunStore
 from tests.unit.ray_storage import Ray
 from tests.unit.support import begin, empty_snapshot, with_result
 
 
 def _marks(store: LocalRunStore) -> list[str]:
-    return [unquote_mark(mark) for mark in store.names(layout.UPLOADS)]
+    return [mark.checkpoint for mark in marks(store)]
 
 
 def _write_snapshot(store: LocalRunStore, attempt: int, data: bytes) -> None:
@@ -211,24 +213,166 @@ def test_a_name_that_only_begins_like_a_committed_one_is_free(store: LocalRunSto
     assert find_resume_point(store).checkpoint == "epoch-10"
 
 
-DELETIONS: list[Callable[[Any, str], None]] = [
-    lambda filesystem, run: filesystem.delete_dir(f"{run}/a"),
-    lambda filesystem, run: filesystem.delete_dir_contents(f"{run}/a"),
-    lambda filesystem, run: filesystem.delete_dir(run),
-    lambda filesystem, run: filesystem.delete_file(f"{run}/a/model.pt"),
-    lambda filesystem, run: filesystem.move(f"{run}/b", f"{run}/a"),
-    lambda filesystem, run: filesystem.move(f"{run}/a", f"{run}/../gone"),
-]
+def _write(filesystem: Any, path: str) -> None:
+    with filesystem.open_output_stream(path) as stream:
+        stream.write(b"late")
 
 
-@pytest.mark.parametrize("delete", DELETIONS, ids=["folder", "contents", "run", "file", "move onto", "move away"])
-def test_a_fenced_off_attempt_deletes_nothing(store: LocalRunStore, delete: Callable[[Any, str], None]) -> None:
+def _append(filesystem: Any, path: str) -> None:
+    with filesystem.open_append_stream(path) as stream:
+        stream.write(b"late")
+
+
+CHANGES: dict[str, Callable[[Any, str], None]] = {
+    "delete a folder": lambda filesystem, run: filesystem.delete_dir(f"{run}/a"),
+    "empty a folder": lambda filesystem, run: filesystem.delete_dir_contents(f"{run}/a"),
+    "delete the run": lambda filesystem, run: filesystem.delete_dir(run),
+    "delete a file": lambda filesystem, run: filesystem.delete_file(f"{run}/a/model.pt"),
+    "move onto": lambda filesystem, run: filesystem.move(f"{run}/b", f"{run}/a"),
+    "move away": lambda filesystem, run: filesystem.move(f"{run}/a", f"{run}/../gone"),
+    "move out of the run": lambda filesystem, run: filesystem.move(f"{run}/a", f"{run}-gone"),
+    "copy onto": lambda filesystem, run: filesystem.copy_file(f"{run}/a/model.pt", f"{run}/a/rank-0/optim.pt"),
+    "write": lambda filesystem, run: _write(filesystem, f"{run}/a/model.pt"),
+    "write another": lambda filesystem, run: _write(filesystem, f"{run}/a/another.pt"),
+    "append": lambda filesystem, run: _append(filesystem, f"{run}/a/model.pt"),
+    "create a folder": lambda filesystem, run: filesystem.create_dir(f"{run}/a/folder"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_fenced_off_attempt_changes_nothing(store: LocalRunStore, change: Callable[[Any, str], None]) -> None:
     Ray(store, begin(store).attempt).start().report("a")
     begin(store)
     filesystem = run_filesystem(store.path, 1)
     with pytest.raises(FencedOffError):
-        delete(filesystem, store.path)
+        change(filesystem, store.path)
     assert store.file_sizes("a") == {"model.pt": 1, "rank-0/optim.pt": 2}
+    assert sorted(path.name for path in Path(store.path, "a").iterdir()) == ["model.pt", "rank-0"]
+    assert sorted(path.name for path in Path(store.path).parent.iterdir()) == [Path(store.path).name]
+
+
+def _taken_over(store: LocalRunStore) -> None:
+    """Let a successor remove the interrupted epoch-2, and commit its own."""
+    begun = begin(store)
+    successor = Ray(store, begun.attempt).start()
+    remove_interrupted_uploads(store, begun.attempt)
+    successor.report("epoch-2", {"a": b"NEW2a", "b": b"NEW2b"})
+
+
+STOPS = ["between two files", "in the middle of a file", "between its look at the fence and its write"]
+
+
+@pytest.mark.parametrize("stopped", STOPS)
+def test_a_worker_that_was_stopped_in_an_upload_writes_nothing_into_its_successors_checkpoint(
+    store: LocalRunStore, stopped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Ray(store, begin(store).attempt).start()
+    old.report("epoch-1", {"a": b"OLD1a", "b": b"OLD1b"})
+    filesystem = run_filesystem(store.path, 1)
+    with uploading():
+        filesystem.create_dir(f"{store.path}/epoch-2")
+    with filesystem.open_output_stream(f"{store.path}/epoch-2/a") as stream:
+        stream.write(b"OLD")
+        if stopped == "in the middle of a file":
+            _taken_over(store)
+        stream.write(b"2a")
+    if stopped == "between two files":
+        _taken_over(store)
+    if stopped == "between its look at the fence and its write":
+
+        def look_and_stop(*arguments: Any) -> None:
+            monkeypatch.undo()
+            check_fence(*arguments)
+            _taken_over(store)
+
+        # By name: the package gives a function of the module's name.
+        module = sys.modules["prefect_elastic_train.filesystems.run_filesystem"]
+        monkeypatch.setattr(module, "check_fence", look_and_stop)
+    with pytest.raises((FencedOffError, FileNotFoundError)):
+        filesystem.open_output_stream(f"{store.path}/epoch-2/b")
+    files = {path.name: path.read_bytes() for path in Path(store.path, "epoch-2").iterdir()}
+    assert files == {"a": b"NEW2a", "b": b"NEW2b"}
+    begun = begin(store)
+    assert (begun.point.checkpoint, begun.notes) == ("epoch-2", [])
+
+
+def test_an_error_of_the_disk_names_the_file_as_it_is_known(store: LocalRunStore) -> None:
+    begin(store)
+    store.create("folder/file", b"")
+    filesystem = run_filesystem(store.path, 1)
+    with pytest.raises(IsADirectoryError, match=f"{store.path}/folder"):
+        filesystem.open_output_stream(f"{store.path}/folder")
+    with pytest.raises(FileNotFoundError, match=f"{store.path}/missing"):
+        filesystem.open_output_stream(f"{store.path}/missing/file")
+    with pytest.raises(FileNotFoundError, match=f"{store.path}/missing"):
+        filesystem.delete_dir(f"{store.path}/missing")
+    filesystem.delete_dir_contents(f"{store.path}/missing", missing_dir_ok=True)
+
+
+class Died(BaseException):
+    """The process was killed."""
+
+
+def _die_in_the_next_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: Any, **__: Any) -> bool:
+        monkeypatch.undo()
+        raise Died
+
+    monkeypatch.setattr(LocalRunStore, "delete_folder", die)
+
+
+def _dies_between_commit_and_deletion(store: LocalRunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a run of two checkpoints that keeps one, in which the first was not deleted any more."""
+    ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
+    ray.report("ping", {"rank-0": b"p0", "rank-1": b"p1"})
+    _die_in_the_next_deletion(monkeypatch)
+    with pytest.raises(Died):
+        ray.report("pong", {"rank-0": b"q0", "rank-1": b"q1"})
+    assert store.folders() == [layout.STATE_FOLDER, "ping", "pong"]
+
+
+def test_a_checkpoint_whose_deletion_a_crash_prevented_goes_before_the_next_workers_start(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _dies_between_commit_and_deletion(store, monkeypatch)
+    begun = begin(store)
+    ray = Ray(store, begun.attempt, num_to_keep=1).start()
+    assert (begun.point.checkpoint, begun.notes) == ("pong", [])
+    assert remove_interrupted_uploads(store, begun.attempt) == ["ping"]
+    ray.report("ping", {"rank-0": b"NEW"})
+    assert store.file_sizes("ping") == {"rank-0": 3}, "stale files are in the new checkpoint"
+    assert store.folders() == [layout.STATE_FOLDER, "ping"]
+    assert remove_interrupted_uploads(store, begun.attempt) == []
+
+
+def test_attempts_that_die_at_once_after_such_a_crash_do_not_make_it_forgotten(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _dies_between_commit_and_deletion(store, monkeypatch)
+    begin(store)
+    begun = begin(store)
+    assert remove_interrupted_uploads(store, begun.attempt) == ["ping"]
+
+
+def test_a_deletion_that_fails_is_made_up_for_however_many_commits_follow(
+    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
+    ray.report("ping")
+
+    def fail(*_: Any, **__: Any) -> bool:
+        monkeypatch.undo()
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalRunStore, "delete_folder", fail)
+    for number in range(7):
+        ray.report(f"epoch-{number}")  # Ray logs the error and goes on
+    assert store.folders() == [layout.STATE_FOLDER, "epoch-6", "ping"]
+    with pytest.raises(ElasticTrainError, match="'ping' is being deleted, or could not be"):
+        ray.upload("ping", {"rank-0": b"NEW"})
+    assert remove_interrupted_uploads(store, 1) == ["ping"]
+    for _ in range(2):  # two ranks
+        ray.upload("ping", {"rank-0": b"NEW"})
 
 
 def test_the_holder_of_the_fence_deletes(store: LocalRunStore) -> None:
