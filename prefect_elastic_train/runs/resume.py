@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_elastic_train.driver.events import CheckpointCommitted
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
@@ -18,6 +20,7 @@ from prefect_elastic_train.runs.commits import (
     lineage,
     marks,
 )
+from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs.snapshots import (
     checkpoint_names,
@@ -40,6 +43,9 @@ __all__ = [
     "seed_run",
 ]
 
+#: How Ray Train calls a checkpoint that the loop gives no name.
+_RAYS_NAME = re.compile(r"checkpoint_\d")
+
 
 @dataclass(frozen=True)
 class ResumePoint:
@@ -50,12 +56,14 @@ class ResumePoint:
         snapshot: Ray's snapshot to start from; None for the beginning.
         dropped: Names of damaged checkpoints on the way there.
         repairs: What was repaired or dropped to get there, in words.
+        regained: The base, if its object is lost and was put together again from Ray's file.
     """
 
     base: tuple[int, int] | None = None
     snapshot: dict[str, Any] | None = None
     dropped: list[str] = field(default_factory=list)
     repairs: list[str] = field(default_factory=list)
+    regained: CommitRecord | None = None
 
     @property
     def checkpoint(self) -> str:
@@ -80,14 +88,19 @@ def find_resume_point(store: RunStore) -> ResumePoint:
     dropped_before = _dropped_by_attempts(store)
     for attempt, sequence in lineage(store):
         name = f"{attempt:04d}-{sequence:06d}"
-        record = decode(CommitRecord, store.read(layout.commit_name(attempt, sequence)))
-        snapshot = parse_snapshot(json.dumps(record.snapshot)) if record is not None else None
-        if record is None or snapshot is None:
-            repairs.append(f"commit {name} is torn and was passed over")
-            continue
-        if _is_foreign(store, record, attempt, sequence):
-            repairs.append(f"commit {name} is another run's and was passed over")
-            continue
+        record, snapshot = _read_whole(store, (attempt, sequence))
+        regained = None
+        if record is None or snapshot is None or _is_foreign(store, record, attempt, sequence):
+            what = "torn" if record is None or snapshot is None else "another run's"
+            record = regained = _mirrored_commit(store, (attempt, sequence))
+            if record is None:
+                repairs.append(f"commit {name} is {what} and was passed over")
+                continue
+            snapshot = record.snapshot
+            repairs.append(
+                f"commit {name} was {what} and was written anew from Ray's snapshot; the files of "
+                f"{checkpoint_names(snapshot)[-1]} could not be checked"
+            )
         gone.update(checkpoint for later, names in dropped_before if later > attempt for checkpoint in names)
         for checkpoint in checkpoint_names(snapshot):
             damage = "" if checkpoint in gone else _damage(store, checkpoint, record.manifest.get(checkpoint))
@@ -97,13 +110,56 @@ def find_resume_point(store: RunStore) -> ResumePoint:
                 repairs.append(f"checkpoint {checkpoint} was dropped: {damage}")
         usable = without_checkpoints(snapshot, gone)
         if usable is not None:
-            return ResumePoint((attempt, sequence), usable, _once(dropped), _once(repairs))
+            return ResumePoint((attempt, sequence), usable, _once(dropped), _once(repairs), regained)
         repairs.append(f"commit {name} has no whole checkpoint left and was passed over")
     return ResumePoint(None, None, _once(dropped), _once(repairs))
 
 
 def _has_readable_commit(store: RunStore) -> bool:
-    return any(decode(CommitRecord, store.read(layout.commit_name(*commit))) for commit in all_commits(store))
+    if any(decode(CommitRecord, store.read(layout.commit_name(*commit))) for commit in all_commits(store)):
+        return True
+    newest = next(lineage(store), None)
+    return newest is not None and _mirrored_commit(store, newest) is not None
+
+
+def _read_whole(store: RunStore, commit: tuple[int, int]) -> tuple[CommitRecord | None, dict[str, Any] | None]:
+    """Give a commit and its snapshot; None for what is torn."""
+    record = decode(CommitRecord, store.read(layout.commit_name(*commit)))
+    return record, parse_snapshot(json.dumps(record.snapshot)) if record is not None else None
+
+
+def _mirrored_commit(store: RunStore, commit: tuple[int, int]) -> CommitRecord | None:
+    """Put the newest commit, which is lost, together again from Ray's file, if that is its mirror beyond doubt.
+
+    Ray's file may also mirror an earlier commit: a crash can come before it is written, and a holder that was
+    stopped may write it late. It is this commit's if it is further than the newest earlier commit that can be
+    read, names one checkpoint more, and that one was uploaded by this commit's attempt. Its upload mark tells so,
+    which stays until the next commit. Of that checkpoint no manifest is left: it is taken as it is.
+    """
+    ordered = list(lineage(store))
+    mirror = parse_snapshot(store.read(layout.SNAPSHOT))
+    names = checkpoint_names(mirror) if mirror is not None else []
+    if mirror is None or not names or ordered[:1] != [commit]:
+        return None
+    earlier = (_read_whole(store, other) for other in ordered[1:])
+    before = next((record for record, snapshot in earlier if record is not None and snapshot is not None), None)
+    known = before.manifest if before is not None else {}
+    files = store.file_sizes(names[-1])
+    if (
+        not files
+        or Mark(commit[0], names[-1]) not in marks(store)
+        or not known.keys() >= set(names[:-1])
+        or (before is not None and mirror["current_report_index"] <= before.snapshot["current_report_index"])
+    ):
+        return None
+    return CommitRecord(
+        attempt=commit[0],
+        sequence=commit[1],
+        attempt_id=attempt_id(store, commit[0]),
+        snapshot=mirror,
+        manifest={**{name: known[name] for name in names[:-1]}, names[-1]: files},
+        condemned=sorted(known.keys() - set(names)),
+    )
 
 
 def _is_foreign(store: RunStore, record: CommitRecord, attempt: int, sequence: int) -> bool:
@@ -114,23 +170,40 @@ def _is_foreign(store: RunStore, record: CommitRecord, attempt: int, sequence: i
 
 def _check_nothing_is_given_up(store: RunStore) -> None:
     """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
-    marked = {mark.checkpoint.split("/")[0] for mark in marks(store)}
+    rays_file = store.read(layout.SNAPSHOT)
+    # A mark alone is no proof of an interrupted upload once Ray's file exists, which is written after a commit.
+    marked = {mark.checkpoint.split("/")[0] for mark in marks(store)} if rays_file is None else set()
     left = [
         folder
         for folder in store.folders()
         if folder != layout.STATE_FOLDER and folder not in marked and store.file_sizes(folder)
     ]
+    snapshot = parse_snapshot(rays_file)
+    named = {name.split("/")[0] for name in checkpoint_names(snapshot)} if snapshot is not None else set()
+    if named.isdisjoint(left) and not _has_ever_committed(store):
+        # Folders that a person or the loop itself has made.
+        left = [folder for folder in left if _RAYS_NAME.match(folder)]
     if not left:
         return
     shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
     ways = [f"bring the files in {layout.COMMITS} back", "move the folders away to begin anew"]
-    if parse_snapshot(store.read(layout.SNAPSHOT)) is not None:
+    if snapshot is not None:
         ways.append(f"move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, which is readable")
     raise AttemptFailedError(
         f"no commit of {store.uri} is left or readable, and it holds {len(left)} folders that may be checkpoints "
         f"({shown}). Nothing was touched. Either {', or '.join(ways)}, or give another run_name",
         outcome=Outcome.INVALID,
     )
+
+
+def _has_ever_committed(store: RunStore) -> bool:
+    """Look for traces of commits, which may be lost by now."""
+    if all_commits(store):
+        return True
+    records = (decode(AttemptRecord, store.read(layout.attempt_name(number))) for number in all_attempts(store))
+    if any(record is not None and record.base is not None for record in records):
+        return True
+    return any(isinstance(event, CheckpointCommitted) for event in read_history(store))
 
 
 def attempt_commit(store: RunStore, attempt: int) -> CommitRecord | None:
@@ -171,7 +244,7 @@ def _own_commits(store: RunStore, attempt: int) -> list[tuple[int, int]]:
 
 
 def _read_commit(store: RunStore, commit: tuple[int, int]) -> CommitRecord | None:
-    return decode(CommitRecord, store.read(layout.commit_name(*commit)))
+    return decode(CommitRecord, store.read(layout.commit_name(*commit))) or _mirrored_commit(store, commit)
 
 
 def mark_dropped(store: RunStore, point: ResumePoint, attempt: int) -> None:
@@ -181,11 +254,14 @@ def mark_dropped(store: RunStore, point: ResumePoint, attempt: int) -> None:
 
 
 def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
-    """Put the resume point back as Ray's file.
+    """Put the resume point back as Ray's file, and its commit if that was lost.
 
     Returns:
         What was wrong with Ray's file, in words; empty if it was what it should be.
     """
+    if point.regained is not None:
+        regained = point.regained
+        store.replace(layout.commit_name(regained.attempt, regained.sequence), encode(regained))
     current = store.read(layout.SNAPSHOT)
     if point.snapshot is None:
         store.delete(layout.SNAPSHOT)
@@ -263,6 +339,11 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
     check()
     commit = attempt_commit(store, attempt)
     needed = set(checkpoint_names(commit.snapshot)) if commit is not None else set()
+    if not _goes_on_from_readable(store, attempt):
+        snapshot = parse_snapshot(store.read(layout.SNAPSHOT))
+        if snapshot is None:
+            return []
+        needed.update(checkpoint_names(snapshot))
     own_marks = [mark for mark in marks(store) if mark.attempt <= attempt]
     unfinished = {mark.checkpoint for mark in own_marks} | set(commit.condemned if commit is not None else [])
     removed = []
@@ -275,6 +356,14 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
             if mark.checkpoint == checkpoint:
                 store.delete(mark.name)
     return removed
+
+
+def _goes_on_from_readable(store: RunStore, attempt: int) -> bool:
+    """Tell whether the very commit that an attempt goes on from can be read; true also for the beginning."""
+    begun = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
+    base = begun.base if begun is not None else None
+    newest = next(iter(_own_commits(store, attempt)), base)
+    return newest is None or _read_commit(store, newest) is not None
 
 
 def _overlaps(checkpoint: str, needed: Iterable[str]) -> bool:

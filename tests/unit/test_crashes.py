@@ -103,6 +103,12 @@ class Committed:
 
     number: tuple[int, int]
     checkpoints: tuple[tuple[str, bytes], ...]
+    snapshot: dict[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its checkpoints."""
+        return [name for name, _ in self.checkpoints]
 
 
 class CrashingRun(RuleBasedStateMachine):
@@ -122,7 +128,7 @@ class CrashingRun(RuleBasedStateMachine):
 
     @rule(
         epochs=st.integers(1, 3),
-        dies_in=st.sampled_from(["begin", "upload", "commit", "next epoch"]),
+        dies_in=st.sampled_from(["begin", "upload", "commit", "deletion", "next epoch"]),
         after=st.integers(0, 15),
     )
     def train(self, epochs: int, dies_in: str, after: int) -> None:
@@ -177,8 +183,13 @@ class CrashingRun(RuleBasedStateMachine):
             training.commit(name)
         finally:
             for number in set(all_commits(self.store)) - known:
-                self.commits[number] = Committed(number, tuple((kept_name, contents[kept_name]) for kept_name in kept))
-        for old in set(before) - set(kept):
+                record = decode(CommitRecord, self.store.read(layout.commit_name(*number)))
+                assert record is not None
+                checkpoints = tuple((kept_name, contents[kept_name]) for kept_name in kept)
+                self.commits[number] = Committed(number, checkpoints, record.snapshot)
+        if dies_in == "deletion":
+            store.die_after(after)
+        for old in sorted(set(before) - set(kept)):
             store.delete_folder(old)
 
     @precondition(lambda self: self.commits)
@@ -192,6 +203,7 @@ class CrashingRun(RuleBasedStateMachine):
         if what == "commit torn":
             for attempt, sequence in itertools.islice(lineage(self.store), 1):
                 tear(self.store, layout.commit_name(attempt, sequence))
+                self._lose_mirror_of_damaged()
         elif what == "snapshot missing":
             self.store.delete(layout.SNAPSHOT)
         elif what == "snapshot foreign":
@@ -206,6 +218,14 @@ class CrashingRun(RuleBasedStateMachine):
             self.store.delete(f"{epochs[newest]}/rank-{rank}.pt")
         elif what == "file torn" and self.store.read(f"{epochs[newest]}/rank-{rank}.pt") is not None:
             tear(self.store, f"{epochs[newest]}/rank-{rank}.pt")
+        self._lose_mirror_of_damaged()
+
+    def _lose_mirror_of_damaged(self) -> None:
+        """Leave out what cannot be seen: damage to the newest commit and, at once, to the files that it lists."""
+        for number in itertools.islice(lineage(self.store), 1):
+            damaged = not all(self._is(name, content) for name, content in self.commits[number].checkpoints[-1:])
+            if damaged and not self._is_readable(number):
+                self.store.replace(layout.SNAPSHOT, b"{")
 
     @invariant()
     def nothing_is_left_half_written(self) -> None:
@@ -227,12 +247,21 @@ class CrashingRun(RuleBasedStateMachine):
     def _newest_whole(self) -> list[tuple[str, bytes]]:
         """Give the checkpoints of the newest commit that is whole and has any that are, those that are."""
         for number in lineage(self.store):
-            if decode(CommitRecord, self.store.read(layout.commit_name(*number))) is None:
+            if not self._is_readable(number) and not self._is_mirrored(number):
                 continue
             whole = [(name, content) for name, content in self.commits[number].checkpoints if self._is(name, content)]
             if whole:
                 return whole
         return []
+
+    def _is_mirrored(self, number: tuple[int, int]) -> bool:
+        """Tell whether Ray's file proves what a torn commit was: with it, earlier checkpoints can be checked."""
+        ordered = list(lineage(self.store))
+        mirror = parse_snapshot(self.store.read(layout.SNAPSHOT))
+        readable = [self.commits[other] for other in ordered[1:] if self._is_readable(other)]
+        earlier = readable[0].names if readable else []
+        committed = self.commits[number]
+        return number == ordered[0] and mirror == committed.snapshot and set(committed.names[:-1]) <= set(earlier)
 
     def _is(self, name: str, content: bytes) -> bool:
         return all(self.store.read(f"{name}/rank-{rank}.pt") == content for rank in range(RANKS))

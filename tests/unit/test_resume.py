@@ -14,9 +14,11 @@ from ray.train import CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager, _CheckpointManagerState
 from ray.train.v2._internal.execution.storage import StorageContext
 
+from prefect_elastic_train.driver.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, Mark, all_attempts, all_commits, marks
+from prefect_elastic_train.runs.records import AttemptRecord, encode
 from prefect_elastic_train.runs.resume import adopt_snapshot, find_resume_point, remove_interrupted_uploads
 from prefect_elastic_train.runs.store import LocalRunStore
 from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, empty_snapshot, tear, with_result
@@ -78,6 +80,21 @@ def test_a_torn_commit_is_passed_over_and_told(store: LocalRunStore, training: T
     assert (begun.point.base, begun.point.checkpoint) == ((1, 2), "b")
     assert begun.notes == ["commit 0001-000003 is torn and was passed over"]
     assert _ray_resumes(store) == "b"
+
+
+def test_a_torn_commit_is_written_anew_from_its_mirror_and_told(store: LocalRunStore, training: Training) -> None:
+    whole = json.loads(store.read(layout.commit_name(1, 3)) or b"")
+    tear(store, layout.commit_name(1, 3))
+    begun = begin(store)
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
+    assert begun.notes == [
+        "commit 0001-000003 was torn and was written anew from Ray's snapshot; the files of c could not be checked"
+    ]
+    assert json.loads(store.read(layout.commit_name(1, 3)) or b"") == {
+        **whole,
+        "at": pytest.approx(whole["at"], abs=60),
+    }
+    assert _ray_resumes(store) == "c"
 
 
 def test_a_commit_with_a_torn_snapshot_inside_is_passed_over(store: LocalRunStore, training: Training) -> None:
@@ -217,6 +234,46 @@ def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(store: Loca
     tear(store, layout.SNAPSHOT)
     begun = begin(store)
     assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
+
+
+def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store: LocalRunStore) -> None:
+    first = begin(store)
+    Training(store, first.attempt).upload("epoch-1")
+    store.create("tensorboard/events", b"1")
+    second = begin(store)
+    assert second.point.checkpoint == ""
+    assert remove_interrupted_uploads(store, second.attempt) == ["epoch-1"]
+    assert store.file_sizes("tensorboard") == {"events": 1}
+
+
+def _event(store: LocalRunStore) -> None:
+    committed = CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={})
+    store.create(f"{layout.EVENTS}/0001-000.jsonl", encode_event(committed).encode())
+
+
+def _base(store: LocalRunStore) -> None:
+    store.create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))))
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda store: store.create(layout.commit_name(1, 1), b""),
+        _base,
+        _event,
+        lambda store: _ray_wrote(store, ["folder"]),
+        lambda store: store.create("checkpoint_2026-01-01_00-00-00.000000/model.pt", b"1"),
+    ],
+    ids=["commit", "base of an attempt", "history", "Ray's snapshot", "name that Ray gives"],
+)
+def test_a_trace_of_lost_commits_is_enough_to_begin_nothing_anew(store: LocalRunStore, trace: Any) -> None:
+    begin(store)
+    store.create("folder/file", b"1")
+    trace(store)
+    with pytest.raises(AttemptFailedError, match="no commit of") as refused:
+        begin(store, claim(max_attempts_without_progress=100))
+    assert refused.value.outcome is Outcome.INVALID
+    assert store.file_sizes("folder")
 
 
 def test_a_raw_run_of_ray_is_refused_with_the_way_to_adopt_it(store: LocalRunStore) -> None:

@@ -16,11 +16,12 @@ from ray.train import CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
 
+from prefect_elastic_train.driver.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun
 from prefect_elastic_train.runs.commits import all_commits
-from prefect_elastic_train.runs.records import AttemptRecord, decode
+from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.store import LocalRunStore
 from tests.unit.ray_storage import Ray
@@ -132,7 +133,9 @@ SNAPSHOT_WRITTEN_ANEW = "Ray's snapshot was torn and was written anew from the n
 SNAPSHOT_DIFFERED = "Ray's snapshot differed from the newest commit and was written anew from it"
 SNAPSHOT_MISSED = "Ray's snapshot was missing and was written anew from the newest commit"
 COMMIT_TORN = "commit 0001-000004 is torn and was passed over"
-COMMIT_USELESS = "commit 0001-000004 has no whole checkpoint left and was passed over"
+WRITTEN_ANEW = "was written anew from Ray's snapshot; the files of epoch-4 could not be checked"
+COMMIT_REGAINED = f"commit 0001-000004 was torn and {WRITTEN_ANEW}"
+FOREIGN_REGAINED = f"commit 0001-000004 was another run's and {WRITTEN_ANEW}"
 
 SNAPSHOTS = [
     *[
@@ -151,15 +154,11 @@ SNAPSHOTS = [
 ]
 
 COMMITS = [
-    *[
-        Damage(f"newest commit {how}", _rewrite(COMMIT, torn), tuple(EPOCHS[:3]), (COMMIT_TORN,))
-        for how, torn in TORN.items()
-    ],
+    *[Damage(f"newest commit {how}", _rewrite(COMMIT, torn), repairs=(COMMIT_REGAINED,)) for how, torn in TORN.items()],
     Damage(
         "newest commit replaced by another run's with other checkpoint names",
         _replace_by_other_runs(COMMIT, OTHER_NAMES),
-        tuple(EPOCHS[:3]),
-        ("commit 0001-000004 is another run's and was passed over",),
+        repairs=(FOREIGN_REGAINED,),
     ),
     Damage("newest commit removed", _remove(COMMIT), tuple(EPOCHS[:3]), note=SNAPSHOT_DIFFERED),
 ]
@@ -174,11 +173,17 @@ BOTH = [
     for how, torn in TORN.items()
 ] + [
     Damage(
+        "snapshot removed and newest commit replaced by another run's with other checkpoint names",
+        _both(_remove(layout.SNAPSHOT), _replace_by_other_runs(COMMIT, OTHER_NAMES)),
+        tuple(EPOCHS[:3]),
+        ("commit 0001-000004 is another run's and was passed over",),
+    ),
+    Damage(
         "snapshot and newest commit removed",
         _both(_remove(layout.SNAPSHOT), _remove(COMMIT)),
         tuple(EPOCHS[:3]),
         note=SNAPSHOT_MISSED,
-    )
+    ),
 ]
 
 
@@ -283,14 +288,85 @@ def test_an_attempt_that_dies_at_once_leaves_its_repair_to_the_next(trained: Loc
     assert begun.notes == [], "what was repaired already was told again"
 
 
+@pytest.mark.parametrize(("lose", "newest"), [(lambda store: None, 4), (_remove(layout.SNAPSHOT), 3)])
 @pytest.mark.parametrize("more", ["", " and more"], ids=["of the same sizes", "of other sizes"])
-def test_another_runs_commit_that_names_the_same_checkpoints_is_passed_over(trained: LocalRunStore, more: str) -> None:
+def test_another_runs_commit_that_names_the_same_checkpoints_is_passed_over(
+    trained: LocalRunStore, more: str, lose: Do, newest: int
+) -> None:
     trained.replace(COMMIT, _other_run(trained, EPOCHS, more).read(COMMIT) or b"")
+    lose(trained)
     begun, ray = _resume(trained)
-    whole = [name for name in EPOCHS[:3] if trained.file_sizes(name)]
-    assert whole == EPOCHS[:3], f"whole checkpoints were removed, and {begun.notes} was told"
+    whole = [name for name in EPOCHS[:newest] if trained.file_sizes(name)]
+    assert whole == EPOCHS[:newest], f"whole checkpoints were removed, and {begun.notes} was told"
     assert ray.manager.latest_checkpoint_result.metrics == {"loss": 0.5}, "Ray knows what the other run reported"
-    assert ray.latest == begun.point.checkpoint == "epoch-3"
+    assert ray.latest == begun.point.checkpoint == f"epoch-{newest}"
+
+
+@pytest.mark.parametrize("torn", TORN.values(), ids=TORN)
+def test_the_only_commit_is_given_back_by_rays_snapshot(store: LocalRunStore, torn: Change) -> None:
+    _report(Ray(store, begin(store).attempt).start(), EPOCHS[:1])
+    whole = decode(CommitRecord, store.read(layout.commit_name(1, 1)))
+    _rewrite(layout.commit_name(1, 1), torn)(store)
+    begun, ray = _resume(store)
+    assert ray.latest == begun.point.checkpoint == "epoch-1"
+    assert store.file_sizes("epoch-1") == {f"rank-{rank}/model.pt": 17 for rank in range(2)}
+    again = decode(CommitRecord, store.read(layout.commit_name(1, 1)))
+    assert whole is not None
+    assert again is not None
+    assert again.model_dump(exclude={"at"}) == whole.model_dump(exclude={"at"})
+
+
+def test_the_only_commit_torn_without_proof_is_refused_and_its_checkpoint_stays(store: LocalRunStore) -> None:
+    _report(Ray(store, begin(store).attempt).start(), EPOCHS[:1])
+    for name in (layout.commit_name(1, 1), layout.SNAPSHOT):
+        _rewrite(name, _cut(5))(store)
+    with pytest.raises(AttemptFailedError, match=r"1 folders that may be checkpoints \(epoch-1\)"):
+        begin(store)
+    assert store.file_sizes("epoch-1")
+
+
+def test_a_commit_torn_under_a_living_attempt_does_not_cost_the_newest_checkpoint(store: LocalRunStore) -> None:
+    ray = Ray(store, begin(store).attempt).start()
+    _report(ray, EPOCHS[:2])
+    _rewrite(layout.commit_name(1, 2), _cut(5))(store)
+    ray.upload("epoch-3", {"rank-0/model.pt": b"half"})
+    assert remove_interrupted_uploads(store, 1) == ["epoch-3"]
+    _rewrite(layout.SNAPSHOT, _cut(5))(store)
+    assert remove_interrupted_uploads(store, 1) == [], "nothing tells what it needs"
+    assert store.file_sizes("epoch-2")
+
+
+def test_a_base_torn_under_a_living_attempt_does_not_cost_its_checkpoint(store: LocalRunStore) -> None:
+    _report(Ray(store, begin(store).attempt).start(), EPOCHS[:1])
+    begun, _ = _resume(store)
+    _rewrite(layout.commit_name(1, 1), _cut(5))(store)
+    assert remove_interrupted_uploads(store, begun.attempt) == []
+    assert store.file_sizes("epoch-1")
+
+
+def test_rays_snapshot_of_an_earlier_commit_is_no_proof_of_a_torn_one(store: LocalRunStore) -> None:
+    ray = Ray(store, begin(store).attempt).start()
+    _report(ray, EPOCHS[:1])
+    earlier = store.read(layout.SNAPSHOT) or b""
+    _report(ray, EPOCHS[1:2])
+    # A holder that was stopped wrote its last mirror late.
+    store.replace(layout.SNAPSHOT, earlier)
+    _rewrite(layout.commit_name(1, 2), _cut(5))(store)
+    begun, ray = _resume(store)
+    assert (ray.latest, begun.notes) == ("epoch-1", ["commit 0001-000002 is torn and was passed over"])
+
+
+def test_another_attempts_upload_is_no_proof_of_a_torn_commit(store: LocalRunStore) -> None:
+    _report(Ray(store, begin(store).attempt).start(), EPOCHS[:2])
+    third, ray = _resume(store)
+    _report(ray, EPOCHS[2:3])
+    mirror = store.read(layout.SNAPSHOT) or b""
+    fourth, ray = _resume(store)
+    _report(ray, EPOCHS[3:4])
+    for attempt in (third.attempt, fourth.attempt):
+        _rewrite(layout.commit_name(attempt, 1), _cut(5))(store)
+    store.replace(layout.SNAPSHOT, mirror)
+    assert _resume(store)[1].latest == "epoch-2"
 
 
 def test_a_damaged_checkpoint_is_not_taken_for_an_older_one_that_had_its_name(store: LocalRunStore) -> None:
@@ -313,12 +389,12 @@ def _on_all_commits(do: Callable[[str], Do]) -> Do:
 
 
 NO_COMMIT_LEFT = pytest.mark.parametrize(
-    "lose",
+    ("lose", "folders"),
     [
-        _both(_on_all_commits(_remove), _remove(layout.SNAPSHOT)),
-        _on_all_commits(_remove),
-        _both(_on_all_commits(lambda name: _rewrite(name, _cut(5))), _remove(layout.SNAPSHOT)),
-        _on_all_commits(lambda name: _rewrite(name, _cut(5))),
+        (_both(_on_all_commits(_remove), _remove(layout.SNAPSHOT)), 3),
+        (_on_all_commits(_remove), 4),
+        (_both(_on_all_commits(lambda name: _rewrite(name, _cut(5))), _remove(layout.SNAPSHOT)), 3),
+        (_on_all_commits(lambda name: _rewrite(name, _cut(5))), 4),
     ],
     ids=["commits and snapshot removed", "commits removed", "commits torn, snapshot removed", "commits torn"],
 )
@@ -326,12 +402,14 @@ NO_COMMIT_LEFT = pytest.mark.parametrize(
 
 @NO_COMMIT_LEFT
 def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_it_is(
-    trained: LocalRunStore, lose: Do
+    trained: LocalRunStore, lose: Do, folders: int
 ) -> None:
+    committed = CheckpointCommitted(attempt=1, checkpoint="epoch-4", size_bytes=34, metrics={})
+    trained.create(f"{layout.EVENTS}/0001-000.jsonl", encode_event(committed).encode())
     lose(trained)
     before = {name: trained.file_sizes(name) for name in EPOCHS}
     snapshot = trained.read(layout.SNAPSHOT)
-    with pytest.raises(AttemptFailedError, match="3 folders that may be checkpoints") as refused:
+    with pytest.raises(AttemptFailedError, match=f"{folders} folders that may be checkpoints") as refused:
         begin(trained)
     assert refused.value.outcome is Outcome.INVALID
     assert "move the folders away to begin anew" in str(refused.value)
