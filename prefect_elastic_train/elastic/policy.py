@@ -93,6 +93,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         self._held: dict[str, int] = {}
         self._looked_at = float("-inf")
         self._next_look = float("-inf")
+        self._is_first_start = True
         self._waiting_since: float | None = None
         self._reported_waiting_at = float("-inf")
 
@@ -105,7 +106,9 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             use_chosen_slices()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        """Start as large as possible, once ``min_workers`` fit and ``max_workers`` had their time to come.
+        """Start as large as possible, once ``min_workers`` fit.
+
+        Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once.
 
         Raises:
             CapacityTimeoutError: ``min_workers`` did not fit for longer than they may be waited for.
@@ -117,6 +120,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         workers = self._workers_to_start_with(now) if now - self._looked_at >= _LOOK_SECONDS else 0
         if workers:
             self._waiting_since = None
+            self._is_first_start = False
             return self._get_resize_decision(workers)
         time.sleep(_REST_SECONDS)
         return NoopDecision()
@@ -150,11 +154,12 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
                     f"{missing} lacking. Add capacity, lower min_workers or raise capacity_timeout_seconds"
                 )
             return 0
-        if possible < self._demand.max_workers and waited < self._patience.wait_for_max_seconds:
-            return 0
+        if self._is_first_start:
+            if possible < self._demand.max_workers and waited < self._patience.wait_for_max_seconds:
+                return 0
+            return possible
         # What has only just come may go as quickly; without it, if that is enough, nothing is lost when it does.
-        enough = stable >= self._demand.min_workers and not self._patience.wait_for_max_seconds
-        return stable if enough else possible
+        return stable if stable >= self._demand.min_workers else possible
 
     def _decide_growth(self, group: Any, status: Any) -> ScalingDecision:
         now = time.monotonic()
