@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from prefect_elastic_train.outcomes import AttemptFailedError
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_commits, lineage
+from prefect_elastic_train.runs.commits import Mark, all_commits, lineage, marks
 from prefect_elastic_train.runs.records import CommitRecord, decode
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
@@ -258,10 +258,17 @@ class CrashingRun(RuleBasedStateMachine):
         """Tell whether Ray's file proves what a torn commit was: with it, earlier checkpoints can be checked."""
         ordered = list(lineage(self.store))
         mirror = parse_snapshot(self.store.read(layout.SNAPSHOT))
-        readable = [self.commits[other] for other in ordered[1:] if self._is_readable(other)]
-        earlier = readable[0].names if readable else []
+        if mirror is None or number != ordered[0]:
+            return False
         committed = self.commits[number]
-        return number == ordered[0] and mirror == committed.snapshot and set(committed.names[:-1]) <= set(earlier)
+        names = checkpoint_names(mirror)  # less what was damaged, if it was restored since
+        readable = [self.commits[other] for other in ordered[1:] if self._is_readable(other)]
+        return (
+            mirror["current_report_index"] == committed.snapshot["current_report_index"]
+            and names[-1:] == committed.names[-1:]
+            and set(names[:-1]) <= set(readable[0].names if readable else [])
+            and Mark(number[0], names[-1]) in marks(self.store)
+        )
 
     def _is(self, name: str, content: bytes) -> bool:
         return all(self.store.read(f"{name}/rank-{rank}.pt") == content for rank in range(RANKS))
