@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture
 from prefect.client.schemas.objects import StateType
 
+from prefect_elastic_train.dead_runs import LOST
 from prefect_elastic_train.outcomes import ConfigurationError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _ENDINGS = {
         "TimedOut",
         "Cancelled",
         "Crashed",
+        LOST,
         "AwaitingRetry",
         "Scheduled",
         "Paused",
@@ -49,7 +51,8 @@ _ENDINGS = {
 }
 #: How long after its beginning a run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
-#: The state of a run whose own terminal got Ctrl-C: its user meant that.
+#: The state of a run whose own terminal got Ctrl-C: its user meant that. An async flow ends so if the signal comes
+#: while it trains; else with a message that the loss of a machine has, too.
 _INTERRUPTED = "Execution was aborted by an interrupt signal."
 
 

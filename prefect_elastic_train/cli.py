@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from uuid import UUID
 
 import typer
 from rich.console import Console
@@ -78,6 +80,35 @@ def delete_automations(
             _console.print(f"{change.what:<10}{change.name}", markup=False)
         if not changes:
             raise ConfigurationError("there are no such automations; see `prefect automation ls`")
+
+
+@app.command("resume")
+def resume_flow_run(
+    flow_run_id: Annotated[UUID, typer.Argument(help="The flow run.", metavar="FLOW_RUN_ID")],
+    storages: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--storage",
+            help="Storage path of its trainings, to look for a driver that lives. May be given several times. "
+            "[default: ~/elastic_train_runs, if it exists]",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Do not look for signs of life.")] = False,
+) -> None:
+    """Resume a flow run whose machine was lost, and which looks running ever since.
+
+    Refuses while the run shows a sign of life: a process on this machine, a recent heartbeat, a living driver. A dead
+    Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled.
+    """
+    from prefect_elastic_train import dead_runs
+    from prefect_elastic_train.training import DEFAULT_STORAGE
+
+    default = Path(DEFAULT_STORAGE).expanduser()
+    with _api() as client:
+        for line in dead_runs.resume(
+            client, flow_run_id, storages or ([default] if default.is_dir() else []), force=force
+        ):
+            _console.print(line, markup=False)
 
 
 @contextmanager

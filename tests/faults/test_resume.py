@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
-from prefect.states import AwaitingRetry
 
 from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right
 from tests.support.deployments import SERVED, DeployedRun, Program, serve_flows
@@ -31,6 +30,7 @@ from tests.support.processes import (
     prefect_server,
     read_ledger,
     run_folder,
+    steps_of,
     wait_for,
 )
 
@@ -60,12 +60,15 @@ def _command(*arguments: str, api_url: str) -> subprocess.CompletedProcess[str]:
 def resuming(api_url: str, served: Program, client: SyncPrefectClient) -> Iterator[Callable[[int], None]]:
     """Creates the automations for the served deployment, and deletes them."""
 
-    def create(max_resumes: int, heartbeat_timeout: int = 600) -> None:
-        wait_for(lambda: _exists(client), 60, "the deployment")
+    used = {DEPLOYMENT}
+
+    def create(max_resumes: int, heartbeat_timeout: int = 600, deployment: str = DEPLOYMENT) -> None:
+        used.add(deployment)
+        wait_for(lambda: _exists(client, deployment), 60, "the deployment")
         done = _command(
             "automations",
             "create",
-            DEPLOYMENT,
+            deployment,
             f"--max-resumes={max_resumes}",
             f"--heartbeat-timeout={heartbeat_timeout}",
             api_url=api_url,
@@ -75,14 +78,14 @@ def resuming(api_url: str, served: Program, client: SyncPrefectClient) -> Iterat
         time.sleep(2)
 
     yield create
-    _command("automations", "delete", DEPLOYMENT, api_url=api_url)
+    _command("automations", "delete", *used, api_url=api_url)
 
 
-def _exists(client: SyncPrefectClient) -> bool:
+def _exists(client: SyncPrefectClient, deployment: str = DEPLOYMENT) -> bool:
     from prefect.exceptions import ObjectNotFound
 
     try:
-        return bool(client.read_deployment_by_name(DEPLOYMENT))
+        return bool(client.read_deployment_by_name(deployment))
     except ObjectNotFound:
         return False
 
@@ -145,6 +148,26 @@ def test_torn_run_state_is_repaired_told_and_trained_on_from(start: Start, ledge
         assert told in second.log, name
         assert any(told in repair for repair in _repairs(run)) or name == "cut snapshot", name
     assert flow_run_id == first.flow_run_id
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
+def test_trainings_of_subflows_go_on_when_the_flow_run_that_called_them_does(
+    start: Start, ledger: str, head: RayHead, number: signal.Signals
+) -> None:
+    arguments = hash_training(ledger, cluster=head.block, within="subflows", short_ledger=ledger + ".short")
+    first = start("first", **arguments)
+    wait_for(lambda: len(read_ledger(ledger)) > 2 * CHECKPOINT_EVERY, 120, "the second subflow to train")
+    os.kill(first.pid, number)
+    first.process.wait(60)
+    wait_for(lambda: not head.train_processes(), 20, "it to end")
+    outcome = _resumed(start, first, "again", **arguments).wait(120)
+    assert outcome["state"] == "COMPLETED"
+    assert is_right(outcome["result"]["checkpoint_uri"])
+    assert outcome["result"]["attempts"] == 2
+    assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
+    assert steps_of(ledger + ".short") == [1, 2, 3], "the first subflow's result was there"
+    short = f"fault-test-subflow-{first.flow_run_id[:8]}"
+    assert sorted(run.name for run in first.storage.iterdir()) == [f"{short}.1", f"{short}.2"]
 
 
 def _repairs(run: Path) -> list[str]:
@@ -224,6 +247,43 @@ def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_
     assert run.state.type == StateType.CRASHED
 
 
+@pytest.mark.parametrize("flow_name", ["fault test", "async fault test"])
+def test_deployment_that_got_ctrl_c_is_not_resumed(
+    deployed: Deploy, resuming: Callable[..., None], ledger: str, head: RayHead, flow_name: str
+) -> None:
+    resuming(3, deployment=f"{flow_name}/{SERVED}")
+    run = deployed(f"{flow_name}/{SERVED}", **hash_training(ledger, cluster=head.block))
+    wait_for(lambda: commits(run.folder), 120, "a commit")
+    os.kill(run.flow_processes[0], signal.SIGINT)
+    assert run.wait_for_end(45).type == StateType.CRASHED
+    time.sleep(8)
+    assert (run.state.type, len(run.flow_processes)) == (StateType.CRASHED, 1)
+
+
+def test_flow_run_that_nobody_executes_is_resumed_by_the_command_and_one_that_lives_is_not(
+    deployed: Deploy, client: SyncPrefectClient, api_url: str, served: Program, ledger: str, head: RayHead
+) -> None:
+    def resume(*arguments: str) -> tuple[int, str]:
+        done = _command("resume", str(run.id), *arguments, api_url=api_url)
+        return done.returncode, done.stdout + done.stderr
+
+    arguments = hash_training(ledger, cluster=head.block)
+    arguments["config"]["sleep"] = 0.3
+    run = deployed(DEPLOYMENT, lost=True, **arguments)
+    assert run.state.type == StateType.RUNNING
+    code, said = resume()
+    assert (code, run.state.type) == (0, StateType.SCHEDULED), said
+    assert "is Lost (Crashed) now" in said
+    wait_for(lambda: commits(run.folder), 120, "a commit")
+    code, said = resume("--storage", str(run.storage))
+    assert (code, run.state.type) == (1, StateType.RUNNING), said
+    assert "may be alive: process " in said
+    assert run.wait_for_end(120).type == StateType.COMPLETED
+    assert len(run.flow_processes) == 1
+    code, said = resume("--force")
+    assert (code, "there is nothing left to resume" in said) == (1, True)
+
+
 def test_automations_are_created_once_updated_and_deleted(
     api_url: str, served: Program, client: SyncPrefectClient
 ) -> None:
@@ -252,7 +312,7 @@ def test_automations_are_created_once_updated_and_deleted(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("automated", [True, False], ids=["by the automation", "by the UI's Retry"])
+@pytest.mark.parametrize("automated", [True, False], ids=["by the automation", "by the command"])
 def test_runner_and_flow_process_killed_together_are_resumed(
     deployed: Deploy,
     client: SyncPrefectClient,
@@ -281,9 +341,14 @@ def test_runner_and_flow_process_killed_together_are_resumed(
         wait_for(lambda: not alive(processes), 15, "all processes of the run to end")
         other = serve_flows(tmp_path / "other", api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
         if not automated:
-            time.sleep(5)
+
+            def resumed() -> bool:
+                done = _command("resume", str(run.id), "--storage", str(run.storage), api_url=api_url)
+                return done.returncode == 0
+
             assert run.state.type == StateType.RUNNING, "nobody knows yet"
-            client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
+            assert not resumed(), "the last heartbeat is too young to tell"
+            wait_for(resumed, 90, "the run to have missed two heartbeats")
         wait_for(lambda: len(run.flow_processes) == 2, 240, "the same flow run to begin again")
         assert run.wait_for_end(240).type == StateType.COMPLETED
         assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)

@@ -16,6 +16,7 @@ import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
+from prefect.states import Pending, Running
 
 from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, marked_processes
 from tests.support.processes import ROOT, run_folder, wait_for
@@ -95,7 +96,7 @@ def process_worker(folder: Path, api_url: str, client: SyncPrefectClient) -> Ite
 
 
 class DeployedRun:
-    """A flow run of a deployment."""
+    """A flow run of a deployment; a `lost` one looks running, though nobody executes it."""
 
     def __init__(self, client: SyncPrefectClient, deployment: str, folder: Path, **arguments: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,8 +112,13 @@ class DeployedRun:
 
         self.deployment_id = wait_for(deployment_id, 60, f"deployment {deployment}")
         arguments = {"storage": str(self.storage), "flow_run_file": str(self.flow_run_file), **arguments}
-        run = client.create_flow_run_from_deployment(self.deployment_id, parameters={"arguments": arguments})
+        lost = arguments.pop("lost", False)
+        run = client.create_flow_run_from_deployment(
+            self.deployment_id, parameters={"arguments": arguments}, state=Pending() if lost else None
+        )
         self.id = run.id
+        if lost:
+            self.propose(Running())
 
     def read(self) -> FlowRun:
         return self.client.read_flow_run(self.id)
