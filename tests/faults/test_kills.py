@@ -27,7 +27,7 @@ Start = Callable[..., FlowProcess]
 Deploy = Callable[..., DeployedRun]
 
 #: Long enough that every moment below falls before the end.
-STEPS = 160
+STEPS = 100
 START_UP_SECONDS = 8.0
 TRAINING_SECONDS = 6.0
 
