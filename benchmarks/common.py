@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.cluster import GrowingCluster
 from benchmarks.loops import WORKERS, LedgerLine, LoopSettings, SideSettings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -52,16 +53,19 @@ class Side:
         name: What `--only` and the tables call it.
         entry_point: The function of `benchmarks.sides` that it runs.
         environment: Environment variables that make the side what it is.
+        needs_prefect: Whether it talks to a Prefect server.
     """
 
     name: str
     entry_point: str
     environment: dict[str, str] = field(default_factory=dict)
+    needs_prefect: bool = False
 
 
-OURS = Side("ours", "ours")
+SAME_POLL = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(POLL_SECONDS)}
+OURS = Side("ours", "ours", needs_prefect=True)
 RAW_DEFAULT = Side("raw-default", "raw")
-RAW_SAME_POLL = Side("raw-same-poll", "raw", {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(POLL_SECONDS)})
+RAW_SAME_POLL = Side("raw-same-poll", "raw", SAME_POLL)
 TORCHRUN = Side("torchrun", "torchrun", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 """Without that variable torch 2.13 keeps one store for all restarts, and a restarted gloo group can read the addresses
 of the one before: it then fails to connect and uses up its restarts."""
@@ -191,13 +195,30 @@ class Workbench:
         shutil.rmtree(self._root, ignore_errors=True)
 
     @contextmanager
-    def run(self, side: Side, loop: LoopSettings, restart_forever: bool = False) -> Iterator[SideRun]:
+    def cluster(self) -> Iterator[GrowingCluster]:
+        """Start a Ray cluster for one run of a side; at the end of that run nothing of it is left.
+
+        Raises:
+            ClusterFailedError: It does not start.
+        """
+        directory = Path(tempfile.mkdtemp(prefix="c", dir=self._root))
+        try:
+            yield GrowingCluster(directory, base_environment() | {"TMPDIR": str(self._root)})
+        finally:
+            self._end_sides()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    @contextmanager
+    def run(
+        self, side: Side, loop: LoopSettings, restart_forever: bool = False, cluster: GrowingCluster | None = None
+    ) -> Iterator[SideRun]:
         """Run a side in a directory of its own; at the end nothing of it is left.
 
         Args:
             side: What to run.
             loop: What its loop does; the ledger is filled in.
             restart_forever: Wrap the side in a shell loop that starts it again until it succeeds.
+            cluster: What it trains on; None for a cluster of its own.
         """
         self._runs += 1
         directory = self._root / str(self._runs)
@@ -208,6 +229,7 @@ class Workbench:
             storage=str(directory / "storage"),
             run_name="benchmark",
             temp_dir=str(directory / "t"),
+            cluster_address=cluster.address if cluster else "",
         )
         command = [sys.executable, "-m", "benchmarks.sides", side.entry_point, settings.to_json()]
         if side is TORCHRUN:
@@ -226,7 +248,7 @@ class Workbench:
                 process = subprocess.Popen(
                     command,
                     cwd=REPOSITORY,
-                    env=self._environment(side),
+                    env=self._environment(side, cluster),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -234,14 +256,19 @@ class Workbench:
                 )
             yield SideRun(process, started, directory)
         finally:
-            end_processes(keep={self._server.pid} if self._server else set())
+            self._end_sides()
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _environment(self, side: Side) -> dict[str, str]:
+    def _end_sides(self) -> None:
+        end_processes(keep={self._server.pid} if self._server else set())
+
+    def _environment(self, side: Side, cluster: GrowingCluster | None) -> dict[str, str]:
         environment = base_environment() | {"TMPDIR": str(self._root)} | side.environment
-        if side is OURS:
-            return environment | self._prefect_environment
-        if side.entry_point == "raw":
+        if side.needs_prefect:
+            environment |= self._prefect_environment
+        if cluster is not None:
+            environment |= cluster.environment
+        elif side.entry_point == "raw":
             # Ray would otherwise create a token in the user's home directory.
             environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         return environment
@@ -348,6 +375,11 @@ def rotated(sides: Sequence[Side], repeat: int) -> list[Side]:
     """The sides in turn, each repeat beginning with another one."""
     start = repeat % len(sides)
     return [*sides[start:], *sides[:start]]
+
+
+def phases(repeats: int, checkpoint_every: int) -> list[int]:
+    """Moments in steps after a checkpoint, one a repeat, spread evenly over the checkpoint interval."""
+    return [int((repeat + 0.5) * checkpoint_every / repeats) for repeat in range(repeats)]
 
 
 def summary(values: Sequence[float], digits: int = 2) -> str:

@@ -25,14 +25,24 @@ class LoopSettings:
     Attributes:
         steps: Number of steps; they count from 1.
         step_seconds: Length of the pause in each step, in seconds.
-        checkpoint_every: A checkpoint is reported after each step that this divides.
+        checkpoint_every: Steps from one checkpoint to the next.
+        checkpoint_offset: The checkpoints come so many steps earlier; 0: after each step that `checkpoint_every`
+            divides.
+        asks: Ask at each step whether the worker group is about to be restarted, and report a checkpoint if so.
+            Only in a Ray Train loop under elastic_train.
         ledger: The file that takes a line for every step of every rank; each run gets its own.
     """
 
     steps: int
     step_seconds: float
     checkpoint_every: int
+    checkpoint_offset: int = 0
+    asks: bool = False
     ledger: str = ""
+
+    def steps_after_checkpoint(self, step: int) -> int:
+        """How many steps after the last regular checkpoint `step` is; 0 if one is due after it."""
+        return (step + self.checkpoint_offset) % self.checkpoint_every
 
     def to_config(self) -> dict[str, Any]:
         """The settings as a `train_loop_config`."""
@@ -48,12 +58,14 @@ class SideSettings:
         storage: The directory for runs and checkpoints.
         run_name: The run's name; the same name resumes the same run.
         temp_dir: Where raw Ray keeps its session directory.
+        cluster_address: The cluster to join, whose token is in the environment; "" for one of the side's own.
     """
 
     loop: LoopSettings
     storage: str
     run_name: str
     temp_dir: str
+    cluster_address: str = ""
 
     def to_json(self) -> str:
         """The settings as one command line argument."""
@@ -108,7 +120,7 @@ class Ledger:
 
 
 def ray_loop(config: dict[str, Any]) -> None:
-    """The loop as a plain Ray Train loop: raw Ray Train and elastic_train run it unchanged.
+    """The loop as a Ray Train loop: raw Ray Train and elastic_train run it unchanged, unless it asks for restarts.
 
     Args:
         config: `LoopSettings` as a dictionary.
@@ -130,7 +142,8 @@ def ray_loop(config: dict[str, Any]) -> None:
     for step in range(resumed_from + 1, settings.steps + 1):
         loss = _train_step(wrapped, optimizer, settings.step_seconds)
         ledger.mark(step)
-        if step % settings.checkpoint_every:
+        restart_comes = settings.asks and _restart_comes()
+        if settings.steps_after_checkpoint(step) and not restart_comes:
             continue
         with tempfile.TemporaryDirectory() as directory:
             saved = None
@@ -161,11 +174,18 @@ def torchrun_loop(settings: LoopSettings, storage: str) -> None:
     for step in range(resumed_from + 1, settings.steps + 1):
         _train_step(wrapped, optimizer, settings.step_seconds)
         ledger.mark(step)
-        if step % settings.checkpoint_every == 0 and rank == 0:
+        if settings.steps_after_checkpoint(step) == 0 and rank == 0:
             partial = path.with_suffix(".partial")
             torch.save(_state(step, model, optimizer), partial)
             partial.replace(path)
     distributed.destroy_process_group()
+
+
+def _restart_comes() -> bool:
+    # Raw Ray Train must not pay for this import.
+    from prefect_elastic_train.loop import resize_requested
+
+    return resize_requested()
 
 
 def _model_and_optimizer() -> tuple[Any, Any]:

@@ -28,6 +28,7 @@ from benchmarks.common import (
     machine_lines,
     markdown_table,
     parse_arguments,
+    phases,
     ratio_target,
     rotated,
     summary,
@@ -109,11 +110,6 @@ def measure(
             resumed_at = lines[-1].resumed_from if lines else 0
             step = resumed_at + CHECKPOINTS_BEFORE_KILL * checkpoint_every + phase
             yield case, kill_and_measure(run, side, case, step)
-
-
-def phases(repeats: int, checkpoint_every: int) -> list[int]:
-    """Moments of the kills in steps after a checkpoint, spread evenly over the checkpoint interval."""
-    return [int((repeat + 0.5) * checkpoint_every / repeats) for repeat in range(repeats)]
 
 
 def targets(samples: dict[str, list[Sample]]) -> list[str]:

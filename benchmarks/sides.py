@@ -5,11 +5,14 @@ One fresh process a side: `python -m benchmarks.sides SIDE SETTINGS`, with `Side
 
 from __future__ import annotations
 
+import os
 import sys
 
 from benchmarks.loops import WORKERS, SideSettings, ray_loop, torchrun_loop
 
 FAILURES = 3
+RESIZE_CHECK_SECONDS = 2.0
+"""How often the growing sides look whether they could grow; both defaults are 60 s."""
 
 
 def run_ours(settings: SideSettings) -> None:
@@ -28,6 +31,32 @@ def run_ours(settings: SideSettings) -> None:
             failures=FailureBudget(max_failures=FAILURES, driver_restarts=FAILURES, driver_restart_delay_seconds=0),
             storage=LocalStorage(path=settings.storage),
             cluster=RayCluster(num_cpus=WORKERS),
+            run_name=settings.run_name,
+        )
+
+    benchmark()
+
+
+def run_ours_growing(settings: SideSettings) -> None:
+    """A flow that trains with elastic_train on a cluster that is there, with as many workers as fit."""
+    from prefect import flow
+
+    from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster, elastic_train
+
+    @flow(name="benchmark")
+    def benchmark() -> None:
+        elastic_train(
+            ray_loop,
+            train_loop_config=settings.loop.to_config(),
+            framework="torch",
+            scaling=ElasticScaling(
+                min_workers=1,
+                max_workers=WORKERS,
+                resize_check_interval_seconds=RESIZE_CHECK_SECONDS,
+                stability_delay_seconds=0,
+            ),
+            storage=LocalStorage(path=settings.storage),
+            cluster=RayCluster(address=settings.cluster_address, auth_token=os.environ["RAY_AUTH_TOKEN"]),
             run_name=settings.run_name,
         )
 
@@ -53,12 +82,33 @@ def run_raw(settings: SideSettings) -> None:
     ).fit()
 
 
+def run_raw_growing(settings: SideSettings) -> None:
+    """Raw Ray Train on a cluster that is there, with as many workers as fit."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    ray.init(address=settings.cluster_address)
+    TorchTrainer(
+        ray_loop,
+        train_loop_config=settings.loop.to_config(),
+        scaling_config=ScalingConfig(num_workers=(1, WORKERS), elastic_resize_monitor_interval_s=RESIZE_CHECK_SECONDS),
+        run_config=RunConfig(name=settings.run_name, storage_path=settings.storage),
+    ).fit()
+
+
 def run_torchrun(settings: SideSettings) -> None:
     """One worker of torchrun."""
     torchrun_loop(settings.loop, settings.storage)
 
 
-ENTRY_POINTS = {"ours": run_ours, "raw": run_raw, "torchrun": run_torchrun}
+ENTRY_POINTS = {
+    "ours": run_ours,
+    "ours-growing": run_ours_growing,
+    "raw": run_raw,
+    "raw-growing": run_raw_growing,
+    "torchrun": run_torchrun,
+}
 
 
 if __name__ == "__main__":
