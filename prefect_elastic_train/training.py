@@ -285,8 +285,8 @@ def _watch_waiting(request: _Request, runtime: Runtime, around: FlowsAround) -> 
         if stop.reason is not None:
             _stopped_waiting[request.key] = stop
     runtime.close()
-    if stop.reason is StopReason.CANCELLING and not watched_by_runner():
-        _mark_cancelled(request)
+    if stop.reason is StopReason.CANCELLING and not (watched_by_runner() and _is_of_the_root(request, stop)):
+        _mark_cancelled(request, stop)
 
 
 def _told_to_stop(request: _Request, around: FlowsAround, watch: FlowRunWatch | None) -> _Stop | None:
@@ -351,12 +351,19 @@ def _leave(request: _Request, stop: _Stop) -> None:
     if stop.reason is None:
         return
     message = f"training {request.run_name!r} ended: {stop.reason.value}"
-    if stop.flow_run_id != request.owner.flow_run_id:
+    of_the_root = _is_of_the_root(request, stop)
+    # A runner signals a cancellation and sets the final state. One that has died does neither, and for subflows none
+    # does.
+    if stop.reason is StopReason.CANCELLING and not (of_the_root and watched_by_runner() and _signal_comes(request)):
+        _mark_cancelled(request, stop)
+    if not of_the_root:
         raise AttemptFailedError(message, outcome=Outcome.CANCELLED)
-    # A runner signals a cancellation and sets the final state. One that has died does neither.
-    if stop.reason is StopReason.CANCELLING and not (watched_by_runner() and _signal_comes(request)):
-        _mark_cancelled(request)
     raise _silent_end(request, message, Outcome.CANCELLED)
+
+
+def _is_of_the_root(request: _Request, stop: _Stop) -> bool:
+    """Tell whether it is the root's state that stops the training, and not only a subflow's."""
+    return stop.flow_run_id == request.owner.flow_run_id
 
 
 def _silent_end(request: _Request, message: str, outcome: Outcome) -> BaseException:
@@ -375,14 +382,15 @@ def _signal_comes(request: _Request) -> bool:
     return False
 
 
-def _mark_cancelled(request: _Request) -> None:
-    """Say that the cancellation is carried out: without a runner nobody else would."""
+def _mark_cancelled(request: _Request, stop: _Stop) -> None:
+    """Say that the cancellation is carried out, of the flow run and its subflows around the training."""
     from prefect.client.orchestration import get_client
     from prefect.states import Cancelled
 
     try:
         with get_client(sync_client=True) as client:
-            for flow_run_id in map(uuid.UUID, request.flow_run_ids):
+            below = request.flow_run_ids[: request.flow_run_ids.index(stop.flow_run_id) + 1]
+            for flow_run_id in map(uuid.UUID, below):
                 state = client.read_flow_run(flow_run_id).state
                 if state is None or not state.is_final():
                     client.set_flow_run_state(flow_run_id, Cancelled(message="The training was cancelled."), force=True)
