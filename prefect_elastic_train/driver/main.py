@@ -61,7 +61,7 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: How long a driver that was told to end may take before it ends without Ray Train's help.
 _STUCK_SECONDS = 4.5
-#: How long it may take to leave the cluster. Both together stay below the grace of the supervisor and the guard.
+#: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.
 _LEAVE_SECONDS = 2.5
 
 
@@ -247,7 +247,10 @@ class _Driver:
         ray = sys.modules.get("ray")
         self.close(ended)
         if ray is not None and ray.is_initialized():
-            _within(_LEAVE_SECONDS, self._release if stuck else ray.shutdown)
+            if not self.spec.cluster.is_local:
+                _within(_LEAVE_SECONDS, self._release)
+            if not stuck:
+                _within(_LEAVE_SECONDS, ray.shutdown)
         self._output.close()
         # Threads of Ray or of the user's libraries may not keep a finished driver.
         sys.stdout.flush()

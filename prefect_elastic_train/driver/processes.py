@@ -2,7 +2,8 @@
 
 Ray's daemons leave their process group and their parent, so neither finds them all. Every process of a run
 inherits a mark in its environment instead: the path of the training's private folder. Ray's workers and agents
-write their title over their environment, and are known by their output, which goes into that folder.
+write their title over their environment, and are known by their output, which goes into that folder, or by that title
+and the folder that they work in.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def end_process(process: psutil.Process, grace_seconds: float) -> None:
 
 
 def _carries(process: psutil.Process, mark: str, entry: bytes) -> bool:
-    return _carries_in_environment(process, mark, entry) or (mark.startswith("/") and _writes_into(process, mark))
+    if _carries_in_environment(process, mark, entry):
+        return True
+    return mark.startswith("/") and (_writes_into(process, mark) or _works_for_ray_in(process, mark))
 
 
 def _writes_into(process: psutil.Process, folder: str) -> bool:
@@ -100,6 +103,17 @@ def _writes_into(process: psutil.Process, folder: str) -> bool:
         except OSError:
             continue
     return False
+
+
+def _works_for_ray_in(process: psutil.Process, folder: str) -> bool:
+    """Tell Ray's agents, whose output goes through pipes, from the shell of somebody who looks around in there."""
+    try:
+        where = os.readlink(f"/proc/{process.pid}/cwd").removesuffix(" (deleted)")
+        if where != folder and not where.startswith(f"{folder}/"):
+            return False
+        return "".join(process.cmdline()).startswith("ray::")
+    except (OSError, psutil.Error):
+        return False
 
 
 def _carries_in_environment(process: psutil.Process, mark: str, entry: bytes) -> bool:

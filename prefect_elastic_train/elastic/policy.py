@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.train._internal.autoscaling_coordinator_client import build_train_resource_request
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.scaling_policy import (
     AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
@@ -25,6 +26,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
     ScalingDecision,
 )
 from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+    ResourceRequestPriority,
     TrainAutoscalingCoordinatorClient,
 )
 from ray.train.v2.api.config import ScalingConfig
@@ -35,7 +37,7 @@ from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError
 from prefect_elastic_train.elastic.growth import Growth, Reason, Stability
 from prefect_elastic_train.elastic.notice import announce
-from prefect_elastic_train.elastic.slice_group import use_chosen_slices
+from prefect_elastic_train.elastic.worker_group import count_on, use_run_worker_group
 
 __all__ = ["GrowthDecision", "Patience", "RunScalingPolicy", "release_reservation"]
 
@@ -45,12 +47,41 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 #: Seconds that Ray's control loop, which does not rest by itself then, rests between two turns.
 _REST_SECONDS = 0.1
+#: Seconds that a reservation outlives its last renewal, of which there is one every 20 s.
+_RESERVED_SECONDS = 60.0
 #: Seconds between two reports that there is not enough capacity.
 _REPORT_WAITING_SECONDS = 10.0
 
 
+class _Reservation(TrainAutoscalingCoordinatorClient):  # type: ignore[misc]
+    """What the run reserves, for a minute at a time.
+
+    Ray's own lasts three: of a run that was killed, others would wait for it as long. One that lapses while its
+    controller is busy does no harm, since what its workers hold is not free.
+    """
+
+    def send_resource_request(self, scaling_config: ScalingConfig, num_workers: int) -> None:
+        """Reserve, or renew."""
+        resources, label_selectors = build_train_resource_request(scaling_config, num_workers)
+        try:
+            ray.get(
+                self._autoscaling_coordinator.request_resources.remote(
+                    requester_id=self._requester_id,
+                    resources=resources,
+                    label_selectors=label_selectors,
+                    expire_after_s=_RESERVED_SECONDS,
+                    priority=ResourceRequestPriority.HIGH,
+                ),
+                timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
+            )
+        except Exception:
+            logger.warning("Could not reserve resources for %s", self._requester_id, exc_info=True)
+        else:
+            self._latest_autoscaling_request_time = time.monotonic()
+
+
 def release_reservation(requester_id: str) -> None:
-    """Give back what a run holds, in place of its controller; others would wait for it for three minutes."""
+    """Give back what a run reserves, in place of its controller; others would wait until it lapses."""
     TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
 
 
@@ -100,10 +131,9 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
         self._requester_id = self._run_requester_id
-        self._coordinator_client = TrainAutoscalingCoordinatorClient(self._requester_id)
+        self._coordinator_client = _Reservation(self._requester_id)
         self._send_resource_request()
-        if self._demand.shape is not None:
-            use_chosen_slices()
+        use_run_worker_group()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """Start as large as possible, once ``min_workers`` fit.
@@ -210,6 +240,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         if reserved is None:
             return None, 0, 0
         nodes = self._get_nodes()
+        count_on(nodes)
         granted = granted_workers(reserved.values(), self._demand.resources, self._demand.max_workers)
         reliable = self._stability.observe(now, [node.id for node in nodes])
         possible = possible_workers(nodes, self._demand, held, granted)

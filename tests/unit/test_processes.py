@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,30 @@ def test_dead_processes_that_nobody_waited_for_are_not_found(mark: str) -> None:
     wait_for(lambda: psutil.Process(zombie.pid).status() == psutil.STATUS_ZOMBIE, 10, "its end")
     assert marked_processes(mark) == []
     zombie.wait()
+
+
+def test_an_agent_of_ray_without_its_mark_is_found_by_title_and_folder_and_a_shell_in_there_is_not(
+    tmp_path: Path,
+) -> None:
+    inside, mark = tmp_path / "a" / "r0", str(tmp_path / "a")
+    inside.mkdir(parents=True)
+    beside = tmp_path / "ab"
+    beside.mkdir()
+    started = [
+        subprocess.Popen([title, "60"], executable=shutil.which("sleep"), cwd=folder)
+        for title, folder in [("ray::DashboardAgent", inside), ("sleep", inside), ("ray::DashboardAgent", beside)]
+    ]
+    try:
+        wait_for(lambda: all(psutil.Process(process.pid).cmdline() for process in started), 10, "their titles")
+        assert [process.pid for process in marked_processes(mark)] == [started[0].pid]
+        # Between two attempts the folder of the session that has died is removed.
+        shutil.rmtree(inside)
+        assert end_marked(mark, 10) == []
+        assert [process.poll() is None for process in started] == [False, True, True]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def test_processes_that_ignore_every_signal_they_can_are_ended(mark: str) -> None:

@@ -190,6 +190,16 @@ def test_a_reservation_outlives_a_driver_by_three_minutes_unless_its_id_is_known
     assert hasattr(autoscaling_coordinator_client, "build_train_resource_request")
 
 
+def test_our_reservation_is_rays_with_a_shorter_life_and_two_renewals_in_it() -> None:
+    own, rays = (
+        _calls(_tree(of.send_resource_request), "remote")[0]
+        for of in (policy._Reservation, client.TrainAutoscalingCoordinatorClient)
+    )
+    assert ast.unparse(own.func) == ast.unparse(rays.func)
+    assert {keyword.arg for keyword in own.keywords} == {keyword.arg for keyword in rays.keywords}
+    assert 2 * client.AUTOSCALING_REQUESTS_INTERVAL_S < policy._RESERVED_SECONDS < 180
+
+
 def test_ray_writes_its_snapshot_before_it_deletes_checkpoints() -> None:
     tree = _tree(CheckpointManager._save_state_and_delete_old_checkpoints)
     (writes,) = _calls(tree, "_write_state_to_storage")

@@ -1,13 +1,16 @@
-"""A worker group on TPU slices that were looked at first.
+"""A worker group that waits only for nodes that are there, and on TPU slices that were looked at first.
 
-Uses ``ray.train.v2._internal``: Ray's worker group takes any slice whose host 0 is free, also one whose other hosts
-are dead or busy, and then waits a minute for hosts that do not come. This one names the slices, and reserves the
-head of each, as Ray does, so that others who look for a slice pass it over.
+Uses ``ray.train.v2._internal``: where a rank notices the end of another sooner than Ray that of its node, the next
+group is asked for on a node that is gone, and Ray's worker group waits a minute for it. And Ray's takes any slice
+whose host 0 is free, also one whose other hosts are dead or busy. This one gives up when a node has gone meanwhile,
+names the slices, and reserves the head of each, as Ray does, so that others who look for a slice pass it over.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from ray._private.accelerators.tpu import reserve_tpu_slice
@@ -21,10 +24,10 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
-from prefect_elastic_train.elastic.capacity import Slice, free_slices
+from prefect_elastic_train.elastic.capacity import Demand, Node, Slice, free_slices
 from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
 
-__all__ = ["SliceWorkerGroup", "use_chosen_slices"]
+__all__ = ["RunWorkerGroup", "count_on", "use_run_worker_group"]
 
 _SLICE_NAME = "ray.io/tpu-slice-name"
 _NODE_ID = "ray.io/node-id"
@@ -33,14 +36,61 @@ _RELEASE_SECONDS = 15.0
 #: Seconds for the head of a slice that was free a moment ago.
 _HEAD_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
+#: Seconds of waiting for a placement group between two looks at the nodes.
+_WAIT_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
 
 
-def use_chosen_slices() -> None:
-    """Make the controller of this process start its worker groups on slices that are whole and free."""
-    TrainController.worker_group_cls = SliceWorkerGroup
+#: The nodes that the decision about the next worker group counted on. Ray hands a worker group nothing of a policy.
+_counted_on: frozenset[str] = frozenset()
 
 
-class _Handle(SlicePlacementGroupHandle):  # type: ignore[misc]
+def use_run_worker_group() -> None:
+    """Make the controller of this process start worker groups of this module."""
+    TrainController.worker_group_cls = RunWorkerGroup
+
+
+def count_on(nodes: Iterable[Node]) -> None:
+    """Say from which nodes the size of the next worker group was decided: without one of them it may not fit."""
+    global _counted_on
+    _counted_on = frozenset(node.id for node in nodes if not node.draining)
+
+
+class _WatchedHandle(PlacementGroupHandle):  # type: ignore[misc]
+    """A placement group that is waited for only as long as the nodes are there that it was decided from."""
+
+    def __init__(self, handle: PlacementGroupHandle) -> None:
+        self._handle = handle
+        self._nodes = _counted_on
+
+    @property
+    def placement_group(self) -> PlacementGroup:
+        return self._handle.placement_group
+
+    def ready(self) -> Any:
+        return self._handle.ready()
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            looked_at = time.monotonic()
+            left = deadline - looked_at
+            if self._handle.wait(max(0.0, min(left, _WAIT_SECONDS))):
+                return True
+            if left <= _WAIT_SECONDS:
+                return False
+            gone = self._nodes - {node.id for node in cluster_nodes() if not node.draining}
+            if gone:
+                logger.info("Nodes went while workers were to be placed: %s", ", ".join(sorted(gone)))
+                return False
+            time.sleep(max(0.0, looked_at + _LOOK_SECONDS - time.monotonic()))
+
+    def shutdown(self) -> None:
+        self._handle.shutdown()
+
+
+class _SliceHandle(SlicePlacementGroupHandle):  # type: ignore[misc]
     """The placement group of the workers, and those that hold the heads of its slices."""
 
     def __init__(self, group: SlicePlacementGroup, heads: list[PlacementGroup]) -> None:
@@ -53,13 +103,17 @@ class _Handle(SlicePlacementGroupHandle):  # type: ignore[misc]
             remove_placement_group(head)
 
 
-class SliceWorkerGroup(WorkerGroup):  # type: ignore[misc]
-    """Starts on slices that are whole and free, or not at all."""
+class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
+    """Starts on nodes that are there, and on slices that are whole and free, or not at all."""
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> PlacementGroupHandle:
         demand = demand_of(scaling_config)
         if demand.shape is None:
-            return super()._create_placement_group(scaling_config, worker_group_context)
+            return _WatchedHandle(super()._create_placement_group(scaling_config, worker_group_context))
+        return _WatchedHandle(self._create_on_slices(demand, worker_group_context))
+
+    def _create_on_slices(self, demand: Demand, worker_group_context: Any) -> PlacementGroupHandle:
+        assert demand.shape is not None
         chosen = self._choose(demand, worker_group_context.num_slices)
         if len(chosen) < worker_group_context.num_slices:
             raise WorkerGroupStartupTimeoutError(num_workers=worker_group_context.num_workers)
@@ -92,10 +146,10 @@ class SliceWorkerGroup(WorkerGroup):  # type: ignore[misc]
             if isinstance(error, TimeoutError):
                 raise WorkerGroupStartupTimeoutError(num_workers=worker_group_context.num_workers) from error
             raise WorkerGroupStartupFailedError(f"Failed to reserve TPU slice(s): {error}") from error
-        return _Handle(group, heads)
+        return _SliceHandle(group, heads)
 
     @staticmethod
-    def _choose(demand: Any, slices: int) -> list[Slice]:
+    def _choose(demand: Demand, slices: int) -> list[Slice]:
         """Give so many free slices, or fewer if they do not become free."""
         deadline = time.monotonic() + _RELEASE_SECONDS
         while True:
