@@ -52,6 +52,12 @@ def _workers(ledger: str) -> list[psutil.Process]:
     return found
 
 
+def _is_waiting(run: DeployedRun) -> bool:
+    """Tell whether the controller has said that it waits for capacity."""
+    events = (run.folder / ".elastic_train" / "events").glob("*.jsonl") if run.folder is not None else ()
+    return any('"waiting_for_capacity"' in path.read_text() for path in events)
+
+
 def _cancel_and_watch(run: DeployedRun, ledger: str) -> None:
     """Cancel from the API and check all that a cancellation promises."""
     wait_for(lambda: len(commits(run.folder)) >= 2 and len(_workers(ledger)) == 2, 120, "two workers that train")
@@ -97,20 +103,30 @@ def test_cancel_under_a_process_worker(
         _cancel_and_watch(run, ledger)
 
 
-def test_cancel_while_the_controller_waits_for_a_placement_group(
+def test_cancel_while_the_controller_waits_for_capacity(
     deployed: Deploy, served: Program, ledger: str, head: RayHead
 ) -> None:
-    # Two nodes are wanted and there is one: the resources are there, and the placement group never is.
+    # Two nodes are wanted and there is one.
     scaling = {"min_workers": 2, "max_workers": 2, "placement_strategy": "STRICT_SPREAD"}
     run = deployed(f"fault test/{SERVED}", **endless(ledger, cluster=head.block, scaling=scaling))
-    wait_for(lambda: head.train_processes() and head.placement_groups() == ["PENDING"], 90, "a pending placement group")
+    wait_for(lambda: head.train_processes() and _is_waiting(run), 90, "a controller that waits")
     processes = run.processes()
     run.propose(Cancelling())
     wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the controller to end")
     assert run.wait_for_end(45).type == StateType.CANCELLED
     wait_for(lambda: not alive(processes), 15, "all processes of the training to end")
-    wait_for(lambda: not head.placement_groups(), 60, "the placement group to be removed")
+    assert head.placement_groups() == []
     assert read_ledger(ledger) == []
+
+
+def test_cancel_while_the_worker_group_starts(deployed: Deploy, served: Program, ledger: str, head: RayHead) -> None:
+    run = deployed(f"fault test/{SERVED}", **endless(ledger, cluster=head.block))
+    wait_for(lambda: head.train_processes() and head.placement_groups(), 90, "a placement group")
+    run.propose(Cancelling())
+    wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the controller to end")
+    assert run.wait_for_end(45).type == StateType.CANCELLED
+    wait_for(lambda: not run.processes(), 15, "all processes of the training to end")
+    wait_for(lambda: not head.placement_groups(), 60, "the placement group to be removed")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +173,22 @@ def test_cancel_of_a_flow_whose_runner_has_died(
     state = client.read_flow_run(flow_run_id).state
     assert state is not None
     assert state.type == StateType.CANCELLED
+
+
+def test_cancel_of_a_subflow_alone_ends_its_training_and_is_an_error_where_it_was_called(
+    start: Start, client: SyncPrefectClient, ledger: str, head: RayHead
+) -> None:
+    flow = start(**endless(ledger, cluster=head.block, within="a subflow"))
+    wait_for(lambda: commits(flow.run), 120, "a commit")
+    below = FlowRunFilter(parent_flow_run_id={"any_": [UUID(flow.flow_run_id)]})  # type: ignore[arg-type]
+    subflow = client.read_flow_runs(flow_run_filter=below)[0].id
+    client.set_flow_run_state(subflow, Cancelling())
+    wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the workers to end")
+    outcome = flow.wait(60)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "cancelled")
+    state = client.read_flow_run(subflow).state
+    assert state is not None
+    assert state.is_final()
 
 
 def test_cluster_that_waits_for_the_next_attempt_is_guarded_and_ends_with_a_cancellation(

@@ -75,7 +75,7 @@ def _kill_one_and_see_it_end_well(
     victim.kill()
     if kind == "flow":
         flow.process.wait(10)
-        wait_for(lambda: not flow.marked() and not alive(before), 15, "all processes to end")
+        _assert_nothing_is_left(flow, before)
         _assert_nothing_is_held(head)
         flow = start("again", flow_run_id=flow.flow_run_id, **{**arguments, "storage": str(flow.storage)})
         wait_for(flow.driver, 60, "a driver")
@@ -83,9 +83,19 @@ def _kill_one_and_see_it_end_well(
     assert outcome["state"] == "COMPLETED", outcome
     assert is_right(outcome["result"]["checkpoint_uri"], STEPS)
     assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
-    wait_for(lambda: not flow.marked() and not alive(before), 15, "all processes to end")
+    _assert_nothing_is_left(flow, before)
     assert flow.guard() is None
     _assert_nothing_is_held(head)
+
+
+def _assert_nothing_is_left(flow: FlowProcess, before: list[psutil.Process]) -> None:
+    try:
+        wait_for(lambda: not flow.marked() and not alive(before), 15, "all processes to end")
+    except AssertionError as error:
+        left = {
+            process.pid: process.as_dict(["cmdline", "ppid", "status"]) for process in flow.marked() + alive(before)
+        }
+        raise AssertionError(f"{error}: {left}") from None
 
 
 def _assert_nothing_is_held(head: RayHead | None) -> None:

@@ -99,6 +99,11 @@ def _empty_newest_commit(run: Path) -> None:
     sorted((run / ".elastic_train" / "commits").glob("0*.json"))[-1].write_bytes(b"")
 
 
+def _empty_newest_commit_and_cut_snapshot(run: Path) -> None:
+    _empty_newest_commit(run)
+    _cut_snapshot(run)
+
+
 def _cut_file_of_newest_checkpoint(run: Path) -> None:
     file = sorted(run.glob("checkpoint_*/state.json"))[-1]
     file.write_bytes(file.read_bytes()[:5])
@@ -118,7 +123,8 @@ def test_torn_run_state_is_repaired_told_and_trained_on_from(start: Start, ledge
     newest = commits(first.run)[-1]["snapshot"]["latest_checkpoint_result"]["metrics"]["step"]
     cases: list[tuple[str, Callable[[Path], None], int, str]] = [
         ("cut snapshot", _cut_snapshot, newest, "snapshot was torn"),
-        ("empty commit", _empty_newest_commit, newest - CHECKPOINT_EVERY, "is torn and was passed over"),
+        ("empty commit", _empty_newest_commit, newest, "was torn and was written anew from Ray's snapshot"),
+        ("both", _empty_newest_commit_and_cut_snapshot, newest - CHECKPOINT_EVERY, "is torn and was passed over"),
         ("cut file", _cut_file_of_newest_checkpoint, newest - CHECKPOINT_EVERY, "state.json has 5 bytes instead of"),
         ("lost checkpoint", _remove_oldest_checkpoint, newest, "was dropped: its folder is missing"),
     ]
