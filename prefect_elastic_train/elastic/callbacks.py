@@ -155,7 +155,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     Attributes:
         errors: Exceptions that this callback has passed over.
-        group_is_placed: Whether a worker group holds its resources.
+        groups_started: How many worker groups have started.
         has_checkpoint: Whether a restart now would begin from a checkpoint.
     """
 
@@ -177,7 +177,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._worker_group: Any = None
         self._commits_of_turn = 0
         self._last_commit_at = 0.0
-        self.group_is_placed = False
+        self.groups_started = 0
         self._sender: EventSender | None = None
         self._state = "INITIALIZING"
         self._state_since = time.time()
@@ -193,6 +193,21 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def has_checkpoint(self) -> bool:
         """Whether a restart now would begin from a checkpoint."""
         return bool(self._checkpoint)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a node of the group is about to go, and the group still trains."""
+        return self._state == "PREEMPTING"
+
+    @_never_raises
+    def release_group(self) -> int:
+        """End a group that has failed, with all that it holds, and give the number of its workers; 0 without one."""
+        group, self._worker_group = self._worker_group, None
+        if group is None:
+            return 0
+        workers = len(group.get_workers())
+        group.shutdown()
+        return workers
 
     def take_commit(self) -> bool:
         """Tell whether a checkpoint was committed since the last poll began; the policy asks once a turn."""
@@ -248,7 +263,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Report size and ranks of the new worker group."""
         workers = worker_group.get_workers()
         self._worker_group = worker_group
-        self.group_is_placed = True
+        self.groups_started += 1
         self._world_size = len(workers)
         self._commits_of_turn = self._reports_since_checkpoint = 0
         self._last_commit_at = time.time()
@@ -323,7 +338,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         )
 
     def _forget_group(self) -> None:
-        self.group_is_placed = False
         self._worker_group = None
 
     def _end_drain(self, preemption: Any) -> None:
@@ -366,9 +380,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 
         errors = self._last_errors
-        if not errors and self._state != "PREEMPTING":
+        if not errors and not self.is_draining:
             return
-        preempted = self._state == "PREEMPTING" or any(_is_preempted_actor(e) for e in errors.values())
+        preempted = self.is_draining or any(_is_preempted_actor(e) for e in errors.values())
         event_type = WorkersPreempted if preempted else WorkerFailed
         self._send(
             event_type(

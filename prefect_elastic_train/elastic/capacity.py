@@ -18,15 +18,22 @@ __all__ = [
     "Demand",
     "Node",
     "Slice",
+    "could_serve",
     "describe_missing",
     "free_slices",
     "granted_workers",
+    "hair_less",
+    "head_resource",
     "possible_workers",
     "slices_of",
 ]
 
 #: Ray counts resources in ten-thousandths.
 _UNITS = 10_000
+_HAIR = 1e-9
+
+#: A share of these comes from one of a node's devices, never from two.
+_DEVICES = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 
 _SLICE_NAME = "ray.io/tpu-slice-name"
 _WORKER_ID = "ray.io/tpu-worker-id"
@@ -82,6 +89,19 @@ class Slice:
     problem: str = ""
 
 
+def head_resource(pod_type: str) -> str:
+    """Give the resource of a slice's host 0 that Ray and its users take to reserve the slice."""
+    return f"TPU-{pod_type}-head"
+
+
+def could_serve(node: Node, demand: Demand) -> bool:
+    """Tell whether workers could be placed on a node, if nobody held anything of it."""
+    if demand.shape is not None:
+        return node.labels.get(_POD_TYPE) == demand.shape.pod_type
+    empty = Node(node.id, node.total, node.total, node.labels)
+    return not any(demand.resources.values()) or _workers_on(empty, demand, {}) > 0
+
+
 def possible_workers(
     nodes: Collection[Node],
     demand: Demand,
@@ -122,6 +142,14 @@ def granted_workers(reserved: Collection[Mapping[str, float]], resources: Mappin
         return max_workers
     total = sum(min(_units(node.get(name, 0)) // units for name, units in needed.items()) for node in reserved)
     return min(total, max_workers)
+
+
+def hair_less(resources: Mapping[str, float]) -> dict[str, float]:
+    """Lower each amount that is no whole number by too little for Ray, which counts in ten-thousandths.
+
+    Ray's coordinator counts in binary floating point, and cannot take 0.2 twenty times from 4.
+    """
+    return {name: amount if amount == int(amount) else amount - _HAIR for name, amount in resources.items()}
 
 
 def slices_of(nodes: Collection[Node], demand: Demand, held: Mapping[str, int] | None = None) -> list[Slice]:
@@ -178,6 +206,13 @@ def _problem(hosts: Sequence[Node], demand: Demand, held: Mapping[str, int]) -> 
         return "its host 0 is not there"
     if any(host.draining for host in hosts):
         return "a host of it is being drained"
+    if len(hosts) > 1:
+        head = head_resource(shape.pod_type)
+        holders = [host for host in hosts if host.total.get(head, 0)]
+        if not holders:
+            return f"its host 0 has no resource {head}"
+        if not any(held.get(host.id) or host.available.get(head, 0) for host in holders):
+            return "held by another job"
     per_worker = _units(demand.resources.get("TPU", 0)) or _units(shape.chips_per_worker)
     for host in hosts:
         own = held.get(host.id, 0) * per_worker
@@ -197,8 +232,11 @@ def _workers_on(node: Node, demand: Demand, held: Mapping[str, int]) -> int:
     for name, amount in demand.resources.items():
         units = _units(amount)
         if units:
-            free = _units(node.available.get(name, 0)) + own * units
-            fitting.append(min(free, _units(node.total.get(name, 0))) // units)
+            free = min(_units(node.available.get(name, 0)) + own * units, _units(node.total.get(name, 0)))
+            if name in _DEVICES and units < _UNITS:
+                fitting.append(free // _UNITS * (_UNITS // units) + free % _UNITS // units)
+            else:
+                fitting.append(free // units)
     return max(0, min(fitting)) if fitting else 0
 
 

@@ -1,18 +1,39 @@
 """Why a worker group fails: telling a rank that died from one whose loop raised, and what ends a wait.
 
-Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not answer has no public type.
+Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not answer has no public type, and there is
+no public way to bring a failure policy.
 """
 
 from __future__ import annotations
 
 import ray.exceptions
+from ray.train import PreemptionInfo
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
-__all__ = ["CapacityTimeoutError", "is_death"]
+from prefect_elastic_train.elastic import callbacks
+
+__all__ = ["CapacityTimeoutError", "RunFailurePolicy", "is_death"]
 
 
 class CapacityTimeoutError(Exception):
     """``min_workers`` did not fit for longer than ``capacity_timeout_seconds``."""
+
+
+class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
+    """Ray's failure policy, which counts what fails while a node is drained as part of the drain.
+
+    A node may go before its deadline, and what the surviving ranks see first is a broken connection. Ray would charge
+    ``max_failures`` with that. A loop with a fault of its own raises again after the restart.
+    """
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        """Decide whether to go on, and from which budget."""
+        callback = callbacks.current()
+        if isinstance(training_failed_error, WorkerGroupError) and callback is not None and callback.is_draining:
+            training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
+        return super().make_decision(training_failed_error)
 
 
 def is_death(failure: Exception) -> bool:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 #: Seconds between two questions that the ranks really answer together.
 _ASK_SECONDS = 0.25
 #: Questions in a row that may go without a broadcast, however quick the loop is: it may be slow right after.
-_MAX_FREE_QUESTIONS = 100
+_MAX_FREE_QUESTIONS = 25
 #: Seconds that a rank stands still after its last report, waiting for the restart that was announced.
 _HOLD_SECONDS = 60.0
 _LOOK_SECONDS = 0.02

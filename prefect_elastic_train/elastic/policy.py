@@ -32,12 +32,20 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 from ray.train.v2.api.config import ScalingConfig
 
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.capacity import Node, describe_missing, granted_workers, possible_workers
+from prefect_elastic_train.elastic.capacity import (
+    Node,
+    could_serve,
+    describe_missing,
+    granted_workers,
+    hair_less,
+    possible_workers,
+)
 from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError
 from prefect_elastic_train.elastic.growth import Growth, Reason, Stability
 from prefect_elastic_train.elastic.notice import announce
-from prefect_elastic_train.elastic.worker_group import count_on, use_run_worker_group
+from prefect_elastic_train.elastic.start import Start
+from prefect_elastic_train.elastic.worker_group import count_on, counted_nodes, take_failure, use_run_worker_group
 
 __all__ = ["GrowthDecision", "Patience", "RunScalingPolicy", "release_reservation"]
 
@@ -56,8 +64,9 @@ _REPORT_WAITING_SECONDS = 10.0
 class _Reservation(TrainAutoscalingCoordinatorClient):  # type: ignore[misc]
     """What the run reserves, for a minute at a time.
 
-    Ray's own lasts three: of a run that was killed, others would wait for it as long. One that lapses while its
-    controller is busy does no harm, since what its workers hold is not free.
+    Ray's own lasts three: of a run that was killed, others would wait for it as long. If one lapses while its
+    controller is busy, what its workers hold is still not free for others who look; but the run comes last in the
+    order of those who wait.
     """
 
     def send_resource_request(self, scaling_config: ScalingConfig, num_workers: int) -> None:
@@ -67,7 +76,7 @@ class _Reservation(TrainAutoscalingCoordinatorClient):  # type: ignore[misc]
             ray.get(
                 self._autoscaling_coordinator.request_resources.remote(
                     requester_id=self._requester_id,
-                    resources=resources,
+                    resources=[hair_less(bundle) for bundle in resources],
                     label_selectors=label_selectors,
                     expire_after_s=_RESERVED_SECONDS,
                     priority=ResourceRequestPriority.HIGH,
@@ -118,14 +127,21 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         self._patience = patience or Patience()
         self._demand = demand_of(scaling_config)
         self._stability = Stability(self._patience.stability_delay_seconds)
+        self._start = Start(
+            self._demand.min_workers,
+            self._demand.max_workers,
+            step=self._demand.shape.workers if self._demand.shape is not None else 1,
+            wait_for_max_seconds=self._patience.wait_for_max_seconds,
+        )
+        self._asked_for = 0
+        self._why_not = ""
+        self._groups_started = 0
         self._growth = self._new_growth()
         self._growths = 0
+        self._commit_to_use = False
         self._group_started_at = float("-inf")
-        self._held: dict[str, int] = {}
         self._looked_at = float("-inf")
         self._next_look = float("-inf")
-        self._is_first_start = True
-        self._waiting_since: float | None = None
         self._reported_waiting_at = float("-inf")
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
@@ -138,19 +154,26 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """Start as large as possible, once ``min_workers`` fit.
 
-        Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once.
+        Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once. A
+        group that was lost gives back first what it still holds: Ray would keep that until the next group starts,
+        from others and, where it moves the bundles of a lost node to another, from the run itself.
 
         Raises:
             CapacityTimeoutError: ``min_workers`` did not fit for longer than they may be waited for.
         """
-        self._maybe_send_resource_request()
         now = time.monotonic()
-        if self._waiting_since is None:
-            self._waiting_since = now
-        workers = self._workers_to_start_with(now) if now - self._looked_at >= _LOOK_SECONDS else 0
+        self._take_in_what_became_of_the_last_group(now)
+        workers = 0
+        if now - self._looked_at >= _LOOK_SECONDS:
+            try:
+                self._maybe_send_resource_request()
+                workers = self._workers_to_start_with(now)
+            except CapacityTimeoutError:
+                raise
+            except Exception:
+                logger.warning("No decision about a start; it is tried again", exc_info=True)
         if workers:
-            self._waiting_since = None
-            self._is_first_start = False
+            self._asked_for = workers
             return self._get_resize_decision(workers)
         time.sleep(_REST_SECONDS)
         return NoopDecision()
@@ -166,57 +189,84 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             logger.warning("No decision about growth; training goes on", exc_info=True)
             return NoopDecision()
 
+    def _take_in_what_became_of_the_last_group(self, now: float) -> None:
+        callback = callbacks.current()
+        lost = callback.release_group() if callback is not None else 0
+        started = callback.groups_started if callback is not None else self._groups_started + bool(self._asked_for)
+        if started > self._groups_started:
+            self._groups_started = started
+            self._start.started()
+            self._why_not = ""
+        elif self._asked_for:
+            self._take_in_a_failed_start(now)
+        self._asked_for = 0
+        self._start.begin(now, lost or 0)
+
+    def _take_in_a_failed_start(self, now: float) -> None:
+        why, for_want_of_room = take_failure()
+        if not for_want_of_room:
+            self._start.failed(now)
+            self._why_not = f"a start that succeeds (the last one: {why.splitlines()[0] if why else 'unknown'})"
+        elif counted_nodes() <= {node.id for node in self._get_nodes() if not node.draining}:
+            self._start.refused(now, self._asked_for)
+            self._why_not = f"room for {self._asked_for} worker(s), which looked free and was not"
+
     def _workers_to_start_with(self, now: float) -> int:
         """Give how many workers to start, 0 to go on waiting."""
-        callback = callbacks.current()
-        held = self._held if callback is not None and callback.group_is_placed else {}
-        nodes, possible, stable = self._look(now, held)
-        waited = now - (self._waiting_since or now)
-        if possible < self._demand.min_workers:
-            missing = (
-                "an answer of the cluster" if nodes is None else describe_missing(nodes, self._demand, possible, held)
+        nodes, possible, stable = self._look(now, {})
+        workers = self._start.size(now, possible, stable)
+        if workers or (possible >= self._demand.min_workers and not self._why_not):
+            return workers
+        waited = self._start.waited(now)
+        missing = self._what_is_missing(nodes, possible)
+        self._tell_waiting(now, possible, missing, waited)
+        bound = self._patience.capacity_timeout_seconds
+        if bound and waited >= bound:
+            raise CapacityTimeoutError(
+                f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "
+                f"{missing} lacking. Add capacity, lower min_workers or raise capacity_timeout_seconds"
             )
-            self._tell_waiting(now, possible, missing, waited)
-            bound = self._patience.capacity_timeout_seconds
-            if bound and waited >= bound:
-                raise CapacityTimeoutError(
-                    f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "
-                    f"{missing} lacking. Add capacity, lower min_workers or raise capacity_timeout_seconds"
-                )
-            return 0
-        if self._is_first_start:
-            if possible < self._demand.max_workers and waited < self._patience.wait_for_max_seconds:
-                return 0
-            return possible
-        # What has only just come may go as quickly; without it, if that is enough, nothing is lost when it does.
-        return stable if stable >= self._demand.min_workers else possible
+        return 0
+
+    def _what_is_missing(self, nodes: list[Node] | None, possible: int) -> str:
+        if nodes is None:
+            return "an answer of the cluster"
+        if possible >= self._demand.min_workers:
+            return self._why_not
+        if possible_workers(nodes, self._demand) >= self._demand.min_workers:
+            return "the consent of Ray's autoscaling coordinator, which reserves what is free for another training"
+        return describe_missing(nodes, self._demand, possible)
 
     def _decide_growth(self, group: Any, status: Any) -> ScalingDecision:
         now = time.monotonic()
         callback = callbacks.current()
-        committed = callback is not None and callback.take_commit()
+        committed = (callback is not None and callback.take_commit()) or self._commit_to_use
+        self._commit_to_use = False
         has_checkpoint = callback is not None and callback.has_checkpoint
         if group.start_time != self._group_started_at:
             self._group_started_at = group.start_time
             self._growth = self._new_growth()
-        self._held = dict(Counter(worker.metadata.node_id for worker in group.workers))
         if not all(worker.running for worker in status.worker_statuses.values()):
             return NoopDecision()
         reason = self._growth.due(now, committed, has_checkpoint)
         if reason is None and now < self._next_look:
             return NoopDecision()
-        nodes, _, stable = self._look(now, self._held)
+        nodes, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
         if nodes is None:
+            # The ranks stand still since they have saved: that is used as soon as the cluster answers.
+            self._commit_to_use = committed and self._growth.decided
             return NoopDecision()
         until_stable = self._stability.next_change(now)
         interval = self.scaling_config.elastic_resize_monitor_interval_s
         self._next_look = now + (interval if until_stable is None else min(interval, until_stable))
         waited = self._growth.waited_seconds(now)
+        stable = min(stable, self._start.limit(now))
         if self._growth.look(now, group.num_workers, stable, more_awaited=until_stable is not None):
             self._announce(group.workers)
         reason = self._growth.due(now, committed, has_checkpoint)
         if reason is None:
             return NoopDecision()
+        self._asked_for = self._growth.target
         return GrowthDecision(
             num_workers=self._growth.target,
             resources_per_worker=self._demand.resources,
@@ -239,7 +289,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         reserved = self._get_reserved_resources()
         if reserved is None:
             return None, 0, 0
-        nodes = self._get_nodes()
+        nodes = [node for node in self._get_nodes() if could_serve(node, self._demand)]
         count_on(nodes)
         granted = granted_workers(reserved.values(), self._demand.resources, self._demand.max_workers)
         reliable = self._stability.observe(now, [node.id for node in nodes])

@@ -1,6 +1,6 @@
-"""Ray Train's trainers with our policy and callbacks in their controller.
+"""Ray Train's trainers with our policies and callbacks in their controller.
 
-Uses ``ray.train.v2._internal``: ``fit()`` hands policy and callbacks to its controller through
+Uses ``ray.train.v2._internal``: ``fit()`` hands policies and callbacks to its controller through
 ``_initialize_and_run_controller``, and has no public parameter for either.
 """
 
@@ -14,6 +14,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from prefect_elastic_train.elastic.callbacks import LoopCallback, NoDatasetsCallback, RunCallback
+from prefect_elastic_train.elastic.failures import RunFailurePolicy
 from prefect_elastic_train.elastic.policy import Patience, RunScalingPolicy
 from prefect_elastic_train.elastic.stall import StallCallback
 
@@ -48,6 +49,9 @@ class _ElasticTrainerMixin:
             self.scaling_config,  # type: ignore[attr-defined]
             requester_id=setup.requester_id,
             patience=setup.patience,
+        )
+        controller_arguments["failure_policy"] = RunFailurePolicy(
+            self.run_config.failure_config,  # type: ignore[attr-defined]
         )
         return super()._initialize_and_run_controller(**controller_arguments)  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""A worker group that waits only for nodes that are there, and on TPU slices that were looked at first.
+"""A worker group that waits only for nodes that are there, on TPU slices that were looked at first.
 
 Uses ``ray.train.v2._internal``: where a rank notices the end of another sooner than Ray that of its node, the next
 group is asked for on a node that is gone, and Ray's worker group waits a minute for it. And Ray's takes any slice
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ray._private.accelerators.tpu import reserve_tpu_slice
+from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
@@ -21,16 +21,17 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
     PlacementGroupHandle,
     SlicePlacementGroupHandle,
 )
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
-from prefect_elastic_train.elastic.capacity import Demand, Node, Slice, free_slices
+from prefect_elastic_train.elastic.capacity import Demand, Node, Slice, free_slices, head_resource
 from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
 
-__all__ = ["RunWorkerGroup", "count_on", "use_run_worker_group"]
+__all__ = ["RunWorkerGroup", "count_on", "counted_nodes", "take_failure", "use_run_worker_group"]
 
 _SLICE_NAME = "ray.io/tpu-slice-name"
 _NODE_ID = "ray.io/node-id"
+_WORKER_ID = "ray.io/tpu-worker-id"
 #: Seconds for slices that the group before has just given back to become free.
 _RELEASE_SECONDS = 15.0
 #: Seconds for the head of a slice that was free a moment ago.
@@ -42,6 +43,8 @@ _WAIT_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
+#: Why the last worker group of this process did not start, until somebody asks.
+_failure: Exception | None = None
 #: The nodes that the decision about the next worker group counted on. Ray hands a worker group nothing of a policy.
 _counted_on: frozenset[str] = frozenset()
 
@@ -55,6 +58,18 @@ def count_on(nodes: Iterable[Node]) -> None:
     """Say from which nodes the size of the next worker group was decided: without one of them it may not fit."""
     global _counted_on
     _counted_on = frozenset(node.id for node in nodes if not node.draining)
+
+
+def counted_nodes() -> frozenset[str]:
+    """Give the nodes that the last decision counted on."""
+    return _counted_on
+
+
+def take_failure() -> tuple[str, bool]:
+    """Tell once why the last worker group did not start, and whether that was for want of room; empty if it did."""
+    global _failure
+    failure, _failure = _failure, None
+    return ("" if failure is None else str(failure)), isinstance(failure, WorkerGroupStartupTimeoutError)
 
 
 class _WatchedHandle(PlacementGroupHandle):  # type: ignore[misc]
@@ -80,7 +95,11 @@ class _WatchedHandle(PlacementGroupHandle):  # type: ignore[misc]
                 return True
             if left <= _WAIT_SECONDS:
                 return False
-            gone = self._nodes - {node.id for node in cluster_nodes() if not node.draining}
+            try:
+                gone = self._nodes - {node.id for node in cluster_nodes() if not node.draining}
+            except Exception:
+                logger.warning("The nodes cannot be seen; the placement is waited for", exc_info=True)
+                gone = frozenset()
             if gone:
                 logger.info("Nodes went while workers were to be placed: %s", ", ".join(sorted(gone)))
                 return False
@@ -103,17 +122,84 @@ class _SliceHandle(SlicePlacementGroupHandle):  # type: ignore[misc]
             remove_placement_group(head)
 
 
+def _reserve_head(found: Slice, pod_type: str) -> PlacementGroup:
+    """Take the head of a slice, by which Ray's users tell whether a slice is taken.
+
+    Ray's own function then asks a task on that host for the slice's name, without a bound.
+
+    Raises:
+        TimeoutError: Somebody else has taken it meanwhile.
+    """
+    head = placement_group(
+        bundles=[{head_resource(pod_type): 1}], bundle_label_selector=[{_SLICE_NAME: found.name, _WORKER_ID: "0"}]
+    )
+    if not head.wait(_HEAD_SECONDS):
+        remove_placement_group(head)
+        raise TimeoutError(f"the head of slice {found.name} was not free within {_HEAD_SECONDS:g} s")
+    return head
+
+
 class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
-    """Starts on nodes that are there, and on slices that are whole and free, or not at all."""
+    """Starts on nodes that are there, and on slices that are whole and free, or not at all.
+
+    It may be shut down before the controller does: a group that is lost gives back what it holds while the next one
+    is waited for. From then on it has no workers, and to end it again does nothing.
+    """
+
+    def shutdown(self) -> None:
+        """End the workers and give back what they hold, once."""
+        if self.has_started():
+            super().shutdown()
+
+    def abort(self) -> None:
+        """End the workers without ceremony, once."""
+        if self.has_started():
+            super().abort()
+
+    def get_workers(self) -> list[Any]:
+        """Give the workers, none after the end."""
+        workers: list[Any] = super().get_workers() if self.has_started() else []
+        return workers
+
+    def get_latest_poll_status(self) -> Any:
+        """Give what the last poll found, also after the end."""
+        return self._latest_poll_status
+
+    def _start(self) -> None:
+        """Start; what fails at any moment leaves nothing behind, and the death of a worker is a failed start."""
+        global _failure
+        try:
+            super()._start()
+        except Exception as error:
+            _failure = error
+            if self.has_started():
+                self._give_back()
+            if isinstance(error, RayActorError):
+                raise WorkerGroupStartupFailedError("A worker died while its group started.") from error
+            raise
+
+    def _give_back(self) -> None:
+        # Ray's own shuts down only what has not got as far as this.
+        try:
+            self._worker_group_state.shutdown()
+        except Exception:
+            logger.warning("A worker group that did not start was not ended cleanly", exc_info=True)
+        self._clear_state()
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> PlacementGroupHandle:
-        demand = demand_of(scaling_config)
-        if demand.shape is None:
-            return _WatchedHandle(super()._create_placement_group(scaling_config, worker_group_context))
-        return _WatchedHandle(self._create_on_slices(demand, worker_group_context))
+        try:
+            demand = demand_of(scaling_config)
+            if demand.shape is None:
+                return _WatchedHandle(super()._create_placement_group(scaling_config, worker_group_context))
+            return _WatchedHandle(self._create_on_slices(demand, worker_group_context))
+        except (WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError):
+            raise
+        except Exception as error:
+            raise WorkerGroupStartupFailedError(f"No placement group for the workers: {error}") from error
 
     def _create_on_slices(self, demand: Demand, worker_group_context: Any) -> PlacementGroupHandle:
-        assert demand.shape is not None
+        shape = demand.shape
+        assert shape is not None
         chosen = self._choose(demand, worker_group_context.num_slices)
         if len(chosen) < worker_group_context.num_slices:
             raise WorkerGroupStartupTimeoutError(num_workers=worker_group_context.num_workers)
@@ -124,21 +210,16 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         heads: list[PlacementGroup] = []
         try:
             for found in chosen:
-                if len(found.nodes) == 1:
-                    continue
-                reserved = reserve_tpu_slice(
-                    demand.shape.topology, demand.shape.accelerator_type, timeout_s=_HEAD_SECONDS, slice_name=found.name
-                )
-                if reserved is not None:
-                    heads.append(reserved[1])
+                if len(found.nodes) > 1:
+                    heads.append(_reserve_head(found, shape.pod_type))
             group = SlicePlacementGroup(
-                topology=demand.shape.topology,
-                accelerator_version=get_tpu_version_from_type(demand.shape.accelerator_type),
+                topology=shape.topology,
+                accelerator_version=get_tpu_version_from_type(shape.accelerator_type),
                 num_slices=len(chosen),
                 resources_per_bundle=worker_group_context.resources_per_worker,
                 strategy=worker_group_context.placement_strategy,
                 head_reservation_timeout_s=_HEAD_SECONDS,
-                bundle_label_selector=[selector for selector in selectors for _ in range(demand.shape.workers)],
+                bundle_label_selector=[selector for selector in selectors for _ in range(shape.workers)],
             )
         except Exception as error:
             for head in heads:

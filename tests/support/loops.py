@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -148,7 +149,7 @@ def hashing_loop(config: dict[str, Any]) -> None:
 
     Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file); ``sleep_once`` (seconds
     that the sixth step takes when it is taken first); ``ask`` (whether it saves when a restart is coming); ``until``
-    (file whose existence makes the step the last).
+    (file whose existence makes the step the last); ``upload_seconds`` (that a checkpoint takes to be stored).
     """
     import hashlib
     import tempfile
@@ -166,6 +167,11 @@ def hashing_loop(config: dict[str, Any]) -> None:
         with checkpoint.as_directory() as folder, open(os.path.join(folder, "state.json")) as file:
             step, state = json.load(file)
     resumed_from, steps = step, config["steps"]
+    where = {
+        "node": ray.get_runtime_context().get_node_id(),
+        "slices": {name: value for name, value in os.environ.items() if name.startswith("MEGASCALE_")},
+    }
+    options = {"checkpoint_upload_fn": _slow_upload(config["upload_seconds"])} if config.get("upload_seconds") else {}
     while step < steps:
         step += 1
         if config.get("until") and broadcast_from_rank_zero(os.path.exists(config["until"])):
@@ -174,7 +180,7 @@ def hashing_loop(config: dict[str, Any]) -> None:
         if step == 6 and not resumed_from:
             time.sleep(config.get("sleep_once", 0.0))
         state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
-        write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
+        write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from, **where)
         saved = None
         asked = config.get("ask") and resize_requested()
         if asked or step % config["checkpoint_every"] == 0 or step == steps:
@@ -183,7 +189,18 @@ def hashing_loop(config: dict[str, Any]) -> None:
                 with open(os.path.join(folder, "state.json"), "w") as file:
                     json.dump([step, state], file)
             saved = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"step": step}, checkpoint=saved)
+        ray.train.report({"step": step}, checkpoint=saved, **(options if saved else {}))
+
+
+def _slow_upload(seconds: float) -> Callable[[Any, str], Any]:
+    """Store checkpoints as Ray does, to a storage that takes its time."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    def upload(checkpoint: Any, name: str) -> Any:
+        time.sleep(seconds)
+        return get_train_context().storage_context.persist_current_checkpoint(checkpoint, name)
+
+    return upload
 
 
 def dataset_loop(config: dict[str, Any]) -> None:

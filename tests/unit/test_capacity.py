@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from prefect_elastic_train.elastic.capacity import (
     Demand,
     Node,
+    could_serve,
     describe_missing,
     free_slices,
     granted_workers,
+    hair_less,
+    head_resource,
     possible_workers,
     slices_of,
 )
@@ -25,13 +28,24 @@ def node(name: str, free: float = 1.0, total: float = 1.0, draining: bool = Fals
     return Node(name, {"GPU": total}, {"GPU": free}, labels, draining)
 
 
-def host(slice_name: str, number: int, free: float = 4.0, shape: SliceShape = PAIR, draining: bool = False) -> Node:
+def host(
+    slice_name: str,
+    number: int,
+    free: float = 4.0,
+    shape: SliceShape = PAIR,
+    draining: bool = False,
+    head_free: float = 1.0,
+) -> Node:
     labels = {
         "ray.io/tpu-slice-name": slice_name,
         "ray.io/tpu-worker-id": str(number),
         "ray.io/tpu-pod-type": shape.pod_type,
     }
-    return Node(f"{slice_name}-{number}", {"TPU": 4.0, "CPU": 8.0}, {"TPU": free, "CPU": 8.0}, labels, draining)
+    total, available = {"TPU": 4.0, "CPU": 8.0}, {"TPU": free, "CPU": 8.0}
+    if number == 0:
+        total[head_resource(shape.pod_type)] = 1.0
+        available[head_resource(shape.pod_type)] = head_free
+    return Node(f"{slice_name}-{number}", total, available, labels, draining)
 
 
 def gpus(resources: float = 1.0, low: int = 1, high: int = 100, strategy: str = "PACK", **labels: str) -> Demand:
@@ -114,6 +128,45 @@ def test_a_slice_that_another_job_holds_in_part_does_not_count() -> None:
     assert possible_workers([host("s1", 0, free=2), host("s1", 1)], tpus()) == 0
 
 
+def test_a_slice_that_another_job_has_reserved_by_its_head_does_not_count() -> None:
+    reserved = [host("s1", 0, head_free=0.0), host("s1", 1)]
+    assert possible_workers(reserved, tpus()) == 0
+    assert "s1: held by another job" in describe_missing(reserved, tpus(), 0)
+    own = [host("s1", 0, free=0, head_free=0.0), host("s1", 1, free=0)]
+    assert possible_workers(own, tpus(), held={"s1-0": 1, "s1-1": 1}) == 2, "the run itself has reserved it"
+
+
+@pytest.mark.parametrize(
+    ("each", "total", "workers"),
+    [(0.4, 2, 4), (0.7, 4, 4), (0.3, 4, 12), (0.6, 2, 2), (0.5, 2, 4), (0.1, 1, 10), (1.0, 4, 4), (2.0, 5, 2)],
+)
+def test_a_share_of_a_gpu_comes_from_one_gpu(each: float, total: float, workers: int) -> None:
+    assert possible_workers([node("n", total, total)], gpus(each)) == workers
+    assert possible_workers([Node("n", {"CPU": total}, {"CPU": total})], Demand({"CPU": each}, 1, 100)) == int(
+        round(total * 10) // round(each * 10)
+    ), "of a CPU it may come from two"
+
+
+@pytest.mark.parametrize(("each", "total"), [(0.2, 4), (0.1, 4), (0.6, 3), (0.4, 8), (0.8, 16), (1.0, 3)])
+def test_as_many_are_granted_as_fit_also_by_a_coordinator_that_counts_in_floating_point(
+    each: float, total: float
+) -> None:
+    left, reserved = total, 0.0
+    asked = hair_less({"CPU": each})["CPU"]
+    while left >= asked:
+        left, reserved = left - asked, reserved + asked
+    assert granted_workers([{"CPU": reserved}], {"CPU": each}, 100) == int(round(total * 10) // round(each * 10))
+
+
+def test_only_nodes_that_could_serve_are_of_interest() -> None:
+    assert could_serve(node("busy", free=0.0), gpus())
+    assert not could_serve(node("small", total=0.5), gpus())
+    assert not could_serve(Node("other", {"CPU": 8.0}, {"CPU": 8.0}), gpus())
+    assert not could_serve(node("elsewhere", zone="b"), gpus(zone="a"))
+    assert could_serve(host("s1", 0), tpus())
+    assert not could_serve(host("s1", 0, shape=SINGLE), tpus())
+
+
 def test_a_slice_with_one_host_drained_does_not_count() -> None:
     nodes = [host("s1", 0), host("s1", 1, draining=True), host("s2", 0), host("s2", 1)]
     assert [found.name for found in free_slices(nodes, tpus())] == ["s2"]
@@ -174,10 +227,16 @@ def test_what_is_counted_can_be_placed(
     nodes = [node(str(number), free, total, draining) for number, total, free, draining in made]
     count = possible_workers(nodes, gpus(each, 1, most), granted=granted)
     assert 0 <= count <= min(most, granted)
-    left = {n.id: n.available["GPU"] for n in nodes if not n.draining}
+    # Of each node, whole devices and one that is used in part.
+    left = {n.id: [1.0] * int(n.available["GPU"]) + [n.available["GPU"] % 1] for n in nodes if not n.draining}
     for _ in range(count):
-        home = next(name for name, free in left.items() if free >= each - 1e-6)
-        left[home] -= each
+        if each >= 1:
+            devices = next(found for found in left.values() if found.count(1.0) >= each)
+            for _ in range(int(each)):
+                devices.remove(1.0)
+        else:
+            devices = next(found for found in left.values() if max(found) >= each - 1e-6)
+            devices[devices.index(max(devices))] -= each
 
 
 @given(

@@ -12,11 +12,13 @@ from pyarrow import fs
 from ray.exceptions import ActorDiedError
 from ray.train import Checkpoint
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
-from ray.train.v2._internal.execution.controller.state import InitializingState, RunningState
+from ray.train.v2._internal.execution.controller.state import InitializingState, PreemptingState, RunningState
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2.api.config import FailureConfig
+from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
@@ -33,6 +35,7 @@ from prefect_elastic_train.driver.events import (
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.callbacks import LoopCallback, RunCallback
+from prefect_elastic_train.elastic.failures import RunFailurePolicy
 from prefect_elastic_train.elastic.growth import Reason
 from prefect_elastic_train.elastic.policy import GrowthDecision
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
@@ -390,3 +393,35 @@ def test_a_checkpoint_on_this_machine_is_read_in_place(store: LocalRunStore) -> 
     elsewhere = Checkpoint("/another/machine/ckpt-1", run_filesystem(store.path, 1))
     assert callbacks._in_place(elsewhere) is elsewhere
     assert callbacks._in_place(None) is None
+
+
+def test_a_group_that_has_failed_gives_back_what_it_holds_once(controller: Controller) -> None:
+    ended: list[str] = []
+
+    class Group:
+        def get_workers(self) -> list[str]:
+            return ["one", "two"]
+
+        def shutdown(self) -> None:
+            ended.append("group")
+            raise RuntimeError("the cluster does not answer")
+
+    controller.callback._worker_group = Group()
+    assert not controller.callback.release_group(), "an error is passed over"
+    assert controller.callback.errors == 1
+    assert controller.callback.release_group() == 0
+    assert ended == ["group"]
+
+
+@pytest.mark.parametrize(("draining", "decision"), [(True, FailureDecision.RETRY), (False, FailureDecision.RAISE)])
+def test_what_fails_while_a_node_is_drained_is_charged_to_the_drain(
+    controller: Controller, draining: bool, decision: FailureDecision
+) -> None:
+    policy = RunFailurePolicy(FailureConfig(max_failures=0, max_preemption_failures=1))
+    preemption = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"n0": [0]})
+    state = PreemptingState(preemption_info=preemption, detected_at_s=0.0) if draining else RunningState()
+    controller.callback.after_controller_state_update(InitializingState(), state)
+    broken = WorkerGroupError("ranks failed", {1: RuntimeError("Connection closed by peer")})
+    assert policy.make_decision(broken) is decision
+    if draining:
+        assert policy.make_decision(broken) is FailureDecision.RAISE, "that budget has an end too"

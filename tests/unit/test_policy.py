@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
 from prefect_elastic_train.config import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, policy
+from prefect_elastic_train.elastic import callbacks, policy, start, worker_group
 from prefect_elastic_train.elastic.capacity import Node
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError
 from prefect_elastic_train.elastic.growth import Reason
@@ -26,15 +27,15 @@ class Cluster(RunScalingPolicy):
     """The policy before nodes of one CPU each."""
 
     fits: int | None = 0
+    taken: Collection[int] = ()
 
     def _maybe_send_resource_request(self) -> None:
         """Nobody is there to ask."""
 
     def _get_nodes(self) -> list[Node]:
         assert self.fits is not None
-        held = self._held if self._held else {}
         return [
-            Node(f"n{number}", total={"CPU": 1.0}, available={"CPU": 1.0 - held.get(f"n{number}", 0)})
+            Node(f"n{number}", total={"CPU": 1.0}, available={"CPU": 0.0 if number in self.taken else 1.0})
             for number in range(self.fits)
         ]
 
@@ -46,7 +47,11 @@ class Callback(SimpleNamespace):
     """What the policy sees of the callback in its controller."""
 
     def __init__(self) -> None:
-        super().__init__(group_is_placed=False, has_checkpoint=True, commits=0, waiting=[])
+        super().__init__(groups_started=0, lost=0, has_checkpoint=True, commits=0, waiting=[])
+
+    def release_group(self) -> int:
+        lost, self.lost = self.lost, 0
+        return lost
 
     def take_commit(self) -> bool:
         committed, self.commits = self.commits > 0, 0
@@ -158,15 +163,105 @@ def test_a_restart_after_a_loss_does_not_wait_for_the_maximum() -> None:
     assert again.num_workers == 2
 
 
-def test_a_restart_counts_what_the_failed_group_still_holds(callback: Callback) -> None:
+def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(callback: Callback) -> None:
     policy = _policy(2, 4)
     policy.fits = 4
-    policy.make_decision_for_running_worker_group(_group(4), _healthy(4))
-    assert policy._held == {"n0": 1, "n1": 1, "n2": 1, "n3": 1}
-    callback.group_is_placed = True
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
+    callback.groups_started, callback.lost = 1, 4
+    policy.taken = (0, 1)
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    policy.taken = ()
+    decision: Any = policy.make_decision_for_non_running_worker_group()
+    assert decision.num_workers == 4
+
+
+def test_a_restart_goes_on_with_fewer_after_that_moment(callback: Callback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_SETTLING_SECONDS", 0.1)
+    policy = _policy(1, 4)
+    policy.fits = 4
+    policy.make_decision_for_non_running_worker_group()
+    callback.groups_started, callback.lost = 1, 4
     policy.fits = 3
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    time.sleep(0.1)
     decision: Any = policy.make_decision_for_non_running_worker_group()
     assert decision.num_workers == 3
+
+
+def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "_failure", WorkerGroupStartupTimeoutError(4))
+    policy = _policy(1, 4)
+    policy.fits = 4
+    policy.make_decision_for_non_running_worker_group()
+    second: Any = policy.make_decision_for_non_running_worker_group()
+    assert second.num_workers == 3
+    callback.groups_started = 1
+    group = _group(3)
+    callback.commits = 1
+    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(3)), NoopDecision)
+
+
+def test_a_smallest_group_that_is_never_placed_is_told_and_bounded(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = _policy(2, 4, capacity_timeout_seconds=0.3)
+    policy.fits = 2
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
+    monkeypatch.setattr(worker_group, "_failure", WorkerGroupStartupTimeoutError(2))
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision), "it pauses"
+    time.sleep(0.3)
+    with pytest.raises(CapacityTimeoutError, match="looked free and was not"):
+        policy.make_decision_for_non_running_worker_group()
+    assert "looked free and was not" in callback.waiting[0][1]
+
+
+def test_a_group_that_lost_a_node_before_it_was_placed_may_be_as_large_again(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = _policy(1, 4)
+    policy.fits = 4
+    policy.make_decision_for_non_running_worker_group()
+    monkeypatch.setattr(worker_group, "_failure", WorkerGroupStartupTimeoutError(4))
+    policy.fits = 3
+    second: Any = policy.make_decision_for_non_running_worker_group()
+    assert second.num_workers == 3
+    callback.groups_started, callback.lost, policy.fits = 1, 3, 4
+    third: Any = policy.make_decision_for_non_running_worker_group()
+    assert third.num_workers == 4
+
+
+def test_a_group_that_does_not_start_is_told_and_tried_again_after_a_pause(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = _policy(2, 4)
+    policy.fits = 4
+    policy.make_decision_for_non_running_worker_group()
+    monkeypatch.setattr(worker_group, "_failure", WorkerGroupStartupFailedError("a worker died"))
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    assert "a worker died" in callback.waiting[0][1]
+    time.sleep(1.1)
+    again: Any = policy.make_decision_for_non_running_worker_group()
+    assert again.num_workers == 4, "not for want of room"
+
+
+def test_what_goes_wrong_in_a_look_before_a_start_does_not_end_the_training(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = _policy(1, 4)
+    monkeypatch.setattr(policy, "_get_nodes", lambda: 1 / 0)
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+
+
+def test_free_nodes_that_are_reserved_for_another_training_are_told_as_such(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = _policy(2, 4)
+    policy.fits = 4
+    monkeypatch.setattr(policy, "_get_reserved_resources", lambda: {"any": {"CPU": 1.0}})
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    assert "reserves what is free for another training" in callback.waiting[0][1]
 
 
 def test_a_restart_leaves_out_what_has_only_just_come(callback: Callback) -> None:
@@ -174,6 +269,7 @@ def test_a_restart_leaves_out_what_has_only_just_come(callback: Callback) -> Non
     policy.fits = 2
     first: Any = policy.make_decision_for_non_running_worker_group()
     assert first.num_workers == 2, "what is there at first counts"
+    callback.groups_started, callback.lost = 1, 2
     policy.fits = 3
     second: Any = policy.make_decision_for_non_running_worker_group()
     assert second.num_workers == 2
