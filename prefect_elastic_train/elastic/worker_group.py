@@ -161,6 +161,10 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         workers: list[Any] = super().get_workers() if self.has_started() else []
         return workers
 
+    def __len__(self) -> int:
+        """Give the number of workers; the controller takes a group of none for no group."""
+        return len(self.get_workers())
+
     def get_latest_poll_status(self) -> Any:
         """Give what the last poll found, also after the end."""
         return self._latest_poll_status

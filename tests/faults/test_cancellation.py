@@ -83,7 +83,7 @@ def _cancel_and_watch(run: DeployedRun, ledger: str) -> None:
     [
         pytest.param("fault test", {}, id="called"),
         pytest.param("fault test", {"submit": True}, id="submitted"),
-        pytest.param("fault test", {"within": "a submitted task"}, id="in a submitted task"),
+        pytest.param("fault test", {"within": "a submitted task"}, id="in a submitted task", marks=pytest.mark.soak),
         pytest.param("async fault test", {}, id="async"),
     ],
 )
@@ -132,7 +132,7 @@ def test_cancel_while_the_worker_group_starts(deployed: Deploy, served: Program,
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param({}, id="called"),
+        pytest.param({}, id="called", marks=pytest.mark.soak),
         pytest.param({"submit": True}, id="submitted"),
         pytest.param({"within": "a subflow"}, id="in a subflow"),
     ],
@@ -159,6 +159,7 @@ def test_cancel_of_a_flow_that_no_runner_watches(
         assert [task.state.type for task in tasks if task.state] == [StateType.FAILED], "it does not look running"
 
 
+@pytest.mark.soak
 def test_cancel_of_a_flow_whose_runner_has_died(
     start: Start, client: SyncPrefectClient, ledger: str, head: RayHead
 ) -> None:
@@ -216,7 +217,7 @@ def test_cluster_that_waits_for_the_next_attempt_is_guarded_and_ends_with_a_canc
         pytest.param({"timeout_seconds": 14}, id="training"),
         pytest.param({"timeout_seconds": 14, "asynchronous": True}, id="training-async", marks=pytest.mark.soak),
         pytest.param({"flow_timeout": 16}, id="flow", marks=pytest.mark.soak),
-        pytest.param({"flow_timeout": 16, "submit": True}, id="flow-submitted"),
+        pytest.param({"flow_timeout": 16, "submit": True}, id="flow-submitted", marks=pytest.mark.soak),
         pytest.param({"flow_timeout": 16, "asynchronous": True}, id="flow-async"),
     ],
 )

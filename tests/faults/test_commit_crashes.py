@@ -55,12 +55,12 @@ def crashing_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing
 @pytest.mark.parametrize(
     ("step", "dies"),
     [
-        ("before the upload", "worker"),
+        pytest.param("before the upload", "worker", marks=pytest.mark.soak),
         ("mid-upload", "worker"),
-        ("before the commit", "controller"),
+        pytest.param("before the commit", "controller", marks=pytest.mark.soak),
         ("in the middle of the commit", "controller"),
-        ("before Ray's file", "controller"),
-        ("after Ray's file", "controller"),
+        pytest.param("before Ray's file", "controller", marks=pytest.mark.soak),
+        pytest.param("after Ray's file", "controller", marks=pytest.mark.soak),
     ],
 )
 def test_crash_in_a_commit_loses_no_step_and_counts_none_twice(

@@ -124,7 +124,7 @@ def test_killed_worker_is_recovered_in_the_cluster_without_a_new_driver(
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
-        ("failing_loop", 'raise ArithmeticError("the loss became a pumpkin")'),
+        pytest.param("failing_loop", 'raise ArithmeticError("the loss became a pumpkin")', marks=pytest.mark.soak),
         ("remotely_failing_loop", 'raise ValueError("a row without a number")'),
     ],
 )

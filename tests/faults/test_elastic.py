@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from prefect_elastic_train.driver.events import (
     Event,
     WaitingForCapacity,
     WorkerGroupResized,
+    WorkerGroupStarted,
 )
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.store import LocalRunStore
@@ -141,9 +143,12 @@ def test_gpu_workers_follow_the_nodes_from_none_to_all(
     growths = [event for event in training.events() if isinstance(event, WorkerGroupResized)]
     assert {event.reason for event in growths} == {"commit"}
     first_growth = next(event for event in growths if event.new_size == most)
+    # One of the two nodes may come while the group is restarted for the other.
+    groups_started = [event.at for event in training.events() if isinstance(event, WorkerGroupStarted)]
+    arrived = max(arrived, *(at for at in groups_started if at < first_growth.at))
     committed = [event.at for event in training.events() if isinstance(event, CheckpointCommitted)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(committed) if later <= first_growth.at]
-    assert first_growth.at - arrived <= 1.5 * (INTERVAL + STABILITY) + max(gaps), "at the next commit"
+    commit_interval = statistics.median(later - earlier for earlier, later in itertools.pairwise(committed))
+    assert first_growth.at - arrived <= 1.5 * (INTERVAL + STABILITY) + commit_interval, "at the next commit"
 
 
 def test_a_lost_node_is_replaced_below_the_minimum(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
@@ -260,7 +265,7 @@ def test_a_drain_costs_a_plain_loop_no_more_than_its_last_interval(
     assert (result["preemptions"], result["worker_failures"], result["attempts"]) == (1, 0, 1)
 
 
-@pytest.mark.parametrize("seconds", [40, pytest.param(120, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [20, pytest.param(120, marks=pytest.mark.soak)])
 def test_a_node_that_comes_and_goes_does_not_restart_the_run_each_time(
     start: Start, cluster: ElasticCluster, tmp_path: Path, seconds: float
 ) -> None:

@@ -21,11 +21,17 @@ Start = Callable[..., FlowProcess]
 @pytest.mark.parametrize(
     ("number", "arguments", "message"),
     [
-        pytest.param(signal.SIGTERM, {}, "a termination signal", id="SIGTERM"),
+        pytest.param(signal.SIGTERM, {}, "a termination signal", id="SIGTERM", marks=pytest.mark.soak),
         pytest.param(signal.SIGTERM, {"submit": True}, "a termination signal", id="SIGTERM-submitted"),
-        pytest.param(signal.SIGTERM, {"within": "a submitted task"}, "a termination signal", id="SIGTERM-in a task"),
+        pytest.param(
+            signal.SIGTERM,
+            {"within": "a submitted task"},
+            "a termination signal",
+            id="SIGTERM-in a task",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(signal.SIGINT, {"within": "mapped tasks"}, "an interrupt signal", id="SIGINT-in mapped tasks"),
-        pytest.param(signal.SIGINT, {}, "an interrupt signal", id="SIGINT"),
+        pytest.param(signal.SIGINT, {}, "an interrupt signal", id="SIGINT", marks=pytest.mark.soak),
         pytest.param(signal.SIGINT, {"asynchronous": True}, "an interrupt signal", id="SIGINT-async"),
         pytest.param(signal.SIGKILL, {}, None, id="SIGKILL"),
     ],

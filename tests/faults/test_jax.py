@@ -73,7 +73,9 @@ def cluster() -> Iterator[ElasticCluster]:
     made.close()
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["coordinator", "other"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(0, id="coordinator"), pytest.param(1, id="other", marks=pytest.mark.soak)]
+)
 def test_killed_process_is_replaced_and_all_are_joined_again_with_the_same_weights_in_the_end(
     start: Start, ledger: str, undisturbed: Fit, killed: int
 ) -> None:

@@ -113,7 +113,20 @@ def _remove_oldest_checkpoint(run: Path) -> None:
     shutil.rmtree(sorted(run.glob("checkpoint_*/"))[0])
 
 
-def test_torn_run_state_is_repaired_told_and_trained_on_from(start: Start, ledger: str, head: RayHead) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(("empty commit", "cut file"), id="two cases"),
+        pytest.param(
+            ("cut snapshot", "empty commit", "both", "cut file", "lost checkpoint"),
+            id="all cases",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_torn_run_state_is_repaired_told_and_trained_on_from(
+    start: Start, ledger: str, head: RayHead, cases: tuple[str, ...]
+) -> None:
     first = start("first", **hash_training(ledger, cluster=head.block, checkpoints={"keep": 3}))
     wait_for(lambda: len(commits(first.run)) >= 4, 120, "four commits")
     flow_run_id = first.flow_run_id
@@ -121,15 +134,17 @@ def test_torn_run_state_is_repaired_told_and_trained_on_from(start: Start, ledge
     first.process.wait(10)
     wait_for(lambda: not head.train_processes(), 20, "the training to end")
     newest = commits(first.run)[-1]["snapshot"]["latest_checkpoint_result"]["metrics"]["step"]
-    cases: list[tuple[str, Callable[[Path], None], int, str]] = [
-        ("cut snapshot", _cut_snapshot, newest, "snapshot was torn"),
-        ("empty commit", _empty_newest_commit, newest, "was torn and was written anew from Ray's snapshot"),
-        ("both", _empty_newest_commit_and_cut_snapshot, newest - CHECKPOINT_EVERY, "is torn and was passed over"),
-        ("cut file", _cut_file_of_newest_checkpoint, newest - CHECKPOINT_EVERY, "state.json has 5 bytes instead of"),
-        ("lost checkpoint", _remove_oldest_checkpoint, newest, "was dropped: its folder is missing"),
-    ]
+    before = newest - CHECKPOINT_EVERY
+    known: dict[str, tuple[Callable[[Path], None], int, str]] = {
+        "cut snapshot": (_cut_snapshot, newest, "snapshot was torn"),
+        "empty commit": (_empty_newest_commit, newest, "was torn and was written anew from Ray's snapshot"),
+        "both": (_empty_newest_commit_and_cut_snapshot, before, "is torn and was passed over"),
+        "cut file": (_cut_file_of_newest_checkpoint, before, "state.json has 5 bytes instead of"),
+        "lost checkpoint": (_remove_oldest_checkpoint, newest, "was dropped: its folder is missing"),
+    }
     lines_before = Path(ledger).read_text()
-    for name, damage, resumes_at, told in cases:
+    for name in cases:
+        damage, resumes_at, told = known[name]
         storage = first.folder / name.replace(" ", "-")
         shutil.copytree(first.storage, storage)
         run = run_folder(storage)
@@ -253,7 +268,7 @@ def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_
     assert run.state.type == StateType.CRASHED
 
 
-@pytest.mark.parametrize("flow_name", ["fault test", "async fault test"])
+@pytest.mark.parametrize("flow_name", [pytest.param("fault test", marks=pytest.mark.soak), "async fault test"])
 def test_deployment_that_got_ctrl_c_is_not_resumed(
     deployed: Deploy, resuming: Callable[..., None], ledger: str, head: RayHead, flow_name: str
 ) -> None:
@@ -278,7 +293,8 @@ def test_flow_run_that_nobody_executes_is_resumed_by_the_command_and_one_that_li
     run = deployed(DEPLOYMENT, lost=True, **arguments)
     assert run.state.type == StateType.RUNNING
     code, said = resume()
-    assert (code, run.state.type) == (0, StateType.SCHEDULED), said
+    assert code == 0, said
+    assert run.state.type in (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING), "a runner may have it already"
     assert "is Lost (Crashed) now" in said
     wait_for(lambda: commits(run.folder), 120, "a commit")
     code, said = resume("--storage", str(run.storage))

@@ -39,6 +39,7 @@ from prefect_elastic_train.elastic.failures import RunFailurePolicy
 from prefect_elastic_train.elastic.growth import Reason
 from prefect_elastic_train.elastic.policy import GrowthDecision
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
+from prefect_elastic_train.elastic.worker_group import RunWorkerGroup
 from prefect_elastic_train.filesystems import run_filesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.store import LocalRunStore
@@ -425,3 +426,13 @@ def test_what_fails_while_a_node_is_drained_is_charged_to_the_drain(
     assert policy.make_decision(broken) is decision
     if draining:
         assert policy.make_decision(broken) is FailureDecision.RAISE, "that budget has an end too"
+
+
+def test_a_worker_group_that_gave_back_what_it_held_is_none_to_the_controller() -> None:
+    group = RunWorkerGroup.__new__(RunWorkerGroup)
+    group._worker_group_state = group._latest_poll_status = None
+    assert not group, "or the controller would ask it for its workers and state"
+    assert group.get_workers() == []
+    assert group.get_latest_poll_status() is None
+    group.shutdown()
+    group.abort()
