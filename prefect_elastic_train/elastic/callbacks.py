@@ -156,6 +156,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     Attributes:
         errors: Exceptions that this callback has passed over.
         groups_started: How many worker groups have started.
+        renew_reservation: Of the policy, which Ray does not ask during a drain; None until it has been asked once.
         has_checkpoint: Whether a restart now would begin from a checkpoint.
     """
 
@@ -178,6 +179,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._commits_of_turn = 0
         self._last_commit_at = 0.0
         self.groups_started = 0
+        self.renew_reservation: Callable[[], None] | None = None
         self._sender: EventSender | None = None
         self._state = "INITIALIZING"
         self._state_since = time.time()
@@ -282,7 +284,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         if worker_group_status.errors:
             self._last_errors = dict(worker_group_status.errors)
         preemption = worker_group_status.get_preemption_info()
-        if preemption is not None and self.take_commit():
+        if preemption is None:
+            return
+        if self.renew_reservation is not None:
+            self.renew_reservation()
+        if self.take_commit():
             self._end_drain(preemption)
 
     @_never_raises

@@ -184,6 +184,9 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         """Grow a healthy group, at a commit or when its patience is over; never shrink one."""
         try:
             self._maybe_send_resource_request()
+            callback = callbacks.current()
+            if callback is not None:
+                callback.renew_reservation = self._maybe_send_resource_request
             return self._decide_growth(worker_group_state, worker_group_status)
         except Exception:
             logger.warning("No decision about growth; training goes on", exc_info=True)

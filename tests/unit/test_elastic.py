@@ -269,6 +269,8 @@ def test_a_drain_is_over_with_the_next_commit(
     callback, group = controller.callback, Group()
     callback._worker_group = group
     callback._preemption_grace_seconds = 20.0
+    renewals: list[str] = []
+    callback.renew_reservation = lambda: renewals.append("renewed")
     notice = PreemptionInfo(deadline_ms=int((time.time() + 300) * 1000), preempted_node_to_ranks={"n": [0]})
     noticed = WorkerGroupPollStatus({0: WorkerStatus(running=True, preemption_info=notice)})
     if not commits_first:
@@ -279,6 +281,7 @@ def test_a_drain_is_over_with_the_next_commit(
     callback.after_report(_TrainingReport(checkpoint, {}, validation=False), [{}])
     callback.after_worker_group_poll_status(noticed)
     assert callback.errors == 0
+    assert renewals, "Ray asks the policy for nothing during a drain"
     (told,) = group.worker.infos
     assert told.preempted_node_to_ranks == {"n": [0]}
     # Ray adds the grace again.
