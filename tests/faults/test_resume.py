@@ -105,12 +105,14 @@ def _empty_newest_commit_and_cut_snapshot(run: Path) -> None:
 
 
 def _cut_file_of_newest_checkpoint(run: Path) -> None:
-    file = sorted(run.glob("checkpoint_*/state.json"))[-1]
+    # Folders that are newer by name may be of uploads that were interrupted.
+    file = run / commits(run)[-1]["snapshot"]["latest_checkpoint_result"]["checkpoint_dir_name"] / "state.json"
     file.write_bytes(file.read_bytes()[:5])
 
 
 def _remove_oldest_checkpoint(run: Path) -> None:
-    shutil.rmtree(sorted(run.glob("checkpoint_*/"))[0])
+    kept = [result["checkpoint_dir_name"] for result in commits(run)[-1]["snapshot"]["checkpoint_results"]]
+    shutil.rmtree(run / min(kept))
 
 
 @pytest.mark.parametrize(
