@@ -104,7 +104,8 @@ def _assert_nothing_is_held(head: RayHead | None) -> None:
         wait_for(lambda: not head.placement_groups(), 60, "the placement groups to go")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("guard", marks=pytest.mark.soak), "raylet"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["guard", "raylet"])
 def test_killed_process_of_a_run_is_survived_and_leaves_nothing(start: Start, ledger: str, kind: str) -> None:
     _kill_one_and_see_it_end_well(start, ledger, kind, after_commit=1.0)
 

@@ -270,7 +270,8 @@ def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_
     assert run.state.type == StateType.CRASHED
 
 
-@pytest.mark.parametrize("flow_name", [pytest.param("fault test", marks=pytest.mark.soak), "async fault test"])
+@pytest.mark.soak
+@pytest.mark.parametrize("flow_name", ["fault test", "async fault test"])
 def test_deployment_that_got_ctrl_c_is_not_resumed(
     deployed: Deploy, resuming: Callable[..., None], ledger: str, head: RayHead, flow_name: str
 ) -> None:
