@@ -162,16 +162,16 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             CapacityTimeoutError: ``min_workers`` did not fit for longer than they may be waited for.
         """
         now = time.monotonic()
-        self._take_in_what_became_of_the_last_group(now)
         workers = 0
-        if now - self._looked_at >= _LOOK_SECONDS:
-            try:
+        try:
+            self._take_in_what_became_of_the_last_group(now)
+            if now - self._looked_at >= _LOOK_SECONDS:
                 self._maybe_send_resource_request()
                 workers = self._workers_to_start_with(now)
-            except CapacityTimeoutError:
-                raise
-            except Exception:
-                logger.warning("No decision about a start; it is tried again", exc_info=True)
+        except CapacityTimeoutError:
+            raise
+        except Exception:
+            logger.warning("No decision about a start; it is tried again", exc_info=True)
         if workers:
             self._asked_for = workers
             return self._get_resize_decision(workers)

@@ -75,7 +75,7 @@ class Start:
         self._pause(now)
 
     def _pause(self, now: float) -> None:
-        self._not_before = now + min(2.0 ** (self._failures - 1), _MAX_PAUSE_SECONDS)
+        self._not_before = now + min(2.0 ** min(self._failures - 1, 10), _MAX_PAUSE_SECONDS)
 
     def size(self, now: float, possible: int, stable: int) -> int:
         """Give how many workers to start, 0 to go on waiting.

@@ -79,3 +79,11 @@ def test_after_a_loss_what_is_given_back_has_a_moment_to_be_seen(lost: int, mome
     start.started()
     start.begin(0.0, lost=lost)
     assert start.size(moment, 3, 3) == size
+
+
+def test_failures_over_days_pause_half_a_minute_each_and_overflow_nothing() -> None:
+    start = Start(1, 4)
+    for _ in range(5000):
+        start.failed(0.0)
+    assert start.size(29.9, 4, 4) == 0
+    assert start.size(30.0, 4, 4) == 4
