@@ -22,8 +22,11 @@ from prefect_elastic_train import (
     CheckpointPolicy,
     ElasticScaling,
     FailureBudget,
+    FsspecStorage,
     LocalStorage,
     RayCluster,
+    S3Storage,
+    checkpoint_directory,
     elastic_train,
 )
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from prefect.states import State
+
+Storage = LocalStorage | S3Storage | FsspecStorage
 
 REQUIRED_ACCURACY = 0.95  # share of test images; the demo exits with an error below it
 TEST_SHARE = 0.2  # of all images; 360 of 1,797
@@ -281,41 +286,22 @@ def train_loop(config: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------- evaluation
 
 
-def read_checkpoint_file(checkpoint_uri: str, name: str) -> bytes:
-    """Read one file of a checkpoint, without Ray.
-
-    Args:
-        checkpoint_uri: The checkpoint's directory: a path, or a URI that `pyarrow.fs` knows (`file://`, `s3://`
-            with the ambient credentials).
-        name: The file's name within the checkpoint.
-
-    Returns:
-        The file's content.
-    """
-    from pyarrow import fs
-
-    if "://" in checkpoint_uri:
-        filesystem, directory = fs.FileSystem.from_uri(checkpoint_uri)
-    else:
-        filesystem, directory = fs.LocalFileSystem(), checkpoint_uri
-    with filesystem.open_input_stream(f"{directory.rstrip('/')}/{name}") as stream:
-        return stream.read()
-
-
 @task(name="evaluate digits", cache_policy=NO_CACHE)
-def evaluate_digits(checkpoint_uri: str, test_path: str) -> Evaluation:
+def evaluate_digits(checkpoint_uri: str, test_path: str, storage: Storage | None = None) -> Evaluation:
     """Let a checkpoint read the held-out images, and publish its confusion matrix as an artifact.
 
     Args:
         checkpoint_uri: Directory of the checkpoint, a path or a URI.
         test_path: Parquet file of the held-out images.
+        storage: The storage that the checkpoint is in; by default the URI with the ambient credentials.
 
     Returns:
         The accuracy and the confusion matrix.
     """
     import torch
 
-    saved = torch.load(io.BytesIO(read_checkpoint_file(checkpoint_uri, MODEL_FILE)), weights_only=True)
+    with checkpoint_directory(checkpoint_uri, storage) as directory:
+        saved = torch.load(directory / MODEL_FILE, weights_only=True)
     model = build_model()
     model.load_state_dict(saved["model"])
     images, labels = read_split(test_path)
@@ -429,7 +415,7 @@ def digits(
     epochs: Annotated[int, Field(ge=1, le=1000)] = 12,
     seed: Annotated[int, Field(ge=0)] = 0,
     data_dir: str = DEFAULT_DATA_DIRECTORY,
-    storage: LocalStorage = DEFAULT_STORAGE,
+    storage: Storage = DEFAULT_STORAGE,
     scaling: ElasticScaling = DEFAULT_SCALING,
     failures: FailureBudget = DEFAULT_FAILURES,
     cluster: RayCluster = DEFAULT_CLUSTER,
@@ -465,7 +451,7 @@ def digits(
         storage=storage,
         cluster=cluster,
     )
-    evaluation = evaluate_digits(result.checkpoint_uri, data.test_path)
+    evaluation = evaluate_digits(result.checkpoint_uri, data.test_path, storage)
     summary = DigitsSummary(
         accuracy=evaluation.accuracy,
         train_accuracy=result.metrics.get("train_accuracy"),

@@ -5,7 +5,6 @@ are plain JAX and numpy. `python -m flows.digits_jax` runs it here and now, `pyt
 Importing this module imports neither jax nor ray: the heavy imports are in the functions that need them.
 """
 
-import io
 import itertools
 import json
 import sys
@@ -26,17 +25,17 @@ from flows.digits import (
     DEFAULT_STORAGE,
     DigitsSummary,
     Evaluation,
+    Storage,
     confusion_report,
     prepare_digits,
     print_outcome,
-    read_checkpoint_file,
 )
 from prefect_elastic_train import (
     CheckpointPolicy,
     ElasticScaling,
     FailureBudget,
-    LocalStorage,
     RayCluster,
+    checkpoint_directory,
     elastic_train,
 )
 
@@ -235,7 +234,7 @@ def save(directory: Path, step: int, state: Arrays) -> None:
 
 
 @task(name="evaluate digits in jax", cache_policy=NO_CACHE)
-def evaluate_digits_jax(checkpoint_uri: str, test_path: str, epoch: int) -> Evaluation:
+def evaluate_digits_jax(checkpoint_uri: str, test_path: str, epoch: int, storage: Storage | None = None) -> Evaluation:
     """Let a checkpoint read the held-out images, and publish its confusion matrix as an artifact.
 
     Needs numpy only: a checkpoint of plain arrays can be read anywhere.
@@ -244,13 +243,14 @@ def evaluate_digits_jax(checkpoint_uri: str, test_path: str, epoch: int) -> Eval
         checkpoint_uri: Directory of the checkpoint, a path or a URI.
         test_path: Parquet file of the held-out images.
         epoch: Epoch after which the checkpoint was written, from 1.
+        storage: The storage that the checkpoint is in; by default the URI with the ambient credentials.
 
     Returns:
         The accuracy and the confusion matrix.
     """
     import numpy as np
 
-    with np.load(io.BytesIO(read_checkpoint_file(checkpoint_uri, WEIGHTS_FILE))) as file:
+    with checkpoint_directory(checkpoint_uri, storage) as directory, np.load(directory / WEIGHTS_FILE) as file:
         prefix = "parameters/"
         parameters = {name.removeprefix(prefix): file[name] for name in file.files if name.startswith(prefix)}
     images, labels = read_arrays(test_path)
@@ -276,7 +276,7 @@ def digits_jax(
     epochs: Annotated[int, Field(ge=1, le=1000)] = 30,
     seed: Annotated[int, Field(ge=0)] = 0,
     data_dir: str = DEFAULT_DATA_DIRECTORY,
-    storage: LocalStorage = DEFAULT_STORAGE,
+    storage: Storage = DEFAULT_STORAGE,
     scaling: ElasticScaling = DEFAULT_SCALING,
     failures: FailureBudget = DEFAULT_FAILURES,
     cluster: RayCluster = DEFAULT_CLUSTER,
@@ -312,7 +312,7 @@ def digits_jax(
         storage=storage,
         cluster=cluster,
     )
-    evaluation = evaluate_digits_jax(result.checkpoint_uri, data.test_path, result.metrics["epoch"])
+    evaluation = evaluate_digits_jax(result.checkpoint_uri, data.test_path, result.metrics["epoch"], storage)
     summary = DigitsSummary(
         accuracy=evaluation.accuracy,
         train_accuracy=result.metrics.get("train_accuracy"),

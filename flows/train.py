@@ -9,8 +9,10 @@ from prefect_elastic_train import (
     CheckpointPolicy,
     ElasticScaling,
     FailureBudget,
+    FsspecStorage,
     LocalStorage,
     RayCluster,
+    S3Storage,
     elastic_train,
 )
 
@@ -24,7 +26,7 @@ DEFAULT_CLUSTER = RayCluster()
 @flow(name="train")
 def train(
     train_loop: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")],
-    storage: LocalStorage,
+    storage: LocalStorage | S3Storage | FsspecStorage,
     train_loop_config: dict[str, Any] = DEFAULT_CONFIG,
     framework: Literal["torch", "jax", "none"] = "torch",
     scaling: ElasticScaling = DEFAULT_SCALING,

@@ -15,17 +15,20 @@ if TYPE_CHECKING:
         CheckpointPolicy,
         ElasticScaling,
         FailureBudget,
+        FsspecStorage,
         LocalStorage,
         RayCluster,
+        S3Storage,
     )
     from prefect_elastic_train.outcomes import (
         AttemptFailedError,
         ConfigurationError,
         ElasticTrainError,
         Outcome,
+        StorageFaultError,
         TrainingTimeoutError,
     )
-    from prefect_elastic_train.result import TrainingResult
+    from prefect_elastic_train.result import TrainingResult, checkpoint_directory
     from prefect_elastic_train.training import aelastic_train, elastic_train
 
 _MODULES = {
@@ -35,12 +38,16 @@ _MODULES = {
     "ElasticScaling": "blocks",
     "ElasticTrainError": "outcomes",
     "FailureBudget": "blocks",
+    "FsspecStorage": "blocks",
     "LocalStorage": "blocks",
     "Outcome": "outcomes",
     "RayCluster": "blocks",
+    "S3Storage": "blocks",
+    "StorageFaultError": "outcomes",
     "TrainingResult": "result",
     "TrainingTimeoutError": "outcomes",
     "aelastic_train": "training",
+    "checkpoint_directory": "result",
     "elastic_train": "training",
 }
 
@@ -51,13 +58,17 @@ __all__ = [
     "ElasticScaling",
     "ElasticTrainError",
     "FailureBudget",
+    "FsspecStorage",
     "LocalStorage",
     "Outcome",
     "RayCluster",
+    "S3Storage",
+    "StorageFaultError",
     "TrainingResult",
     "TrainingTimeoutError",
     "__version__",
     "aelastic_train",
+    "checkpoint_directory",
     "elastic_train",
 ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -27,7 +26,6 @@ __all__ = [
     "CheckpointSettings",
     "ClusterSettings",
     "FailureSettings",
-    "LocalStorageSettings",
     "ScalingSettings",
     "plain",
 ]
@@ -318,26 +316,6 @@ class CheckpointSettings(_Settings):
     score_order: Literal["max", "min"] = Field(
         default="max", title="Score order", description="Whether a higher or a lower score is better."
     )
-
-
-class LocalStorageSettings(_Settings):
-    """A directory that holds runs. See :class:`LocalStorage`."""
-
-    path: str = Field(
-        description="Directory for run directories: local, or a mount shared by all nodes of the cluster."
-    )
-
-    @field_validator("path")
-    @classmethod
-    def _path_is_a_directory_path(cls, value: str) -> str:
-        if not value.strip():
-            raise ValueError("must name a directory, got an empty string")
-        if "://" in value and not value.startswith("file://"):
-            raise ValueError(f"{value!r} is a URL; LocalStorage takes a directory such as /mnt/shared/runs")
-        path = value.removeprefix("file://")
-        if "\0" in path:
-            raise ValueError("must not contain a NUL character")
-        return os.path.abspath(os.path.expanduser(path))
 
 
 _ADDRESS = re.compile(r"^(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})$")

@@ -14,13 +14,13 @@ from uuid import UUID
 
 import psutil
 
+from prefect_elastic_train.filesystems.opening import Storage
 from prefect_elastic_train.flow_runs import is_root
 from prefect_elastic_train.outcomes import ConfigurationError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import is_alive
 from prefect_elastic_train.runs.commits import all_attempts
 from prefect_elastic_train.runs.records import AttemptRecord, decode
-from prefect_elastic_train.runs.store import LocalRunStore
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -39,7 +39,7 @@ _CANCELLATION_SECONDS = 90.0
 
 
 def resume(
-    client: SyncPrefectClient, flow_run_id: UUID, storages: Sequence[Path] = (), *, force: bool = False
+    client: SyncPrefectClient, flow_run_id: UUID, storages: Sequence[Storage] = (), *, force: bool = False
 ) -> Iterator[str]:
     """End a flow run that is dead, and have it executed again; say each step when it is done.
 
@@ -49,7 +49,7 @@ def resume(
     Args:
         client: The Prefect API.
         flow_run_id: The flow run.
-        storages: Storage paths whose run directories are looked at for a sign of life.
+        storages: Storages whose run directories are looked at for a sign of life.
         force: Do not look for signs of life.
 
     Raises:
@@ -84,7 +84,7 @@ def resume(
     yield f"{flow_run.name} is scheduled again: the next free runner of its deployment takes it"
 
 
-def signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, storages: Sequence[Path]) -> Iterator[str]:
+def signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, storages: Sequence[Storage]) -> Iterator[str]:
     """Find what tells that a flow run is being executed, the quick looks first."""
     yield from _processes_here(str(flow_run.id))
     yield from _recent_heartbeat(client, str(flow_run.id))
@@ -104,7 +104,7 @@ def _check_state(client: SyncPrefectClient, flow_run: FlowRun, state: State | No
         raise ConfigurationError(f"flow run {flow_run.name} is {state.name}: there is nothing left to resume")
 
 
-def _check_dead(client: SyncPrefectClient, flow_run: FlowRun, state: State, storages: Sequence[Path]) -> None:
+def _check_dead(client: SyncPrefectClient, flow_run: FlowRun, state: State, storages: Sequence[Storage]) -> None:
     sign = next(signs_of_life(client, flow_run, storages), None)
     age = (datetime.now(timezone.utc) - state.timestamp).total_seconds()
     if sign is None and state.is_pending():
@@ -162,17 +162,20 @@ def _recent_heartbeat(client: SyncPrefectClient, flow_run_id: str) -> Iterator[s
         )
 
 
-def _living_drivers(storage: Path, flow_run_id: str) -> Iterator[str]:
+def _living_drivers(storage: Storage, flow_run_id: str) -> Iterator[str]:
     """Look for drivers that train for the flow run; a heartbeat from another machine is watched for some seconds."""
     try:
-        folders = sorted(folder for folder in storage.expanduser().iterdir() if (folder / layout.STATE_FOLDER).is_dir())
+        yield from _living_drivers_in(storage, flow_run_id)
     except OSError as error:
-        raise ConfigurationError(f"cannot read storage {str(storage)!r}: {error}") from error
-    for folder in folders:
-        store = LocalRunStore(str(folder))
+        raise ConfigurationError(f"cannot read storage {storage.uri!r}: {error}") from error
+
+
+def _living_drivers_in(storage: Storage, flow_run_id: str) -> Iterator[str]:
+    for name in storage.run_names():
+        store = storage.run(name)
         numbers = all_attempts(store)
         record = decode(AttemptRecord, store.read(layout.attempt_name(numbers[-1]))) if numbers else None
         if record is None or record.owner.flow_run_id != flow_run_id:
             continue
         if store.read(layout.ended_name(numbers[-1])) is None and is_alive(store, record):
-            yield f"the driver of attempt {numbers[-1]} of run {folder.name} lives on {record.owner.host.split('/')[0]}"
+            yield f"the driver of attempt {numbers[-1]} of run {name} lives on {record.owner.host.split('/')[0]}"

@@ -16,6 +16,7 @@ __all__ = [
     "ConfigurationError",
     "ElasticTrainError",
     "Outcome",
+    "StorageFaultError",
     "TrainingTimeoutError",
     "is_passing",
     "may_retry",
@@ -86,6 +87,28 @@ class TrainingTimeoutError(AttemptFailedError, TimeoutError):
     """The training took longer than it may. Prefect gives a task or flow that raises it the state TimedOut."""
 
 
+class StorageFaultError(ElasticTrainError, OSError):
+    """The storage does not do what is asked of it.
+
+    Attributes:
+        kind: What is wrong, in a word or two, such as ``"credentials"`` or ``"no space"``.
+        permanent: It stays wrong until a person mends it. A passing one was repeated for as long as the storage
+            block's ``retry_seconds`` say.
+    """
+
+    def __init__(self, message: str, *, kind: str, permanent: bool) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.permanent = permanent
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_fault, (str(self), self.kind, self.permanent)
+
+
+def _rebuild_fault(message: str, kind: str, permanent: bool) -> StorageFaultError:
+    return StorageFaultError(message, kind=kind, permanent=permanent)
+
+
 def _rebuild(
     error_type: type[AttemptFailedError], message: str, outcome: Outcome, attempt: int, final: bool
 ) -> AttemptFailedError:
@@ -94,6 +117,8 @@ def _rebuild(
 
 def is_passing(error: OSError) -> bool:
     """Tell whether a storage error may be gone a little later, so that a new driver may succeed."""
+    if isinstance(error, StorageFaultError):
+        return not error.permanent
     return error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 

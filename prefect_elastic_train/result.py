@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from prefect_elastic_train.outcomes import ConfigurationError
 
 if TYPE_CHECKING:
     import pandas as pd
     from ray.train import Checkpoint
 
-__all__ = ["BestCheckpoint", "TrainingResult", "WorldSize"]
+    from prefect_elastic_train.blocks.lookup import StorageBlock
+    from prefect_elastic_train.storages import StorageSettings
+
+__all__ = ["BestCheckpoint", "TrainingResult", "WorldSize", "checkpoint_directory"]
 
 
 class WorldSize(BaseModel):
@@ -49,7 +58,8 @@ class TrainingResult(BaseModel):
         world_sizes: Size of each worker group and when it started.
         steps_lost: Reports that were done again because a fault came before their checkpoint.
         goodput: Share of the wall time, 0 to 1, in which workers trained and their work was kept.
-        storage_block: Name of the saved storage block, empty if it was given inline.
+        storage_wait_seconds: Time in which the controller or a rank waited for a storage that did not answer.
+        storage_block: The saved storage block as ``"<block type>/<name>"``, empty if it was given inline.
         history: What was reported, thinned to at most some thousand rows, with ``_attempt``, ``_at`` (seconds
             since the epoch) and ``_world_size`` beside the metrics.
     """
@@ -69,23 +79,92 @@ class TrainingResult(BaseModel):
     world_sizes: list[WorldSize] = Field(default_factory=list)
     steps_lost: int = 0
     goodput: float = 0.0
+    storage_wait_seconds: float = 0.0
     storage_block: str = ""
     history: list[dict[str, Any]] = Field(default_factory=list)
 
-    def checkpoint(self) -> Checkpoint:
-        """Give the newest checkpoint as Ray's type.
+    def checkpoint(self, *, best: bool = False, storage: StorageBlock | str | None = None) -> Checkpoint:
+        """Give the newest checkpoint as Ray's type. It can be read wherever its storage can be reached.
+
+        Args:
+            best: The best of the kept ones instead, by the score of the checkpoint policy.
+            storage: The storage block, or the name of one. Default: :attr:`storage_block`; for a storage that was
+                given inline, its URI with the ambient credentials.
 
         Raises:
             FileNotFoundError: The loop reported no checkpoint.
+            ConfigurationError: The storage block cannot be loaded, or holds another place.
         """
-        if not self.checkpoint_uri:
-            raise FileNotFoundError(f"run {self.run_name!r} has no checkpoint: its loop reported none")
-        from ray.train import Checkpoint
+        from prefect_elastic_train.elastic.checkpoints import open_checkpoint
 
-        return Checkpoint(self.checkpoint_uri)
+        uri = self._checkpoint_uri(best)
+        return open_checkpoint(uri, _storage_of(uri, storage or self.storage_block))
+
+    @contextmanager
+    def checkpoint_directory(self, *, best: bool = False, storage: StorageBlock | str | None = None) -> Iterator[Path]:
+        """Give the newest checkpoint as a directory to read, for as long as the ``with`` lasts. Needs no Ray.
+
+        Takes the arguments of :meth:`checkpoint`, and raises the same.
+        """
+        with checkpoint_directory(self._checkpoint_uri(best), storage or self.storage_block) as directory:
+            yield directory
+
+    def _checkpoint_uri(self, best: bool) -> str:
+        uri = self.best_checkpoints[-1].uri if best and self.best_checkpoints else self.checkpoint_uri
+        if not uri:
+            raise FileNotFoundError(f"run {self.run_name!r} has no checkpoint: its loop reported none")
+        return uri
 
     def metrics_dataframe(self) -> pd.DataFrame:
         """Give the history of what was reported, over all attempts, one row a report."""
         import pandas as pd
 
         return pd.DataFrame(self.history)
+
+
+@contextmanager
+def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) -> Iterator[Path]:
+    """Give a checkpoint of a run as a directory to read, for as long as the ``with`` lasts. Needs no Ray.
+
+    Args:
+        uri: Of the checkpoint, as :attr:`TrainingResult.checkpoint_uri` gives it.
+        storage: The storage block that it is in, or the name of one. Default: the URI with the ambient credentials.
+
+    Yields:
+        The checkpoint itself on a disk; a copy that is removed afterwards from anywhere else.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint.
+        ConfigurationError: The storage block cannot be loaded, or holds another place.
+        StorageFaultError: The storage refuses, or was away for too long.
+    """
+    from prefect_elastic_train.storages import LocalStorageSettings
+
+    settings = _storage_of(uri, storage)
+    if isinstance(settings, LocalStorageSettings):
+        if not Path(uri).is_dir():
+            raise FileNotFoundError(f"{uri}: there is no such checkpoint")
+        yield Path(uri)
+        return
+    from prefect_elastic_train.filesystems.object_filesystem import ObjectFilesystem
+    from prefect_elastic_train.filesystems.objects import open_client
+
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
+        ObjectFilesystem(open_client(settings)).download_folder(uri.partition("://")[2], directory)
+        yield Path(directory)
+
+
+def _storage_of(uri: str, given: StorageBlock | str | None) -> StorageSettings:
+    if not given:
+        from prefect_elastic_train.places import storage_at
+
+        found = storage_at(uri)  # needs no Prefect
+        if found is None:
+            raise ConfigurationError(f"checkpoint {uri!r} is no directory and no URL")
+        return found
+    from prefect_elastic_train.blocks.lookup import load_storage, plain_storage
+
+    settings = plain_storage(load_storage(given) if isinstance(given, str) else given)
+    if not uri.startswith(f"{settings.uri.rstrip('/')}/"):
+        raise ConfigurationError(f"checkpoint {uri} is not in storage {settings.uri}; give the storage that it is in")
+    return settings

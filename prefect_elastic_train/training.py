@@ -27,11 +27,11 @@ from prefect.logging import get_logger, get_run_logger
 from pydantic import SecretStr
 
 from prefect_elastic_train.blocks import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
+from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, StorageBlock, load_storage, plain_storage
 from prefect_elastic_train.config import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
-    LocalStorageSettings,
     ScalingSettings,
     plain,
 )
@@ -91,7 +91,7 @@ class _Request:
     scaling: ElasticScaling | str
     failures: FailureBudget | str
     checkpoints: CheckpointPolicy | str
-    storage: LocalStorage | str
+    storage: StorageBlock | str
     cluster: RayCluster | str
     datasets: Any
     resume: bool
@@ -163,7 +163,7 @@ class _ElasticTrain:
         scaling: ElasticScaling | str | None = None,
         failures: FailureBudget | str | None = None,
         checkpoints: CheckpointPolicy | str | None = None,
-        storage: LocalStorage | str | None = None,
+        storage: StorageBlock | str | None = None,
         cluster: RayCluster | str | None = None,
         datasets: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
         run_name: str | None = None,
@@ -485,6 +485,7 @@ def _spec(request: _Request) -> tuple[DriverSpec, int]:
     """Resolve the blocks, anew at each attempt, into what the driver is told."""
     scaling = plain(ScalingSettings, _resolved(ElasticScaling, request.scaling))
     failures = plain(FailureSettings, _resolved(FailureBudget, request.failures))
+    storage = _resolved_storage(request.storage)
     spec = DriverSpec(
         run_name=request.run_name,
         framework=request.framework,
@@ -493,7 +494,7 @@ def _spec(request: _Request) -> tuple[DriverSpec, int]:
         scaling=scaling,
         failures=failures,
         checkpoints=plain(CheckpointSettings, _resolved(CheckpointPolicy, request.checkpoints)),
-        storage=plain(LocalStorageSettings, _resolved(LocalStorage, request.storage)),
+        storage=plain_storage(storage),
         cluster=plain(ClusterSettings, _resolved(RayCluster, request.cluster)),
         named=request.named,
         resume=request.resume,
@@ -502,7 +503,7 @@ def _spec(request: _Request) -> tuple[DriverSpec, int]:
         sys_path=import_path(),
         worker_runtime_env=request.worker_runtime_env,
         loop_label=loop_name(request.train_loop),
-        storage_block=request.storage if isinstance(request.storage, str) else "",
+        storage_block=_block_reference(storage, request.storage),
         payload=request.payload,
     )
     # Ray Data needs a CPU beside those that the workers hold.
@@ -517,7 +518,7 @@ def _request(
     scaling: ElasticScaling | str | None = None,
     failures: FailureBudget | str | None = None,
     checkpoints: CheckpointPolicy | str | None = None,
-    storage: LocalStorage | str | None = None,
+    storage: StorageBlock | str | None = None,
     cluster: RayCluster | str | None = None,
     datasets: Any = None,
     run_name: str | None = None,
@@ -552,7 +553,7 @@ def _request(
         "scaling": _given(ElasticScaling, scaling, lambda: ElasticScaling()),
         "failures": _given(FailureBudget, failures, lambda: FailureBudget()),
         "checkpoints": _given(CheckpointPolicy, checkpoints, lambda: CheckpointPolicy()),
-        "storage": _given(LocalStorage, storage, lambda: LocalStorage(path=DEFAULT_STORAGE)),
+        "storage": _given_storage(storage),
         "cluster": _given(RayCluster, cluster, lambda: RayCluster()),
     }
     try:
@@ -621,6 +622,29 @@ def _given(block_type: type[BlockType], given: BlockType | str | None, default: 
     return given
 
 
+def _given_storage(given: StorageBlock | str | None) -> StorageBlock | str:
+    if given is None:
+        return LocalStorage(path=DEFAULT_STORAGE)
+    _resolved_storage(given)
+    return given
+
+
+def _resolved_storage(given: StorageBlock | str) -> StorageBlock:
+    """Load a storage of whatever type that was given by name; see :func:`_resolved`."""
+    block = load_storage(given) if isinstance(given, str) else given
+    if type(block) not in STORAGE_TYPES:
+        names = ", ".join(kind.__name__ for kind in STORAGE_TYPES)
+        raise ConfigurationError(f"expected a storage ({names}) or the name of one, got {type(given).__name__}")
+    _check_secrets(block)
+    return block
+
+
+def _block_reference(block: StorageBlock, given: StorageBlock | str) -> str:
+    """Give what loads the storage's block elsewhere, empty if it is not a saved one."""
+    name = given.rpartition("/")[2] if isinstance(given, str) else (block._block_document_name or "")
+    return f"{type(block).get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
+
+
 def _resolved(block_type: type[BlockType], given: BlockType | str) -> BlockType:
     """Load a block that was given by name; refuse one whose secrets Prefect has masked.
 
@@ -643,16 +667,21 @@ def _resolved(block_type: type[BlockType], given: BlockType | str) -> BlockType:
         block = given
     if not isinstance(block, block_type):
         raise ConfigurationError(f"expected a {block_type.__name__} or the name of one, got {type(given).__name__}")
+    _check_secrets(block)
+    result: BlockType = block
+    return result
+
+
+def _check_secrets(block: Block) -> None:
+    """Refuse a block whose secrets Prefect has masked."""
     for field in type(block).model_fields:
         value = getattr(block, field)
         text = value.get_secret_value() if isinstance(value, SecretStr) else ""
         if text and not text.strip(_MASK):
             raise ConfigurationError(
-                f"{block_type.__name__}.{field} is masked: Prefect stores the secrets of a block that is given inline "
+                f"{type(block).__name__}.{field} is masked: Prefect stores the secrets of a block that is given inline "
                 "as a flow parameter as asterisks. Save the block and pick it by name in the parameter"
             )
-    result: BlockType = block
-    return result
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ __all__ = [
     "Event",
     "Reported",
     "StateChanged",
+    "StorageWaited",
     "WaitingForCapacity",
     "WorkerFailed",
     "WorkerGroupResized",
@@ -164,6 +165,21 @@ class CheckpointCommitted(_Event):
     metrics: dict[str, Any]
 
 
+class StorageWaited(_Event):
+    """The storage did not answer for a while, and does again: what that has cost.
+
+    ``who`` waited: ``"controller"``, or ``"ranks"``, whose longest wait ``seconds`` is.
+    """
+
+    kind: Literal["storage_waited"] = "storage_waited"
+    who: str
+    seconds: float
+    #: Requests that failed and were repeated.
+    tries: int = 0
+    #: What was wrong, last.
+    last: str = ""
+
+
 class ControllerAlive(_Event):
     """The controller's process lives; ``doing`` says what it does, ``seconds`` since when."""
 
@@ -194,6 +210,7 @@ Event = Annotated[
     | ControllerAlive
     | Reported
     | StateChanged
+    | StorageWaited
     | WaitingForCapacity
     | WorkerFailed
     | WorkerGroupResized

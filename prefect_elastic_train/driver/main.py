@@ -10,12 +10,11 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -36,7 +35,15 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, read_spec
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome, is_passing
+from prefect_elastic_train.filesystems.opening import open_storage
+from prefect_elastic_train.filesystems.preflight import Probe, preflight
+from prefect_elastic_train.outcomes import (
+    AttemptFailedError,
+    ConfigurationError,
+    Outcome,
+    StorageFaultError,
+    is_passing,
+)
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import (
     Begun,
@@ -48,11 +55,11 @@ from prefect_elastic_train.runs.attempts import (
     peek,
 )
 from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
-from prefect_elastic_train.runs.heartbeat import HeartbeatWriter
+from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.records import AttemptRecord, decode
+from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.seeding import check_source
-from prefect_elastic_train.runs.store import LocalRunStore
 from prefect_elastic_train.stops import interruptions, notice_interruptions
 
 __all__ = ["main"]
@@ -88,6 +95,8 @@ def main(arguments: list[str]) -> int:
         ended = AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
     except (_Stopped, KeyboardInterrupt, SystemExit):
         ended = driver.stopped(spec_file)
+    except ConfigurationError as error:
+        ended = AttemptEnded(outcome=Outcome.INVALID, message=str(error))
     except ConnectionError as error:
         ended = AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {error}")
     except OSError as error:
@@ -133,7 +142,8 @@ class _Driver:
     def __init__(self, spec: DriverSpec, output: EventOutput) -> None:
         self.spec = spec
         self._output = output
-        self._store = LocalRunStore(os.path.join(spec.storage.path, spec.run_name))
+        self._storage = open_storage(spec.storage)
+        self._store = self._storage.run(spec.run_name)
         self._emitting = threading.Lock()
         self._sequence = 0
         self._reports = 0
@@ -145,13 +155,18 @@ class _Driver:
 
     def run(self) -> AttemptEnded:
         """Run the attempt and give its end."""
+        if not self.spec.storage.preflight:
+            return self._run(None, ExitStack())
+        with ExitStack() as trying:
+            return self._run(trying.enter_context(preflight(self.spec.storage)), trying)
+
+    def _run(self, probe: Probe | None, trying: ExitStack) -> AttemptEnded:
         claim = self._claim()
-        self._check_storage()
         finished = peek(self._store, claim)
         if finished is not None:
             return self._finished(finished)
         if self.spec.resume_from and next(lineage(self._store), None) is None:
-            check_source(self.spec.storage.path, self.spec.resume_from)
+            check_source(self._storage, self.spec.resume_from)
         self.emit(ClusterWanted())
         # The poll interval is read when Ray Train is imported in the controller, which inherits it from here.
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
@@ -174,6 +189,9 @@ class _Driver:
         scaling = joining.fit_local_cluster(
             self.spec, resources, cpus_for_datasets=1 if prepared.payload.datasets else 0
         )
+        if probe is not None and not self.spec.cluster.is_local and next(lineage(self._store), None) is None:
+            self._try_from_nodes(probe)
+        trying.close()
         begun = begin_attempt(self._store, claim, seed=self._seed_from(claim))
         if isinstance(begun, Finished):
             return self._finished(begun)
@@ -187,6 +205,14 @@ class _Driver:
         except AttemptFailedError as error:
             raise self._taken_over(begun.attempt) or error from error
         return self._completed(begun)
+
+    def _try_from_nodes(self, probe: Probe) -> None:
+        """Find out before the first checkpoint whether each node can write it. A run that has one has shown that."""
+        from prefect_elastic_train.elastic.preflight import try_from_nodes
+        from prefect_elastic_train.elastic.translate import resources_per_worker
+
+        with self._showing_life("trying the storage from the nodes"):
+            try_from_nodes(probe, resources_per_worker(self.spec.scaling))
 
     def stopped(self, spec_file: Path) -> AttemptEnded:
         """Tell a stop that the supervisor asked for, and one for a successor, from any other.
@@ -226,8 +252,11 @@ class _Driver:
         if self._heartbeat is not None:
             self._heartbeat.stop()
         if self._attempt and not ended.already_finished:
+            # Whoever was told to end has some seconds; any other may wait for the storage to record its end.
+            store = self._store.impatient(1.0) if interruptions() else self._store
+            _within(_LEAVE_SECONDS, lambda: self._abandon_uploads(store))
             try:
-                end_attempt(self._store, self._attempt, ended.outcome.value, ended.message, result=ended.result)
+                end_attempt(store, self._attempt, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:
                 logger.warning("could not record the end of attempt %d: %s", self._attempt, error)
         self.emit(ended)
@@ -265,6 +294,14 @@ class _Driver:
             return  # all attempts of a run reserve under one id, and it is the successor's now
         release_reservation(requester_id(self._store))
 
+    def _abandon_uploads(self, store: RetryingStore) -> None:
+        """Leave no parts of checkpoints behind that nobody will complete."""
+        try:
+            if newest_attempt(store) == self._attempt:
+                store.abandon_uploads()
+        except OSError as error:
+            logger.warning("unfinished uploads may be left: %s", error)
+
     def _claim(self) -> Claim:
         spec = self.spec
         process = psutil.Process()
@@ -288,13 +325,6 @@ class _Driver:
             max_attempts_without_progress=spec.failures.max_attempts_without_progress,
         )
 
-    def _check_storage(self) -> None:
-        """Find out before anything starts whether the storage can be written."""
-        root = Path(self.spec.storage.path)
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=root, prefix=".write-probe-"):
-            pass
-
     def _seed_from(self, claim: Claim) -> Callable[[], None] | None:
         if not claim.resume_from:
             return None
@@ -302,18 +332,21 @@ class _Driver:
 
         def seed() -> None:
             with self._showing_life("copying the checkpoint that the run starts from"):
-                copy_checkpoint(self.spec.storage.path, claim.resume_from, self._store)
+                copy_checkpoint(self._storage, claim.resume_from, self._store)
 
         return seed
 
     def _begin(self, begun: Begun) -> None:
         self._attempt = begun.attempt
+        impatient = self._store.impatient(HEARTBEAT_SECONDS)
         # The signal ends fit(), as it does when the supervisor sends it.
         self._heartbeat = HeartbeatWriter(
-            self._store, begun.attempt, on_fenced_off=lambda: os.kill(os.getpid(), signal.SIGINT)
+            impatient,
+            begun.attempt,
+            on_fenced_off=lambda: os.kill(os.getpid(), signal.SIGINT),
         )
         self._heartbeat.start()
-        self._history = HistoryWriter(self._store, begun.attempt)
+        self._history = HistoryWriter(impatient, begun.attempt)
         self._receiver = EventReceiver(self.emit)
         self.emit(
             AttemptStarted(
@@ -383,7 +416,9 @@ class _Driver:
 
 
 def _storage_message(spec: DriverSpec, error: OSError) -> str:
+    if isinstance(error, StorageFaultError):
+        return str(error)
     return (
-        f"cannot use storage {spec.storage.path!r}: {type(error).__name__}: {error}. Give LocalStorage a directory "
-        "that exists or can be made, with room and write permission for this user"
+        f"cannot use storage {spec.storage.uri!r}: {type(error).__name__}: {error}. Give the training a storage that "
+        "exists or can be made, with room and write permission for this user"
     )

@@ -19,10 +19,10 @@ from prefect_elastic_train.config import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
-    LocalStorageSettings,
     ScalingSettings,
 )
 from prefect_elastic_train.runs.records import Fingerprint, Owner
+from prefect_elastic_train.storages import StorageSettings
 
 __all__ = ["STOP_FILE", "DriverSpec", "Payload", "dump_payload", "read_spec", "write_spec"]
 
@@ -71,7 +71,7 @@ class DriverSpec:
     scaling: ScalingSettings
     failures: FailureSettings
     checkpoints: CheckpointSettings
-    storage: LocalStorageSettings
+    storage: StorageSettings
     cluster: ClusterSettings
     named: bool = False
     resume: bool = False

@@ -16,9 +16,15 @@ from typing import Any
 
 from prefect_elastic_train.driver.relay import Receiving
 from prefect_elastic_train.driver.spec import DriverSpec, Payload
-from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome, is_passing
+from prefect_elastic_train.outcomes import (
+    AttemptFailedError,
+    ConfigurationError,
+    Outcome,
+    StorageFaultError,
+    is_passing,
+)
 from prefect_elastic_train.runs.commits import FencedOffError
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.runs.store import RunStore
 
 __all__ = ["Prepared", "check_loop", "classify", "fit", "make_datasets", "prepare", "requester_id", "resolve_loop"]
 
@@ -175,7 +181,7 @@ def fit(
     spec: DriverSpec,
     prepared: Prepared,
     datasets: dict[str, Any],
-    store: LocalRunStore,
+    store: RunStore,
     attempt: int,
     receiving: Receiving,
 ) -> None:
@@ -190,12 +196,12 @@ def fit(
     from prefect_elastic_train.elastic.policy import Patience
     from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
     from prefect_elastic_train.elastic.translate import resources_per_worker, run_config, scaling_config
-    from prefect_elastic_train.filesystems import run_filesystem
+    from prefect_elastic_train.filesystems.run_filesystem import run_filesystem
 
     payload = prepared.payload
     callback = RunCallback(
         receiving,
-        store.path,
+        store,
         attempt,
         spec.scaling.min_workers,
         resources_per_worker(spec.scaling),
@@ -221,8 +227,8 @@ def fit(
             scaling_config=scaling_config(spec.scaling),
             run_config=run_config(
                 name=spec.run_name,
-                storage_path=os.path.dirname(store.path),
-                storage_filesystem=run_filesystem(store.path, attempt),
+                storage_path=store.path.rpartition("/")[0],
+                storage_filesystem=run_filesystem(store, attempt),
                 failures=spec.failures,
                 checkpoints=spec.checkpoints,
                 worker_runtime_env=spec.worker_runtime_env,
@@ -237,6 +243,8 @@ def fit(
         raise AttemptFailedError(
             f"Ray Train does not accept the configuration: {error}", outcome=Outcome.INVALID
         ) from error
+    except OSError as error:
+        raise classify(error, attempt) from error  # Ray tries the storage when it is configured
     try:
         trainer.fit()
     except Exception as error:
@@ -249,7 +257,7 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.elastic.failures import CapacityTimeoutError, is_death
+    from prefect_elastic_train.elastic.failures import CapacityTimeoutError, is_death, storage_fault
 
     def failed(outcome: Outcome, message: str) -> AttemptFailedError:
         return AttemptFailedError(message, outcome=outcome, attempt=attempt)
@@ -260,6 +268,9 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     if isinstance(cause, CapacityTimeoutError):
         return failed(Outcome.TIMED_OUT, str(cause))
     if isinstance(error, WorkerGroupError):
+        fault = storage_fault(error)
+        if fault is not None:
+            return failed(Outcome.DRIVER_LOST if is_passing(fault) else Outcome.STORAGE_ERROR, str(fault))
         # When a rank dies, the others fail in their collectives: then its death is the cause.
         if not any(is_death(failure) for failure in error.worker_failures.values()):
             return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows.\n{error}")
@@ -275,13 +286,16 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
     if isinstance(cause, ray.exceptions.RaySystemError | ray.exceptions.GetTimeoutError | ConnectionError):
         return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {cause}")
+    if isinstance(cause, StorageFaultError):
+        return failed(Outcome.DRIVER_LOST if is_passing(cause) else Outcome.STORAGE_ERROR, str(cause))
     if isinstance(cause, OSError):
         outcome = Outcome.DRIVER_LOST if is_passing(cause) else Outcome.STORAGE_ERROR
         return failed(outcome, f"the run directory could not be written: {cause}")
     return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {type(cause).__name__}: {cause}")
 
 
-def requester_id(store: LocalRunStore) -> str:
+def requester_id(store: RunStore) -> str:
     """Give the id that every attempt of a run reserves resources under."""
     digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
-    return f"elastic-train-{os.path.basename(store.path)}-{digest}"
+    name = store.path.rpartition("/")[2]
+    return f"elastic-train-{name}-{digest}"

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pyarrow import fs
-from ray.train import Checkpoint
 from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
     ReportCallback,
@@ -36,6 +33,7 @@ from prefect_elastic_train.driver.events import (
     Event,
     Reported,
     StateChanged,
+    StorageWaited,
     WaitingForCapacity,
     WorkerFailed,
     WorkerGroupResized,
@@ -43,12 +41,14 @@ from prefect_elastic_train.driver.events import (
     WorkersPreempted,
 )
 from prefect_elastic_train.driver.relay import EventSender, Receiving
+from prefect_elastic_train.elastic.checkpoints import RunStorageContext, readable
 from prefect_elastic_train.elastic.notice import hold_after_report, saw_checkpoint
-from prefect_elastic_train.filesystems import RunFilesystem, uploading
+from prefect_elastic_train.filesystems.faults import Waits, take_waits, waiting_since
+from prefect_elastic_train.filesystems.run_filesystem import uploading
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.resume import attempt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.runs.store import RunStore
 
 __all__ = ["LoopCallback", "NoDatasetsCallback", "RunCallback", "current", "remember_errors"]
 
@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_ERROR_CHARACTERS = 20_000
 _MAX_METRIC_CHARACTERS = 200
+#: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
+_UPLOADS_AT_ONCE = 2
+_UPLOAD_SECONDS = 3600.0
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -93,23 +96,27 @@ def _never_raises(method: _Method) -> _Method:
 class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     """What happens in each worker around the train loop.
 
-    The run filesystem is told which folders are checkpoints being uploaded. After the report that a restart waits
-    for, the worker stands still: what it did from then on would be done twice. And the checkpoint to resume from is
-    read where it is, if this machine sees it: from any filesystem but pyarrow's own local one, Ray copies it first,
-    into a folder that the ranks of a machine share, and one that is done may delete it under another that begins.
+    Checkpoints are written and read by the run filesystem, which is told which folders are being uploaded. After the
+    report that a restart waits for, the worker stands still: what it did from then on would be done twice. And a loop
+    that reports faster than its checkpoints are uploaded waits: Ray would let them pile up on the disk.
     """
 
     def after_init_train_context(self) -> None:
-        """Let the loop read its checkpoint in place."""
+        """Let checkpoints be read and written by the run filesystem."""
         try:
             context = get_train_context()
-            context.checkpoint = _in_place(context.checkpoint)
+            context.checkpoint = readable(context.checkpoint)
+            context.storage_context = RunStorageContext(context.storage_context)
         except Exception:
-            logger.warning("The checkpoint is copied before it is read", exc_info=True)
+            logger.warning("Ray Train itself copies the checkpoints of this worker", exc_info=True)
 
     @contextmanager
     def on_report(self) -> Iterator[None]:
         """Wrap a report."""
+        try:
+            _wait_for_uploads(get_train_context())
+        except Exception:
+            logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
         yield
         try:
             hold_after_report()
@@ -147,7 +154,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     Args:
         receiving: Where the driver listens.
-        run_path: The run directory.
+        store: The run directory.
         attempt: The attempt that holds the fence.
         min_workers: Fewest workers to train with.
         resources_per_worker: What each worker needs, for messages.
@@ -163,14 +170,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def __init__(
         self,
         receiving: Receiving,
-        run_path: str,
+        store: RunStore,
         attempt: int,
         min_workers: int,
         resources_per_worker: dict[str, float],
         preemption_grace_seconds: float = 0.0,
     ) -> None:
         self._receiving = receiving
-        self._run_path = run_path
+        self._store = store
         self._attempt = attempt
         self._min_workers = min_workers
         self._resources_per_worker = resources_per_worker
@@ -256,7 +263,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Remove what interrupted uploads left behind: no worker runs now."""
         self._last_errors = {}
         self._world_size = 0
-        removed = remove_interrupted_uploads(LocalRunStore(self._run_path), self._attempt)
+        removed = remove_interrupted_uploads(self._store, self._attempt)
+        self._store.abandon_uploads()
         if removed:
             logger.warning("Removed checkpoints whose upload was interrupted: %s", ", ".join(removed))
 
@@ -269,7 +277,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._world_size = len(workers)
         self._commits_of_turn = self._reports_since_checkpoint = 0
         self._last_commit_at = time.time()
-        snapshot = attempt_snapshot(LocalRunStore(self._run_path), self._attempt)
+        snapshot = attempt_snapshot(self._store, self._attempt)
         latest = latest_checkpoint(snapshot) if snapshot else None
         self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
         ranks = {
@@ -309,7 +317,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
         """Report what rank 0 reported, and the commit that came with it: Ray has written its snapshot."""
         checkpoint = training_report.checkpoint
-        name = checkpoint.path.rstrip("/").removeprefix(f"{self._run_path}/") if checkpoint else ""
+        name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/") if checkpoint else ""
         rank_zero = _plain(metrics[0]) if metrics else {}
         self._reports_since_checkpoint = 0 if checkpoint else self._reports_since_checkpoint + 1
         self._send(Reported(metrics=rank_zero, world_size=self._world_size, checkpoint=name, droppable=not checkpoint))
@@ -317,7 +325,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self._commits_of_turn += 1
             self._last_commit_at = time.time()
             self._checkpoint = name
-            sizes = LocalRunStore(self._run_path).file_sizes(name) or {}
+            sizes = self._store.file_sizes(name) or {}
             self._send(CheckpointCommitted(checkpoint=name, size_bytes=sum(sizes.values()), metrics=rank_zero))
 
     @_never_raises
@@ -361,7 +369,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def _stop_if_fenced_off(self) -> None:
         """Let nothing pass but that another attempt has taken over."""
         try:
-            check_fence(LocalRunStore(self._run_path), self._attempt)
+            check_fence(self._store, self._attempt)
         except OSError:
             self.errors += 1
 
@@ -399,11 +407,20 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         )
         self._world_size = 0
 
+    @_never_raises
+    def tell_waits(self, who: str, waits: Sequence[Waits]) -> None:
+        """Report what processes waited for their storage, if they did."""
+        tries = sum(waited.tries for waited in waits)
+        if tries:
+            longest = max(waits, key=lambda waited: waited.seconds)
+            self._send(StorageWaited(who=who, seconds=round(longest.seconds, 3), tries=tries, last=longest.last))
+
     def _send(self, event: Event) -> None:
         if self._sender is not None:
             self._sender.send(event)
 
     def _stop_sending(self, timeout_seconds: float) -> None:
+        self.tell_waits("controller", [take_waits()])
         if self._stopped is not None:
             self._stopped.set()
         if self._sender is not None:
@@ -411,22 +428,29 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def _show_life(self) -> None:
         while self._stopped is not None and not self._stopped.wait(ALIVE_SECONDS):
+            waiting = waiting_since()
+            if waiting is None:
+                self.tell_waits("controller", [take_waits()])
             self._send(
                 ControllerAlive(
-                    doing=self._state,
-                    seconds=time.time() - self._state_since,
+                    doing=self._state if waiting is None else "waiting for the storage",
+                    seconds=time.time() - self._state_since if waiting is None else time.monotonic() - waiting,
                     callback_errors=self.errors,
                     droppable=True,
                 )
             )
 
 
-def _in_place(checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """Give a checkpoint in a run directory on this machine's disk or mounts as one of pyarrow's local filesystem."""
-    handler = getattr(checkpoint.filesystem, "handler", None) if checkpoint is not None else None
-    if checkpoint is None or not isinstance(handler, RunFilesystem) or not os.path.isdir(checkpoint.path):
-        return checkpoint
-    return Checkpoint(checkpoint.path, fs.LocalFileSystem())
+def _wait_for_uploads(context: Any) -> None:
+    """Wait until at most one report of this rank waits for its upload, besides the one that is uploaded."""
+    deadline = time.monotonic() + _UPLOAD_SECONDS
+    condition = context.report_order_condition
+    with condition:
+        while context.report_call_index - context.current_report_index >= _UPLOADS_AT_ONCE:
+            if time.monotonic() > deadline:
+                logger.warning("An upload takes more than %g s; training goes on", _UPLOAD_SECONDS)
+                return
+            condition.wait(timeout=1.0)
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from ray.train.v2._internal.execution.failure_handling import DefaultFailurePoli
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
 from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.outcomes import StorageFaultError
 
-__all__ = ["CapacityTimeoutError", "RunFailurePolicy", "is_death"]
+__all__ = ["CapacityTimeoutError", "RunFailurePolicy", "is_death", "storage_fault"]
 
 
 class CapacityTimeoutError(Exception):
@@ -25,15 +26,28 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
     """Ray's failure policy, which counts what fails while a node is drained as part of the drain.
 
     A node may go before its deadline, and what the surviving ranks see first is a broken connection. Ray would charge
-    ``max_failures`` with that. A loop with a fault of its own raises again after the restart.
+    ``max_failures`` with that. A loop with a fault of its own raises again after the restart. And a storage that
+    refuses for good refuses after a restart too: then training ends at once.
     """
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Decide whether to go on, and from which budget."""
+        fault = storage_fault(training_failed_error)
+        if fault is not None and fault.permanent:
+            return FailureDecision.RAISE
         callback = callbacks.current()
         if isinstance(training_failed_error, WorkerGroupError) and callback is not None and callback.is_draining:
             training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
         return super().make_decision(training_failed_error)
+
+
+def storage_fault(error: Exception) -> StorageFaultError | None:
+    """Give what the storage refused to a rank, the permanent first; None if no rank failed by that."""
+    if not isinstance(error, WorkerGroupError):
+        return None
+    causes = (getattr(failure, "_base_exc", failure) for failure in error.worker_failures.values())
+    faults = [cause for cause in causes if isinstance(cause, StorageFaultError)]
+    return min(faults, key=lambda fault: not fault.permanent, default=None)
 
 
 def is_death(failure: Exception) -> bool:

@@ -17,6 +17,7 @@ from prefect_elastic_train.elastic.callbacks import LoopCallback, NoDatasetsCall
 from prefect_elastic_train.elastic.failures import RunFailurePolicy
 from prefect_elastic_train.elastic.policy import Patience, RunScalingPolicy
 from prefect_elastic_train.elastic.stall import StallCallback
+from prefect_elastic_train.elastic.storage_waits import StorageWaitsCallback
 
 __all__ = ["ControllerSetup", "make_trainer"]
 
@@ -65,7 +66,7 @@ class _ElasticTrainerMixin:
         """
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
-        ours: list[Any] = [self._elastic_setup.callback, LoopCallback()]
+        ours: list[Any] = [self._elastic_setup.callback, LoopCallback(), StorageWaitsCallback()]
         if self._elastic_setup.stall_timeout_seconds:
             ours.append(StallCallback(self._elastic_setup.stall_timeout_seconds))
         if not self.datasets:  # type: ignore[attr-defined]

@@ -1,5 +1,1 @@
-"""The filesystem that Ray Train writes a run through."""
-
-from prefect_elastic_train.filesystems.run_filesystem import RunFilesystem, run_filesystem, uploading
-
-__all__ = ["RunFilesystem", "run_filesystem", "uploading"]
+"""Storage below Ray Train: what a run directory is read and written through, with retries."""

@@ -1,19 +1,15 @@
 """The choke point through which Ray Train writes its snapshot and every checkpoint.
 
 Ray is handed a pyarrow filesystem over :class:`RunFilesystem`, in the controller and in each worker. Writing
-the snapshot becomes a commit, uploads are marked until they are committed, writes and deletions are fenced. Reads
-go straight to the filesystem below, and bulk data through its native streams.
-
-A process may be stopped between its look at the fence and what it does then. So what is written or deleted is
-reached through its folder, opened before the look: should a successor have removed that folder meanwhile, nothing
-happens to the one that has its name now.
+the snapshot becomes a commit, uploads are marked until they are committed, writes and deletions are fenced. What
+differs between a disk and an object store is in :mod:`local_filesystem` and :mod:`object_filesystem`.
 """
 
 from __future__ import annotations
 
+import abc
 import io
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +19,15 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
+from prefect_elastic_train.filesystems.faults import Retries
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import CommitLog, Mark, check_fence, is_there, marks
+from prefect_elastic_train.runs.object_store import ObjectRunStore
 from prefect_elastic_train.runs.resume import attempt_commit, attempt_snapshot
+from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.snapshots import checkpoint_names
-from prefect_elastic_train.runs.store import LocalRunStore, open_folder
+from prefect_elastic_train.runs.store import RunStore
 
 __all__ = ["RunFilesystem", "run_filesystem", "uploading"]
 
@@ -50,9 +49,14 @@ def uploading() -> Iterator[None]:
         _upload.depth -= 1
 
 
-def run_filesystem(run_path: str, attempt: int) -> fs.PyFileSystem:
-    """Give the filesystem for one attempt on a run directory on disk."""
-    return fs.PyFileSystem(RunFilesystem(run_path, attempt))
+def run_filesystem(store: RunStore, attempt: int) -> fs.PyFileSystem:
+    """Give the filesystem for one attempt on a run directory."""
+    from prefect_elastic_train.filesystems.local_filesystem import LocalRunFilesystem
+    from prefect_elastic_train.filesystems.object_filesystem import ObjectRunFilesystem
+
+    inner = store.inner if isinstance(store, RetryingStore) else store
+    filesystem_type = ObjectRunFilesystem if isinstance(inner, ObjectRunStore) else LocalRunFilesystem
+    return fs.PyFileSystem(filesystem_type(store, attempt))
 
 
 class _SnapshotSink(io.RawIOBase):
@@ -75,48 +79,44 @@ class _SnapshotSink(io.RawIOBase):
         self._log.commit(self._buffer.getvalue())
 
 
-class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
+class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
     """pyarrow filesystem handler of one attempt.
 
     Args:
-        run_path: The run directory, absolute.
+        store: The run directory.
         attempt: The attempt that holds the fence.
     """
 
-    def __init__(self, run_path: str, attempt: int) -> None:
-        self._run_path = run_path.rstrip("/")
+    def __init__(self, store: RunStore, attempt: int) -> None:
+        self._store = store
+        self._run_path = store.path.rstrip("/")
         self._attempt = attempt
-        self._inner = fs.LocalFileSystem()
-        self._store = LocalRunStore(self._run_path)
-        self._log = CommitLog(self._store, attempt)
+        self._log = CommitLog(store, attempt)
+        # A plain store repeats nothing, and neither does what is built on it.
+        self._retries = store.retries if isinstance(store, RetryingStore) else Retries(0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._run_path, self._attempt)
+        return type(self), (self._store, self._attempt)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RunFilesystem) and other.__reduce__() == self.__reduce__()
+        return isinstance(other, RunFilesystem) and other._identity() == self._identity()
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((self._run_path, self._attempt))
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[str, int]:
+        return self._store.uri, self._attempt
 
     def get_type_name(self) -> str:
         """Name of the filesystem in Ray's messages."""
         return "elastic-train"
 
-    def normalize_path(self, path: str) -> str:
-        """Give the path in the form of the filesystem below."""
-        return str(self._inner.normalize_path(path))
-
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
         """Describe some paths."""
-        return [self._snapshot_info() if self._is_snapshot(path) else self._inner.get_file_info(path) for path in paths]
-
-    def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        """Describe what a selector finds."""
-        return list(self._inner.get_file_info(selector))
+        return [self._snapshot_info() if self._is_snapshot(path) else self._info(path) for path in paths]
 
     def create_dir(self, path: str, recursive: bool) -> None:
         """Create a folder, unless another attempt has taken over; in an upload, the folder of a checkpoint."""
@@ -124,92 +124,77 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         checkpoint = self._child(path)
         if checkpoint and _upload.depth:
             self._begin_upload(checkpoint)
-        self._inner.create_dir(path, recursive=recursive)
+        self._make_folder(path, recursive)
 
     def delete_dir(self, path: str) -> None:
         """Delete a folder, unless another attempt has taken over."""
-        self._delete_folder(path, self._store.delete_folder, self._inner.delete_dir)
+        self._delete_folder(path, self._store.delete_folder, with_itself=True)
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
         """Empty a folder, unless another attempt has taken over."""
-        self._delete_folder(
-            path,
-            self._store.empty_folder,
-            lambda outside: self._inner.delete_dir_contents(outside, missing_dir_ok=missing_dir_ok),
-            missing_ok=missing_dir_ok,
-        )
+        self._delete_folder(path, self._store.empty_folder, with_itself=False, missing_ok=missing_dir_ok)
 
     def delete_root_dir_contents(self) -> None:
         """Refused: nobody means that."""
         raise ElasticTrainError("refused to empty the root of the filesystem")
 
-    def delete_file(self, path: str) -> None:
-        """Delete a file, unless another attempt has taken over."""
-        with self._fenced(path) as file:
-            self._inner.delete_file(file)
-
-    def move(self, src: str, dest: str) -> None:
-        """Move a file or folder, unless another attempt has taken over."""
-        with self._fenced(src) as source, self._fenced(dest) as target:
-            self._inner.move(source, target)
-
-    def copy_file(self, src: str, dest: str) -> None:
-        """Copy a file, unless another attempt has taken over."""
-        with self._fenced(dest) as target:
-            self._inner.copy_file(src, target)
-
     def open_input_stream(self, path: str) -> pa.NativeFile:
         """Open a file for reading from its beginning; for Ray's snapshot, what this attempt goes on from."""
         if self._is_snapshot(path):
             return pa.PythonFile(io.BytesIO(self._snapshot() or self._missing_snapshot()), mode="r")
-        return self._inner.open_input_stream(path)
+        return self._open_input(path)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open a file for reading anywhere."""
-        return self._inner.open_input_file(path)
+        return self._open_input(path)
 
     def open_output_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
-        """Open a file for writing; Ray's snapshot becomes a commit when the stream is closed."""
+        """Open a file for writing, whole or not at all; Ray's snapshot becomes a commit when the stream is closed."""
         if self._is_snapshot(path):
             return pa.PythonFile(_SnapshotSink(self._log), mode="w")
-        with self._fenced(path) as file:
-            return self._inner.open_output_stream(file, metadata=metadata)
+        return self._open_output(path)
 
-    def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
-        """Open a file for appending."""
-        with self._fenced(path) as file:
-            return self._inner.open_append_stream(file, metadata=metadata)
+    @abc.abstractmethod
+    def upload_folder(self, source: str, target: str) -> None:
+        """Copy a folder or a file of this machine's disk into the run directory, with all below it.
 
-    @contextmanager
-    def _fenced(self, path: str) -> Iterator[str]:
-        """Check the fence and give a path to the same file that stays with its folder, whoever takes its name."""
-        if not self._is_in_run(path):
-            yield path
-            return
-        folder, _, name = path.rpartition("/")
-        handle = open_folder(folder)
-        try:
-            check_fence(self._store, self._attempt)
-            yield f"/proc/self/fd/{handle}/{name}"
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise OSError(error.errno, os.strerror(error.errno), path) from error
-        finally:
-            os.close(handle)
+        Args:
+            source: On the disk.
+            target: On this filesystem; its folder was made by :meth:`create_dir`.
+
+        Raises:
+            FencedOffError: Another attempt has taken over.
+            StorageFaultError: The storage refuses, or was away for too long.
+        """
+
+    @abc.abstractmethod
+    def _info(self, path: str) -> fs.FileInfo: ...
+
+    @abc.abstractmethod
+    def _make_folder(self, path: str, recursive: bool) -> None: ...
+
+    @abc.abstractmethod
+    def _delete_outside(self, path: str, *, with_itself: bool, missing_ok: bool) -> None:
+        """Delete or empty a folder that is not in the run directory, or is all of it."""
+
+    @abc.abstractmethod
+    def _open_input(self, path: str) -> pa.NativeFile: ...
+
+    @abc.abstractmethod
+    def _open_output(self, path: str) -> pa.NativeFile: ...
 
     def _delete_folder(
         self,
         path: str,
         in_run: Callable[[str, Callable[[], object]], bool],
-        outside: Callable[[str], object],
         *,
+        with_itself: bool,
         missing_ok: bool = False,
     ) -> None:
         self._check_fence_of(path)
         child = self._child(path)
         if not child:
-            outside(path)
+            self._delete_outside(path, with_itself=with_itself, missing_ok=missing_ok)
         elif not in_run(child, lambda: check_fence(self._store, self._attempt)) and not missing_ok:
             raise FileNotFoundError(f"{path}: there is no such folder")
 
@@ -268,9 +253,12 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
     def _begun_uploads(self) -> list[str]:
         return [mark.checkpoint for mark in marks(self._store) if mark.attempt == self._attempt]
 
+    def _check_fence(self) -> None:
+        check_fence(self._store, self._attempt)
+
     def _check_fence_of(self, path: str) -> None:
         if self._is_in_run(path):
-            check_fence(self._store, self._attempt)
+            self._check_fence()
 
     def _is_in_run(self, path: str) -> bool:
         return path == self._run_path or path.startswith(f"{self._run_path}/")

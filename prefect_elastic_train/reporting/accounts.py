@@ -13,6 +13,7 @@ from prefect_elastic_train.driver.events import (
     CheckpointCommitted,
     Event,
     Reported,
+    StorageWaited,
     WorkerFailed,
     WorkerGroupResized,
     WorkerGroupStarted,
@@ -34,6 +35,7 @@ class Accounts(BaseModel):
     preemptions: int = 0
     resizes: int = 0
     steps_lost: int = 0
+    storage_wait_seconds: float = 0.0
     goodput: float = 0.0
     world_sizes: list[WorldSize] = Field(default_factory=list)
     last_metrics: dict[str, Any] = Field(default_factory=dict)
@@ -112,6 +114,8 @@ def add_up(events: Iterable[Event]) -> Accounts:
         elif isinstance(event, CheckpointCommitted):
             if group is not None:
                 group.kept_until = max(group.kept_until, event.at)
+        elif isinstance(event, StorageWaited):
+            accounts.storage_wait_seconds = round(accounts.storage_wait_seconds + event.seconds, 3)
         elif isinstance(event, WorkerFailed):
             accounts.worker_failures += 1
             close(event.reports_lost if event.retried else 0)

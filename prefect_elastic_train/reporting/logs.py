@@ -13,6 +13,7 @@ from prefect_elastic_train.driver.events import (
     ClusterConnected,
     Event,
     StateChanged,
+    StorageWaited,
     WaitingForCapacity,
     WorkerFailed,
     WorkerGroupResized,
@@ -143,6 +144,14 @@ class RunLog:
                 event.min_workers,
                 event.resources_per_worker,
                 event.missing or "more of them",
+            )
+        elif isinstance(event, StorageWaited):
+            log.warning(
+                "The %s waited %.1f s for the storage, in which %d requests failed and were repeated; last: %s",
+                event.who,
+                event.seconds,
+                event.tries,
+                event.last,
             )
         elif isinstance(event, CheckpointCommitted):
             log.info(

@@ -11,13 +11,14 @@ that was written after the successor's second look belongs to an older attempt a
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from prefect_elastic_train.outcomes import ElasticTrainError
+from prefect_elastic_train.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
@@ -66,8 +67,16 @@ def check_fence(store: RunStore, attempt: int) -> None:
 
     Raises:
         FencedOffError: A later attempt has begun.
+        StorageFaultError: This machine does not see that the attempt has begun.
     """
     newest = newest_attempt(store)
+    if newest < attempt:
+        raise StorageFaultError(
+            f"{store.uri}: {socket.gethostname()} does not see attempt {attempt} of this run, which another machine "
+            "has begun there. To go on, mount the directory on all nodes of the cluster, or use an object store",
+            kind="not shared",
+            permanent=True,
+        )
     if newest > attempt:
         record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
         holder = f" for {record.owner.describe()}" if record else ""

@@ -91,24 +91,27 @@ class HistoryWriter:
         self._closed = True
         self._urgent.set()
         self._thread.join(timeout=5)
-        with self._lock:
+        if not self._thread.is_alive():
             self._write()
 
     def _run(self) -> None:
         while True:
             self._urgent.wait(_WRITE_SECONDS)
             self._urgent.clear()
-            with self._lock:
-                self._write()
+            self._write()
             if self._closed:
                 return
             time.sleep(0.2)
 
     def _write(self) -> None:
+        with self._lock:  # not held while the storage is waited for: events come in meanwhile
+            unwritten = {segment: list(lines) for segment, lines in self._unwritten.items()}
         try:
-            for segment in sorted(self._unwritten):
+            for segment, lines in sorted(unwritten.items()):
                 name = f"{layout.EVENTS}/{self._attempt:04d}-{segment:03d}.jsonl"
-                self._store.replace(name, b"".join(self._unwritten[segment]))
-                del self._unwritten[segment]
+                self._store.replace(name, b"".join(lines))
+                with self._lock:
+                    if len(self._unwritten.get(segment, [])) == len(lines):
+                        self._unwritten.pop(segment, None)
         except OSError as error:
             logger.warning("could not write the history, will try again: %s", error)

@@ -54,6 +54,7 @@ def make_result(store: RunStore, run_name: str, accounts: Accounts, storage_bloc
         world_sizes=accounts.world_sizes,
         steps_lost=accounts.steps_lost,
         goodput=accounts.goodput,
+        storage_wait_seconds=accounts.storage_wait_seconds,
         storage_block=storage_block,
         history=accounts.history,
     )

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import version
 from typing import Any
 
-from pyarrow import fs
-
+from prefect_elastic_train.filesystems.opening import Storage
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs.commits import Mark
 from prefect_elastic_train.runs.identity import check_run_name
 from prefect_elastic_train.runs.reading import newest_commit
 from prefect_elastic_train.runs.resume import seed_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.runs.store import RunStore
 
 __all__ = ["check_source", "copy_checkpoint", "parse_source"]
 
@@ -29,20 +27,20 @@ def parse_source(resume_from: str) -> tuple[str, str]:
     return check_run_name(name), choice or "latest"
 
 
-def check_source(storage_path: str, resume_from: str) -> None:
+def check_source(storage: Storage, resume_from: str) -> None:
     """Find out before anything starts whether there is a checkpoint to start from.
 
     Raises:
         AttemptFailedError: See :func:`copy_checkpoint`.
     """
-    _source(storage_path, resume_from)
+    _source(storage, resume_from)
 
 
-def copy_checkpoint(storage_path: str, resume_from: str, target: LocalRunStore) -> None:
+def copy_checkpoint(storage: Storage, resume_from: str, target: RunStore) -> None:
     """Copy a checkpoint of another run into a new one and commit it there.
 
     Args:
-        storage_path: Where both runs are.
+        storage: Where both runs are.
         resume_from: ``"<run>"`` for its latest checkpoint, ``"<run>@best"`` for the best by its score, or
             ``"<run>@<checkpoint folder>"``.
         target: The new run.
@@ -50,22 +48,19 @@ def copy_checkpoint(storage_path: str, resume_from: str, target: LocalRunStore) 
     Raises:
         AttemptFailedError: The other run does not exist or has no such checkpoint; outcome ``invalid``.
     """
-    name, source, chosen = _source(storage_path, resume_from)
+    name, source, chosen = _source(storage, resume_from)
     folder = f"from-{name}-{chosen['checkpoint_dir_name'].replace('/', '-')}"
     target.delete_folder(folder)  # what an interrupted copy left behind
-    local = fs.LocalFileSystem()
     # Marked like an upload, so that a copy that is cut short is known for what it is.
     Mark(0, folder).set(target)
-    destination = os.path.join(target.path, folder)
-    local.create_dir(destination)
-    fs.copy_files(os.path.join(source.path, chosen["checkpoint_dir_name"]), destination, local, local)
+    storage.copy_folder(f"{source.path}/{chosen['checkpoint_dir_name']}", f"{target.path}/{folder}")
     seed_run(target, folder, chosen["metrics"], version("ray"))
 
 
-def _source(storage_path: str, resume_from: str) -> tuple[str, LocalRunStore, dict[str, Any]]:
+def _source(storage: Storage, resume_from: str) -> tuple[str, RunStore, dict[str, Any]]:
     """Give the other run's name, the run, and the result that belongs to the checkpoint."""
     name, choice = parse_source(resume_from)
-    source = LocalRunStore(os.path.join(storage_path, name))
+    source = storage.run(name)
     commit = newest_commit(source)
     if commit is None:
         raise AttemptFailedError(

@@ -14,14 +14,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["LocalRunStore", "RunStore", "open_folder"]
+__all__ = ["TEMPORARY_PREFIX", "LocalRunStore", "RunStore", "open_folder"]
+
+#: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
+TEMPORARY_PREFIX = ".tmp-"
 
 #: How a folder is opened whose content will be deleted.
 _NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class RunStore(Protocol):
-    """Operations on one run directory. Names are relative, with forward slashes."""
+    """Operations on one run directory. Names are relative, with forward slashes. A store can be pickled."""
+
+    @property
+    def path(self) -> str:
+        """Where the run directory is on its filesystem: a directory, or bucket and prefix."""
+        ...
 
     @property
     def uri(self) -> str:
@@ -73,12 +81,21 @@ class RunStore(Protocol):
         """
         ...
 
+    def empty_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+        """Delete all below a folder, under the same conditions as :meth:`delete_folder`."""
+        ...
+
+    def abandon_uploads(self) -> int:
+        """Remove what unfinished uploads left behind out of sight, and give how many there were.
+
+        No worker of this run may be uploading, bar those of attempts that were fenced off.
+        """
+        ...
+
 
 class LocalRunStore:
     """A run directory on a disk or on a shared mount such as NFS."""
 
-    #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
-    _TEMPORARY_PREFIX = ".tmp-"
     #: So often a folder is swept into which somebody still writes.
     _SWEEPS = 10
 
@@ -140,7 +157,7 @@ class LocalRunStore:
         return sorted(
             entry.name
             for entry in self._entries(folder)
-            if entry.is_file() and not entry.name.startswith(self._TEMPORARY_PREFIX)
+            if entry.is_file() and not entry.name.startswith(TEMPORARY_PREFIX)
         )
 
     def folders(self, folder: str = "") -> list[str]:
@@ -155,6 +172,8 @@ class LocalRunStore:
         sizes: dict[str, int] = {}
         for parent, _, files in os.walk(root, onerror=_raise_unless_gone):
             for file in files:
+                if file.startswith(TEMPORARY_PREFIX):
+                    continue
                 path = Path(parent, file)
                 try:
                     sizes[path.relative_to(root).as_posix()] = path.stat().st_size
@@ -175,8 +194,12 @@ class LocalRunStore:
         return self._delete_folder(name, check, with_itself=True)
 
     def empty_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        """Delete all below a folder, under the same conditions as :meth:`delete_folder`."""
+        """See :meth:`RunStore.empty_folder`."""
         return self._delete_folder(name, check, with_itself=False)
+
+    def abandon_uploads(self) -> int:
+        """See :meth:`RunStore.abandon_uploads`. On a disk they lie in the checkpoint's folder, and go with it."""
+        return 0
 
     def _delete_folder(self, name: str, check: Callable[[], object] | None, *, with_itself: bool) -> bool:
         path = self._root / name
@@ -236,7 +259,7 @@ class LocalRunStore:
 
     def _write_temporary(self, target: Path, data: bytes) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=self._TEMPORARY_PREFIX, dir=target.parent)
+        handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)

@@ -81,7 +81,7 @@ def test_blocks_are_registered_from_the_package_saved_and_loaded(client: SyncPre
         timeout=60,
         check=True,
     )
-    assert "registered 5 blocks" in registered.stdout
+    assert "registered 7 blocks" in registered.stdout
     scaling = ElasticScaling(min_workers=1, max_workers=4, resources_per_worker={"CPU": 2})
     cluster = RayCluster(address="10.0.0.5:6379", auth_token="seven sisters")
     scaling.save("round-trip", overwrite=True)

@@ -23,9 +23,17 @@ from prefect_elastic_train import (
     FailureBudget,
     LocalStorage,
     RayCluster,
+    S3Storage,
     aelastic_train,
     elastic_train,
 )
+
+
+def storage_of(given: str | dict[str, Any]) -> LocalStorage | S3Storage | str:
+    """Give the storage of a test: a directory, the fields of a bucket, or a saved block."""
+    if isinstance(given, dict):
+        return S3Storage(**given)
+    return given if given.startswith("training-storage-") else LocalStorage(path=given)
 
 
 def training(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +45,7 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         "scaling": ElasticScaling(**arguments.get("scaling", {"min_workers": 2, "max_workers": 2})),
         "failures": FailureBudget(**{"driver_restart_delay_seconds": 0.5, **arguments.get("failures", {})}),
         "checkpoints": CheckpointPolicy(**arguments.get("checkpoints", {})),
-        "storage": LocalStorage(path=arguments["storage"]),
+        "storage": storage_of(arguments["storage"]),
         "cluster": RayCluster(**arguments.get("cluster", {})),
         "run_name": arguments.get("run_name"),
         "resume": arguments.get("resume", False),

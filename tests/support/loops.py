@@ -149,7 +149,8 @@ def hashing_loop(config: dict[str, Any]) -> None:
 
     Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file); ``sleep_once`` (seconds
     that the sixth step takes when it is taken first); ``ask`` (whether it saves when a restart is coming); ``until``
-    (file whose existence makes the step the last); ``upload_seconds`` (that a checkpoint takes to be stored).
+    (file whose existence makes the step the last); ``upload_seconds`` (that a checkpoint takes to be stored);
+    ``ballast_bytes`` (size of a second file in each checkpoint).
     """
     import hashlib
     import tempfile
@@ -188,8 +189,48 @@ def hashing_loop(config: dict[str, Any]) -> None:
             if rank == 0:
                 with open(os.path.join(folder, "state.json"), "w") as file:
                     json.dump([step, state], file)
+                if config.get("ballast_bytes"):
+                    with open(os.path.join(folder, "ballast"), "wb") as file:
+                        file.write(os.urandom(config["ballast_bytes"]))
             saved = ray.train.Checkpoint.from_directory(folder)
         ray.train.report({"step": step}, checkpoint=saved, **(options if saved else {}))
+
+
+def async_loop(config: dict[str, Any]) -> None:
+    """Count and hash steps as `hashing_loop`, and upload in the background; each report has a checkpoint.
+
+    Config as there, and ``staging``: folder of the checkpoints that are not uploaded, counted in the ledger.
+    """
+    import hashlib
+
+    import ray.train
+
+    context = ray.train.get_context()
+    step, state = 0, ""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder, open(os.path.join(folder, "state.json")) as file:
+            step, state = json.load(file)
+    resumed_from = step
+    while step < config["steps"]:
+        step += 1
+        time.sleep(config.get("sleep", 0.0))
+        state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
+        waiting = len(os.listdir(config["staging"]))
+        write_ledger(config["ledger"], rank=0, world=1, step=step, resumed_from=resumed_from, waiting=waiting)
+        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
+            folder = os.path.join(config["staging"], f"{context.get_world_rank()}-{os.getpid()}-{step}")
+            os.makedirs(folder)
+            with open(os.path.join(folder, "state.json"), "w") as file:
+                json.dump([step, state], file)
+            with open(os.path.join(folder, "ballast"), "wb") as file:
+                file.write(os.urandom(config.get("ballast_bytes", 1000)))
+            ray.train.report(
+                {"step": step},
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
+                checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+                delete_local_checkpoint_after_upload=True,
+            )
 
 
 def _slow_upload(seconds: float) -> Callable[[Any, str], Any]:

@@ -141,7 +141,8 @@ class FlowProcess:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.api_url = api_url
-        self.storage = Path(arguments.setdefault("storage", str(folder / "runs")))
+        storage = arguments.setdefault("storage", str(folder / "runs"))
+        self.storage = Path(storage if isinstance(storage, str) else folder / "no directory")
         self.result_file = folder / "result.json"
         self.log_file = folder / "flow.log"
         self.flow_run_file = folder / "flow-run.jsonl"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import uuid
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 from prefect.settings import PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.filesystems.opening import Storage, open_storage
+from prefect_elastic_train.runs.retrying_store import RetryingStore
+from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer
 from tests.unit.support import PROFILE, WIDER, private_folder
 
 # The same examples at every run; HYPOTHESIS_PROFILE=wide looks at many more, new ones each time.
@@ -26,7 +32,93 @@ def _no_prefect_server() -> Iterator[None]:
 
 
 @pytest.fixture
-def store() -> Iterator[LocalRunStore]:
-    """A run directory that nobody has used yet."""
+def store(request: pytest.FixtureRequest) -> Iterator[RunStore]:
+    """A run directory that nobody has used yet, on a disk unless the test says otherwise."""
+    if getattr(request, "param", "disk") == "memory":
+        yield request.getfixturevalue("memory").run("mnist")
+        return
     with private_folder() as folder:
         yield LocalRunStore(f"{folder}/runs/mnist")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[MotoServer]:
+    """A real S3 server, which takes parts of any size."""
+    with MotoServer(S3_UPLOAD_PART_MIN_SIZE="1") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _shared_proxy(server: MotoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(_shared_proxy: FaultProxy) -> Iterator[FaultProxy]:
+    """A proxy in front of the S3 server that disturbs nothing yet."""
+    _shared_proxy.reset_counters()
+    yield _shared_proxy
+    _shared_proxy.calm()
+    _shared_proxy.allow_keys(None)
+    _shared_proxy.allow_tokens(None)
+
+
+@pytest.fixture
+def bucket(server: MotoServer, request: pytest.FixtureRequest) -> str:
+    """A bucket of the test's own."""
+    return server.create_bucket(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:20])
+
+
+@pytest.fixture(scope="session")
+def s3_settings(server: MotoServer, _shared_proxy: FaultProxy) -> S3StorageSettings:
+    """A storage in a bucket of the S3 server, through the proxy."""
+    server.create_bucket("training")
+    return S3StorageSettings(
+        bucket_path="training/unit/runs",
+        endpoint_url=_shared_proxy.endpoint_url,
+        region="us-east-1",
+        access_key_id=ACCESS_KEY,
+        secret_access_key="secret-of-the-tests",
+        retry_seconds=30,
+    )
+
+
+@pytest.fixture(scope="session")
+def _s3_storage(s3_settings: S3StorageSettings) -> Storage:
+    return open_storage(s3_settings)  # one for all, since its clients take half a second to make
+
+
+@pytest.fixture
+def s3(_s3_storage: Storage, proxy: FaultProxy) -> Storage:
+    """The storage in the bucket, opened."""
+    return _s3_storage
+
+
+@pytest.fixture
+def memory() -> Iterator[Storage]:
+    """An object store in this process's memory, opened."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    yield open_storage(FsspecStorageSettings(url=f"memory://bucket-{uuid.uuid4().hex}/runs", retry_seconds=30))
+    MemoryFileSystem.store.clear()
+
+
+@pytest.fixture
+def disk() -> Iterator[Storage]:
+    """A directory for runs, opened."""
+    with private_folder() as folder:
+        yield open_storage(LocalStorageSettings(path=f"{folder}/runs", retry_seconds=30))
+
+
+@pytest.fixture
+def storage(request: pytest.FixtureRequest) -> Storage:
+    """The storage that a test names: ``disk``, ``memory`` or ``s3``."""
+    found: Storage = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def run(storage: Storage) -> RetryingStore:
+    """A run directory in that storage that nobody has used yet."""
+    return storage.run(f"run-{uuid.uuid4().hex[:12]}")

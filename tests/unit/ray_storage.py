@@ -7,23 +7,36 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from fsspec.implementations.memory import MemoryFileSystem
+from pyarrow import fs
 from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from prefect_elastic_train.filesystems import run_filesystem, uploading
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
+from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+
+
+def raw_ray(store: RunStore) -> CheckpointManager:
+    """Give Ray Train's own checkpoint manager as it finds the run directory without us."""
+    path = Path(store.path)
+    filesystem = fs.LocalFileSystem() if isinstance(store, LocalRunStore) else _raw_memory()
+    return CheckpointManager(
+        CheckpointConfig(), StorageContext(str(path.parent), path.name, storage_filesystem=filesystem)
+    )
+
+
+def _raw_memory() -> fs.FileSystem:
+    return fs.PyFileSystem(fs.FSSpecHandler(MemoryFileSystem(skip_instance_cache=True)))
 
 
 class Ray:
     """Ray Train's own storage context and checkpoint manager on the filesystem of an attempt."""
 
-    def __init__(self, store: LocalRunStore, attempt: int, **config: Any) -> None:
+    def __init__(self, store: RunStore, attempt: int, **config: Any) -> None:
         path = Path(store.path)
-        self.storage = StorageContext(
-            str(path.parent), path.name, storage_filesystem=run_filesystem(store.path, attempt)
-        )
+        self.storage = StorageContext(str(path.parent), path.name, storage_filesystem=run_filesystem(store, attempt))
         self._config = CheckpointConfig(**config)
         self.manager: Any = None
 

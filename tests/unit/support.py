@@ -11,16 +11,19 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
-from prefect_elastic_train.filesystems import run_filesystem, uploading
+from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, Claim, Finished, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.object_store import ObjectRunStore
 from prefect_elastic_train.runs.records import CommitRecord, Owner
+from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.snapshots import parse_snapshot
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.runs.store import LocalRunStore, RunStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -64,7 +67,7 @@ def claim(
     return Claim(name=name, owner=owner, fingerprint=fingerprint("train:loop", "torch", config), **arguments)
 
 
-def begin(store: LocalRunStore, wanted: Claim | None = None, **arguments: Any) -> Begun:
+def begin(store: RunStore, wanted: Claim | None = None, **arguments: Any) -> Begun:
     """Begin an attempt that must not find the run finished."""
     begun = begin_attempt(store, wanted or claim(), **arguments)
     assert not isinstance(begun, Finished)
@@ -98,10 +101,23 @@ def with_result(snapshot: dict[str, Any], name: str, metrics: dict[str, Any]) ->
     return snapshot
 
 
+on_disk_and_in_memory = pytest.mark.parametrize("store", ["disk", "memory"], indirect=True)
+"""Has a test's run directory once on a disk and once in an object store."""
+
+
+def neighbour(store: RunStore, name: str) -> RunStore:
+    """Give another run directory beside one."""
+    if isinstance(store, LocalRunStore):
+        return LocalRunStore(f"{store.path}-{name}")
+    assert isinstance(store, RetryingStore)
+    assert isinstance(store.inner, ObjectRunStore)
+    return RetryingStore(ObjectRunStore(store.inner.client, f"{store.path}-{name}"), store.retries)
+
+
 class Training:
     """What Ray's controller and its workers do to a run directory in one attempt, in the order of Ray's."""
 
-    def __init__(self, store: LocalRunStore, attempt: int, keep: int | None = None) -> None:
+    def __init__(self, store: RunStore, attempt: int, keep: int | None = None) -> None:
         self.store = store
         self.attempt = attempt
         self.keep = keep
@@ -111,12 +127,15 @@ class Training:
     def begin_upload(self, name: str) -> None:
         """Create a checkpoint's folder as a worker does."""
         with uploading():
-            run_filesystem(self.store.path, self.attempt).create_dir(f"{self.store.path}/{name}")
+            run_filesystem(self.store, self.attempt).create_dir(f"{self.store.path}/{name}")
 
     def upload(self, name: str, files: dict[str, bytes] | None = None) -> None:
         """Write a checkpoint's files as a worker does."""
         self.begin_upload(name)
         for file, data in (files or {"model.pt": b"weights of " + name.encode()}).items():
+            if not isinstance(self.store, LocalRunStore):
+                self.store.replace(f"{name}/{file}", data)
+                continue
             path = Path(self.store.path, name, file)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
@@ -137,11 +156,10 @@ class Training:
         return self.commit(name, metrics)
 
 
-def tear(store: LocalRunStore, name: str) -> None:
+def tear(store: RunStore, name: str) -> None:
     """Cut an object in half, as a crash in the middle of a plain write does."""
-    path = Path(store.path, name)
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2])
+    data = store.read(name) or b""
+    store.replace(name, data[: len(data) // 2])
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:

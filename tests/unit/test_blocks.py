@@ -15,11 +15,19 @@ from prefect.utilities.callables import parameter_schema
 
 import prefect_elastic_train
 import prefect_elastic_train.blocks
-from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
+from prefect_elastic_train import (
+    CheckpointPolicy,
+    ElasticScaling,
+    FailureBudget,
+    FsspecStorage,
+    LocalStorage,
+    RayCluster,
+    S3Storage,
+)
 from prefect_elastic_train.blocks._common import LOGO_URL
 from tests.unit.support import REPOSITORY
 
-BLOCKS = [CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster]
+BLOCKS = [CheckpointPolicy, ElasticScaling, FailureBudget, FsspecStorage, LocalStorage, RayCluster, S3Storage]
 LOGO = REPOSITORY / "docs" / "images" / "logo.png"
 
 
@@ -52,9 +60,9 @@ def test_the_images_of_the_standards_are_really_looked_at() -> None:
 
 
 @pytest.mark.parametrize("module", [prefect_elastic_train, prefect_elastic_train.blocks])
-def test_prefect_block_register_finds_exactly_five_blocks(module: Any) -> None:
+def test_prefect_block_register_finds_exactly_seven_blocks(module: Any) -> None:
     found = _registered_from(module)
-    assert len(found) == 5
+    assert len(found) == 7
     assert found == BLOCKS
 
 
@@ -64,26 +72,53 @@ def test_no_two_blocks_share_a_slug_or_a_name() -> None:
         "checkpoint-policy",
         "elastic-scaling",
         "failure-budget",
+        "training-storage-fsspec",
         "training-storage-directory",
         "ray-cluster-training",
+        "training-storage-s3",
     ]
-    assert len({block.get_block_type_name() for block in BLOCKS}) == 5
+    assert len({block.get_block_type_name() for block in BLOCKS}) == 7
 
 
-def test_only_the_token_is_a_secret() -> None:
+def test_only_what_lets_one_in_is_a_secret() -> None:
     secrets = {(block, name) for block in BLOCKS for name in block.model_json_schema()["secret_fields"]}
-    assert secrets == {(RayCluster, "auth_token")}
-
-
-def test_the_text_of_a_block_never_holds_its_secret() -> None:
-    cluster = RayCluster(auth_token="hush")
-    assert "hush" not in repr(cluster)
-    assert "hush" not in str(cluster.model_dump())
-    assert "hush" not in cluster.model_dump_json()
+    assert secrets == {
+        (RayCluster, "auth_token"),
+        (S3Storage, "access_key_id"),
+        (S3Storage, "secret_access_key"),
+        (S3Storage, "session_token"),
+        (FsspecStorage, "secret_options"),
+    }
 
 
 @pytest.mark.parametrize(
-    "block", [CheckpointPolicy(), ElasticScaling(), FailureBudget(), LocalStorage(path="/runs"), RayCluster()]
+    "block",
+    [
+        RayCluster(auth_token="hush"),
+        S3Storage(bucket_path="my-bucket/runs", access_key_id="hush", secret_access_key="hush", session_token="hush"),
+        FsspecStorage(url="gs://my-bucket/runs", secret_options='{"token": "hush"}'),
+    ],
+    ids=lambda block: type(block).__name__,
+)
+def test_the_text_of_a_block_never_holds_its_secret(block: Block) -> None:
+    assert "hush" not in repr(block)
+    assert "hush" not in str(block)
+    assert "hush" not in str(block.model_dump())
+    assert "hush" not in block.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        CheckpointPolicy(),
+        ElasticScaling(),
+        FailureBudget(),
+        FsspecStorage(url="gs://bucket/runs", options={"project": "p"}),
+        LocalStorage(path="/runs"),
+        RayCluster(),
+        S3Storage(bucket_path="bucket/runs"),
+    ],
+    ids=lambda block: type(block).__name__,
 )
 def test_a_block_comes_back_from_the_json_of_a_flow_run_as_it_was(block: Block) -> None:
     assert type(block).model_validate_json(block.model_dump_json()) == block

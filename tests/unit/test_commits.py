@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_elastic_train.filesystems.faults import Retries
+from prefect_elastic_train.filesystems.opening import Storage
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
@@ -26,15 +28,22 @@ from prefect_elastic_train.runs.commits import (
 )
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads, restore_snapshot
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.runs.retrying_store import RetryingStore
+from prefect_elastic_train.runs.store import LocalRunStore, RunStore
 from tests.unit.support import Training, begin, claim, empty_snapshot, private_folder, tear, with_result
 
 
-class HookedStore(LocalRunStore):
+@pytest.fixture(params=["disk", "memory"])
+def store(request: pytest.FixtureRequest, store: RunStore, memory: Storage) -> RunStore:
+    """A run directory that nobody has used yet, on a disk and in an object store."""
+    return store if request.param == "disk" else memory.run("mnist")
+
+
+class HookedStore(RetryingStore):
     """A store after one of whose creations something happens."""
 
-    def __init__(self, path: str, after: str, happens: Callable[[], object]) -> None:
-        super().__init__(path)
+    def __init__(self, store: RunStore, after: str, happens: Callable[[], object]) -> None:
+        super().__init__(store, Retries(0))
         self._after = after
         self._happens: Callable[[], object] | None = happens
 
@@ -47,13 +56,13 @@ class HookedStore(LocalRunStore):
         return created
 
 
-def _record(store: LocalRunStore, commit: tuple[int, int]) -> CommitRecord:
+def _record(store: RunStore, commit: tuple[int, int]) -> CommitRecord:
     record = decode(CommitRecord, store.read(layout.commit_name(*commit)))
     assert record is not None
     return record
 
 
-def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: LocalRunStore) -> None:
+def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.upload("a", {"model.pt": b"12345", "rank-1/optim.pt": b"12"})
     training.commit("a", {"loss": 0.5})
@@ -65,7 +74,7 @@ def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: Loc
     assert json.loads(store.read(layout.SNAPSHOT) or b"") == training.snapshot
 
 
-def test_rays_file_is_byte_for_byte_what_ray_wrote(store: LocalRunStore) -> None:
+def test_rays_file_is_byte_for_byte_what_ray_wrote(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.upload("a")
     data = json.dumps(with_result(empty_snapshot(), "a", {}), indent=3).encode()
@@ -74,7 +83,7 @@ def test_rays_file_is_byte_for_byte_what_ray_wrote(store: LocalRunStore) -> None
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null"])
-def test_a_torn_snapshot_is_refused_and_nothing_is_written(store: LocalRunStore, data: bytes) -> None:
+def test_a_torn_snapshot_is_refused_and_nothing_is_written(store: RunStore, data: bytes) -> None:
     log = CommitLog(store, begin(store).attempt)
     with pytest.raises(ElasticTrainError, match=f"torn snapshot of {len(data)} bytes"):
         log.commit(data)
@@ -82,7 +91,7 @@ def test_a_torn_snapshot_is_refused_and_nothing_is_written(store: LocalRunStore,
     assert store.read(layout.SNAPSHOT) is None
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_written(store: LocalRunStore) -> None:
+def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_written(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.report("a")
     before = store.read(layout.SNAPSHOT)
@@ -92,7 +101,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_writte
     assert store.read(layout.SNAPSHOT) == before
 
 
-def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: LocalRunStore) -> None:
+def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: RunStore) -> None:
     old = Training(store, begin(store).attempt)
     old.report("a")
     old.upload("b")
@@ -106,12 +115,12 @@ def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: Loca
     assert store.read(layout.SNAPSHOT) == before
 
 
-def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: LocalRunStore) -> None:
+def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunStore) -> None:
     first = Training(store, begin(store).attempt)
     first.report("a")
     before = store.read(layout.SNAPSHOT)
     successor = AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))
-    hooked = HookedStore(store.path, layout.COMMITS, lambda: store.create(layout.attempt_name(2), encode(successor)))
+    hooked = HookedStore(store, layout.COMMITS, lambda: store.create(layout.attempt_name(2), encode(successor)))
     first.log = CommitLog(hooked, 1)
     first.upload("b")
     with pytest.raises(FencedOffError):
@@ -122,7 +131,7 @@ def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: LocalR
     assert find_resume_point(store).checkpoint == "a"
 
 
-def test_five_commits_of_an_attempt_are_kept_and_all_of_the_ones_before(store: LocalRunStore) -> None:
+def test_five_commits_of_an_attempt_are_kept_and_all_of_the_ones_before(store: RunStore) -> None:
     for _ in range(2):
         training = Training(store, begin(store).attempt)
         for number in range(7):
@@ -130,7 +139,7 @@ def test_five_commits_of_an_attempt_are_kept_and_all_of_the_ones_before(store: L
     assert all_commits(store) == [(attempt, sequence) for attempt in (1, 2) for sequence in range(3, 8)]
 
 
-def test_a_controller_that_starts_again_goes_on_numbering(store: LocalRunStore) -> None:
+def test_a_controller_that_starts_again_goes_on_numbering(store: RunStore) -> None:
     attempt = begin(store).attempt
     Training(store, attempt).report("a")
     Training(store, attempt).report("b")
@@ -138,7 +147,7 @@ def test_a_controller_that_starts_again_goes_on_numbering(store: LocalRunStore) 
     assert _record(store, (1, 2)).manifest.keys() == {"a", "b"}
 
 
-def test_files_lost_after_their_commit_stay_in_the_manifest(store: LocalRunStore) -> None:
+def test_files_lost_after_their_commit_stay_in_the_manifest(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.upload("a", {"model.pt": b"12345", "optim.pt": b"12"})
     training.commit("a")
@@ -147,7 +156,7 @@ def test_files_lost_after_their_commit_stay_in_the_manifest(store: LocalRunStore
     assert _record(store, (1, 2)).manifest["a"] == {"model.pt": 5, "optim.pt": 2}
 
 
-def test_a_reused_name_is_listed_anew(store: LocalRunStore) -> None:
+def test_a_reused_name_is_listed_anew(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.report("a")
     training.upload("b", {"model.pt": b"12345"})
@@ -160,7 +169,7 @@ def test_a_reused_name_is_listed_anew(store: LocalRunStore) -> None:
     assert _record(store, (2, 1)).manifest["b"] == {"model.pt": 3}
 
 
-def test_the_mark_of_an_upload_goes_with_the_commit_after_its_own_and_others_stay(store: LocalRunStore) -> None:
+def test_the_mark_of_an_upload_goes_with_the_commit_after_its_own_and_others_stay(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.begin_upload("under/way")
     training.report("a")
@@ -170,7 +179,7 @@ def test_the_mark_of_an_upload_goes_with_the_commit_after_its_own_and_others_sta
 
 
 def test_the_mark_of_a_checkpoint_that_took_a_damaged_ones_name_stays_until_the_next_commit(
-    store: LocalRunStore,
+    store: RunStore,
 ) -> None:
     training = Training(store, begin(store).attempt)
     training.report("a")
@@ -185,7 +194,7 @@ def test_the_mark_of_a_checkpoint_that_took_a_damaged_ones_name_stays_until_the_
     assert marks(store) == [Mark(2, "c")]
 
 
-def test_the_marks_of_a_successor_stay_when_a_holder_tidies_up_late(store: LocalRunStore) -> None:
+def test_the_marks_of_a_successor_stay_when_a_holder_tidies_up_late(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.report("a")
     training.report("b")
@@ -194,7 +203,7 @@ def test_the_marks_of_a_successor_stay_when_a_holder_tidies_up_late(store: Local
     assert marks(store) == [Mark(1, "c"), Mark(2, "a")]
 
 
-def test_a_commit_tells_what_is_to_be_deleted_until_it_is(store: LocalRunStore) -> None:
+def test_a_commit_tells_what_is_to_be_deleted_until_it_is(store: RunStore) -> None:
     training = Training(store, begin(store).attempt, keep=1)
     training.report("a")
     assert training.report("b").condemned == ["a"]
@@ -208,9 +217,7 @@ def test_a_commit_tells_what_is_to_be_deleted_until_it_is(store: LocalRunStore) 
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_are(
-    store: LocalRunStore, loss: float
-) -> None:
+def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_are(store: RunStore, loss: float) -> None:
     Training(store, begin(store).attempt).report("a", {"loss": loss})
     assert repr(_record(store, (1, 1)).snapshot["latest_checkpoint_result"]["metrics"]["loss"]) == repr(loss)
     point = find_resume_point(store)
@@ -221,7 +228,7 @@ def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_ar
     assert repr(restored["latest_checkpoint_result"]["metrics"]["loss"]) == repr(loss)
 
 
-def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: LocalRunStore) -> None:
+def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: RunStore) -> None:
     assert newest_attempt(store) == 0
     check_fence(store, 0)
     begin(store)
@@ -232,7 +239,7 @@ def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: LocalRunS
     check_fence(store, 2)
 
 
-def test_the_fence_stands_when_the_newest_record_is_torn(store: LocalRunStore) -> None:
+def test_the_fence_stands_when_the_newest_record_is_torn(store: RunStore) -> None:
     begin(store)
     begin(store)
     tear(store, layout.attempt_name(2))
@@ -240,7 +247,7 @@ def test_the_fence_stands_when_the_newest_record_is_torn(store: LocalRunStore) -
         check_fence(store, 1)
 
 
-def test_foreign_objects_are_no_attempts_and_no_commits(store: LocalRunStore) -> None:
+def test_foreign_objects_are_no_attempts_and_no_commits(store: RunStore) -> None:
     begin(store)
     for name in ("0002.json.tmp", "x.json", "002.json", "0002.txt"):
         store.create(f"{layout.ATTEMPTS}/{name}", b"{}")
@@ -250,7 +257,7 @@ def test_foreign_objects_are_no_attempts_and_no_commits(store: LocalRunStore) ->
     assert all_commits(store) == []
 
 
-def test_numbers_beyond_the_padding_still_count_in_order(store: LocalRunStore) -> None:
+def test_numbers_beyond_the_padding_still_count_in_order(store: RunStore) -> None:
     for attempt in (9999, 10000):
         store.create(layout.attempt_name(attempt), b"{}")
     for sequence in (999_999, 1_000_000):
@@ -259,7 +266,7 @@ def test_numbers_beyond_the_padding_still_count_in_order(store: LocalRunStore) -
     assert all_commits(store) == [(9999, 999_999), (9999, 1_000_000)]
 
 
-def test_commits_of_an_attempt_whose_record_was_removed_by_hand_still_count(store: LocalRunStore) -> None:
+def test_commits_of_an_attempt_whose_record_was_removed_by_hand_still_count(store: RunStore) -> None:
     Training(store, begin(store).attempt).report("a")
     store.delete(layout.attempt_name(1))
     assert list(lineage(store)) == [(1, 1)]

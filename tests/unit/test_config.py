@@ -8,15 +8,23 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
+from prefect_elastic_train import (
+    CheckpointPolicy,
+    ElasticScaling,
+    FailureBudget,
+    FsspecStorage,
+    LocalStorage,
+    RayCluster,
+    S3Storage,
+)
 from prefect_elastic_train.config import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
-    LocalStorageSettings,
     ScalingSettings,
     plain,
 )
+from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 
 #: Settings, field, bad value as it is given, and what the message must say: the value and the rule.
 REFUSED: list[tuple[type[BaseModel], str, Any, list[str]]] = [
@@ -60,6 +68,38 @@ REFUSED: list[tuple[type[BaseModel], str, Any, list[str]]] = [
     (LocalStorageSettings, "path", "  ", ["'  '", "must name a directory"]),
     (LocalStorageSettings, "path", "s3://bucket/runs", ["'s3://bucket/runs' is a URL", "takes a directory"]),
     (LocalStorageSettings, "path", "/runs\0", ["must not contain a NUL character"]),
+    (LocalStorageSettings, "retry_seconds", -1, ["-1", "greater than or equal to 0"]),
+    (LocalStorageSettings, "retry_seconds", math.nan, ["nan", "greater than or equal to 0"]),
+    (LocalStorageSettings, "preflight", "perhaps", ["perhaps", "valid boolean"]),
+    (S3StorageSettings, "bucket_path", "", ["''", "expected bucket/prefix such as my-bucket/runs"]),
+    (S3StorageSettings, "bucket_path", "my bucket/runs", ["'my bucket/runs'", "expected bucket/prefix"]),
+    (S3StorageSettings, "bucket_path", "gs://b/runs", ["'gs://b/runs' is a URL of another store", "s3://bucket"]),
+    (
+        S3StorageSettings,
+        "bucket_path",
+        "my-bucket/runs/../x",
+        ["'my-bucket/runs/../x'", "must not have empty parts, '.' or '..'"],
+    ),
+    (S3StorageSettings, "bucket_path", "my-bucket//runs", ["'my-bucket//runs'", "must not have empty parts"]),
+    (S3StorageSettings, "endpoint_url", "minio:9000", ["'minio:9000'", "expected http(s)://host[:port]"]),
+    (S3StorageSettings, "endpoint_url", "ftp://minio", ["'ftp://minio'", "expected http(s)://host[:port]"]),
+    (S3StorageSettings, "region", 1, ["valid string"]),
+    (S3StorageSettings, "access_key_id", 1, ["valid string"]),
+    (S3StorageSettings, "secret_access_key", 1, ["valid string"]),
+    (S3StorageSettings, "session_token", "t", ["belongs to an access_key_id and its secret_access_key: give all"]),
+    (S3StorageSettings, "addressing_style", "host", ["'auto', 'path' or 'virtual'"]),
+    (S3StorageSettings, "verify_tls", "perhaps", ["valid boolean"]),
+    (S3StorageSettings, "ca_bundle", 1, ["valid string"]),
+    (S3StorageSettings, "retry_seconds", -1, ["greater than or equal to 0"]),
+    (S3StorageSettings, "preflight", "perhaps", ["valid boolean"]),
+    (FsspecStorageSettings, "url", "bucket/runs", ["'bucket/runs'", "expected protocol://bucket/prefix"]),
+    (FsspecStorageSettings, "url", "gs://", ["'gs:'", "expected protocol://bucket/prefix"]),
+    (FsspecStorageSettings, "url", "s3://b/runs", ["s3:// belongs to S3Storage", "use that block"]),
+    (FsspecStorageSettings, "url", "file:///runs", ["file:// belongs to LocalStorage", "use that block"]),
+    (FsspecStorageSettings, "options", "{token", ["expected a JSON object"]),
+    (FsspecStorageSettings, "secret_options", "[1]", ['expected a JSON object such as {"token": "…"}']),
+    (FsspecStorageSettings, "retry_seconds", -1, ["greater than or equal to 0"]),
+    (FsspecStorageSettings, "preflight", "perhaps", ["valid boolean"]),
     (ClusterSettings, "address", "http://head:8265", ["'http://head:8265'", "'auto' or 'host:port'"]),
     (ClusterSettings, "address", "ray://head:10001", ["'ray://head:10001'", "'auto' or 'host:port'"]),
     (ClusterSettings, "address", "head", ["got 'head'", "'auto' or 'host:port'"]),
@@ -100,7 +140,27 @@ COMPLETE: dict[type[BaseModel], dict[str, Any]] = {
         "stall_timeout_seconds": 600.0,
     },
     CheckpointSettings: {"keep": 3, "score_attribute": "loss", "score_order": "min"},
-    LocalStorageSettings: {"path": "/mnt/shared/runs"},
+    LocalStorageSettings: {"path": "/mnt/shared/runs", "retry_seconds": 60.0, "preflight": False},
+    S3StorageSettings: {
+        "bucket_path": "my-bucket/training/runs",
+        "endpoint_url": "https://minio.example.com:9000",
+        "region": "eu-central-1",
+        "access_key_id": SecretStr("hush"),
+        "secret_access_key": SecretStr("hushhush"),
+        "session_token": SecretStr("hushhushhush"),
+        "addressing_style": "virtual",
+        "verify_tls": False,
+        "ca_bundle": "/etc/ssl/own.pem",
+        "retry_seconds": 60.0,
+        "preflight": False,
+    },
+    FsspecStorageSettings: {
+        "url": "gs://my-bucket/runs",
+        "options": {"project": "my-project"},
+        "secret_options": SecretStr('{"token": "hush"}'),
+        "retry_seconds": 60.0,
+        "preflight": False,
+    },
     ClusterSettings: {
         "address": "10.0.0.5:6379",
         "auth_token": SecretStr("hush"),
@@ -117,13 +177,26 @@ BLOCK_OF = {
     FailureSettings: FailureBudget,
     CheckpointSettings: CheckpointPolicy,
     LocalStorageSettings: LocalStorage,
+    S3StorageSettings: S3Storage,
+    FsspecStorageSettings: FsspecStorage,
     ClusterSettings: RayCluster,
 }
+
+#: What cannot be left out.
+REQUIRED: dict[type[BaseModel], dict[str, Any]] = {
+    LocalStorageSettings: {"path": "/runs"},
+    S3StorageSettings: {"bucket_path": "my-bucket/runs"},
+    FsspecStorageSettings: {"url": "gs://my-bucket/runs"},
+}
+
+#: Their errors hide what may be a secret.
+SECRETIVE = (ClusterSettings, S3StorageSettings, FsspecStorageSettings)
 
 DICT_FIELDS = [
     (ScalingSettings, "resources_per_worker", '{"CPU": 4}', {"CPU": 4.0}),
     (ScalingSettings, "label_selector", '{"market-type": "spot"}', {"market-type": "spot"}),
     (ClusterSettings, "runtime_env", '{"pip": ["einops"]}', {"pip": ["einops"]}),
+    (FsspecStorageSettings, "options", '{"project": "p"}', {"project": "p"}),
 ]
 
 
@@ -138,11 +211,11 @@ def _refusal(settings: type[BaseModel], **values: Any) -> str:
 def test_a_refusal_names_the_field_the_value_and_the_rule(
     settings: type[BaseModel], field: str, value: Any, says: list[str], as_block: bool
 ) -> None:
-    message = _refusal(BLOCK_OF[settings] if as_block else settings, **{field: value})
+    message = _refusal(BLOCK_OF[settings] if as_block else settings, **{**REQUIRED.get(settings, {}), field: value})
     assert f"\n{field}" in message
     for words in says:
         assert words in message
-    if isinstance(value, int | float) and settings is not ClusterSettings:  # whose errors hide what may be its token
+    if isinstance(value, int | float) and settings not in SECRETIVE:
         assert f"input_value={value!r}" in message
 
 
@@ -191,11 +264,12 @@ def test_addresses_that_can_be_joined_are_taken(address: str) -> None:
 def test_dict_fields_take_the_form_that_the_ui_sends(
     settings: type[BaseModel], field: str, text: str, value: dict[str, Any], as_block: bool
 ) -> None:
+    required = REQUIRED.get(settings, {})
     settings = BLOCK_OF[settings] if as_block else settings
     for given in ({"__prefect_kind": "json", "value": text}, {"__prefect_kind": "json", "value": value}, text, value):
-        assert getattr(settings(**{field: given}), field) == value
+        assert getattr(settings(**{**required, field: given}), field) == value
     for empty in ({"__prefect_kind": "json", "value": ""}, {"__prefect_kind": "json", "value": " "}, "", {}):
-        assert getattr(settings(**{field: empty}), field) == {}
+        assert getattr(settings(**{**required, field: empty}), field) == {}
 
 
 @pytest.mark.parametrize(("settings", "field", "text", "value"), DICT_FIELDS)
@@ -224,7 +298,7 @@ def test_an_unknown_field_is_refused_by_its_name(settings: type[BaseModel]) -> N
         message = _refusal(model, **COMPLETE[settings], colour="green")
         assert "\ncolour\n  Extra inputs are not permitted" in message
         # A misspelt secret would be shown, too.
-        assert ("green" in message) == (settings is not ClusterSettings)
+        assert ("green" in message) == (settings not in SECRETIVE)
 
 
 @pytest.mark.parametrize("settings", COMPLETE)
@@ -245,7 +319,7 @@ def test_plain_keeps_secrets() -> None:
 
 def test_plain_values_of_a_block_by_default_are_the_defaults() -> None:
     for settings, block in BLOCK_OF.items():
-        required = {"path": "/runs"} if settings is LocalStorageSettings else {}
+        required = REQUIRED.get(settings, {})
         assert plain(settings, block(**required)) == settings(**required)
 
 

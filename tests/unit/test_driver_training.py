@@ -20,7 +20,6 @@ from prefect_elastic_train.config import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
-    LocalStorageSettings,
     ScalingSettings,
 )
 from prefect_elastic_train.driver import training
@@ -32,6 +31,7 @@ from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.records import Owner
 from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storages import LocalStorageSettings
 
 
 @pytest.fixture(autouse=True)

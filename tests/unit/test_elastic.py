@@ -35,12 +35,13 @@ from prefect_elastic_train.driver.events import (
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.callbacks import LoopCallback, RunCallback
+from prefect_elastic_train.elastic.checkpoints import readable
 from prefect_elastic_train.elastic.failures import RunFailurePolicy
 from prefect_elastic_train.elastic.growth import Reason
 from prefect_elastic_train.elastic.policy import GrowthDecision
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
 from prefect_elastic_train.elastic.worker_group import RunWorkerGroup
-from prefect_elastic_train.filesystems import run_filesystem
+from prefect_elastic_train.filesystems.run_filesystem import run_filesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -108,7 +109,7 @@ def test_budgets_and_checkpoints_reach_ray() -> None:
 
 
 def test_ray_is_told_where_the_run_is_and_through_which_filesystem() -> None:
-    filesystem = run_filesystem("/runs/mnist", 1)
+    filesystem = run_filesystem(LocalRunStore("/runs/mnist"), 1)
     config = run_config(
         name="mnist",
         storage_path="/runs",
@@ -128,7 +129,7 @@ class Controller:
         self.events: list[Event] = []
         self.receiver = EventReceiver(self.events.append)
         callback = RunCallback(
-            self.receiver.receiving, store.path, attempt=1, min_workers=2, resources_per_worker={"CPU": 1.0}
+            self.receiver.receiving, store, attempt=1, min_workers=2, resources_per_worker={"CPU": 1.0}
         )
         self.callback: RunCallback = pickle.loads(pickle.dumps(callback))
         self.callback.after_controller_start(None)
@@ -359,7 +360,7 @@ def test_metrics_are_plain_numbers_or_short_text() -> None:
 
 
 def test_a_worker_marks_its_uploads_through_rays_hook(store: LocalRunStore) -> None:
-    filesystem = run_filesystem(store.path, begin(store).attempt)
+    filesystem = run_filesystem(store, begin(store).attempt)
     with LoopCallback().on_checkpoint_transfer():
         filesystem.create_dir(f"{store.path}/ckpt-1")
     filesystem.create_dir(f"{store.path}/other")
@@ -389,14 +390,14 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
 def test_a_checkpoint_on_this_machine_is_read_in_place(store: LocalRunStore) -> None:
     begin(store)
     Training(store, 1).upload("ckpt-1", {"model.pt": b"12345"})
-    stored = Checkpoint(f"{store.path}/ckpt-1", run_filesystem(store.path, 1))
-    found = callbacks._in_place(stored)
+    stored = Checkpoint(f"{store.path}/ckpt-1", run_filesystem(store, 1))
+    found = readable(stored)
     assert found is not None
     with found.as_directory() as folder:
         assert folder == stored.path
-    elsewhere = Checkpoint("/another/machine/ckpt-1", run_filesystem(store.path, 1))
-    assert callbacks._in_place(elsewhere) is elsewhere
-    assert callbacks._in_place(None) is None
+    elsewhere = Checkpoint("/another/machine/ckpt-1", run_filesystem(store, 1))
+    assert readable(elsewhere) is elsewhere
+    assert readable(None) is None
 
 
 def test_a_group_that_has_failed_gives_back_what_it_holds_once(controller: Controller) -> None:

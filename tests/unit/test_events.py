@@ -23,6 +23,7 @@ from prefect_elastic_train.driver.events import (
     Event,
     Reported,
     StateChanged,
+    StorageWaited,
     WaitingForCapacity,
     WorkerFailed,
     WorkerGroupResized,
@@ -63,6 +64,7 @@ EVENTS: list[Event] = [
     WorkersPreempted(errors={"1": "node drained"}, retried=False, reports_lost=1, **BASE),
     Reported(index=9, metrics={"loss": 0.5, "text": "x", "none": None}, world_size=4, checkpoint="a", **BASE),
     CheckpointCommitted(checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, **BASE),
+    StorageWaited(who="ranks", seconds=12.5, tries=7, last="SlowDown", **BASE),
     ControllerAlive(doing="RUNNING", seconds=1.5, callback_errors=2, **BASE),
     AttemptEnded(outcome=Outcome.USER_ERROR, message="why", already_finished=True, final=True, result={"a": 1}, **BASE),
 ]

@@ -15,7 +15,6 @@ from prefect_elastic_train.config import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
-    LocalStorageSettings,
     ScalingSettings,
 )
 from prefect_elastic_train.driver.events import (
@@ -33,6 +32,7 @@ from prefect_elastic_train.outcomes import Outcome
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.records import Owner
 from prefect_elastic_train.settings import ElasticTrainSettings
+from prefect_elastic_train.storages import LocalStorageSettings
 
 SPEC = DriverSpec(
     run_name="mnist",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefect_elastic_train import LocalStorage
 from prefect_elastic_train.driver.events import (
     AttemptEnded,
     AttemptStarted,
@@ -16,6 +18,7 @@ from prefect_elastic_train.driver.events import (
     Reported,
     StateChanged,
 )
+from prefect_elastic_train.filesystems.opening import Storage, open_storage
 from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.reporting.accounts import Accounts
 from prefect_elastic_train.result import TrainingResult
@@ -24,6 +27,7 @@ from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.reading import make_result, newest_commit
 from prefect_elastic_train.runs.seeding import copy_checkpoint, parse_source
 from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storages import LocalStorageSettings
 from tests.support.processes import wait_for
 from tests.unit.support import Training, begin, claim, tear
 
@@ -34,6 +38,11 @@ def _report(index: int, at: float = 0.0, checkpoint: str = "", size: int = 0) ->
     return Reported(
         index=index, at=at, metrics={"step": index, "text": "x" * size}, world_size=1, checkpoint=checkpoint
     )
+
+
+def _storage(store: LocalRunStore) -> Storage:
+    """Give the storage that a run directory is in."""
+    return open_storage(LocalStorageSettings(path=str(Path(store.path).parent)))
 
 
 def _indices(store: LocalRunStore) -> list[int]:
@@ -174,8 +183,6 @@ def other(store: LocalRunStore) -> LocalRunStore:
     results.insert(0, results.pop())
     indices = training.snapshot["checkpoint_report_indices"]
     indices.insert(0, indices.pop())
-    import json
-
     training.log.commit(json.dumps(training.snapshot).encode())
     return other
 
@@ -194,7 +201,7 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(
 ) -> None:
     before = {name: other.file_sizes(name) for name in other.folders()}
     wanted = claim(resume_from=source)
-    begun = begin(store, wanted, seed=lambda: copy_checkpoint(str(Path(store.path).parent), source, store))
+    begun = begin(store, wanted, seed=lambda: copy_checkpoint(_storage(store), source, store))
     assert begun.point.base == (0, 0)
     assert begun.point.checkpoint == f"from-base-{checkpoint}"
     assert store.read(f"from-base-{checkpoint}/model.pt") == b"weights of " + checkpoint.encode()
@@ -208,7 +215,7 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(
 
 def test_a_copy_that_was_interrupted_is_made_anew(store: LocalRunStore, other: LocalRunStore) -> None:
     store.create("from-base-d/half", b"1")
-    copy_checkpoint(str(Path(store.path).parent), "base", store)
+    copy_checkpoint(_storage(store), "base", store)
     assert store.file_sizes("from-base-d") == {"model.pt": 12}
 
 
@@ -223,7 +230,7 @@ def test_a_source_that_is_not_there_is_refused_with_what_there_is(
     store: LocalRunStore, other: LocalRunStore, source: str, words: list[str]
 ) -> None:
     with pytest.raises(AttemptFailedError) as refused:
-        copy_checkpoint(str(Path(store.path).parent), source, store)
+        copy_checkpoint(_storage(store), source, store)
     assert refused.value.outcome is Outcome.INVALID
     for word in words:
         assert word in str(refused.value)
@@ -243,7 +250,7 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
     training.report("a", {"loss": 0.5})
     training.report("b", {"loss": 0.25})
     accounts = Accounts(attempts=2, steps_lost=3, goodput=0.5, last_metrics={"loss": 9})
-    result = make_result(store, "mnist", accounts, storage_block="shared")
+    result = make_result(store, "mnist", accounts, storage_block="training-storage-directory/shared")
     assert result.checkpoint_uri == f"{store.path}/b"
     assert result.metrics == {"loss": 0.25}
     assert [(best.uri, best.metrics) for best in result.best_checkpoints] == [
@@ -251,10 +258,34 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
         (f"{store.path}/b", {"loss": 0.25}),
     ]
     assert (result.attempts, result.steps_lost, result.goodput) == (2, 3, 0.5)
-    assert (result.run_name, result.run_uri, result.storage_block) == ("mnist", store.path, "shared")
+    assert (result.run_name, result.run_uri, result.storage_block) == (
+        "mnist",
+        store.path,
+        "training-storage-directory/shared",
+    )
     assert TrainingResult.model_validate_json(result.model_dump_json()) == result
-    with result.checkpoint().as_directory() as folder:
-        assert (Path(folder) / "model.pt").read_bytes() == b"weights of b"
+
+
+def test_the_checkpoints_of_a_result_are_read_from_its_storage_alone(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("best", {"acc": 0.9})
+    training.report("newest", {"acc": 0.1})
+    results = training.snapshot["checkpoint_results"]
+    results.reverse()  # sorted by score, as Ray keeps them: best last
+    training.log.commit(json.dumps(training.snapshot).encode())
+    result = make_result(store, "mnist", Accounts())
+    runs = LocalStorage(path=str(Path(store.path).parent))
+    for best, name in ((False, "newest"), (True, "best")):
+        for storage in (None, runs):
+            with result.checkpoint(best=best, storage=storage).as_directory() as folder:
+                assert (Path(folder) / "model.pt").read_bytes() == b"weights of " + name.encode()
+            with result.checkpoint_directory(best=best, storage=storage) as directory:
+                assert directory == Path(store.path, name), "not copied where it can be read"
+    elsewhere = LocalStorage(path=f"{runs.path}-elsewhere")
+    with pytest.raises(ConfigurationError, match="is not in storage") as refused:
+        result.checkpoint(storage=elsewhere)
+    assert result.checkpoint_uri in str(refused.value)
+    assert elsewhere.path in str(refused.value)
 
 
 def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: LocalRunStore) -> None:

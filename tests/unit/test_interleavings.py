@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from prefect_elastic_train.filesystems import RunFilesystem, uploading
+from prefect_elastic_train.filesystems import local_filesystem
+from prefect_elastic_train.filesystems.local_filesystem import LocalRunFilesystem
+from prefect_elastic_train.filesystems.run_filesystem import uploading
 from prefect_elastic_train.outcomes import AttemptFailedError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
@@ -36,6 +39,9 @@ Chain = tuple[str, ...]
 
 FILES = ("rank-0.json", "rank-1.json")
 
+_of_thread = threading.local()
+"""Whose attempt a thread is."""
+
 
 class Died(BaseException):
     """The process of an attempt was killed."""
@@ -47,7 +53,7 @@ class Driver:
     def __init__(self, work: Callable[[Driver], None]) -> None:
         self._go = threading.Semaphore(0)
         self._stands = threading.Semaphore(0)
-        self._killed = False
+        self.killed = False
         self.next_operation = ""
         self.ended = False
         self.error: BaseException | None = None
@@ -56,11 +62,13 @@ class Driver:
         self._wait()
 
     def turn(self, operation: str) -> None:
-        """Stand still until the test lets this attempt do its next operation."""
+        """Stand still until the test lets this attempt do its next operation; the dead do none."""
+        if self.killed:
+            raise Died
         self.next_operation = operation
         self._stands.release()
         self._go.acquire()
-        if self._killed:
+        if self.killed:
             raise Died
 
     def step(self) -> None:
@@ -77,10 +85,11 @@ class Driver:
 
     def kill(self) -> None:
         """Let it die where it stands."""
-        self._killed = True
+        self.killed = True
         self.step()
 
     def _run(self, work: Callable[[Driver], None]) -> None:
+        _of_thread.driver = self
         try:
             self.turn("start")
             work(self)
@@ -145,7 +154,7 @@ class SteppedStore(LocalRunStore):
 
 
 class SteppedDisk:
-    """The filesystem below the run filesystem, where writing waits for its turn."""
+    """The filesystem below the run filesystem, where a new folder waits for its turn."""
 
     def __init__(self, turn: Callable[[str], None]) -> None:
         self._disk = fs.LocalFileSystem()
@@ -158,20 +167,76 @@ class SteppedDisk:
         self._turn(f"mkdir {path}")
         self._disk.create_dir(path, recursive=recursive)
 
-    def open_output_stream(self, path: str, metadata: Any) -> Any:
-        self._turn(f"open {path}")
-        return self._disk.open_output_stream(path, metadata=metadata)
 
-
-class SteppedFilesystem(RunFilesystem):
+class SteppedFilesystem(LocalRunFilesystem):
     """The run filesystem of an attempt, over a store and a disk that wait for their turn."""
 
-    def __init__(self, store: SteppedStore, attempt: int) -> None:
-        super().__init__(store.path, attempt)
-        self._store = store
-        self._log._store = store
+    def __init__(self, store: SteppedStore, attempt: int, driver: Driver) -> None:
+        super().__init__(store, attempt)
         self._inner = SteppedDisk(store.turn)
+        self._driver = driver
         self.turn = store.turn
+
+    def _copy(self, source: str, target: str) -> None:
+        _of_thread.driver = self._driver  # it may be a thread of the upload
+        super()._copy(source, target)
+
+
+def _turn(operation: str) -> None:
+    driver = getattr(_of_thread, "driver", None)
+    if driver is not None:
+        driver.turn(operation)
+
+
+class SteppedOs:
+    """The `os` of the run filesystem, where what becomes of a file waits for its turn."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, *arguments: Any, **options: Any) -> int:
+        _turn(f"copy {path}")
+        return os.open(path, *arguments, **options)
+
+    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
+        _turn("write")
+        return os.pwrite(descriptor, data, offset)
+
+    def replace(self, source: str, target: str, **options: Any) -> None:
+        _turn(f"rename {source}")
+        os.replace(source, target, **options)
+
+    def unlink(self, path: str, **options: Any) -> None:
+        if not getattr(getattr(_of_thread, "driver", None), "killed", False):  # the dead tidy nothing up
+            os.unlink(path, **options)
+
+
+class SteppedShutil:
+    """The `shutil` of the run filesystem, which waits for its turn before a copy and in the middle of it."""
+
+    def copyfile(self, source: str, target: str) -> None:
+        data = Path(source).read_bytes()
+        _turn(f"copy {source}")
+        with open(target, "wb", buffering=0) as copy:
+            copy.write(data[: len(data) // 2])
+            _turn("write")
+            copy.write(data[len(data) // 2 :])
+
+
+def _open_folder_in_turn(path: str) -> int:
+    _turn(f"open {path}")
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _stepped_disk() -> Iterator[None]:
+    """Have the run filesystem wait for its turns; the rest of the process sees nothing of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_filesystem, "os", SteppedOs())
+        patch.setattr(local_filesystem, "shutil", SteppedShutil())
+        patch.setattr(local_filesystem, "open_folder", _open_folder_in_turn)
+        patch.setattr(local_filesystem, "_COPIES", 1)  # one turn after the other
+        yield
 
 
 @dataclass
@@ -206,11 +271,13 @@ class Workload:
         reports: How many checkpoints it reports.
         keep: How many of them stay.
         interrupted: Whether its first upload is cut short by a worker that dies, and begun anew.
+        streams: Whether files are written by streams, as Ray itself does, or by the copies that we have it make.
     """
 
     reports: int
     keep: int
     interrupted: bool = False
+    streams: bool = False
 
 
 def drive(driver: Driver, ledger: Ledger, label: str, workload: Workload) -> None:
@@ -228,7 +295,8 @@ def drive(driver: Driver, ledger: Ledger, label: str, workload: Workload) -> Non
 def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, label: str, workload: Workload) -> None:
     chain = ledger.chain(begun.point.checkpoint)
     ledger.begun.append((begun, chain))
-    filesystem = SteppedFilesystem(store, begun.attempt)
+    filesystem = SteppedFilesystem(store, begun.attempt, driver)
+    upload = _upload_by_streams if workload.streams else _upload
     loaded = _load_snapshot(filesystem)
     assert (loaded or None) == begun.point.snapshot, "Ray would start from another snapshot"
     snapshot = loaded or empty_snapshot()
@@ -238,15 +306,15 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
         name = f"epoch-{len(chain) + 1}"
         chain = (*chain, f"{label:>4}-{number}")
         if workload.interrupted and number == 0:
-            _upload(filesystem, driver, name, (*chain[:-1], f"{label:>4}-x"), FILES[:1])
+            upload(filesystem, name, (*chain[:-1], f"{label:>4}-x"), FILES[:1])
             remove_interrupted_uploads(store, begun.attempt)
         try:
-            _upload(filesystem, driver, name, chain, FILES)
+            upload(filesystem, name, chain, FILES)
         except FileNotFoundError:
             # One that was stopped before the very end of a deletion removes a successor's folder while it is empty:
             # a failure of the worker group, which starts anew.
             remove_interrupted_uploads(store, begun.attempt)
-            _upload(filesystem, driver, name, chain, FILES)
+            upload(filesystem, name, chain, FILES)
         snapshot = with_result(snapshot, name, {})
         dropped = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"][: -workload.keep]]
         for field_name in ("checkpoint_results", "checkpoint_report_indices"):
@@ -258,18 +326,26 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
             filesystem.delete_dir(f"{ledger.path}/{old}")
 
 
-def _upload(filesystem: SteppedFilesystem, driver: Driver, name: str, chain: Chain, files: tuple[str, ...]) -> None:
+def _upload(filesystem: SteppedFilesystem, name: str, chain: Chain, files: tuple[str, ...]) -> None:
+    """Upload a checkpoint as a worker does."""
+    path = f"{filesystem._run_path}/{name}"
+    with uploading():
+        filesystem.create_dir(path, recursive=True)
+    with private_folder() as folder:
+        for file in files:
+            Path(folder, file).write_text(json.dumps(chain))
+        filesystem.upload_folder(folder, path)
+
+
+def _upload_by_streams(filesystem: SteppedFilesystem, name: str, chain: Chain, files: tuple[str, ...]) -> None:
     """Upload a checkpoint file by file, each in two writes."""
     path = f"{filesystem._run_path}/{name}"
     with uploading():
         filesystem.create_dir(path, recursive=True)
     data = json.dumps(chain).encode()
     for file in files:
-        driver.turn("upload")
         with filesystem.open_output_stream(f"{path}/{file}", None) as stream:
             stream.write(data[: len(data) // 2])
-            stream.flush()
-            driver.turn("write")
             stream.write(data[len(data) // 2 :])
 
 
@@ -368,9 +444,10 @@ OPERATIONS = [
     "rmdir",
     "load",
     "mkdir",
-    "upload",
     "open",
+    "copy",
     "write",
+    "rename",
 ]
 
 
@@ -388,7 +465,9 @@ def schedules(drivers: int, max_turns: int) -> st.SearchStrategy[list[Turn]]:
 
 def workloads(reports: int) -> st.SearchStrategy[Workload]:
     """Give workloads of so many reports."""
-    return st.builds(Workload, reports=st.just(reports), keep=st.integers(1, 2), interrupted=st.booleans())
+    return st.builds(
+        Workload, reports=st.just(reports), keep=st.integers(1, 2), interrupted=st.booleans(), streams=st.booleans()
+    )
 
 
 @examples(40)
@@ -424,15 +503,16 @@ def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
 
 
 #: Operations of an upload and of a deletion before which a holder is stopped for a while.
-STOPS = [f"create {layout.UPLOADS}", "mkdir", "open", "write", "delete", "sweep", "unlink", "rmdir"]
+STOPS = [f"create {layout.UPLOADS}", "mkdir", "open", "copy", "write", "rename", "delete", "sweep", "unlink", "rmdir"]
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["copies", "streams"])
 @pytest.mark.parametrize(("commits", "keep"), [(0, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("stop", STOPS)
 def test_one_that_was_stopped_in_an_upload_or_a_deletion_does_not_touch_what_took_the_name(
-    stop: str, commits: int, keep: int
+    stop: str, commits: int, keep: int, streams: bool
 ) -> None:
-    workload = Workload(reports=3, keep=keep, interrupted=True)
+    workload = Workload(reports=3, keep=keep, interrupted=True, streams=streams)
     holder_commits = [Turn(0, f"create {layout.COMMITS}", times=commits)] * bool(commits)
     for times, more in itertools.product((1, 2), (1, 3)):
         holder_is_stopped = Turn(0, stop, times=times)

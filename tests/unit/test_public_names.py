@@ -16,13 +16,17 @@ PUBLIC_NAMES = [
     "ElasticScaling",
     "ElasticTrainError",
     "FailureBudget",
+    "FsspecStorage",
     "LocalStorage",
     "Outcome",
     "RayCluster",
+    "S3Storage",
+    "StorageFaultError",
     "TrainingResult",
     "TrainingTimeoutError",
     "__version__",
     "aelastic_train",
+    "checkpoint_directory",
     "elastic_train",
 ]
 

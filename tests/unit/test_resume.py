@@ -9,30 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import fs
-from ray.train import CheckpointConfig
-from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager, _CheckpointManagerState
-from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import _CheckpointManagerState
 
 from prefect_elastic_train.driver.events import CheckpointCommitted, encode_event
+from prefect_elastic_train.filesystems.opening import Storage
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, Mark, all_attempts, all_commits, marks
 from prefect_elastic_train.runs.records import AttemptRecord, encode
 from prefect_elastic_train.runs.resume import adopt_snapshot, find_resume_point, remove_interrupted_uploads
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from tests.unit.ray_storage import raw_ray
 from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, empty_snapshot, tear, with_result
 
+on_a_disk = pytest.mark.parametrize("store", ["disk"], indirect=True)
+"""For tests that stop in the middle of what only a disk does."""
 
-def _ray_resumes(store: LocalRunStore) -> str:
+
+@pytest.fixture(params=["disk", "memory"])
+def store(request: pytest.FixtureRequest, store: RunStore, memory: Storage) -> RunStore:
+    """A run directory that nobody has used yet, on a disk and in an object store."""
+    return store if request.param == "disk" else memory.run("mnist")
+
+
+def _ray_resumes(store: RunStore) -> str:
     """Give the checkpoint that Ray's own checkpoint manager finds in the run directory, empty for none."""
-    path = Path(store.path)
-    storage = StorageContext(str(path.parent), path.name, storage_filesystem=fs.LocalFileSystem())
-    result = CheckpointManager(CheckpointConfig(), storage).latest_checkpoint_result
+    result = raw_ray(store).latest_checkpoint_result
     return Path(result.checkpoint.path).name if result else ""
 
 
-def _ray_wrote(store: LocalRunStore, names: list[str], metrics: dict[str, Any] | None = None) -> None:
+def _ray_wrote(store: RunStore, names: list[str], metrics: dict[str, Any] | None = None) -> None:
     """Make a run directory as raw Ray Train leaves it."""
     results = [{"checkpoint_dir_name": name, "metrics": metrics or {"loss": 0.5}} for name in names]
     state = _CheckpointManagerState(
@@ -52,7 +58,7 @@ def _ray_wrote(store: LocalRunStore, names: list[str], metrics: dict[str, Any] |
 
 
 @pytest.fixture
-def training(store: LocalRunStore) -> Training:
+def training(store: RunStore) -> Training:
     """A first attempt with three committed checkpoints: a, b, c."""
     training = Training(store, begin(store).attempt)
     for name in "abc":
@@ -60,9 +66,8 @@ def training(store: LocalRunStore) -> Training:
     return training
 
 
-def test_an_undamaged_run_resumes_at_its_newest_commit_without_repairs(
-    store: LocalRunStore, training: Training
-) -> None:
+@on_a_disk
+def test_an_undamaged_run_resumes_at_its_newest_commit_without_repairs(store: RunStore, training: Training) -> None:
     point = find_resume_point(store)
     assert (point.base, point.checkpoint, point.repairs) == ((1, 3), "c", [])
     assert point.snapshot == training.snapshot
@@ -73,7 +78,7 @@ def test_an_undamaged_run_resumes_at_its_newest_commit_without_repairs(
     assert _ray_resumes(store) == "c"
 
 
-def test_a_torn_commit_is_passed_over_and_told(store: LocalRunStore, training: Training) -> None:
+def test_a_torn_commit_is_passed_over_and_told(store: RunStore, training: Training) -> None:
     tear(store, layout.commit_name(1, 3))
     tear(store, layout.SNAPSHOT)
     begun = begin(store)
@@ -82,7 +87,7 @@ def test_a_torn_commit_is_passed_over_and_told(store: LocalRunStore, training: T
     assert _ray_resumes(store) == "b"
 
 
-def test_a_torn_commit_is_written_anew_from_its_mirror_and_told(store: LocalRunStore, training: Training) -> None:
+def test_a_torn_commit_is_written_anew_from_its_mirror_and_told(store: RunStore, training: Training) -> None:
     whole = json.loads(store.read(layout.commit_name(1, 3)) or b"")
     tear(store, layout.commit_name(1, 3))
     begun = begin(store)
@@ -97,7 +102,7 @@ def test_a_torn_commit_is_written_anew_from_its_mirror_and_told(store: LocalRunS
     assert _ray_resumes(store) == "c"
 
 
-def test_a_commit_with_a_torn_snapshot_inside_is_passed_over(store: LocalRunStore, training: Training) -> None:
+def test_a_commit_with_a_torn_snapshot_inside_is_passed_over(store: RunStore, training: Training) -> None:
     name = layout.commit_name(1, 3)
     record = json.loads(store.read(name) or b"")
     record["snapshot"]["checkpoint_report_indices"] = []
@@ -117,30 +122,32 @@ def test_a_commit_with_a_torn_snapshot_inside_is_passed_over(store: LocalRunStor
     ids=["folder gone", "file gone", "file cut", "file empty"],
 )
 def test_a_damaged_checkpoint_is_dropped_and_the_one_before_is_used(
-    store: LocalRunStore, training: Training, damage: Any, why: str
+    store: RunStore, training: Training, damage: Any, why: str
 ) -> None:
     damage(store)
     begun = begin(store)
     assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "b")
+    # In an object store a folder is gone with its last file.
+    why = why if store.file_sizes("c") is not None else "its folder is missing"
     assert begun.notes == [f"checkpoint c was dropped: {why}"]
     assert _ray_resumes(store) == "b"
     assert json.loads(store.read(layout.SNAPSHOT) or b"") == begun.point.snapshot
 
 
-def test_a_damaged_old_checkpoint_is_dropped_and_the_newest_one_stays(store: LocalRunStore, training: Training) -> None:
-    store.delete("a/model.pt")
+def test_a_damaged_old_checkpoint_is_dropped_and_the_newest_one_stays(store: RunStore, training: Training) -> None:
+    store.replace("a/model.pt", b"w")
     begun = begin(store)
     assert begun.point.checkpoint == "c"
-    assert begun.notes == ["checkpoint a was dropped: 1 of 1 files are missing, first model.pt"]
+    assert begun.notes == ["checkpoint a was dropped: model.pt has 1 bytes instead of 12"]
     assert [result["checkpoint_dir_name"] for result in begun.point.snapshot["checkpoint_results"]] == ["b", "c"]
 
 
-def test_an_additional_file_is_no_damage(store: LocalRunStore, training: Training) -> None:
+def test_an_additional_file_is_no_damage(store: RunStore, training: Training) -> None:
     store.create("c/notes.txt", b"written by a person")
     assert begin(store).notes == []
 
 
-def test_a_commit_without_a_whole_checkpoint_gives_way_to_the_one_before(store: LocalRunStore) -> None:
+def test_a_commit_without_a_whole_checkpoint_gives_way_to_the_one_before(store: RunStore) -> None:
     training = Training(store, begin(store).attempt, keep=1)
     training.report("a")
     training.report("b")
@@ -154,7 +161,7 @@ def test_a_commit_without_a_whole_checkpoint_gives_way_to_the_one_before(store: 
     assert _ray_resumes(store) == "a"
 
 
-def test_nothing_whole_left_starts_from_the_beginning_and_says_so(store: LocalRunStore, training: Training) -> None:
+def test_nothing_whole_left_starts_from_the_beginning_and_says_so(store: RunStore, training: Training) -> None:
     for name in "abc":
         store.delete_folder(name)
     begun = begin(store)
@@ -168,14 +175,14 @@ def test_nothing_whole_left_starts_from_the_beginning_and_says_so(store: LocalRu
     assert "Ray's snapshot belongs to no commit and was removed" in told
 
 
-def test_each_damage_is_told_once(store: LocalRunStore, training: Training) -> None:
+def test_each_damage_is_told_once(store: RunStore, training: Training) -> None:
     for name in "abc":
         store.delete_folder(name)
     notes = begin(store).notes
     assert len(notes) == len(set(notes))
 
 
-def test_repairs_are_kept_with_the_attempt(store: LocalRunStore, training: Training) -> None:
+def test_repairs_are_kept_with_the_attempt(store: RunStore, training: Training) -> None:
     store.delete_folder("c")
     begun = begin(store)
     record = json.loads(store.read(layout.attempt_name(begun.attempt)) or b"")
@@ -196,9 +203,7 @@ def test_repairs_are_kept_with_the_attempt(store: LocalRunStore, training: Train
     ],
     ids=["torn", "empty", "missing", "foreign"],
 )
-def test_rays_file_is_restored_and_that_is_told(
-    store: LocalRunStore, training: Training, damage: Any, note: str
-) -> None:
+def test_rays_file_is_restored_and_that_is_told(store: RunStore, training: Training, damage: Any, note: str) -> None:
     damage(store)
     begun = begin(store)
     assert begun.point.checkpoint == "c"
@@ -208,7 +213,7 @@ def test_rays_file_is_restored_and_that_is_told(
     assert _ray_resumes(store) == "c"
 
 
-def test_a_foreign_snapshot_without_any_commit_is_removed(store: LocalRunStore) -> None:
+def test_a_foreign_snapshot_without_any_commit_is_removed(store: RunStore) -> None:
     begin(store)
     _ray_wrote(store, ["foreign"])
     store.delete_folder("foreign")
@@ -218,7 +223,7 @@ def test_a_foreign_snapshot_without_any_commit_is_removed(store: LocalRunStore) 
     assert store.read(layout.SNAPSHOT) is None
 
 
-def test_a_resumed_run_goes_on_from_its_repaired_snapshot(store: LocalRunStore, training: Training) -> None:
+def test_a_resumed_run_goes_on_from_its_repaired_snapshot(store: RunStore, training: Training) -> None:
     store.delete_folder("b")
     second = Training(store, begin(store).attempt)
     second.report("d")
@@ -228,7 +233,7 @@ def test_a_resumed_run_goes_on_from_its_repaired_snapshot(store: LocalRunStore, 
     assert [result["checkpoint_dir_name"] for result in begun.point.snapshot["checkpoint_results"]] == ["a", "c", "d"]
 
 
-def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(store: LocalRunStore, training: Training) -> None:
+def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(store: RunStore, training: Training) -> None:
     Training(store, begin(store).attempt).report("d")
     tear(store, layout.commit_name(2, 1))
     tear(store, layout.SNAPSHOT)
@@ -236,7 +241,7 @@ def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(store: Loca
     assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
 
 
-def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store: LocalRunStore) -> None:
+def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store: RunStore) -> None:
     first = begin(store)
     Training(store, first.attempt).upload("epoch-1")
     store.create("tensorboard/events", b"1")
@@ -246,12 +251,12 @@ def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store
     assert store.file_sizes("tensorboard") == {"events": 1}
 
 
-def _event(store: LocalRunStore) -> None:
+def _event(store: RunStore) -> None:
     committed = CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={})
     store.create(f"{layout.EVENTS}/0001-000.jsonl", encode_event(committed).encode())
 
 
-def _base(store: LocalRunStore) -> None:
+def _base(store: RunStore) -> None:
     store.create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))))
 
 
@@ -266,7 +271,7 @@ def _base(store: LocalRunStore) -> None:
     ],
     ids=["commit", "base of an attempt", "history", "Ray's snapshot", "name that Ray gives"],
 )
-def test_a_trace_of_lost_commits_is_enough_to_begin_nothing_anew(store: LocalRunStore, trace: Any) -> None:
+def test_a_trace_of_lost_commits_is_enough_to_begin_nothing_anew(store: RunStore, trace: Any) -> None:
     begin(store)
     store.create("folder/file", b"1")
     trace(store)
@@ -276,7 +281,7 @@ def test_a_trace_of_lost_commits_is_enough_to_begin_nothing_anew(store: LocalRun
     assert store.file_sizes("folder")
 
 
-def test_a_raw_run_of_ray_is_refused_with_the_way_to_adopt_it(store: LocalRunStore) -> None:
+def test_a_raw_run_of_ray_is_refused_with_the_way_to_adopt_it(store: RunStore) -> None:
     _ray_wrote(store, ["checkpoint_1"])
     with pytest.raises(AttemptFailedError) as refused:
         begin(store)
@@ -286,7 +291,7 @@ def test_a_raw_run_of_ray_is_refused_with_the_way_to_adopt_it(store: LocalRunSto
     assert store.folders() == ["checkpoint_1"]
 
 
-def test_a_raw_run_of_ray_is_adopted_when_asked_for(store: LocalRunStore) -> None:
+def test_a_raw_run_of_ray_is_adopted_when_asked_for(store: RunStore) -> None:
     _ray_wrote(store, ["checkpoint_1", "checkpoint_2"], {"loss": 0.25})
     begun = begin(store, claim(resume=True))
     assert (begun.point.base, begun.point.checkpoint) == ((0, 0), "checkpoint_2")
@@ -296,13 +301,13 @@ def test_a_raw_run_of_ray_is_adopted_when_asked_for(store: LocalRunStore) -> Non
     assert begin(store).point.base == (1, 1)
 
 
-def test_an_adoption_that_was_interrupted_goes_on(store: LocalRunStore) -> None:
+def test_an_adoption_that_was_interrupted_goes_on(store: RunStore) -> None:
     _ray_wrote(store, ["checkpoint_1"])
     adopt_snapshot(store)
     assert begin(store, claim(resume=True)).point.checkpoint == "checkpoint_1"
 
 
-def test_what_is_missing_from_an_adopted_run_is_dropped_and_told(store: LocalRunStore) -> None:
+def test_what_is_missing_from_an_adopted_run_is_dropped_and_told(store: RunStore) -> None:
     _ray_wrote(store, ["checkpoint_1", "checkpoint_2"])
     store.delete("checkpoint_2/model.pt")
     begun = begin(store, claim(resume=True))
@@ -319,9 +324,7 @@ def test_what_is_missing_from_an_adopted_run_is_dropped_and_told(store: LocalRun
     ],
     ids=["torn", "without its checkpoints"],
 )
-def test_a_raw_run_that_cannot_be_adopted_is_refused_and_left_as_it_is(
-    store: LocalRunStore, damage: Any, why: str
-) -> None:
+def test_a_raw_run_that_cannot_be_adopted_is_refused_and_left_as_it_is(store: RunStore, damage: Any, why: str) -> None:
     _ray_wrote(store, ["checkpoint_1"])
     damage(store)
     with pytest.raises(AttemptFailedError, match=why) as refused:
@@ -331,19 +334,20 @@ def test_a_raw_run_that_cannot_be_adopted_is_refused_and_left_as_it_is(
     assert all_attempts(store) == []
 
 
-def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: LocalRunStore, training: Training) -> None:
+def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunStore, training: Training) -> None:
     for name in ("interrupted", "nested/interrupted"):
         training.upload(name)
     store.create("unmarked/file", b"")
     attempt = begin(store).attempt
     assert remove_interrupted_uploads(store, attempt) == ["interrupted", "nested/interrupted"]
-    assert store.folders() == [layout.STATE_FOLDER, "a", "b", "c", "nested", "unmarked"]
+    folders = [name for name in store.folders() if store.file_sizes(name)]
+    assert folders == [layout.STATE_FOLDER, "a", "b", "c", "unmarked"]
     assert store.folders("nested") == []
     assert [mark.checkpoint for mark in marks(store)] == ["c"], "the newest commit may be lost yet"
     assert remove_interrupted_uploads(store, attempt) == []
 
 
-def test_an_upload_that_had_not_created_its_folder_is_forgotten(store: LocalRunStore, training: Training) -> None:
+def test_an_upload_that_had_not_created_its_folder_is_forgotten(store: RunStore, training: Training) -> None:
     training.begin_upload("nothing")
     store.delete_folder("nothing")
     assert remove_interrupted_uploads(store, begin(store).attempt) == []
@@ -356,7 +360,7 @@ def test_an_upload_that_had_not_created_its_folder_is_forgotten(store: LocalRunS
     ids=["right", "missing", "torn"],
 )
 def test_a_checkpoint_whose_mark_outlived_its_commit_is_not_taken_for_an_interrupted_upload(
-    store: LocalRunStore, training: Training, damage: Any
+    store: RunStore, training: Training, damage: Any
 ) -> None:
     training.upload("d")
     training.commit("d")
@@ -369,7 +373,7 @@ def test_a_checkpoint_whose_mark_outlived_its_commit_is_not_taken_for_an_interru
 
 
 def test_what_is_left_of_a_dropped_checkpoint_does_not_mix_with_one_that_takes_its_name(
-    store: LocalRunStore, training: Training
+    store: RunStore, training: Training
 ) -> None:
     training.upload("epoch-4", {"rank-0.pt": b"0000", "rank-1.pt": b"1111"})
     training.commit("epoch-4")
@@ -384,7 +388,7 @@ def test_what_is_left_of_a_dropped_checkpoint_does_not_mix_with_one_that_takes_i
 
 
 def test_an_interrupted_upload_is_not_taken_for_the_dropped_checkpoint_whose_name_it_took(
-    store: LocalRunStore, training: Training
+    store: RunStore, training: Training
 ) -> None:
     training.upload("epoch-4", {"rank-0.pt": b"0000", "rank-1.pt": b"1111"})
     training.commit("epoch-4")
@@ -398,11 +402,11 @@ def test_an_interrupted_upload_is_not_taken_for_the_dropped_checkpoint_whose_nam
     assert begun.point.checkpoint == "c", "half of epoch-4 is of one attempt and half of another"
 
 
-def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: LocalRunStore) -> None:
+def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: RunStore) -> None:
     from prefect_elastic_train.elastic.callbacks import RunCallback
 
     begin(store)
-    old_controller = RunCallback((1, "key"), store.path, attempt=1, min_workers=1, resources_per_worker={})
+    old_controller = RunCallback((1, "key"), store, attempt=1, min_workers=1, resources_per_worker={})
     second = Training(store, begin(store).attempt)
     second.upload("epoch-1")
     old_controller.before_worker_group_start(None)
@@ -448,9 +452,10 @@ class StoppedStore(LocalRunStore):
 MOMENTS = ["before the check", "checked", "in the sweep", "swept", "before its mark goes"]
 
 
+@on_a_disk
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_controller_stopped_in_a_deletion_leaves_what_its_successor_committed_under_the_name(
-    store: LocalRunStore, moment: str
+    store: RunStore, moment: str
 ) -> None:
     first = Training(store, begin(store).attempt)
     first.report("epoch-1")
@@ -471,8 +476,9 @@ def test_a_controller_stopped_in_a_deletion_leaves_what_its_successor_committed_
     assert store.file_sizes("epoch-2") == {"model.pt": 18}
 
 
+@on_a_disk
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_controller_stopped_in_a_deletion_leaves_its_successors_mark(store: LocalRunStore, moment: str) -> None:
+def test_a_controller_stopped_in_a_deletion_leaves_its_successors_mark(store: RunStore, moment: str) -> None:
     first = Training(store, begin(store).attempt)
     first.report("epoch-1")
     first.upload("epoch-2", {"rank-0.pt": b"old"})
@@ -489,7 +495,8 @@ def test_a_controller_stopped_in_a_deletion_leaves_its_successors_mark(store: Lo
     assert store.folders() == [layout.STATE_FOLDER, "epoch-1"], "half an upload is left, and nothing tells"
 
 
-def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it(store: LocalRunStore) -> None:
+@on_a_disk
+def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.upload("epoch-1")
     late = iter(range(3))
@@ -507,7 +514,8 @@ def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it(store: Lo
     assert store.folders() == [layout.STATE_FOLDER]
 
 
-def test_a_folder_that_somebody_keeps_filling_is_an_error_after_a_while(store: LocalRunStore) -> None:
+@on_a_disk
+def test_a_folder_that_somebody_keeps_filling_is_an_error_after_a_while(store: RunStore) -> None:
     Training(store, begin(store).attempt).upload("epoch-1")
 
     class Filling(LocalRunStore):
@@ -519,9 +527,7 @@ def test_a_folder_that_somebody_keeps_filling_is_an_error_after_a_while(store: L
         remove_interrupted_uploads(Filling(store.path), 1)
 
 
-def test_an_interrupted_upload_that_overlaps_a_committed_checkpoint_stays(
-    store: LocalRunStore, training: Training
-) -> None:
+def test_an_interrupted_upload_that_overlaps_a_committed_checkpoint_stays(store: RunStore, training: Training) -> None:
     training.report("epochs/1")
     for name in ("epochs", "epochs/1/part"):
         Mark(1, name).set(store)
@@ -529,15 +535,13 @@ def test_an_interrupted_upload_that_overlaps_a_committed_checkpoint_stays(
     assert begin(store).notes == []
 
 
-def test_a_run_taken_over_from_another_flow_run_resumes_at_its_checkpoint(
-    store: LocalRunStore, training: Training
-) -> None:
+def test_a_run_taken_over_from_another_flow_run_resumes_at_its_checkpoint(store: RunStore, training: Training) -> None:
     begun = begin(store, claim(OTHER_FLOW_RUN, resume=True), observe_seconds=0)
     assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
     assert all_commits(store) == [(1, 1), (1, 2), (1, 3)]
 
 
-def test_a_snapshot_without_any_checkpoint_is_no_reason_to_fail(store: LocalRunStore) -> None:
+def test_a_snapshot_without_any_checkpoint_is_no_reason_to_fail(store: RunStore) -> None:
     attempt = begin(store).attempt
     Training(store, attempt).log.commit(json.dumps(empty_snapshot()).encode())
     begun = begin(store)
@@ -546,7 +550,7 @@ def test_a_snapshot_without_any_checkpoint_is_no_reason_to_fail(store: LocalRunS
     assert begin(store).point.checkpoint == "a"
 
 
-def test_the_newest_of_scored_checkpoints_is_where_a_restart_resumes(store: LocalRunStore) -> None:
+def test_the_newest_of_scored_checkpoints_is_where_a_restart_resumes(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     for name in "abc":
         training.upload(name)

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import json
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 from pyarrow import fs
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from prefect_elastic_train.filesystems import run_filesystem, uploading
+from prefect_elastic_train import filesystems
+from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, all_commits, check_fence, marks
@@ -32,7 +32,7 @@ def _marks(store: LocalRunStore) -> list[str]:
 
 
 def _write_snapshot(store: LocalRunStore, attempt: int, data: bytes) -> None:
-    filesystem = run_filesystem(store.path, attempt)
+    filesystem = run_filesystem(store, attempt)
     with filesystem.open_output_stream(f"{store.path}/{layout.SNAPSHOT}") as stream:
         stream.write(data)
 
@@ -116,7 +116,7 @@ def test_a_snapshot_written_in_pieces_is_one_commit(store: LocalRunStore) -> Non
     begin(store)
     store.create("a/model.pt", b"1")
     data = json.dumps(with_result(empty_snapshot(), "a", {})).encode()
-    filesystem = run_filesystem(store.path, 1)
+    filesystem = run_filesystem(store, 1)
     with filesystem.open_output_stream(f"{store.path}/{layout.SNAPSHOT}") as stream:
         for start in range(0, len(data), 7):
             stream.write(data[start : start + 7])
@@ -128,7 +128,7 @@ def test_a_snapshot_written_in_pieces_is_one_commit(store: LocalRunStore) -> Non
 
 def test_a_crash_in_the_middle_of_a_snapshot_commits_nothing(store: LocalRunStore) -> None:
     begin(store)
-    filesystem = run_filesystem(store.path, 1)
+    filesystem = run_filesystem(store, 1)
 
     def crash() -> None:
         with filesystem.open_output_stream(f"{store.path}/{layout.SNAPSHOT}") as stream:
@@ -142,7 +142,7 @@ def test_a_crash_in_the_middle_of_a_snapshot_commits_nothing(store: LocalRunStor
 
 
 def test_folders_are_marked_as_uploads_only_while_one_uploads(store: LocalRunStore) -> None:
-    filesystem = run_filesystem(store.path, begin(store).attempt)
+    filesystem = run_filesystem(store, begin(store).attempt)
     filesystem.create_dir(f"{store.path}/scratch")
     assert _marks(store) == []
     with uploading():
@@ -155,7 +155,7 @@ def test_folders_are_marked_as_uploads_only_while_one_uploads(store: LocalRunSto
 
 
 def test_an_upload_of_another_thread_does_not_mark_the_folders_of_this_one(store: LocalRunStore) -> None:
-    filesystem = run_filesystem(store.path, begin(store).attempt)
+    filesystem = run_filesystem(store, begin(store).attempt)
 
     async def play() -> None:
         with uploading():
@@ -243,7 +243,7 @@ CHANGES: dict[str, Callable[[Any, str], None]] = {
 def test_a_fenced_off_attempt_changes_nothing(store: LocalRunStore, change: Callable[[Any, str], None]) -> None:
     Ray(store, begin(store).attempt).start().report("a")
     begin(store)
-    filesystem = run_filesystem(store.path, 1)
+    filesystem = run_filesystem(store, 1)
     with pytest.raises(FencedOffError):
         change(filesystem, store.path)
     assert store.file_sizes("a") == {"model.pt": 1, "rank-0/optim.pt": 2}
@@ -268,28 +268,30 @@ def test_a_worker_that_was_stopped_in_an_upload_writes_nothing_into_its_successo
 ) -> None:
     old = Ray(store, begin(store).attempt).start()
     old.report("epoch-1", {"a": b"OLD1a", "b": b"OLD1b"})
-    filesystem = run_filesystem(store.path, 1)
+    filesystem = run_filesystem(store, 1)
     with uploading():
         filesystem.create_dir(f"{store.path}/epoch-2")
-    with filesystem.open_output_stream(f"{store.path}/epoch-2/a") as stream:
-        stream.write(b"OLD")
-        if stopped == "in the middle of a file":
-            _taken_over(store)
-        stream.write(b"2a")
-    if stopped == "between two files":
+
+    def look_and_stop(*arguments: Any) -> None:
+        monkeypatch.undo()
+        check_fence(*arguments)
         _taken_over(store)
-    if stopped == "between its look at the fence and its write":
 
-        def look_and_stop(*arguments: Any) -> None:
-            monkeypatch.undo()
-            check_fence(*arguments)
+    def upload() -> None:
+        with filesystem.open_output_stream(f"{store.path}/epoch-2/a") as stream:
+            stream.write(b"OLD")
+            if stopped == "in the middle of a file":
+                _taken_over(store)
+            stream.write(b"2a")
+        if stopped == "between two files":
             _taken_over(store)
+        if stopped == "between its look at the fence and its write":
+            monkeypatch.setattr(filesystems.run_filesystem, "check_fence", look_and_stop)
+        with filesystem.open_output_stream(f"{store.path}/epoch-2/b") as stream:
+            stream.write(b"OLD2b")
 
-        # By name: the package gives a function of the module's name.
-        module = sys.modules["prefect_elastic_train.filesystems.run_filesystem"]
-        monkeypatch.setattr(module, "check_fence", look_and_stop)
     with pytest.raises((FencedOffError, FileNotFoundError)):
-        filesystem.open_output_stream(f"{store.path}/epoch-2/b")
+        upload()
     files = {path.name: path.read_bytes() for path in Path(store.path, "epoch-2").iterdir()}
     assert files == {"a": b"NEW2a", "b": b"NEW2b"}
     begun = begin(store)
@@ -299,9 +301,9 @@ def test_a_worker_that_was_stopped_in_an_upload_writes_nothing_into_its_successo
 def test_an_error_of_the_disk_names_the_file_as_it_is_known(store: LocalRunStore) -> None:
     begin(store)
     store.create("folder/file", b"")
-    filesystem = run_filesystem(store.path, 1)
+    filesystem = run_filesystem(store, 1)
     with pytest.raises(IsADirectoryError, match=f"{store.path}/folder"):
-        filesystem.open_output_stream(f"{store.path}/folder")
+        filesystem.open_output_stream(f"{store.path}/folder").close()
     with pytest.raises(FileNotFoundError, match=f"{store.path}/missing"):
         filesystem.open_output_stream(f"{store.path}/missing/file")
     with pytest.raises(FileNotFoundError, match=f"{store.path}/missing"):
@@ -379,7 +381,7 @@ def test_the_holder_of_the_fence_deletes(store: LocalRunStore) -> None:
     begin(store)
     for name in ("folder/f", "contents/f", "file"):
         store.create(name, b"")
-    filesystem = run_filesystem(store.path, 1)
+    filesystem = run_filesystem(store, 1)
     filesystem.delete_dir(f"{store.path}/folder")
     filesystem.delete_dir_contents(f"{store.path}/contents")
     filesystem.delete_file(f"{store.path}/file")
@@ -389,14 +391,14 @@ def test_the_holder_of_the_fence_deletes(store: LocalRunStore) -> None:
 
 
 def test_the_root_is_never_emptied(store: LocalRunStore) -> None:
-    filesystem = run_filesystem(store.path, 1)
+    filesystem = run_filesystem(store, 1)
     with pytest.raises(ElasticTrainError, match="refused to empty the root"):
         filesystem.delete_dir_contents("", accept_root_dir=True)
 
 
 def test_everything_else_goes_to_the_disk(store: LocalRunStore, tmp_path: Path) -> None:
     begin(store)
-    filesystem = run_filesystem(store.path, 1)
+    filesystem = run_filesystem(store, 1)
     with filesystem.open_output_stream(f"{store.path}/file") as stream:
         stream.write(b"12")
     with filesystem.open_append_stream(f"{store.path}/file") as stream:
@@ -417,12 +419,12 @@ def test_everything_else_goes_to_the_disk(store: LocalRunStore, tmp_path: Path) 
 def test_it_travels_to_the_workers_with_path_and_attempt(store: LocalRunStore, pickler: Any) -> None:
     begin(store)
     store.create("a/model.pt", b"1")
-    copy = pickle.loads(pickler.dumps(run_filesystem(store.path, 1)))
-    assert copy == run_filesystem(store.path, 1)
-    assert copy.handler == run_filesystem(store.path, 1).handler
-    assert hash(copy.handler) == hash(run_filesystem(store.path, 1).handler)
-    assert copy.handler != run_filesystem(store.path, 2).handler
-    assert copy.handler != run_filesystem(f"{store.path}x", 1).handler
+    copy = pickle.loads(pickler.dumps(run_filesystem(store, 1)))
+    assert copy == run_filesystem(store, 1)
+    assert copy.handler == run_filesystem(store, 1).handler
+    assert hash(copy.handler) == hash(run_filesystem(store, 1).handler)
+    assert copy.handler != run_filesystem(store, 2).handler
+    assert copy.handler != run_filesystem(LocalRunStore(f"{store.path}x"), 1).handler
     with copy.open_output_stream(f"{store.path}/{layout.SNAPSHOT}") as stream:
         stream.write(json.dumps(with_result(empty_snapshot(), "a", {})).encode())
     assert all_commits(store) == [(1, 1)]

@@ -18,12 +18,12 @@ from prefect_elastic_train.config import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
-    LocalStorageSettings,
     ScalingSettings,
 )
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload, read_spec, write_spec
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.records import Owner
+from prefect_elastic_train.storages import LocalStorageSettings
 from tests.unit.support import python
 
 _LOAD_AND_CALL = """

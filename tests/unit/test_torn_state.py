@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from pyarrow import fs
-from ray.train import CheckpointConfig
-from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
-from ray.train.v2._internal.execution.storage import StorageContext
 
 from prefect_elastic_train.driver.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
@@ -23,16 +19,16 @@ from prefect_elastic_train.runs.attempts import Begun
 from prefect_elastic_train.runs.commits import all_commits
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
-from prefect_elastic_train.runs.store import LocalRunStore
-from tests.unit.ray_storage import Ray
-from tests.unit.support import begin, claim
+from prefect_elastic_train.runs.store import RunStore
+from tests.unit.ray_storage import Ray, raw_ray
+from tests.unit.support import begin, claim, neighbour, on_disk_and_in_memory
 
 EPOCHS = ["epoch-1", "epoch-2", "epoch-3", "epoch-4"]
 OTHER_NAMES = ["a", "b", "c", "d"]
 COMMIT = layout.commit_name(1, 4)
 GARBAGE = bytes(range(256)) * 4
 
-Do = Callable[[LocalRunStore], None]
+Do = Callable[[RunStore], None]
 Change = Callable[[bytes], bytes]
 
 
@@ -62,7 +58,7 @@ def _report(ray: Ray, names: list[str], *, ranks: int = 2, loss: float = 0.5, mo
         ray.report(name, files, loss=loss)
 
 
-def _resume(store: LocalRunStore) -> tuple[Begun, Ray]:
+def _resume(store: RunStore) -> tuple[Begun, Ray]:
     """Begin an attempt and start Ray's manager on it, up to where workers would start."""
     begun = begin(store)
     ray = Ray(store, begun.attempt).start()
@@ -70,47 +66,44 @@ def _resume(store: LocalRunStore) -> tuple[Begun, Ray]:
     return begun, ray
 
 
-def _other_run(store: LocalRunStore, names: list[str], more: str = "") -> LocalRunStore:
+def _other_run(store: RunStore, names: list[str], more: str = "") -> RunStore:
     """Train another run, which reports as often as this one."""
-    other = LocalRunStore(f"{store.path}-other")
+    other = neighbour(store, "other")
     _report(Ray(other, begin(other, claim(name="other")).attempt).start(), names, loss=0.25, more=more)
     return other
 
 
-def _raw_ray_knows(store: LocalRunStore) -> list[str]:
+def _raw_ray_knows(store: RunStore) -> list[str]:
     """Give the checkpoints that Ray Train finds in the run directory without us."""
-    path = Path(store.path)
-    storage = StorageContext(str(path.parent), path.name, storage_filesystem=fs.LocalFileSystem())
-    results = CheckpointManager(CheckpointConfig(), storage)._checkpoint_results
-    return [Path(result.checkpoint.path).name for result in results]
+    return [Path(result.checkpoint.path).name for result in raw_ray(store)._checkpoint_results]
 
 
 def _rewrite(name: str, change: Change) -> Do:
-    def do(store: LocalRunStore) -> None:
-        path = Path(store.path, name)
-        path.write_bytes(change(path.read_bytes()))
+    def do(store: RunStore) -> None:
+        store.replace(name, change(store.read(name) or b""))
 
     return do
 
 
 def _remove(name: str) -> Do:
-    def do(store: LocalRunStore) -> None:
-        path = Path(store.path, name)
-        assert path.exists()
-        store.delete_folder(name) if path.is_dir() else store.delete(name)
+    def do(store: RunStore) -> None:
+        if store.read(name) is not None:
+            store.delete(name)
+        else:
+            assert store.delete_folder(name)
 
     return do
 
 
 def _replace_by_other_runs(name: str, checkpoints: list[str]) -> Do:
-    def do(store: LocalRunStore) -> None:
+    def do(store: RunStore) -> None:
         store.replace(name, _other_run(store, checkpoints).read(name) or b"")
 
     return do
 
 
 def _both(first: Do, second: Do) -> Do:
-    def do(store: LocalRunStore) -> None:
+    def do(store: RunStore) -> None:
         first(store)
         second(store)
 
@@ -236,16 +229,15 @@ EVERY_DAMAGE = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def trained(store: LocalRunStore) -> LocalRunStore:
+def trained(store: RunStore) -> RunStore:
     """A run whose first attempt has reported four checkpoints."""
     _report(Ray(store, begin(store).attempt).start(), EPOCHS)
     return store
 
 
+@on_disk_and_in_memory
 @EVERY_DAMAGE
-def test_ray_is_handed_the_newest_whole_checkpoint_and_the_repair_is_told(
-    trained: LocalRunStore, damage: Damage
-) -> None:
+def test_ray_is_handed_the_newest_whole_checkpoint_and_the_repair_is_told(trained: RunStore, damage: Damage) -> None:
     damage.do(trained)
     begun, ray = _resume(trained)
     assert ray.checkpoints == list(damage.left)
@@ -263,7 +255,7 @@ def test_ray_is_handed_the_newest_whole_checkpoint_and_the_repair_is_told(
 
 @EVERY_DAMAGE
 def test_training_goes_on_after_the_damage_and_the_next_attempt_resumes_there(
-    trained: LocalRunStore, damage: Damage
+    trained: RunStore, damage: Damage
 ) -> None:
     damage.do(trained)
     second, ray = _resume(trained)
@@ -279,7 +271,7 @@ def test_training_goes_on_after_the_damage_and_the_next_attempt_resumes_there(
 
 
 @EVERY_DAMAGE
-def test_an_attempt_that_dies_at_once_leaves_its_repair_to_the_next(trained: LocalRunStore, damage: Damage) -> None:
+def test_an_attempt_that_dies_at_once_leaves_its_repair_to_the_next(trained: RunStore, damage: Damage) -> None:
     damage.do(trained)
     begin(trained)
     begun, ray = _resume(trained)
@@ -291,7 +283,7 @@ def test_an_attempt_that_dies_at_once_leaves_its_repair_to_the_next(trained: Loc
 @pytest.mark.parametrize(("lose", "newest"), [(lambda store: None, 4), (_remove(layout.SNAPSHOT), 3)])
 @pytest.mark.parametrize("more", ["", " and more"], ids=["of the same sizes", "of other sizes"])
 def test_another_runs_commit_that_names_the_same_checkpoints_is_passed_over(
-    trained: LocalRunStore, more: str, lose: Do, newest: int
+    trained: RunStore, more: str, lose: Do, newest: int
 ) -> None:
     trained.replace(COMMIT, _other_run(trained, EPOCHS, more).read(COMMIT) or b"")
     lose(trained)
@@ -303,7 +295,7 @@ def test_another_runs_commit_that_names_the_same_checkpoints_is_passed_over(
 
 
 @pytest.mark.parametrize("torn", TORN.values(), ids=TORN)
-def test_the_only_commit_is_given_back_by_rays_snapshot(store: LocalRunStore, torn: Change) -> None:
+def test_the_only_commit_is_given_back_by_rays_snapshot(store: RunStore, torn: Change) -> None:
     _report(Ray(store, begin(store).attempt).start(), EPOCHS[:1])
     whole = decode(CommitRecord, store.read(layout.commit_name(1, 1)))
     _rewrite(layout.commit_name(1, 1), torn)(store)
@@ -316,7 +308,7 @@ def test_the_only_commit_is_given_back_by_rays_snapshot(store: LocalRunStore, to
     assert again.model_dump(exclude={"at"}) == whole.model_dump(exclude={"at"})
 
 
-def test_the_only_commit_torn_without_proof_is_refused_and_its_checkpoint_stays(store: LocalRunStore) -> None:
+def test_the_only_commit_torn_without_proof_is_refused_and_its_checkpoint_stays(store: RunStore) -> None:
     _report(Ray(store, begin(store).attempt).start(), EPOCHS[:1])
     for name in (layout.commit_name(1, 1), layout.SNAPSHOT):
         _rewrite(name, _cut(5))(store)
@@ -325,7 +317,7 @@ def test_the_only_commit_torn_without_proof_is_refused_and_its_checkpoint_stays(
     assert store.file_sizes("epoch-1")
 
 
-def test_a_commit_torn_under_a_living_attempt_does_not_cost_the_newest_checkpoint(store: LocalRunStore) -> None:
+def test_a_commit_torn_under_a_living_attempt_does_not_cost_the_newest_checkpoint(store: RunStore) -> None:
     ray = Ray(store, begin(store).attempt).start()
     _report(ray, EPOCHS[:2])
     _rewrite(layout.commit_name(1, 2), _cut(5))(store)
@@ -336,7 +328,7 @@ def test_a_commit_torn_under_a_living_attempt_does_not_cost_the_newest_checkpoin
     assert store.file_sizes("epoch-2")
 
 
-def test_a_base_torn_under_a_living_attempt_does_not_cost_its_checkpoint(store: LocalRunStore) -> None:
+def test_a_base_torn_under_a_living_attempt_does_not_cost_its_checkpoint(store: RunStore) -> None:
     _report(Ray(store, begin(store).attempt).start(), EPOCHS[:1])
     begun, _ = _resume(store)
     _rewrite(layout.commit_name(1, 1), _cut(5))(store)
@@ -344,7 +336,7 @@ def test_a_base_torn_under_a_living_attempt_does_not_cost_its_checkpoint(store: 
     assert store.file_sizes("epoch-1")
 
 
-def test_rays_snapshot_of_an_earlier_commit_is_no_proof_of_a_torn_one(store: LocalRunStore) -> None:
+def test_rays_snapshot_of_an_earlier_commit_is_no_proof_of_a_torn_one(store: RunStore) -> None:
     ray = Ray(store, begin(store).attempt).start()
     _report(ray, EPOCHS[:1])
     earlier = store.read(layout.SNAPSHOT) or b""
@@ -356,7 +348,7 @@ def test_rays_snapshot_of_an_earlier_commit_is_no_proof_of_a_torn_one(store: Loc
     assert (ray.latest, begun.notes) == ("epoch-1", ["commit 0001-000002 is torn and was passed over"])
 
 
-def test_another_attempts_upload_is_no_proof_of_a_torn_commit(store: LocalRunStore) -> None:
+def test_another_attempts_upload_is_no_proof_of_a_torn_commit(store: RunStore) -> None:
     _report(Ray(store, begin(store).attempt).start(), EPOCHS[:2])
     third, ray = _resume(store)
     _report(ray, EPOCHS[2:3])
@@ -369,7 +361,7 @@ def test_another_attempts_upload_is_no_proof_of_a_torn_commit(store: LocalRunSto
     assert _resume(store)[1].latest == "epoch-2"
 
 
-def test_a_damaged_checkpoint_is_not_taken_for_an_older_one_that_had_its_name(store: LocalRunStore) -> None:
+def test_a_damaged_checkpoint_is_not_taken_for_an_older_one_that_had_its_name(store: RunStore) -> None:
     ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
     _report(ray, ["ping", "pong"], ranks=1)
     _report(ray, ["ping"], ranks=2)  # the worker group has grown
@@ -381,7 +373,7 @@ def test_a_damaged_checkpoint_is_not_taken_for_an_older_one_that_had_its_name(st
 
 
 def _on_all_commits(do: Callable[[str], Do]) -> Do:
-    def on_all(store: LocalRunStore) -> None:
+    def on_all(store: RunStore) -> None:
         for commit in all_commits(store):
             do(layout.commit_name(*commit))(store)
 
@@ -400,9 +392,10 @@ NO_COMMIT_LEFT = pytest.mark.parametrize(
 )
 
 
+@on_disk_and_in_memory
 @NO_COMMIT_LEFT
 def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_it_is(
-    trained: LocalRunStore, lose: Do, folders: int
+    trained: RunStore, lose: Do, folders: int
 ) -> None:
     committed = CheckpointCommitted(attempt=1, checkpoint="epoch-4", size_bytes=34, metrics={})
     trained.create(f"{layout.EVENTS}/0001-000.jsonl", encode_event(committed).encode())

@@ -28,23 +28,6 @@ def die_if_told(step: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _Half:
-    """A stream of an upload that ends in the middle of its first write."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, data: Any) -> Any:
-        half = bytes(data)[: len(data) // 2]
-        self._stream.write(half)
-        self._stream.flush()
-        die_if_told("mid-upload")
-        return self._stream.write(bytes(data)[len(half) :])
-
-
 def _patch_commits(module: ModuleType) -> None:
     commit = module.CommitLog.commit
 
@@ -85,26 +68,25 @@ def _patch_store(module: ModuleType) -> None:
 
 
 def _patch_filesystem(module: ModuleType) -> None:
-    open_stream = module.RunFilesystem.open_output_stream
+    copyfile = module.shutil.copyfile
 
-    def mortal_open(self: Any, path: str, metadata: Any) -> Any:
-        if not path.endswith("state.json"):
-            return open_stream(self, path, metadata)
+    def mortal_copyfile(source: str, target: str, **options: Any) -> Any:
+        if not source.endswith("state.json"):
+            return copyfile(source, target, **options)
         die_if_told("before the upload")
-        stream = open_stream(self, path, metadata)
         if os.path.exists(os.environ.get("CRASH_FILE", "")):
-            import pyarrow
+            with open(source, "rb") as whole, open(target, "wb") as half:
+                half.write(whole.read()[: os.path.getsize(source) // 2])
+            die_if_told("mid-upload")
+        return copyfile(source, target, **options)
 
-            return pyarrow.PythonFile(_Half(stream), mode="w")
-        return stream
-
-    module.RunFilesystem.open_output_stream = mortal_open
+    module.shutil.copyfile = mortal_copyfile
 
 
 PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "prefect_elastic_train.runs.commits": _patch_commits,
     "prefect_elastic_train.runs.store": _patch_store,
-    "prefect_elastic_train.filesystems.run_filesystem": _patch_filesystem,
+    "prefect_elastic_train.filesystems.local_filesystem": _patch_filesystem,
 }
 
 

@@ -1,0 +1,61 @@
+"""Errors of the command line: one line on standard error, and exit code 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+from rich.console import Console
+
+from prefect_elastic_train.outcomes import ConfigurationError, ElasticTrainError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+__all__ = ["fail", "prefect_api", "prefect_errors", "storage_errors"]
+
+_console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def fail(message: str) -> NoReturn:
+    """Say what is wrong and end."""
+    _console.print(f"error: {' '.join(message.split())}", markup=False, style="red")
+    raise typer.Exit(1)
+
+
+@contextmanager
+def prefect_errors() -> Iterator[None]:
+    """Turn what Prefect's API or the user's input is wrong with into one line and exit code 1."""
+    import httpx
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    try:
+        yield
+    except ConfigurationError as error:
+        fail(str(error))
+    except PrefectHTTPStatusError as error:
+        fail(f"the Prefect API refused: {error}")
+    except httpx.HTTPError as error:
+        fail(f"cannot reach the Prefect API ({type(error).__name__}: {error}); is PREFECT_API_URL right?")
+
+
+@contextmanager
+def prefect_api() -> Iterator[SyncPrefectClient]:
+    """Give Prefect's API."""
+    from prefect.client.orchestration import get_client
+
+    with prefect_errors(), get_client(sync_client=True) as client:
+        yield client
+
+
+@contextmanager
+def storage_errors() -> Iterator[None]:
+    """Turn what a storage refuses, and what the user's input is wrong with, into one line and exit code 1."""
+    try:
+        yield
+    except ElasticTrainError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"cannot use the storage: {type(error).__name__}: {error}")

@@ -1,0 +1,214 @@
+"""The run filesystem on a disk or on a shared mount.
+
+A process may be stopped between its look at the fence and what it does then. So what is written or deleted is
+reached through its folder, opened before the look: should a successor have removed that folder meanwhile, nothing
+happens to the one that has its name now.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from prefect_elastic_train.filesystems.faults import Retries
+from prefect_elastic_train.filesystems.objects import run_all
+from prefect_elastic_train.filesystems.run_filesystem import RunFilesystem
+from prefect_elastic_train.runs.store import TEMPORARY_PREFIX, RunStore, open_folder
+
+__all__ = ["LocalRunFilesystem"]
+
+#: Files copied at a time.
+_COPIES = 4
+
+
+class LocalRunFilesystem(RunFilesystem):
+    """See :class:`RunFilesystem`. Reads go straight to pyarrow's local filesystem."""
+
+    def __init__(self, store: RunStore, attempt: int) -> None:
+        super().__init__(store, attempt)
+        self._inner = fs.LocalFileSystem()
+
+    def normalize_path(self, path: str) -> str:
+        """Give the path in the form of the filesystem below."""
+        return str(self._inner.normalize_path(path))
+
+    def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
+        """Describe what a selector finds."""
+        found = self._retries.call(f"list {selector.base_dir}", lambda: self._inner.get_file_info(selector))
+        return [info for info in found if not info.base_name.startswith(TEMPORARY_PREFIX)]
+
+    def delete_file(self, path: str) -> None:
+        """Delete a file, unless another attempt has taken over."""
+        with self._fenced(path) as file:
+            self._inner.delete_file(file)
+
+    def move(self, src: str, dest: str) -> None:
+        """Move a file or folder, unless another attempt has taken over."""
+        with self._fenced(src) as source, self._fenced(dest) as target:
+            self._inner.move(source, target)
+
+    def copy_file(self, src: str, dest: str) -> None:
+        """Copy a file, unless another attempt has taken over."""
+        with self._fenced(dest) as target:
+            self._inner.copy_file(src, target)
+
+    def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
+        """Open a file for appending."""
+        with self._fenced(path) as file:
+            return self._inner.open_append_stream(file, metadata=metadata)
+
+    def upload_folder(self, source: str, target: str) -> None:
+        """See :meth:`RunFilesystem.upload_folder`. The kernel copies; a file has its name once it is whole."""
+        if os.path.isfile(source):
+            self._copy(source, target)
+            return
+        jobs: list[Callable[[], None]] = []
+        for parent, folders, files in os.walk(source, followlinks=True):
+            relative = os.path.relpath(parent, source)
+            below = target if relative == "." else f"{target}/{relative}"
+            for folder in folders:
+                self._make_folder(f"{below}/{folder}", recursive=True)
+            jobs += [
+                lambda file=f"{parent}/{file}", path=f"{below}/{file}": self._copy(file, path)  # type: ignore[misc]
+                for file in files
+            ]
+        with ThreadPoolExecutor(_COPIES, thread_name_prefix="elastic-train-copy") as pool:
+            run_all(pool, [pool.submit(job) for job in jobs])
+
+    def _copy(self, source: str, target: str) -> None:
+        def copy() -> None:
+            with self._fenced_folder(target) as (folder, name):
+                partial = f"/proc/self/fd/{folder}/{_temporary_name()}"
+                try:
+                    shutil.copyfile(source, partial)
+                    os.replace(partial, f"/proc/self/fd/{folder}/{name}")
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(partial)
+                    raise
+
+        self._retries.call(f"write {target}", copy)
+
+    def _info(self, path: str) -> fs.FileInfo:
+        info: fs.FileInfo = self._retries.call(f"look at {path}", lambda: self._inner.get_file_info(path))
+        return info
+
+    def _make_folder(self, path: str, recursive: bool) -> None:
+        self._retries.call(f"make {path}", lambda: self._inner.create_dir(path, recursive=recursive))
+
+    def _delete_outside(self, path: str, *, with_itself: bool, missing_ok: bool) -> None:
+        if with_itself:
+            self._inner.delete_dir(path)
+        else:
+            self._inner.delete_dir_contents(path, missing_dir_ok=missing_ok)
+
+    def _open_input(self, path: str) -> pa.NativeFile:
+        return self._retries.call(f"open {path}", lambda: self._inner.open_input_file(path))
+
+    def _open_output(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(_PartialFile(self, path, self._retries), mode="w")
+
+    @contextmanager
+    def _fenced(self, path: str) -> Iterator[str]:
+        """Check the fence and give a path to the same file that stays with its folder, whoever takes its name."""
+        with self._fenced_folder(path) as (folder, name):
+            yield f"/proc/self/fd/{folder}/{name}" if self._is_in_run(path) else path
+
+    @contextmanager
+    def _fenced_folder(self, path: str) -> Iterator[tuple[int, str]]:
+        """Open a file's folder, then check the fence; give the folder's descriptor and the file's name in it."""
+        parent, _, name = path.rpartition("/")
+        folder = open_folder(parent)
+        try:
+            with _naming(path):
+                self._check_fence_of(path)
+                yield folder, name
+        finally:
+            os.close(folder)
+
+
+class _PartialFile(io.RawIOBase):
+    """A file that gets its name when it is closed, and none if it never comes to that."""
+
+    def __init__(self, filesystem: LocalRunFilesystem, path: str, retries: Retries) -> None:
+        self._path = path
+        self._retries = retries
+        self._offset = 0
+        self._name = _temporary_name()
+        self._descriptor = self._folder = -1
+        # Kept open: whoever takes the folder's name is not written into.
+        with filesystem._fenced_folder(path) as (folder, self._final_name):
+            self._folder = os.dup(folder)
+            self._descriptor = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        size = len(view)
+        while view:
+            written = self._retries.call(
+                f"write {self._path}",
+                lambda view=view: os.pwrite(self._descriptor, view, self._offset),  # type: ignore[misc]
+            )
+            self._offset += written
+            view = view[written:]
+        return size
+
+    def tell(self) -> int:
+        return self._offset
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        try:
+            descriptor, self._descriptor = self._descriptor, -1
+            with _naming(self._path):
+                os.close(descriptor)  # a network mount says here what it could not write
+                self._retries.call(
+                    f"write {self._path}",
+                    lambda: os.replace(self._name, self._final_name, src_dir_fd=self._folder, dst_dir_fd=self._folder),
+                )
+        finally:
+            self._discard()
+
+    def __del__(self) -> None:
+        # Not the base's, which would close it: a copy that failed is dropped without a word.
+        self._discard()
+
+    def _discard(self) -> None:
+        """Close what is open, and remove the file if it still has its temporary name."""
+        descriptor, self._descriptor = self._descriptor, -1
+        folder, self._folder = self._folder, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        if folder >= 0:
+            with suppress(OSError):
+                os.unlink(self._name, dir_fd=folder)
+            os.close(folder)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Have errors name a file as it is known, not as it was reached."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), path) from error
+
+
+def _temporary_name() -> str:
+    return f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"

@@ -1,0 +1,81 @@
+"""Opening a storage: from its settings to its run directories."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prefect_elastic_train.filesystems.faults import Retries
+from prefect_elastic_train.filesystems.objects import TransferFile, open_client
+from prefect_elastic_train.runs.object_store import ObjectRunStore
+from prefect_elastic_train.runs.retrying_store import RetryingStore
+from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from prefect_elastic_train.storages import LocalStorageSettings, StorageSettings
+
+__all__ = ["Storage", "open_storage"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A place with run directories.
+
+    Attributes:
+        settings: What it was opened with.
+        retries: How its operations are repeated.
+    """
+
+    settings: StorageSettings
+    retries: Retries
+    _open: Callable[[str], RunStore]
+
+    @property
+    def uri(self) -> str:
+        """Where it is, for people and other programs."""
+        return self.settings.uri
+
+    def run(self, name: str) -> RetryingStore:
+        """Give a run directory, which need not exist."""
+        return self.folder(f"{self.settings.root}/{name}")
+
+    def folder(self, path: str) -> RetryingStore:
+        """Give a folder on the storage's filesystem."""
+        return RetryingStore(self._open(path), self.retries)
+
+    def copy_folder(self, source: str, target: str) -> None:
+        """Copy a folder of this storage, with all below it, within it; an object store's through this machine.
+
+        Raises:
+            StorageFaultError: The storage refuses, or was away for too long.
+        """
+        inner = self._open(source)
+        if not isinstance(inner, ObjectRunStore):
+            self.retries.call(f"copy {source}", lambda: shutil.copytree(source, target, dirs_exist_ok=True))
+            return
+        client = inner.client
+        with tempfile.TemporaryDirectory(prefix="elastic-train-copy-") as folder:
+            for name, size in self.retries.call(f"list {source}", lambda: client.find(source)).items():
+                path = os.path.join(folder, "file")
+                client.download([TransferFile(path, f"{source}/{name}", size)])
+                client.upload([TransferFile(path, f"{target}/{name}", size)], on_exists=lambda: None)
+
+    def run_names(self) -> list[str]:
+        """Give the names of the folders that may be run directories."""
+        return [name for name in self.folder(self.settings.root).folders() if not name.startswith(".")]
+
+
+def open_storage(settings: StorageSettings, retry_seconds: float | None = None) -> Storage:
+    """Open a storage; nothing is connected yet.
+
+    Args:
+        settings: Of the storage block.
+        retry_seconds: How long operations are repeated; default as the settings say.
+    """
+    if retry_seconds is not None:
+        settings = settings.model_copy(update={"retry_seconds": retry_seconds})
+    if isinstance(settings, LocalStorageSettings):
+        return Storage(settings, Retries(settings.retry_seconds, settings.uri), lambda path: LocalRunStore(path))
+    client = open_client(settings)
+    return Storage(settings, client.retries, lambda path: ObjectRunStore(client, path))

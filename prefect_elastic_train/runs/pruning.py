@@ -1,0 +1,321 @@
+"""Deleting what no resume needs, and runs that nobody wants any more, safely against a driver that begins meanwhile.
+
+A plan only looks. Carrying it out looks again right before each deletion. Where an attempt has no end, and where a
+whole run goes, it takes the fence first: a driver that was thought dead and is not stops at its next look at the fence,
+and one that begins meanwhile is told whose the run is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import psutil
+
+from prefect_elastic_train.filesystems.opening import Storage
+from prefect_elastic_train.outcomes import AttemptFailedError, ElasticTrainError, Outcome
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.attempts import end_attempt, host_id
+from prefect_elastic_train.runs.checking import find_leftovers
+from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage, newest_attempt
+from prefect_elastic_train.runs.inspecting import PRUNER, RunState, RunSummary, summarize
+from prefect_elastic_train.runs.liveness import Life
+from prefect_elastic_train.runs.records import AttemptRecord, Owner, RunRecord, decode, encode
+from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.runs.view import RunView
+
+__all__ = ["Deletion", "RunChangedError", "RunPlan", "carry_out", "plan_run", "plan_runs"]
+
+#: Processes of an attempt may outlive its driver, or the record of its end, by some seconds.
+_SETTLE_SECONDS = 60.0
+#: A run whose first attempt is yet to come may wait for a cluster, or copy the checkpoint that it starts from.
+_CLAIM_SECONDS = 86400.0
+#: Runs looked at, at a time; one whose heartbeat must be watched takes 15 s.
+_THREADS = 32
+
+
+class RunChangedError(ElasticTrainError):
+    """A run is not what it was when it was looked at, so that nothing more of it is deleted."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """Something to delete.
+
+    Attributes:
+        run: Name of the run.
+        folder: Of the run; empty for the whole run.
+        size_bytes: Of its files.
+        reason: Why nobody needs it.
+    """
+
+    run: str
+    folder: str
+    size_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is deleted of a run.
+
+    Attributes:
+        run: Its name.
+        deletions: What is deleted.
+        uploads: There may be parts of unfinished uploads, which only an object store knows.
+        kept: Why it is left alone, in words; empty if it is not, or if there is nothing to delete.
+        newest_attempt: Its newest attempt when it was looked at, 0 if none has begun.
+        newest_commit: The newest commit that counted then.
+        owner: Whose that attempt is, if it has no end and must be fenced off; None if it has ended.
+    """
+
+    run: str
+    deletions: list[Deletion] = field(default_factory=list)
+    uploads: bool = False
+    kept: str = ""
+    newest_attempt: int = 0
+    newest_commit: tuple[int, int] | None = None
+    owner: Owner | None = None
+
+    @property
+    def whole(self) -> Deletion | None:
+        """The deletion of the whole run, if that is planned."""
+        return next((deletion for deletion in self.deletions if not deletion.folder), None)
+
+
+def plan_runs(
+    storage: Storage, names: Sequence[str], *, older_than_seconds: float | None = None, now: float | None = None
+) -> list[RunPlan]:
+    """Find what can be deleted of some runs; nothing is written.
+
+    Args:
+        storage: Where they are.
+        names: The runs.
+        older_than_seconds: Take whole runs that have ended and whose last activity is longer ago. None: no whole runs.
+        now: Seconds since the epoch.
+
+    Raises:
+        StorageFaultError: The storage refuses.
+    """
+    now = time.time() if now is None else now
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-prune") as pool:
+        awaited: dict[str, str] = {}
+        if older_than_seconds is not None:
+            everyone = storage.run_names()
+            sources = pool.map(lambda name: _awaited_source(storage.run(name), older_than_seconds, now), everyone)
+            awaited = {source: name for source, name in zip(sources, everyone, strict=True) if source}
+
+        def look(name: str) -> RunPlan:
+            return plan_run(storage.run(name), name, older_than_seconds, awaited_by=awaited.get(name, ""), now=now)
+
+        return list(pool.map(look, names))
+
+
+def plan_run(
+    store: RunStore,
+    name: str,
+    older_than_seconds: float | None = None,
+    *,
+    awaited_by: str = "",
+    now: float | None = None,
+) -> RunPlan:
+    """Find what can be deleted of a run.
+
+    Args:
+        store: The run directory.
+        name: Name of the run.
+        older_than_seconds: See :func:`plan_runs`.
+        awaited_by: Another run that is yet to copy its checkpoint from here, empty for none.
+        now: Seconds since the epoch.
+    """
+    now = time.time() if now is None else now
+    view = RunView(store)
+    seen = RunPlan(name, newest_attempt=newest_attempt(view), newest_commit=next(lineage(view), None))
+    summary = summarize(store, name, now=now)
+    if summary is None:
+        return seen
+    kept = _kept(summary, now)
+    if kept:
+        return replace(seen, kept=kept)
+    reason = _why_whole(summary, older_than_seconds, now)
+    if reason and awaited_by:
+        return replace(seen, kept=f"run {awaited_by} is about to start from its checkpoint")
+    if reason:
+        size = sum((view.file_sizes("") or {}).values())
+        planned = replace(seen, deletions=[Deletion(name, "", size, reason)], uploads=True)
+    else:
+        planned = _plan_leftovers(view, seen)
+    if summary.life is None or planned.kept or not (planned.deletions or planned.uploads):
+        return planned
+    # Somebody else's clock may be wrong: before anything is taken from a driver, its heartbeat is watched.
+    watched = summarize(store, name, watch=(Life.DEAD, Life.UNKNOWN), now=now)
+    kept = _kept(watched, now) if watched is not None else ""
+    record = decode(AttemptRecord, view.read(layout.attempt_name(seen.newest_attempt)))
+    if record is None and planned.whole is None:
+        kept = kept or f"the record of attempt {seen.newest_attempt} is torn: resume the run first, which repairs it"
+    if kept:
+        return replace(seen, kept=kept)
+    return replace(planned, owner=record.owner if record is not None else None)
+
+
+def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
+    """Delete what was planned, and give each thing when it is gone.
+
+    Raises:
+        RunChangedError: Somebody has begun to train the run, or goes on with it. What was not given yet stays.
+        StorageFaultError: The storage refuses.
+    """
+    whole = planned.whole
+    if whole is not None:
+        _delete_run(store, planned)
+        yield whole
+        return
+    if planned.owner is not None:
+        planned = _fence_off(store, planned, planned.owner)
+
+    def check() -> None:
+        _check_unchanged(store, planned)
+
+    check()
+    for deletion in planned.deletions:
+        # Its upload mark stays: the next attempt goes by it, should a process have written there since.
+        store.delete_folder(deletion.folder, check)
+        yield deletion
+    if planned.uploads:
+        check()
+        store.abandon_uploads()
+
+
+def _kept(summary: RunSummary, now: float) -> str:
+    """Say why nothing of a run may be deleted; empty if something may."""
+    at = summary.last_activity_at or 0.0
+    if summary.state is RunState.FOREIGN:
+        return "another program wrote it"
+    if summary.state is RunState.DELETING:
+        return "" if summary.life in (None, Life.DEAD) else f"it is being deleted: {summary.detail}"
+    if summary.life is Life.ALIVE:
+        return f"it is being trained: {summary.detail}"
+    if summary.life is Life.UNKNOWN:
+        return f"nothing tells whether its driver lives: {summary.detail}"
+    if summary.state is RunState.NOT_BEGUN and now - at <= _CLAIM_SECONDS:
+        return "a flow run has claimed it within a day, and may be about to begin"
+    if now - at <= _SETTLE_SECONDS:
+        return f"it was active within {_SETTLE_SECONDS:.0f} s, and processes of it may still be ending"
+    return ""
+
+
+def _why_whole(summary: RunSummary, older_than_seconds: float | None, now: float) -> str:
+    """Say why a whole run goes; empty if it stays."""
+    if summary.state is RunState.DELETING:
+        return "its deletion was cut short"
+    if older_than_seconds is None or summary.last_activity_at is None:
+        return ""
+    age = now - summary.last_activity_at
+    state = summary.state.value.replace("_", " ")
+    return f"{state}, last activity {age / 86400:.1f} days ago" if age > older_than_seconds else ""
+
+
+def _plan_leftovers(view: RunView, seen: RunPlan) -> RunPlan:
+    try:
+        leftovers = find_leftovers(view, unnamed=False)
+    except AttemptFailedError as error:
+        return replace(seen, kept=str(error))
+    deletions = [
+        Deletion(seen.run, leftover.folder, leftover.size_bytes, leftover.reason)
+        for leftover in leftovers
+        if leftover.there
+    ]
+    return replace(seen, deletions=deletions, uploads=any(leftover.kind == "upload" for leftover in leftovers))
+
+
+def _awaited_source(store: RunStore, older_than_seconds: float, now: float) -> str:
+    """Give the run whose checkpoint a run is about to copy; empty if it is not about to."""
+    view = RunView(store)
+    if all_attempts(view) or all_commits(view):
+        return ""
+    run = decode(RunRecord, view.read(layout.RUN))
+    if run is None or now - run.created_at > max(older_than_seconds, _CLAIM_SECONDS):
+        return ""
+    return run.resume_from.partition("@")[0]
+
+
+def _check_unchanged(store: RunStore, planned: RunPlan) -> None:
+    newest = newest_attempt(store)
+    if newest != planned.newest_attempt:
+        raise RunChangedError(f"attempt {newest} of run {planned.run} has begun meanwhile")
+    if next(lineage(store), None) != planned.newest_commit:
+        raise RunChangedError(f"run {planned.run} has committed a checkpoint meanwhile")
+
+
+def _take_fence(store: RunStore, planned: RunPlan, owner: Owner) -> AttemptRecord:
+    """Begin an attempt that trains nothing, as :func:`begin_attempt` does: create it, then look again."""
+    number = max([planned.newest_attempt, *(attempt for attempt, _ in all_commits(store))]) + 1
+    _check_unchanged(store, planned)
+    record = AttemptRecord(attempt=number, owner=owner, confirmed=False, base=planned.newest_commit)
+    if not store.create(layout.attempt_name(number), encode(record)):
+        raise RunChangedError(f"attempt {number} of run {planned.run} has begun meanwhile")
+    if newest_attempt(store) != number or next(lineage(store, before=number), None) != planned.newest_commit:
+        store.delete(layout.attempt_name(number))
+        raise RunChangedError(f"run {planned.run} has gone on meanwhile")
+    return record
+
+
+def _fence_off(store: RunStore, planned: RunPlan, owner: Owner) -> RunPlan:
+    """End an attempt that shows no sign of life; its flow run goes on with the run as it would have before."""
+    # No process of this machine, so that the flow run's next driver ends none.
+    record = _take_fence(
+        store, planned, owner.model_copy(update={"host": host_id(), "pid": 0, "process_started_at": 0.0})
+    )
+    store.replace(layout.attempt_name(record.attempt), encode(record.model_copy(update={"confirmed": True})))
+    message = f"it showed no sign of life, and was fenced off by `{PRUNER}`"
+    for number in (planned.newest_attempt, record.attempt):
+        end_attempt(store, number, Outcome.DRIVER_LOST.value, message, void=number == record.attempt)
+    return replace(planned, newest_attempt=record.attempt)
+
+
+def _delete_run(store: RunStore, planned: RunPlan) -> None:
+    """Delete a run, what holds it last: whoever begins meanwhile finds that it belongs to somebody else."""
+    number = _take_fence(store, planned, _pruner()).attempt
+
+    def check() -> None:
+        newest = newest_attempt(store)
+        if newest != number:
+            raise RunChangedError(f"attempt {newest} of run {planned.run} has begun while it was deleted")
+
+    for folder in store.folders():
+        if folder != layout.STATE_FOLDER:
+            store.delete_folder(folder, check)
+    check()
+    store.abandon_uploads()
+    for name in store.names(""):
+        store.delete(name)
+    for folder in store.folders(layout.STATE_FOLDER):
+        if f"{layout.STATE_FOLDER}/{folder}" != layout.ATTEMPTS:
+            store.delete_folder(f"{layout.STATE_FOLDER}/{folder}", check)
+    check()
+    for name in store.names(layout.STATE_FOLDER):
+        store.delete(f"{layout.STATE_FOLDER}/{name}")
+    for attempt in all_attempts(store):
+        if attempt != number:
+            store.delete(layout.attempt_name(attempt))
+    store.delete(layout.attempt_name(number))
+
+    def check_nothing_began() -> None:
+        if all_attempts(store) or store.read(layout.RUN) is not None:
+            raise RunChangedError(f"run {planned.run} was begun anew while it was deleted")
+
+    store.delete_folder("", check_nothing_began)
+
+
+def _pruner() -> Owner:
+    process = psutil.Process(os.getpid())
+    return Owner(
+        flow_run_id=PRUNER,
+        flow_run_name=PRUNER,
+        host=host_id(),
+        pid=process.pid,
+        process_started_at=process.create_time(),
+    )

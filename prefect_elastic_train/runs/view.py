@@ -1,0 +1,84 @@
+"""A run directory for those who only look: each thing is read once, and nothing can be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from prefect_elastic_train.outcomes import ElasticTrainError
+from prefect_elastic_train.runs.store import RunStore
+
+__all__ = ["RunView"]
+
+Answer = TypeVar("Answer")
+
+
+class RunView:
+    """A run directory as it was when it was first asked for each thing. For one thread.
+
+    Args:
+        store: The run directory.
+    """
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._known: dict[tuple[str, str], object] = {}
+
+    @property
+    def path(self) -> str:
+        """See :meth:`RunStore.path`."""
+        return self._store.path
+
+    @property
+    def uri(self) -> str:
+        """See :meth:`RunStore.uri`."""
+        return self._store.uri
+
+    def read(self, name: str) -> bytes | None:
+        """See :meth:`RunStore.read`."""
+        return self._once("read", name, self._store.read)
+
+    def names(self, folder: str) -> list[str]:
+        """See :meth:`RunStore.names`."""
+        return self._once("names", folder, self._store.names)
+
+    def folders(self, folder: str = "") -> list[str]:
+        """See :meth:`RunStore.folders`."""
+        return self._once("folders", folder, self._store.folders)
+
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        """See :meth:`RunStore.file_sizes`."""
+        return self._once("file_sizes", folder, self._store.file_sizes)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Refused."""
+        self._refuse(f"create {name}")
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Refused."""
+        self._refuse(f"write {name}")
+
+    def delete(self, name: str) -> None:
+        """Refused."""
+        self._refuse(f"delete {name}")
+
+    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+        """Refused."""
+        self._refuse(f"delete {name}")
+
+    def empty_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
+        """Refused."""
+        self._refuse(f"empty {name}")
+
+    def abandon_uploads(self) -> int:
+        """Refused."""
+        self._refuse("remove unfinished uploads")
+
+    def _once(self, what: str, name: str, ask: Callable[[str], Answer]) -> Answer:
+        key = (what, name)
+        if key not in self._known:
+            self._known[key] = ask(name)
+        return self._known[key]  # type: ignore[return-value]
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ElasticTrainError(f"refused to {what} in {self.uri}, which is only looked at")

@@ -1,0 +1,952 @@
+"""Run directories in object stores, and on a disk by the same rules: a real S3 protocol, and fsspec's memory.
+
+Each storage is the one of a whole session, so tests look at a run directory of their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pickle
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from pyarrow import fs
+
+from prefect_elastic_train.filesystems import object_filesystem
+from prefect_elastic_train.filesystems import s3 as s3_module
+from prefect_elastic_train.filesystems.object_filesystem import ObjectFilesystem
+from prefect_elastic_train.filesystems.objects import ObjectClient, TransferFile, open_client
+from prefect_elastic_train.filesystems.opening import Storage, open_storage
+from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
+from prefect_elastic_train.filesystems.s3 import S3Client
+from prefect_elastic_train.outcomes import ConfigurationError, ElasticTrainError, StorageFaultError
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import CommitLog, FencedOffError, all_commits, marks
+from prefect_elastic_train.runs.object_store import ObjectRunStore
+from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads
+from prefect_elastic_train.runs.retrying_store import RetryingStore
+from prefect_elastic_train.runs.seeding import copy_checkpoint
+from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSettings
+from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer, Which
+from tests.unit.ray_storage import Ray
+from tests.unit.support import Training, begin, claim
+
+on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
+on_object_stores = pytest.mark.parametrize("storage", ["memory", "s3"], indirect=True)
+on_s3 = pytest.mark.parametrize("storage", ["s3"], indirect=True)
+on_a_disk = pytest.mark.parametrize("storage", ["disk"], indirect=True)
+
+KIB = 1024
+
+
+def client_of(run: RetryingStore) -> ObjectClient:
+    """Give the client that a run directory is reached by."""
+    assert isinstance(run.inner, ObjectRunStore)
+    return run.inner.client
+
+
+def write_tree(folder: Path, files: dict[str, bytes]) -> Path:
+    """Write files on this machine's disk."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+def read_tree(folder: Path) -> dict[str, bytes]:
+    """Read all files below a folder, hidden ones too."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def upload(run: RetryingStore, source: Path, name: str, attempt: int = 1) -> None:
+    """Upload a folder as a worker does."""
+    filesystem = run_filesystem(run, attempt)
+    with uploading():
+        filesystem.create_dir(f"{run.path}/{name}")
+    filesystem.handler.upload_folder(str(source), f"{run.path}/{name}")
+
+
+def content(run: RetryingStore, name: str) -> dict[str, bytes]:
+    """Read what is below a folder of the run."""
+    return {file: run.read(f"{name}/{file}") or b"" for file in run.file_sizes(name) or {}}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files sent and read in parts from 64 KiB on."""
+    monkeypatch.setattr(s3_module, "PART_BYTES", 64 * KIB)
+    monkeypatch.setattr(s3_module, "_RANGE_BYTES", 64 * KIB)
+    monkeypatch.setattr(s3_module, "_READ_BYTES", 16 * KIB)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Write files of all sizes that matter for small parts, and give them."""
+    sizes = {"empty": 0, "one": 1, "a/part": 64 * KIB, "a/b/more": 64 * KIB + 1, "large": 300 * KIB, "c/d/e/f": 100}
+    files = {name: os.urandom(size) for name, size in sizes.items()}
+    write_tree(folder, files)
+    return files
+
+
+# Small objects
+
+
+@on_all_storages
+def test_an_object_is_created_once_replaced_and_deleted(run: RetryingStore) -> None:
+    assert run.create("a/b.json", b"first")
+    assert not run.create("a/b.json", b"second")
+    assert run.read("a/b.json") == b"first"
+    run.replace("a/b.json", b"third")
+    assert run.read("a/b.json") == b"third"
+    run.delete("a/b.json")
+    run.delete("a/b.json")
+    assert run.read("a/b.json") is None
+    assert run.create("a/b.json", b"")
+    assert run.read("a/b.json") == b""
+
+
+@on_all_storages
+def test_what_is_not_there_reads_as_nothing(run: RetryingStore) -> None:
+    run.create("there", b"")
+    assert run.read("a/b") is None
+    assert run.names("a") == run.folders("a") == []
+    assert run.file_sizes("a") is None
+    assert run.delete_folder("a") is False
+    assert run.empty_folder("a") is False
+    assert run.read("there/below") is None
+
+
+@on_all_storages
+def test_names_are_objects_and_folders_are_folders_both_sorted(run: RetryingStore) -> None:
+    for name in ("b", "a", "d/x", "c/x", "c/y/z"):
+        run.create(name, b"12")
+    assert (run.names(""), run.folders()) == (["a", "b"], ["c", "d"])
+    assert (run.names("c"), run.folders("c")) == (["x"], ["y"])
+    assert run.file_sizes("c") == {"x": 2, "y/z": 2}
+
+
+@on_all_storages
+def test_a_folder_goes_with_all_below_it_and_nothing_beside_it(run: RetryingStore) -> None:
+    for name in ("ckpt-1/a", "ckpt-1/b/c", "ckpt-10/a", "ckpt-1.txt"):
+        run.create(name, b"x")
+    seen: list[Any] = []
+    assert run.delete_folder("ckpt-1", lambda: seen.append(run.file_sizes("ckpt-1")))
+    assert seen == [{"a": 1, "b/c": 1}], "deleted before it was asked, or never asked"
+    assert (run.names(""), run.folders()) == (["ckpt-1.txt"], ["ckpt-10"])
+    assert run.empty_folder("ckpt-10")
+    assert not run.file_sizes("ckpt-10")
+
+
+@on_all_storages
+def test_a_folder_that_shall_stay_stays(run: RetryingStore) -> None:
+    run.create("ckpt/a", b"x")
+
+    def refuse() -> None:
+        raise FencedOffError("taken over")
+
+    for delete in (run.delete_folder, run.empty_folder):
+        with pytest.raises(FencedOffError):
+            delete("ckpt", refuse)
+    assert run.read("ckpt/a") == b"x"
+
+
+@on_all_storages
+def test_the_runs_of_a_storage_are_its_folders_but_hidden_ones(storage: Storage) -> None:
+    name = uuid.uuid4().hex
+    storage.run(name).create("a", b"")
+    storage.run(f".{name}").create("a", b"")
+    assert name in storage.run_names()
+    assert f".{name}" not in storage.run_names()
+    assert storage.run(name).uri == f"{storage.uri}/{name}"
+
+
+@on_all_storages
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle])
+def test_a_run_travels_to_other_processes(run: RetryingStore, pickler: Any) -> None:
+    run.create("a", b"x")
+    copy = pickle.loads(pickler.dumps(run))
+    assert copy.read("a") == b"x"
+    assert (copy.uri, copy.retries) == (run.uri, run.retries)
+    filesystem = run_filesystem(run, 1)
+    assert pickle.loads(pickler.dumps(filesystem)) == filesystem
+
+
+@on_s3
+def test_many_objects_go_in_few_requests(
+    run: RetryingStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_module, "_DELETE_AT_ONCE", 10)
+    for number in range(25):
+        run.create(f"ckpt/{number}", b"")
+    proxy.reset_counters()
+    assert run.delete_folder("ckpt")
+    assert run.file_sizes("ckpt") is None
+    assert proxy.count("POST", "delete") == 3
+
+
+@on_s3
+def test_exactly_one_of_several_threads_creates_an_object(run: RetryingStore) -> None:
+    names, threads = 12, 6
+    together = threading.Barrier(threads)
+
+    def create(me: int) -> list[int]:
+        won = []
+        for number in range(names):
+            together.wait(30)
+            if run.create(f"attempts/{number}", b"%d" % me):
+                won.append(number)
+        return won
+
+    with ThreadPoolExecutor(threads) as pool:
+        won = list(pool.map(create, range(threads)))
+    assert sorted(number for numbers in won for number in numbers) == list(range(names))
+    for me, numbers in enumerate(won):
+        assert all(run.read(f"attempts/{number}") == b"%d" % me for number in numbers)
+
+
+@on_s3
+def test_a_creation_whose_answer_was_lost_has_succeeded(run: RetryingStore, proxy: FaultProxy) -> None:
+    proxy.lose_answer_of("PUT", "commits/1")
+    assert run.create("commits/1", b"mine")
+    assert proxy.faults_given == {"lost_answer": 1}
+    assert not run.create("commits/1", b"yours")
+    assert run.read("commits/1") == b"mine"
+
+
+@on_s3
+def test_a_creation_that_was_overtaken_between_its_tries_has_failed(run: RetryingStore, proxy: FaultProxy) -> None:
+    proxy.faults(rate=1, kinds=["reset_before"], when=Which(("PUT",)))
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(run.create, "commits/1", b"late")
+        while not proxy.faults_given["reset_before"]:
+            pass
+        direct = S3StorageSettings(**{**dict(client_of(run).settings), "retry_seconds": 0})
+        proxy.faults(None)
+        mine = open_storage(direct).folder(run.path).create("commits/1", b"mine")
+        assert mine != late.result(30), "both have won, or none"
+    assert run.read("commits/1") == (b"mine" if mine else b"late")
+
+
+@on_s3
+def test_a_store_that_does_not_say_which_condition_failed_is_understood(run: RetryingStore, proxy: FaultProxy) -> None:
+    run.create("taken", b"x")
+    proxy.refuse("PreconditionFailed", status=412, when=Which(("PUT",)))
+    assert run.create("taken", b"y") is False
+
+
+@on_s3
+def test_a_deletion_whose_answer_was_lost_has_found_something(run: RetryingStore, proxy: FaultProxy) -> None:
+    run.create("ckpt/a", b"")
+    proxy.lose_answer_of("POST", "delete")
+    assert run.delete_folder("ckpt")
+    assert proxy.faults_given == {"lost_answer": 1}
+
+
+# Checkpoints
+
+
+@on_all_storages
+def test_a_folder_comes_back_as_it_was(run: RetryingStore, tmp_path: Path, small_parts: None) -> None:
+    files = tree(tmp_path / "source")
+    begin(run)
+    upload(run, tmp_path / "source", "ckpt")
+    assert content(run, "ckpt") == files
+    assert run.file_sizes("ckpt") == {name: len(data) for name, data in files.items()}
+    filesystem = run_filesystem(run, 1)
+    fs.copy_files(f"{run.path}/ckpt", str(tmp_path / "by-pyarrow"), filesystem, fs.LocalFileSystem())
+    assert read_tree(tmp_path / "by-pyarrow") == files
+    if isinstance(run.inner, ObjectRunStore):
+        filesystem.handler.download_folder(f"{run.path}/ckpt", str(tmp_path / "target"))
+        assert read_tree(tmp_path / "target") == files
+
+
+@on_all_storages
+def test_a_single_file_is_uploaded_by_its_name(run: RetryingStore, tmp_path: Path) -> None:
+    begin(run)
+    (tmp_path / "model.pt").write_bytes(b"weights")
+    filesystem = run_filesystem(run, 1)
+    filesystem.create_dir(f"{run.path}/ckpt")
+    filesystem.handler.upload_folder(str(tmp_path / "model.pt"), f"{run.path}/ckpt/model.pt")
+    assert run.read("ckpt/model.pt") == b"weights"
+
+
+@on_s3
+def test_forty_megabytes_pass_in_parts(run: RetryingStore, tmp_path: Path, proxy: FaultProxy) -> None:
+    data = os.urandom(40 << 20)
+    write_tree(tmp_path / "source", {"model.pt": data})
+    begin(run)
+    proxy.reset_counters()
+    upload(run, tmp_path / "source", "ckpt")
+    assert proxy.count("PUT", "partNumber=") == 3
+    run_filesystem(run, 1).handler.download_folder(f"{run.path}/ckpt", str(tmp_path / "target"))
+    assert (tmp_path / "target" / "model.pt").read_bytes() == data
+
+
+@on_s3
+@pytest.mark.parametrize(
+    ("method", "contains"),
+    [
+        ("POST", "large?uploads"),
+        ("PUT", "partNumber=2"),
+        ("POST", "large?uploadId="),
+        ("PUT", "ckpt/one"),
+        ("PUT", "ckpt/empty"),
+    ],
+    ids=["beginning of an upload", "part", "end of an upload", "small file", "empty file"],
+)
+def test_a_lost_answer_leaves_whole_objects_and_no_parts(
+    run: RetryingStore,
+    tmp_path: Path,
+    server: MotoServer,
+    proxy: FaultProxy,
+    small_parts: None,
+    method: str,
+    contains: str,
+) -> None:
+    files = tree(tmp_path)
+    begin(run)
+    proxy.lose_answer_of(method, contains)
+    upload(run, tmp_path, "ckpt")
+    assert proxy.faults_given == {"lost_answer": 1}
+    assert content(run, "ckpt") == files
+    assert server.incomplete_uploads("training") == []
+
+
+@on_s3
+def test_an_upload_that_is_refused_in_the_middle_leaves_no_parts(
+    run: RetryingStore, tmp_path: Path, server: MotoServer, proxy: FaultProxy, small_parts: None
+) -> None:
+    tree(tmp_path)
+    begin(run)
+    proxy.refuse("AccessDenied", when=Which(("PUT",), contains="partNumber=4"))
+    with pytest.raises(StorageFaultError) as refused:
+        upload(run, tmp_path, "ckpt")
+    assert (refused.value.kind, refused.value.permanent) == ("credentials", True)
+    assert "large" in str(refused.value)
+    assert run.read("ckpt/large") is None
+    assert server.incomplete_uploads("training") == []
+
+
+@on_s3
+def test_a_file_that_shrinks_while_it_is_uploaded_is_said_and_leaves_no_parts(
+    run: RetryingStore, tmp_path: Path, server: MotoServer, small_parts: None
+) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(bytes(150 * KIB))
+    with pytest.raises(ValueError, match="large has changed while it was uploaded"):
+        client_of(run).upload([TransferFile(str(path), f"{run.path}/large", 200 * KIB)], on_exists=lambda: None)
+    assert run.read("large") is None
+    assert server.incomplete_uploads("training") == []
+
+
+@on_s3
+def test_a_storm_of_faults_costs_nothing_but_time(
+    run: RetryingStore, tmp_path: Path, server: MotoServer, proxy: FaultProxy, small_parts: None
+) -> None:
+    files = tree(tmp_path / "source")
+    begin(run)
+    proxy.faults(rate=0.3, stall_seconds=0.1, seed=5)
+    upload(run, tmp_path / "source", "ckpt")
+    assert run.create("commits/1", b"mine")
+    run.replace("state", b"new")
+    found = (run.read("commits/1"), run.read("state"), run.names("commits"))
+    sizes = run.file_sizes("ckpt")
+    run_filesystem(run, 1).handler.download_folder(f"{run.path}/ckpt", str(tmp_path / "target"))
+    given = proxy.faults_given
+    proxy.calm()
+    assert sum(given.values()) >= 5
+    assert found == (b"mine", b"new", ["1"])
+    assert sizes == {name: len(data) for name, data in files.items()}
+    assert content(run, "ckpt") == read_tree(tmp_path / "target") == files
+    assert server.incomplete_uploads("training") == []
+
+
+@on_s3
+def test_a_download_goes_on_where_its_connection_was_cut(
+    run: RetryingStore, tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(8 << 20)
+    run.create("ckpt/model.pt", data)
+    asked: list[str] = []
+    try_once, write_all = S3Client.try_once, s3_module._write_all
+
+    def look(self: S3Client, method: str, **arguments: Any) -> Any:
+        asked.append(arguments.get("Range", "all"))
+        return try_once(self, method, **arguments)
+
+    def write_and_cut(descriptor: int, piece: bytes, offset: int) -> None:
+        write_all(descriptor, piece, offset)
+        if offset and len(asked) == 1:
+            with proxy.outage():
+                pass
+
+    monkeypatch.setattr(S3Client, "try_once", look)
+    monkeypatch.setattr(s3_module, "_write_all", write_and_cut)
+    run_filesystem(run, 1).handler.download_folder(f"{run.path}/ckpt", str(tmp_path))
+    assert read_tree(tmp_path) == {"model.pt": data}
+    assert asked[0] == "all"
+    assert len(asked) > 1
+    assert all(int(asked_for.removeprefix("bytes=").split("-")[0]) >= 1 << 20 for asked_for in asked[1:])
+
+
+@on_object_stores
+def test_a_download_that_fails_leaves_no_half_of_a_file(run: RetryingStore, tmp_path: Path) -> None:
+    run.create("ckpt/whole", b"123")
+    storage = open_storage(client_of(run).settings, retry_seconds=0.3)
+    client = client_of(storage.folder(run.path))
+    files = [TransferFile(str(tmp_path / name), f"{run.path}/ckpt/{name}", 3) for name in ("whole", "missing")]
+    with pytest.raises(Exception, match=r"missing|NoSuchKey"):
+        client.download(files)
+    assert read_tree(tmp_path) in ({}, {"whole": b"123"})
+    run.replace("ckpt/whole", b"12")  # shorter than it was said to be
+    with pytest.raises(Exception, match=r"2|InvalidRange"):
+        client.download(files[:1])
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["whole"])
+
+
+@on_object_stores
+def test_a_checkpoint_that_is_not_there_cannot_be_downloaded(run: RetryingStore, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="ckpt: there is no such checkpoint"):
+        run_filesystem(run, 1).handler.download_folder(f"{run.path}/ckpt", str(tmp_path))
+
+
+@on_object_stores
+def test_a_name_that_leads_out_of_the_checkpoint_is_refused(
+    run: RetryingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectClient, "find", lambda self, folder: {"../../escaped": 1})
+    with pytest.raises(ElasticTrainError, match="leads out of it"):
+        run_filesystem(run, 1).handler.download_folder(f"{run.path}/ckpt", str(tmp_path / "a" / "b"))
+    assert list(tmp_path.rglob("escaped")) == []
+
+
+# The fence
+
+
+@on_all_storages
+def test_a_fenced_off_attempt_uploads_nothing(run: RetryingStore, tmp_path: Path) -> None:
+    write_tree(tmp_path, {"model.pt": b"old"})
+    begin(run)
+    begin(run)
+    filesystem = run_filesystem(run, 1)
+    run_filesystem(run, 2).create_dir(f"{run.path}/ckpt")
+    for change in (
+        lambda: filesystem.handler.upload_folder(str(tmp_path), f"{run.path}/ckpt"),
+        lambda: filesystem.open_output_stream(f"{run.path}/ckpt/other").close(),
+        lambda: filesystem.delete_dir(f"{run.path}/ckpt"),
+        lambda: filesystem.delete_file(f"{run.path}/ckpt/model.pt"),
+        lambda: filesystem.create_dir(f"{run.path}/ckpt-2"),
+    ):
+        with pytest.raises(FencedOffError):
+            change()
+    assert not run.file_sizes("ckpt")
+
+
+@on_s3
+@pytest.mark.parametrize("size", [10, 300 * KIB], ids=["small file", "file in parts"])
+def test_one_that_is_taken_over_in_an_upload_does_not_overwrite_its_successors_object(
+    run: RetryingStore,
+    tmp_path: Path,
+    server: MotoServer,
+    monkeypatch: pytest.MonkeyPatch,
+    small_parts: None,
+    size: int,
+) -> None:
+    write_tree(tmp_path / "old", {"model.pt": b"o" * size})
+    write_tree(tmp_path / "new", {"model.pt": b"n" * size})
+    begin(run)
+    real = S3Client.upload
+
+    def stop_and_upload(self: S3Client, files: Any, on_exists: Any) -> None:
+        monkeypatch.undo()
+        second = begin(run).attempt
+        upload(run, tmp_path / "new", "ckpt", second)
+        real(self, files, on_exists)
+
+    monkeypatch.setattr(S3Client, "upload", stop_and_upload)
+    with pytest.raises(FencedOffError, match="taken over by attempt 2"):
+        upload(run, tmp_path / "old", "ckpt")
+    assert content(run, "ckpt") == {"model.pt": b"n" * size}
+    assert server.incomplete_uploads("training") == []
+
+
+@on_s3
+def test_what_a_successor_finds_unfinished_it_abandons_and_the_old_one_is_told_that_it_was_taken_over(
+    run: RetryingStore,
+    tmp_path: Path,
+    server: MotoServer,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    small_parts: None,
+) -> None:
+    write_tree(tmp_path, {"large": b"o" * 300 * KIB})
+    begin(run)
+    send = s3_module._PartsUpload.send
+    taken_over = threading.Lock()
+
+    def send_and_stop(self: Any, number: int) -> None:
+        if taken_over.acquire(blocking=False):
+            self._begin()
+            second = begin(run).attempt
+            assert remove_interrupted_uploads(run, second) == []
+            assert run.abandon_uploads() == 1
+            # As S3 says it; moto fails at that.
+            proxy.refuse("NoSuchUpload", status=404, when=Which(("PUT",), contains="partNumber="))
+        send(self, number)
+
+    monkeypatch.setattr(s3_module._PartsUpload, "send", send_and_stop)
+    with pytest.raises(FencedOffError):
+        upload(run, tmp_path, "ckpt")
+    assert run.file_sizes("ckpt") is None
+    assert server.incomplete_uploads("training") == []
+
+
+@on_s3
+def test_unfinished_uploads_of_a_run_are_abandoned_and_those_of_others_are_not(
+    run: RetryingStore, server: MotoServer, proxy: FaultProxy
+) -> None:
+    client, prefix = server.client(), run.path.partition("/")[2]
+    for key in (f"{prefix}/ckpt/a", f"{prefix}/ckpt/b", f"{prefix}-other/ckpt/a"):
+        client.create_multipart_upload(Bucket="training", Key=key)
+    proxy.refuse("AccessDenied", when=Which(contains="uploads"))
+    assert run.abandon_uploads() == 0, "a key that may not list uploads leaves them"
+    proxy.calm()
+    assert run.abandon_uploads() == 2
+    assert run.abandon_uploads() == 0
+    assert [key for key, _ in server.incomplete_uploads("training")] == [f"{prefix}-other/ckpt/a"]
+    open_storage(client_of(run).settings).folder(f"{run.path}-other").abandon_uploads()
+
+
+# What goes wrong for good
+
+
+@pytest.fixture
+def nowhere(s3_settings: S3StorageSettings) -> Storage:
+    """A storage in a bucket that does not exist."""
+    settings = s3_settings.model_copy(update={"bucket_path": "no-such-bucket/runs"})
+    return open_storage(settings)
+
+
+def test_a_bucket_that_does_not_exist_is_no_empty_run(nowhere: Storage, tmp_path: Path) -> None:
+    run = nowhere.run("mnist")
+    (tmp_path / "model.pt").write_bytes(b"x")
+    asked: list[Callable[[], Any]] = [
+        lambda: run.read("a"),
+        lambda: run.names("a"),
+        lambda: run.folders(),
+        lambda: run.file_sizes("a"),
+        lambda: run.create("a", b""),
+        lambda: run.replace("a", b""),
+        lambda: run.delete("a"),
+        lambda: run.delete_folder("a"),
+        lambda: run.abandon_uploads(),
+        lambda: nowhere.run_names(),
+        lambda: find_resume_point(run),
+        lambda: run_filesystem(run, 1).get_file_info(f"{run.path}/ckpt"),
+        lambda: run_filesystem(run, 1).handler.download_folder(f"{run.path}/ckpt", str(tmp_path / "target")),
+        lambda: run_filesystem(run, 1).handler.upload_folder(str(tmp_path), f"{run.path}/ckpt"),
+    ]
+    for ask in asked:
+        with pytest.raises(StorageFaultError, match="no such bucket") as refused:
+            ask()
+        assert refused.value.permanent
+        assert "s3://no-such-bucket/runs" in str(refused.value)
+
+
+@on_s3
+def test_wrong_keys_are_said_at_once_and_are_not_in_the_message(run: RetryingStore, proxy: FaultProxy) -> None:
+    proxy.allow_keys({"AKIA" + "Z" * 16})
+    for ask in (lambda: run.read("a"), lambda: run.delete("a"), lambda: run.create("a", b"")):
+        proxy.reset_counters()
+        with pytest.raises(StorageFaultError) as refused:
+            ask()
+        assert (refused.value.kind, refused.value.permanent) == ("credentials", True)
+        assert len(proxy.requests) == 1, "repeated"
+        assert ACCESS_KEY not in str(refused.value)
+        assert "secret-of-the-tests" not in str(refused.value)
+
+
+def test_a_package_of_fsspec_that_is_missing_is_named() -> None:
+    storage = open_storage(FsspecStorageSettings(url="gs://my-bucket/runs"))
+    with pytest.raises(ConfigurationError, match=r"fsspec cannot open gs:// here.*gcsfs"):
+        storage.run("mnist").read("a")
+
+
+# Ambient credentials
+
+OLD, NEW = "AKIA" + "O" * 16, "AKIA" + "N" * 16
+
+
+@pytest.fixture
+def ambient(
+    s3_settings: S3StorageSettings, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RetryingStore]:
+    """A run directory reached with the credentials of the environment, which hold the old key."""
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", OLD)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    proxy.allow_keys({OLD})
+    settings = S3StorageSettings(
+        bucket_path=s3_settings.bucket_path, endpoint_url=s3_settings.endpoint_url, region="us-east-1"
+    )
+    return open_storage(settings).run(f"run-{uuid.uuid4().hex[:12]}")
+
+
+def test_credentials_of_the_environment_are_read_anew_when_they_are_refused(
+    ambient: RetryingStore, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {f"ckpt/{number}": b"%d" % number for number in range(12)}
+    for name, data in files.items():
+        ambient.create(name, data)
+    ambient.delete("ckpt/none")
+    proxy.allow_keys({NEW})
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", NEW)
+    # Many transfers find out at the same time, and one reads them.
+    client = client_of(ambient)
+    client.download([TransferFile(str(tmp_path / name), f"{ambient.path}/{name}", len(files[name])) for name in files])
+    assert {f"ckpt/{name}": data for name, data in read_tree(tmp_path / "ckpt").items()} == files
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ambient.read, files)) == list(files.values())
+
+
+def test_credentials_that_stay_wrong_are_not_read_anew_again_and_again(
+    ambient: RetryingStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ambient.create("a", b"x")
+    proxy.allow_keys({NEW})
+    for requests in (2, 1, 1):
+        proxy.reset_counters()
+        with pytest.raises(StorageFaultError, match="credentials"):
+            ambient.read("a")
+        assert len(proxy.requests) == requests
+
+
+# Streams
+
+
+@on_all_storages
+def test_a_stream_becomes_a_file_when_it_is_closed(run: RetryingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_filesystem, "_SPOOL_BYTES", 1000)
+    begin(run)
+    filesystem = run_filesystem(run, 1)
+    filesystem.create_dir(f"{run.path}/ckpt")
+    data = os.urandom(10_000)
+    with filesystem.open_output_stream(f"{run.path}/ckpt/model.pt") as stream:
+        for start in range(0, len(data), 777):
+            stream.write(data[start : start + 777])
+        assert stream.tell() == len(data)
+        assert not run.file_sizes("ckpt")
+        assert run.names("ckpt") == []
+        assert filesystem.get_file_info(fs.FileSelector(f"{run.path}/ckpt", allow_not_found=True)) == []
+    assert content(run, "ckpt") == {"model.pt": data}
+    with filesystem.open_output_stream(f"{run.path}/ckpt/model.pt") as stream:
+        stream.write(b"anew")
+    assert content(run, "ckpt") == {"model.pt": b"anew"}
+
+
+@on_all_storages
+def test_a_stream_that_is_dropped_writes_nothing(run: RetryingStore) -> None:
+    begin(run)
+    filesystem = run_filesystem(run, 1)
+    filesystem.create_dir(f"{run.path}/ckpt")
+    stream = filesystem.open_output_stream(f"{run.path}/ckpt/model.pt")
+    stream.write(b"half")
+    del stream
+    assert not run.file_sizes("ckpt")
+    if not isinstance(run.inner, ObjectRunStore):
+        assert os.listdir(f"{run.path}/ckpt") == []
+
+
+@on_all_storages
+def test_a_file_is_read_anywhere_and_in_pieces(run: RetryingStore) -> None:
+    data = os.urandom(100_000)
+    run.create("ckpt/model.pt", data)
+    filesystem = run_filesystem(run, 1)
+    with filesystem.open_input_file(f"{run.path}/ckpt/model.pt") as file:
+        assert file.size() == len(data)
+        assert file.read(10) == data[:10]
+        file.seek(50_000)
+        assert (file.tell(), file.read(20)) == (50_000, data[50_000:50_020])
+        assert file.read_at(7, 99_990) == data[99_990:99_997]
+        file.seek(-5, 2)
+        assert file.read() == data[-5:]
+        assert file.read() == b""
+    with filesystem.open_input_stream(f"{run.path}/ckpt/model.pt") as stream:
+        assert b"".join(iter(lambda: stream.read(7_777), b"")) == data
+    with pytest.raises(FileNotFoundError):
+        filesystem.open_input_file(f"{run.path}/ckpt/missing").read()
+
+
+@on_all_storages
+def test_files_and_folders_are_described_as_pyarrow_expects(run: RetryingStore) -> None:
+    for name in ("ckpt/model.pt", "ckpt/rank-0/a", "ckpt/rank-0/b/c"):
+        run.create(name, b"123")
+    begin(run)
+    filesystem, base = run_filesystem(run, 1), f"{run.path}/ckpt"
+    kinds = [info.type for info in filesystem.get_file_info([base, f"{base}/model.pt", f"{base}/none", run.path])]
+    assert kinds == [fs.FileType.Directory, fs.FileType.File, fs.FileType.NotFound, fs.FileType.Directory]
+    assert filesystem.get_file_info(f"{base}/model.pt").size == 3
+
+    def found(**options: Any) -> dict[str, Any]:
+        selector = fs.FileSelector(base, **options)
+        return {
+            info.path.removeprefix(f"{base}/"): info.type == fs.FileType.File
+            for info in filesystem.get_file_info(selector)
+        }
+
+    assert found() == {"model.pt": True, "rank-0": False}
+    assert found(recursive=True) == {
+        "model.pt": True,
+        "rank-0": False,
+        "rank-0/a": True,
+        "rank-0/b": False,
+        "rank-0/b/c": True,
+    }
+    with pytest.raises(FileNotFoundError):
+        filesystem.get_file_info(fs.FileSelector(f"{run.path}/none"))
+    assert filesystem.get_file_info(fs.FileSelector(f"{run.path}/none", allow_not_found=True)) == []
+
+
+@on_object_stores
+def test_what_an_object_store_cannot_do_is_refused_in_words(run: RetryingStore) -> None:
+    begin(run)
+    filesystem = run_filesystem(run, 1)
+    for refused in (
+        lambda: filesystem.move(f"{run.path}/a", f"{run.path}/b"),
+        lambda: filesystem.open_append_stream(f"{run.path}/a"),
+    ):
+        with pytest.raises(NotImplementedError, match="an object store cannot"):
+            refused()
+    for path in (run.path, f"{run.path}/{layout.STATE_FOLDER}", "elsewhere"):
+        with pytest.raises(ElasticTrainError, match="refused to delete"):
+            filesystem.delete_dir(path)
+    run.create("ckpt/a", b"x")
+    filesystem.copy_file(f"{run.path}/ckpt/a", f"{run.path}/ckpt/b")
+    assert content(run, "ckpt") == {"a": b"x", "b": b"x"}
+    filesystem.delete_file(f"{run.path}/ckpt/a")
+    assert content(run, "ckpt") == {"b": b"x"}
+
+
+@on_object_stores
+def test_a_reader_changes_nothing(run: RetryingStore) -> None:
+    run.create("ckpt/a", b"x")
+    reader = fs.PyFileSystem(ObjectFilesystem(client_of(run)))
+    with reader.open_input_file(f"{run.path}/ckpt/a") as file:
+        assert file.read() == b"x"
+    for change in (
+        lambda: reader.delete_file(f"{run.path}/ckpt/a"),
+        lambda: reader.delete_dir(f"{run.path}/ckpt"),
+        lambda: reader.open_output_stream(f"{run.path}/ckpt/b"),
+        lambda: reader.create_dir(f"{run.path}/ckpt/c"),
+        lambda: reader.move(f"{run.path}/ckpt/a", f"{run.path}/b"),
+    ):
+        with pytest.raises(NotImplementedError, match="changes nothing"):
+            change()
+    assert content(run, "ckpt") == {"a": b"x"}
+    assert pickle.loads(pickle.dumps(reader)) == reader
+    assert reader != fs.PyFileSystem(ObjectFilesystem(open_client(FsspecStorageSettings(url="memory://other/runs"))))
+
+
+# What the run directory is for
+
+
+@on_all_storages
+def test_ray_commits_resumes_and_keeps_so_many_checkpoints(run: RetryingStore) -> None:
+    first = Ray(run, begin(run).attempt, num_to_keep=1).start()
+    first.report("a", loss=0.5)
+    first.report("b", loss=0.25)
+    assert all_commits(run) == [(1, 1), (1, 2)]
+    assert [name for name in run.folders() if run.file_sizes(name)] == [layout.STATE_FOLDER, "b"]
+    interrupted = first.upload("c", {"model.pt": b"half"})
+    assert interrupted.path == f"{run.path}/c"
+    begun = begin(run)
+    second = Ray(run, begun.attempt, num_to_keep=1).start()
+    assert second.latest == begun.point.checkpoint == "b"
+    assert remove_interrupted_uploads(run, begun.attempt) == ["c"]
+    with pytest.raises(FencedOffError):
+        first.report("d")
+    second.report("c")
+    assert (find_resume_point(run).base, find_resume_point(run).checkpoint) == ((2, 1), "c")
+    assert run.file_sizes("c") == {"model.pt": 1, "rank-0/optim.pt": 2}
+    assert [mark.checkpoint for mark in marks(run)] == ["c"]
+
+
+@on_s3
+def test_a_commit_whose_answer_was_lost_is_made_once(run: RetryingStore, proxy: FaultProxy) -> None:
+    training = Training(run, begin(run).attempt)
+    training.upload("a")
+    proxy.lose_answer_of("PUT", layout.COMMITS)
+    training.commit("a")
+    assert proxy.faults_given == {"lost_answer": 1}
+    assert all_commits(run) == [(1, 1)]
+    # A controller that starts again, as after a crash, goes on from there.
+    log = CommitLog(run, 1)
+    training.log = log
+    training.report("b")
+    assert all_commits(run) == [(1, 1), (1, 2)]
+
+
+@on_all_storages
+def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(storage: Storage, run: RetryingStore) -> None:
+    name = f"base-{uuid.uuid4().hex[:8]}"
+    base = storage.run(name)
+    training = Training(base, begin(base, claim(name=name)).attempt)
+    training.upload("a", {"model.pt": b"weights", "rank-0/optim.pt": b"12"})
+    training.commit("a", {"acc": 0.5})
+    begun = begin(run, claim(resume_from=name), seed=lambda: copy_checkpoint(storage, name, run))
+    assert begun.point.checkpoint == f"from-{name}-a"
+    assert content(run, begun.point.checkpoint) == {"model.pt": b"weights", "rank-0/optim.pt": b"12"}
+
+
+# On a disk
+
+
+@pytest.fixture
+def on_disk(disk: Storage) -> RetryingStore:
+    """A run on a disk whose first attempt holds the fence, with an empty checkpoint folder."""
+    run = disk.run("mnist")
+    begin(run)
+    run_filesystem(run, 1).create_dir(f"{run.path}/ckpt")
+    return run
+
+
+class Failing:
+    """A function that fails so many times, before or after it has done its work."""
+
+    def __init__(self, real: Any, number: int, times: int, after: bool = False) -> None:
+        self.real, self.number, self.times, self.after, self.calls = real, number, times, after, 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls > self.times:
+            return self.real(*arguments, **options)
+        if self.after:
+            self.real(*arguments, **options)
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def _upload_files(run: RetryingStore, source: Path) -> None:
+    run_filesystem(run, 1).handler.upload_folder(str(source), f"{run.path}/ckpt")
+
+
+def _write_stream(run: RetryingStore, source: Path) -> None:
+    with run_filesystem(run, 1).open_output_stream(f"{run.path}/ckpt/model.pt") as stream:
+        stream.write((source / "model.pt").read_bytes())
+
+
+FAILING = [
+    ("shutil.copyfile", _upload_files),
+    ("os.replace", _upload_files),
+    ("os.open", _upload_files),
+    ("os.pwrite", _write_stream),
+    ("os.replace", _write_stream),
+]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+@pytest.mark.parametrize(("function", "write"), FAILING, ids=lambda value: getattr(value, "__name__", value))
+def test_a_passing_error_of_the_disk_is_absorbed(
+    on_disk: RetryingStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    write: Callable[[RetryingStore, Path], None],
+    number: int,
+) -> None:
+    write_tree(tmp_path, {"model.pt": b"weights"})
+    module, _, name = function.partition(".")
+    real = getattr({"os": os, "shutil": __import__("shutil")}[module], name)
+    failing = Failing(real, number, times=2)
+    if function == "os.open":  # the folder of the file, which the run filesystem opens first
+        run_filesystem(on_disk, 1)
+        from prefect_elastic_train.filesystems import local_filesystem
+
+        failing.real = local_filesystem.open_folder
+        monkeypatch.setattr(local_filesystem, "open_folder", failing)
+    else:
+        monkeypatch.setattr(function, failing)
+    write(on_disk, tmp_path)
+    assert failing.calls >= 3
+    monkeypatch.undo()
+    assert read_tree(Path(on_disk.path, "ckpt")) == {"model.pt": b"weights"}, "or a temporary file is left"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["ENOSPC", "EDQUOT"])
+@pytest.mark.parametrize(("function", "write"), FAILING[:2] + FAILING[3:4], ids=lambda v: getattr(v, "__name__", v))
+def test_a_full_disk_is_told_at_once_and_leaves_nothing(
+    on_disk: RetryingStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    write: Callable[[RetryingStore, Path], None],
+    number: int,
+) -> None:
+    write_tree(tmp_path, {"model.pt": b"weights"})
+    module, _, name = function.partition(".")
+    failing = Failing(getattr({"os": os, "shutil": __import__("shutil")}[module], name), number, times=100)
+    monkeypatch.setattr(function, failing)
+
+    def fail_and_drop() -> None:
+        filesystem = run_filesystem(on_disk, 1)
+        if write is _upload_files:
+            _upload_files(on_disk, tmp_path)
+        else:
+            stream = filesystem.open_output_stream(f"{on_disk.path}/ckpt/model.pt")
+            stream.write(b"weights")
+
+    with pytest.raises(StorageFaultError, match="no space") as told:
+        fail_and_drop()
+    monkeypatch.undo()
+    assert (told.value.kind, told.value.permanent, failing.calls) == ("no space", True, 1)
+    assert f"{on_disk.path}/ckpt/model.pt" in str(told.value)
+    del told  # with it, the stream
+    gc.collect()
+    assert os.listdir(f"{on_disk.path}/ckpt") == []
+
+
+@pytest.mark.parametrize(
+    ("function", "after"),
+    [("os.link", False), ("os.link", True), ("os.fsync", False)],
+    ids=["link", "link, after", "fsync"],
+)
+def test_a_creation_that_a_mount_failed_at_is_tried_again_and_counts_once(
+    on_disk: RetryingStore, monkeypatch: pytest.MonkeyPatch, function: str, after: bool
+) -> None:
+    failing = Failing(getattr(os, function.partition(".")[2]), errno.EIO, times=1, after=after)
+    monkeypatch.setattr(function, failing)
+    assert on_disk.create("a/b.json", b"mine")
+    assert failing.calls >= 2 - after
+    assert not on_disk.create("a/b.json", b"yours")
+    assert os.listdir(f"{on_disk.path}/a") == ["b.json"]
+
+
+@on_a_disk
+def test_what_a_crash_left_half_written_is_no_part_of_a_checkpoint(run: RetryingStore) -> None:
+    training = Training(run, begin(run).attempt)
+    training.upload("a", {"model.pt": b"12345"})
+    Path(run.path, "a", ".tmp-0123").write_bytes(b"half")
+    assert training.commit("a").manifest == {"a": {"model.pt": 5}}
+    found = run_filesystem(run, 1).get_file_info(fs.FileSelector(f"{run.path}/a"))
+    assert [info.base_name for info in found] == ["model.pt"]
+    assert run.file_sizes("a") == {"model.pt": 5}
+
+
+def test_a_machine_that_does_not_see_the_attempt_is_told_that_the_directory_is_not_shared(
+    disk: Storage, tmp_path: Path
+) -> None:
+    begin(disk.run("mnist"))
+    elsewhere = open_storage(disk.settings.model_copy(update={"path": str(tmp_path)})).run("mnist")
+    (tmp_path / "model.pt").write_bytes(b"x")
+    with pytest.raises(StorageFaultError, match="does not see attempt 1") as told:
+        run_filesystem(elsewhere, 1).create_dir(f"{elsewhere.path}/ckpt")
+    assert (told.value.kind, told.value.permanent) == ("not shared", True)
