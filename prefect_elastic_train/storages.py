@@ -109,13 +109,13 @@ class S3StorageSettings(_StorageSettings):
         text = value.strip().removeprefix("s3://").removeprefix("s3a://").strip("/")
         if "://" in text:
             raise ValueError(
-                f"{value!r} is a URL of another store; S3Storage takes bucket/prefix or s3://bucket/prefix"
+                f"{_without_user(value)!r} is a URL of another store; S3Storage takes bucket/prefix or s3://bucket/prefix"
             )
         parts = text.split("/")
         if not _BUCKET.fullmatch(parts[0]):
-            raise ValueError(f"expected bucket/prefix such as my-bucket/runs, got {value!r}")
+            raise ValueError(f"expected bucket/prefix such as my-bucket/runs, got {_without_user(value)!r}")
         if any(part in ("", ".", "..") for part in parts):
-            raise ValueError(f"the prefix must not have empty parts, '.' or '..', got {value!r}")
+            raise ValueError(f"the prefix must not have empty parts, '.' or '..', got {_without_user(value)!r}")
         return text
 
     @field_validator("endpoint_url")
@@ -223,4 +223,4 @@ StorageSettings = LocalStorageSettings | S3StorageSettings | FsspecStorageSettin
 
 def _without_user(url: str) -> str:
     """Give a URL without what may be a password in it."""
-    return re.sub(r"//[^/@\s]*@", "//***@", url)
+    return re.sub(r"[^/\s]*@", "***@", url)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prefect.exceptions import ObjectNotFound
+
 from prefect_elastic_train.blocks.storage import FsspecStorage, LocalStorage, S3Storage
 from prefect_elastic_train.config import plain
 from prefect_elastic_train.outcomes import ConfigurationError
@@ -42,8 +44,9 @@ def load_storage(name: str) -> StorageBlock:
             found.append(kind.load(short, _sync=True))  # type: ignore[call-arg, arg-type]
         except ConfigurationError:
             raise
-        except ValueError:  # there is none of this type
-            continue
+        except ValueError as error:
+            if not isinstance(error.__cause__, ObjectNotFound):  # such as that there is no API to ask
+                raise ConfigurationError(f"cannot load storage block {name!r}: {error}") from error
     if len(found) == 1:
         return found[0]
     if found:

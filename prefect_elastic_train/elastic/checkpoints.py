@@ -148,7 +148,11 @@ def _lock_filled(folder: str, fill: Callable[[str], None]) -> int | None:
             if _try_lock(lock, fcntl.LOCK_EX) and _is_still(lock, f"{folder}.lock") and not whole.exists():
                 shutil.rmtree(folder, ignore_errors=True)  # of one that died while it filled it
                 os.makedirs(folder, mode=0o700)
-                fill(folder)
+                try:
+                    fill(folder)
+                except BaseException:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
                 whole.touch()
             # Between the two locks, or while this one waits, a last reader may remove it all.
             if _try_lock(lock, fcntl.LOCK_SH) and _is_still(lock, f"{folder}.lock") and whole.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,8 +16,23 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 
-from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
+from prefect_elastic_train import (
+    CheckpointPolicy,
+    ElasticScaling,
+    FailureBudget,
+    LocalStorage,
+    RayCluster,
+    S3Storage,
+    checkpoint_directory,
+)
+from prefect_elastic_train.blocks.lookup import storage_named
+from prefect_elastic_train.filesystems.opening import open_storage
+from prefect_elastic_train.runs.layout import ended_name
+from prefect_elastic_train.runs.reading import newest_commit
+from prefect_elastic_train.runs.snapshots import checkpoint_names
+from tests.support.buckets import BUCKET
 from tests.support.processes import ROOT, wait_for
+from tests.support.s3 import MotoServer
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -145,6 +161,43 @@ def test_deployments_run_with_blocks_by_reference_import_path_and_config(
     assert ended.state.type == StateType.COMPLETED, (served / "serve.log").read_text()[-3000:]
     runs = list((tmp_path / "runs").iterdir())
     assert [folder.name for folder in runs] == [f"train-{str(run.id)[:8]}"]
+
+
+def test_a_deployment_takes_a_bucket_by_reference_and_its_result_reads_from_it(
+    client: SyncPrefectClient, served: Path, tmp_path: Path
+) -> None:
+    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    with MotoServer() as moto:
+        moto.create_bucket(BUCKET)
+        storage = S3Storage(
+            bucket_path=f"{BUCKET}/runs",
+            endpoint_url=moto.endpoint_url,
+            region="us-east-1",
+            access_key_id="AKIATEST",
+            secret_access_key="a-secret",
+        )
+        storage.save("bucket", overwrite=True)
+        run = client.create_flow_run_from_deployment(
+            deployment,
+            parameters={
+                "train_loop": "tests.support.loops:counting_loop",
+                "train_loop_config": {"steps": 3},
+                "framework": "none",
+                "storage": {"$ref": {"block_document_id": str(storage._block_document_id)}},
+            },
+        )
+        ended = _end_of(client, run, 180)
+        assert ended.state is not None
+        assert ended.state.type == StateType.COMPLETED, (served / "serve.log").read_text()[-3000:]
+        loaded = storage_named("bucket")
+        assert open_storage(loaded).run_names() == [f"train-{str(run.id)[:8]}"]
+        commit = newest_commit(open_storage(loaded).run(f"train-{str(run.id)[:8]}"))
+        assert commit is not None
+        uri = f"s3://{BUCKET}/runs/train-{str(run.id)[:8]}/{checkpoint_names(commit.snapshot)[-1]}"
+        ended_record = json.loads(open_storage(loaded).run(f"train-{str(run.id)[:8]}").read(ended_name(1)) or b"")
+        assert ended_record["result"]["storage_block"] == "training-storage-s3/bucket"
+        with checkpoint_directory(uri, "training-storage-s3/bucket") as directory:
+            assert json.loads((directory / "step.json").read_text()) == {"step": 3}
 
 
 def test_server_refuses_bad_parameters_of_a_deployment(client: SyncPrefectClient, served: Path) -> None:

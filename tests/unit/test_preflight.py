@@ -1,0 +1,219 @@
+"""Trying a storage before training: what is found, how it is said, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from prefect_elastic_train.filesystems import preflight as preflight_module
+from prefect_elastic_train.filesystems.opening import Storage
+from prefect_elastic_train.filesystems.preflight import PREFIX, preflight
+from prefect_elastic_train.outcomes import ConfigurationError, StorageFaultError
+from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from tests.support.s3 import WRITES, FaultProxy, MotoServer, Which
+
+on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
+
+
+def _left(storage: Storage) -> list[str]:
+    """Give all that is left of the trials."""
+    found = storage.folder(storage.settings.root).file_sizes("") or {}
+    return [name for name in found if name.startswith(PREFIX)]
+
+
+@on_all_storages
+def test_a_storage_that_is_fit_passes_from_each_machine_and_nothing_is_left(storage: Storage) -> None:
+    storage.run("mnist").replace("a", b"x")
+    with preflight(storage.settings) as probe:
+        for machine in ("node-1", "node-2"):
+            pickle.loads(pickle.dumps(probe)).try_from(machine)
+        assert len(_left(storage)) == 1, "a machine left something"
+        assert not any(name.startswith(PREFIX) for name in storage.run_names()), "taken for a run"
+    assert _left(storage) == []
+    assert "mnist" in storage.run_names()
+    assert storage.run("mnist").read("a") == b"x"
+
+
+def test_a_directory_that_does_not_exist_is_made(tmp_path: Path) -> None:
+    with preflight(LocalStorageSettings(path=str(tmp_path / "new" / "runs"))):
+        pass
+    assert list((tmp_path / "new" / "runs").iterdir()) == []
+
+
+def test_drivers_may_try_at_the_same_time(disk: Storage) -> None:
+    with preflight(disk.settings) as first, preflight(disk.settings) as second:
+        first.try_from("node")
+        second.try_from("node")
+    assert os.listdir(disk.settings.root) == []
+
+
+def test_a_file_in_the_place_of_the_directory_is_said(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_bytes(b"x")
+    with pytest.raises(OSError, match=f"{tmp_path}/runs"), preflight(LocalStorageSettings(path=str(tmp_path / "runs"))):
+        pass
+    assert (tmp_path / "runs").read_bytes() == b"x"
+
+
+def test_a_directory_that_may_not_be_written_is_said_with_what_to_do() -> None:
+    # Not even root may write there.
+    with (
+        pytest.raises(StorageFaultError) as refused,
+        preflight(LocalStorageSettings(path="/sys/elastic-train-runs")),
+    ):
+        pass
+    assert (refused.value.kind, refused.value.permanent) == ("read-only", True)
+    assert "/sys/elastic-train-runs" in str(refused.value)
+    assert "give this user write permission, or another path" in str(refused.value)
+
+
+def test_a_machine_that_does_not_see_the_directory_is_named(disk: Storage, tmp_path: Path) -> None:
+    elsewhere = disk.settings.model_copy(update={"path": str(tmp_path)})
+    with preflight(disk.settings) as probe:
+        there = dataclasses.replace(probe, settings=elsewhere)
+        with pytest.raises(StorageFaultError, match="node-7 does not see what the driver has written") as refused:
+            there.try_from("node-7")
+    assert (refused.value.kind, refused.value.permanent) == ("not shared", True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_that_looks_after_the_end_is_told_nothing_good(disk: Storage) -> None:
+    with preflight(disk.settings) as probe:
+        pass
+    with pytest.raises(StorageFaultError):
+        probe.try_from("late")
+    assert os.listdir(disk.settings.root) == []
+
+
+class Careless(MemoryFileSystem):  # type: ignore[misc]
+    """A store that overwrites what it is told to create."""
+
+    protocol = "careless"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        super().pipe_file(path, value, **options)
+
+
+class Forgetful(MemoryFileSystem):  # type: ignore[misc]
+    """A store that loses what it is told to keep."""
+
+    protocol = "forgetful"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        pass
+
+
+class Hiding(MemoryFileSystem):  # type: ignore[misc]
+    """A store whose listings come late."""
+
+    protocol = "hiding"
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        return []
+
+
+class Stubborn(MemoryFileSystem):  # type: ignore[misc]
+    """A store that keeps the first that it is given."""
+
+    protocol = "stubborn"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if mode == "create" or not self.exists(path):
+            super().pipe_file(path, value, mode, **options)
+
+
+class Hoarding(MemoryFileSystem):  # type: ignore[misc]
+    """A store that deletes nothing."""
+
+    protocol = "hoarding"
+
+    def rm_file(self, path: str) -> None:
+        pass
+
+
+UNFIT = {
+    Careless: "an object that exists is created again, so that two drivers could take one run",
+    Forgetful: "what was written is not read back",
+    Hiding: "what was written is not listed",
+    Stubborn: "what was written anew is not read back",
+    Hoarding: "what was deleted is still read",
+}
+
+
+@pytest.fixture
+def unfit(request: pytest.FixtureRequest) -> Iterator[FsspecStorageSettings]:
+    """A storage in a store that does not do what a run needs."""
+    kind: type[MemoryFileSystem] = request.param
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    yield FsspecStorageSettings(url=f"{kind.protocol}://bucket-{uuid.uuid4().hex}/runs")
+    MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize(("unfit", "says"), UNFIT.items(), indirect=["unfit"], ids=lambda value: "")
+def test_a_store_that_does_not_do_what_a_run_needs_is_refused(unfit: FsspecStorageSettings, says: str) -> None:
+    with pytest.raises(StorageFaultError) as refused, preflight(unfit) as probe:
+        probe.try_from("node")
+    assert (refused.value.kind, refused.value.permanent) == ("unfit", True)
+    assert says in str(refused.value)
+    assert unfit.url in str(refused.value)
+    assert "To go on, use a" in str(refused.value)
+
+
+def test_a_store_without_its_package_is_refused_with_the_package() -> None:
+    with pytest.raises(ConfigurationError, match="gcsfs"), preflight(FsspecStorageSettings(url="gs://my-bucket/runs")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [({"bucket_path": "no-such-bucket/runs"}, "no such bucket"), ({"access_key_id": "AKIA" + "Z" * 16}, "credentials")],
+    ids=["bucket", "keys"],
+)
+def test_a_wrong_bucket_and_wrong_keys_are_said_at_once(
+    s3_settings: S3StorageSettings, proxy: FaultProxy, changed: dict[str, str], kind: str
+) -> None:
+    proxy.allow_keys({s3_settings.access_key_id.get_secret_value()})
+    settings = S3StorageSettings(**{**dict(s3_settings), **changed})
+    with pytest.raises(StorageFaultError) as refused, preflight(settings):
+        pass
+    assert (refused.value.kind, refused.value.permanent) == (kind, True)
+    assert settings.uri in str(refused.value)
+    assert len(proxy.requests) <= 4, "asked again and again"
+
+
+def test_keys_that_may_only_read_are_refused_and_nothing_is_left(
+    s3: Storage, server: MotoServer, proxy: FaultProxy
+) -> None:
+    proxy.refuse("AccessDenied", when=Which(WRITES))
+    with pytest.raises(StorageFaultError, match="credentials"), preflight(s3.settings):
+        pass
+    proxy.calm()
+    assert _left(s3) == []
+
+
+def test_a_store_that_is_away_is_said_after_some_seconds_and_not_after_minutes(
+    s3: Storage, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert preflight_module._RETRY_SECONDS <= 15
+    monkeypatch.setattr(preflight_module, "_RETRY_SECONDS", 0.5)
+    with proxy.outage("refuse"), pytest.raises(StorageFaultError) as refused, preflight(s3.settings):
+        pass
+    assert (refused.value.kind, refused.value.permanent) == ("connection", False)
+    assert "Is it up and reachable from this machine?" in str(refused.value)
+
+
+def test_a_store_that_makes_some_trouble_passes(s3: Storage, proxy: FaultProxy) -> None:
+    proxy.faults(rate=0.3, stall_seconds=0.1, seed=3)
+    with preflight(s3.settings) as probe:
+        probe.try_from("node")
+    proxy.calm()
+    assert _left(s3) in ([], [f"{PREFIX}{probe.id}/driver"]), "more than the one deletion at the end was given up"
+    s3.folder(s3.settings.root).delete_folder(f"{PREFIX}{probe.id}")

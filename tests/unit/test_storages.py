@@ -1,0 +1,178 @@
+"""Storages as a person names them, and secrets that no text of theirs holds."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from prefect_elastic_train import FsspecStorage, LocalStorage, S3Storage
+from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, load_storage, plain_storage, storage_named
+from prefect_elastic_train.filesystems.objects import open_client
+from prefect_elastic_train.filesystems.opening import open_storage
+from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+
+SECRET = "hush-hush-hush"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("/mnt/runs", LocalStorageSettings(path="/mnt/runs")),
+        ("file:///mnt/runs", LocalStorageSettings(path="/mnt/runs")),
+        ("s3://my-bucket/runs/", S3StorageSettings(bucket_path="my-bucket/runs")),
+        ("s3a://my-bucket/runs", S3StorageSettings(bucket_path="my-bucket/runs")),
+        ("s3://my-bucket", S3StorageSettings(bucket_path="my-bucket")),
+        ("gs://my-bucket/runs", FsspecStorageSettings(url="gs://my-bucket/runs")),
+        ("abfs://container/runs/", FsspecStorageSettings(url="abfs://container/runs")),
+    ],
+)
+def test_a_directory_and_a_url_name_a_storage_with_the_ambient_credentials(text: str, settings: Any) -> None:
+    assert storage_named(text) == settings
+
+
+def test_relative_directories_are_those_of_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert storage_named("./runs") == LocalStorageSettings(path=str(tmp_path / "runs"))
+    assert storage_named("..") == LocalStorageSettings(path=str(tmp_path.parent))
+    assert storage_named("~/runs") == LocalStorageSettings(path="/home/ada/runs")
+
+
+@pytest.mark.parametrize("text", ["s3://", "s3://my-bucket//runs", "gs://", "file://\0"])
+def test_a_url_that_names_no_storage_is_refused_with_what_was_typed(text: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        storage_named(text)
+    assert repr(text) in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["prod", "training-storage-s3/prod"])
+def test_a_name_that_cannot_be_looked_up_is_refused_with_why(text: str) -> None:
+    # No Prefect API is configured here: that is not the same as a name that nobody has saved.
+    with pytest.raises(ConfigurationError, match="cannot load storage block") as refused:
+        storage_named(text)
+    assert repr(text) in str(refused.value)
+    assert "API" in str(refused.value)
+    assert "there is none" not in str(refused.value)
+
+
+def test_a_type_of_storage_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        load_storage("training-storage-tape/prod")
+    for kind in STORAGE_TYPES:
+        assert kind.get_block_type_slug() in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "root", "uri"),
+    [
+        (LocalStorageSettings(path="/mnt/runs"), "/mnt/runs", "/mnt/runs"),
+        (S3StorageSettings(bucket_path="s3://my-bucket/runs"), "my-bucket/runs", "s3://my-bucket/runs"),
+        (FsspecStorageSettings(url="gs://my-bucket/runs/"), "my-bucket/runs", "gs://my-bucket/runs"),
+    ],
+)
+def test_a_run_is_below_its_storage(settings: Any, root: str, uri: str) -> None:
+    assert (settings.root, settings.uri) == (root, uri)
+    run = open_storage(settings).run("mnist")
+    assert (run.path, run.uri) == (f"{root}/mnist", f"{uri}/mnist")
+
+
+def test_each_block_gives_its_own_plain_settings() -> None:
+    keys = {"access_key_id": "AKIA", "secret_access_key": SECRET}
+    assert plain_storage(LocalStorage(path="/runs")) == LocalStorageSettings(path="/runs")
+    assert plain_storage(S3Storage(bucket_path="my-bucket", **keys)) == S3StorageSettings(
+        bucket_path="my-bucket", **keys
+    )
+    options = {"options": {"project": "p"}, "secret_options": f'{{"token": "{SECRET}"}}'}
+    assert plain_storage(FsspecStorage(url="gs://my-bucket/runs", **options)) == FsspecStorageSettings(
+        url="gs://my-bucket/runs", **options
+    )
+
+
+def test_what_is_opened_repeats_for_as_long_as_it_is_told() -> None:
+    settings = S3StorageSettings(bucket_path="my-bucket/runs", retry_seconds=77)
+    assert open_storage(settings).run("mnist").retries.seconds == 77
+    assert open_storage(settings, retry_seconds=5).run("mnist").retries.seconds == 5
+    run = open_storage(settings).run("mnist")
+    assert run.impatient(3).retries.seconds == 3
+    assert run.impatient(100).retries.seconds == 77
+    assert run.impatient(3).path == run.path
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"access_key_id": "AKIA"}, "access_key_id and secret_access_key belong together: give both, or neither"),
+        ({"secret_access_key": SECRET}, "access_key_id and secret_access_key belong together"),
+        ({"session_token": SECRET}, "a session_token belongs to an access_key_id"),
+        ({"access_key_id": "AKIA", "session_token": SECRET}, "belong together"),
+    ],
+)
+@pytest.mark.parametrize("kind", [S3Storage, S3StorageSettings])
+def test_half_of_the_credentials_is_refused(kind: Any, keys: dict[str, str], says: str) -> None:
+    with pytest.raises(ValidationError, match=says) as refused:
+        kind(bucket_path="my-bucket/runs", **keys)
+    assert SECRET not in str(refused.value)
+    assert not S3StorageSettings(bucket_path="my-bucket", access_key_id="AKIA", secret_access_key=SECRET).is_ambient
+    assert S3StorageSettings(bucket_path="my-bucket").is_ambient
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (S3Storage, {"bucket_path": "", "access_key_id": SECRET, "secret_access_key": SECRET}),
+        (S3Storage, {"bucket_path": "my-bucket", "secret_acces_key": SECRET}),
+        (S3Storage, {"bucket_path": "my-bucket", "secret_access_key": [SECRET]}),
+        (S3Storage, {"bucket_path": "my-bucket", "endpoint_url": f"https://ada:{SECRET}@minio:9000"}),
+        (S3Storage, {"bucket_path": "my-bucket", "endpoint_url": f"https://ada:p@{SECRET}@minio:9000"}),
+        (S3Storage, {"bucket_path": f"s3://AKIA:{SECRET}@my-bucket/runs"}),
+        (S3Storage, {"bucket_path": f"gs://ada:{SECRET}@my-bucket/runs"}),
+        (S3Storage, {"bucket_path": "my-bucket", "session_token": SECRET, "verify_tls": "perhaps"}),
+        (FsspecStorage, {"url": "gs://", "secret_options": f'{{"token": "{SECRET}"}}'}),
+        (FsspecStorage, {"url": "gs://my-bucket/runs", "secret_options": f'{{"token": "{SECRET}"'}),
+        (FsspecStorage, {"url": "gs://my-bucket/runs", "options": f'{{"token": "{SECRET}"'}),
+        (FsspecStorage, {"url": f"ftp:/ada:{SECRET}@host"}),
+        (FsspecStorage, {"url": f"FTP://ada:{SECRET}@host/runs"}),
+    ],
+)
+def test_no_refusal_shows_a_secret(kind: Any, values: dict[str, Any]) -> None:
+    for model in (kind, STORAGE_TYPES[kind]):
+        with pytest.raises(ValidationError) as refused:
+            model(**values)
+        if "options" in values:  # no secrets belong there, and the text is what helps
+            continue
+        assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        S3StorageSettings(
+            bucket_path="my-bucket", access_key_id=SECRET, secret_access_key=SECRET, session_token=SECRET
+        ),
+        FsspecStorageSettings(url="gs://my-bucket/runs", secret_options=f'{{"token": "{SECRET}"}}'),
+    ],
+    ids=["S3", "fsspec"],
+)
+def test_no_text_of_a_storage_holds_a_secret_and_a_copy_has_them_all(settings: Any) -> None:
+    storage = open_storage(settings)
+    run = storage.run("mnist")
+    for one in (settings, storage, run, run.retries, open_client(settings), settings.model_dump_json()):
+        assert SECRET not in repr(one)
+        assert SECRET not in str(one)
+    copy = pickle.loads(pickle.dumps(settings))
+    assert copy == settings
+    secrets = [value.get_secret_value() for value in dict(copy).values() if isinstance(value, SecretStr)]
+    assert all(SECRET in secret for secret in secrets)
+
+
+def test_secret_options_are_arguments_like_the_others() -> None:
+    settings = FsspecStorageSettings(
+        url="gs://my-bucket/runs", options={"project": "p"}, secret_options='{"token": {"a": 1}}'
+    )
+    assert settings.all_options == {"project": "p", "token": {"a": 1}}
+    assert FsspecStorageSettings(url="gs://my-bucket/runs").all_options == {}
