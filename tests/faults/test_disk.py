@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,3 +75,32 @@ def test_a_disk_that_takes_no_more_ends_the_training_at_once_and_a_retry_resumes
     assert outcome["state"] == "COMPLETED", again.log[-4000:]
     assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
     assert is_right(outcome["result"]["checkpoint_uri"])
+
+
+def test_a_node_that_does_not_share_the_directory_is_found_before_anything_starts(
+    start: Start, ledger: str, disk: SmallDisk, own_head: RayHead
+) -> None:
+    head = own_head
+    # A node as on a machine without the mount: in its view of the file system the directory is another one.
+    mount_another = f"mount -t tmpfs tmpfs {disk.path} && exec"
+    join = f"{sys.executable} -m ray.scripts.scripts start --address={head.address} --num-cpus=2 --block"
+    node = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", f"{mount_another} {join} --disable-usage-stats"],
+        env={**os.environ, **head.environment, "TEST_HEAD_MARK": head.mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: head.nodes() == 2, 60, "the second node")
+        flow = start(
+            **hash_training(ledger, storage=str(disk.path), cluster=head.block, failures={"driver_restarts": 3})
+        )
+        outcome = flow.wait(120)
+    finally:
+        node.kill()
+        node.wait(10)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "storage_error"), flow.log[-3000:]
+    assert "does not see what the driver has written there" in outcome["error"]
+    assert "mount the directory on all nodes" in outcome["error"]
+    assert list(disk.path.iterdir()) == [], "nothing has started, and nothing is left"

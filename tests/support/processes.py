@@ -304,12 +304,25 @@ class RayHead:
                 titles.append(" ".join(process.cmdline()))
         return [title for title in titles if "RayTrainWorker" in title or "TrainController" in title]
 
+    @property
+    def mark(self) -> str:
+        """What processes of the cluster have in their environment, as TEST_HEAD_MARK."""
+        return self._mark
+
+    def nodes(self) -> int:
+        """Give the number of nodes that live."""
+        return int(self._ask("sum(node['Alive'] for node in ray.nodes())"))
+
     def placement_groups(self) -> list[str]:
         """Give the states of the cluster's placement groups that are not removed."""
+        states: list[str] = self._ask("[g['state'] for g in ray.util.placement_group_table().values()]")
+        return [state for state in states if state != "REMOVED"]
+
+    def _ask(self, what: str) -> Any:
+        """Give what an expression is worth in a process that has joined the cluster."""
         code = (
-            f"import ray, json; ray.init(address={self.address!r}, log_to_driver=False, logging_level='ERROR'); "
-            "from ray.util import placement_group_table; "
-            "print(json.dumps([g['state'] for g in placement_group_table().values()]))"
+            f"import ray, ray.util, json; ray.init(address={self.address!r}, log_to_driver=False, "
+            f"logging_level='ERROR'); print(json.dumps({what}))"
         )
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -319,8 +332,7 @@ class RayHead:
             timeout=60,
             check=True,
         )
-        states: list[str] = json.loads(done.stdout.strip().splitlines()[-1])
-        return [state for state in states if state != "REMOVED"]
+        return json.loads(done.stdout.strip().splitlines()[-1])
 
     def kill(self) -> None:
         """Kill everything of the cluster at once, as a lost machine does."""
