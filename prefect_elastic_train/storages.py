@@ -213,9 +213,15 @@ class FsspecStorageSettings(_StorageSettings):
         return self.url
 
     @property
+    def hidden_options(self) -> dict[str, Any]:
+        """Those arguments of the fsspec filesystem that are secrets."""
+        options: dict[str, Any] = json.loads(self.secret_options.get_secret_value().strip() or "{}")
+        return options
+
+    @property
     def all_options(self) -> dict[str, Any]:
         """Arguments of the fsspec filesystem, secrets included."""
-        return {**self.options, **json.loads(self.secret_options.get_secret_value().strip() or "{}")}
+        return {**self.options, **self.hidden_options}
 
 
 StorageSettings = LocalStorageSettings | S3StorageSettings | FsspecStorageSettings

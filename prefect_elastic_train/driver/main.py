@@ -280,6 +280,9 @@ class _Driver:
                 _within(_LEAVE_SECONDS, self._release)
             if not stuck:
                 _within(_LEAVE_SECONDS, ray.shutdown)
+            if self._attempt:
+                # Workers may have begun another upload while they were told to end.
+                _within(_LEAVE_SECONDS, lambda: self._abandon_uploads(self._store.impatient(1.0)))
         self._output.close()
         # Threads of Ray or of the user's libraries may not keep a finished driver.
         sys.stdout.flush()

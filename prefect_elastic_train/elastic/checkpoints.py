@@ -7,6 +7,7 @@ streams of 64 MiB a file, repeats nothing, and cannot be configured.
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -125,7 +126,9 @@ def _shared_folder(name: str, fill: Callable[[str], None]) -> Iterator[str]:
     The first one fills it while the others wait, the last one removes it. The locks are the kernel's, so a process
     that dies holds none.
     """
-    folder = os.path.join(tempfile.gettempdir(), f"elastic-train-{os.getuid()}-{name}")
+    prefix = os.path.join(tempfile.gettempdir(), f"elastic-train-{os.getuid()}-")
+    folder = f"{prefix}{name}"
+    _remove_what_the_dead_left(prefix)
     lock = _lock_filled(folder, fill)
     if lock is None:  # whoever fills it takes too long, and may be stuck
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as own:
@@ -165,9 +168,19 @@ def _lock_filled(folder: str, fill: Callable[[str], None]) -> int | None:
     return None
 
 
+def _remove_what_the_dead_left(prefix: str) -> None:
+    """Remove folders that nobody reads any more: whoever was killed did not."""
+    for path in glob.glob(f"{glob.escape(prefix)}*.lock"):
+        try:
+            lock = os.open(path, os.O_RDWR)
+        except OSError:
+            continue
+        _remove_if_last(lock, path.removesuffix(".lock"))
+
+
 def _remove_if_last(lock: int, folder: str) -> None:
     try:
-        if _try_lock(lock, fcntl.LOCK_EX):
+        if _try_lock(lock, fcntl.LOCK_EX) and _is_still(lock, f"{folder}.lock"):
             Path(f"{folder}.whole").unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             Path(f"{folder}.lock").unlink(missing_ok=True)

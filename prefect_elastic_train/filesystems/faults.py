@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import errno
 import http.client
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,21 +30,29 @@ _BACK_OFF = tenacity.wait_random_exponential(multiplier=0.25, max=_MAX_PAUSE_SEC
 #: An operation that has failed for so long is told, and again after so long.
 _TELL_SECONDS = (3.0, 60.0)
 
-_TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
+_TRANSIENT_STATUS = {408, 429}
+#: Of the server's own errors, those that stay; all others pass, also those that only some proxy knows.
+_UNSUPPORTED_STATUS = {501, 505}
 #: Codes of S3 and its kin, whatever the HTTP status.
 _TRANSIENT_CODES = {
     "BadDigest",
+    "BandwidthLimitExceeded",
     "ConditionalRequestConflict",
+    "IDPCommunicationError",
     "IncompleteBody",
     "InternalError",
     "OperationAborted",
+    "PriorRequestNotComplete",
+    "RequestLimitExceeded",
+    "RequestThrottled",
     "RequestTimeout",
+    "RequestTimeoutException",
     "ServerBusy",
     "ServiceUnavailable",
     "SlowDown",
-    "Throttling",
-    "ThrottlingException",
     "TooManyRequests",
+    "TooManyRequestsException",
+    "TransactionInProgressException",
     "XAmzContentSHA256Mismatch",
 }
 _CREDENTIALS = (
@@ -62,6 +73,8 @@ _PERMANENT_CODES = {
     "AllAccessDisabled": _CREDENTIALS,
     "AuthorizationHeaderMalformed": _REGION,
     "ExpiredToken": _EXPIRED,
+    "ExpiredTokenException": _EXPIRED,
+    "RequestExpired": _EXPIRED,
     "IllegalLocationConstraintException": _REGION,
     "InvalidAccessKeyId": _CREDENTIALS,
     "InvalidToken": _CREDENTIALS,
@@ -75,13 +88,15 @@ _PERMANENT_CODES = {
 }
 _PERMANENT_STATUS = {301: _REGION, 401: _CREDENTIALS, 403: _CREDENTIALS, 507: _NO_SPACE}
 #: Not there, taken, or cut off: what that means is the caller's to say.
-_NO_FAULT_STATUS = {404, 409, 412, 416}
+_NO_FAULT_STATUS = {409, 412, 416}
+_NOT_THERE_CODES = {"", "404", "NoSuchKey", "NoSuchUpload", "NoSuchVersion", "NotFound", "BlobNotFound"}
 _TRANSIENT_ERRNO = {
     errno.EAGAIN,
     errno.EBUSY,
     errno.ECONNABORTED,
     errno.ECONNREFUSED,
     errno.ECONNRESET,
+    errno.EHOSTDOWN,
     errno.EHOSTUNREACH,
     errno.EINTR,
     errno.EIO,
@@ -103,6 +118,7 @@ _PERMANENT_ERRNO = {
 }
 #: Of HTTP clients, which are not imported for that: by the names of their exceptions, and of their packages.
 _TRANSIENT_NAMES = {
+    "ChecksumError",
     "ClientConnectionError",
     "ClientPayloadError",
     "ConnectTimeoutError",
@@ -111,6 +127,7 @@ _TRANSIENT_NAMES = {
     "CredentialRetrievalError",
     "EndpointConnectionError",
     "FSTimeoutError",
+    "FlexibleChecksumError",
     "HTTPClientError",
     "HttpProcessingError",
     "IncompleteReadError",
@@ -168,7 +185,10 @@ def diagnose(error: BaseException) -> Fault | None:
     """
     if isinstance(error, StorageFaultError):
         return Fault(error.kind, error.permanent)
-    found = [fault for one in _chain(error) if (fault := _diagnose_one(one)) is not None]
+    chain = list(_chain(error))
+    # Where the store has answered, that is what counts, and not what a client has made of it.
+    answered = [one for one in chain if any(_http_answer(one))]
+    found = [fault for one in answered or chain if (fault := _diagnose_one(one)) is not None]
     # The original knows more than its translation.
     return next((fault for fault in reversed(found) if fault.permanent), found[-1] if found else None)
 
@@ -186,14 +206,20 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _diagnose_one(error: BaseException) -> Fault | None:
     code, status = _http_answer(error)
-    if code in _TRANSIENT_CODES:
+    if code in _TRANSIENT_CODES or "Throttl" in code:
         return Fault(code, permanent=False)
     if code in _PERMANENT_CODES:
         return Fault(_PERMANENT_CODES[code][0], True, _PERMANENT_CODES[code][1])
-    if status in _TRANSIENT_STATUS:
-        return Fault(f"HTTP {status}", permanent=False)
     if status in _PERMANENT_STATUS:
         return Fault(_PERMANENT_STATUS[status][0], True, _PERMANENT_STATUS[status][1])
+    if status in _UNSUPPORTED_STATUS or code == "NotImplemented":
+        return Fault("not supported", True, "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure")
+    if status in _TRANSIENT_STATUS or status >= 500:
+        return Fault(f"HTTP {status}", permanent=False)
+    if status == 400 and code in ("", "400"):  # the answer to a HEAD has no body that could say more
+        return Fault("credentials or request refused", True, _EXPIRED[1])
+    if status == 404 and code in _NOT_THERE_CODES:
+        return None
     if 400 <= status < 500 and status not in _NO_FAULT_STATUS:
         return Fault(
             f"refused ({code or status})", True, "see whether the credentials are valid, and the storage's log"
@@ -207,7 +233,9 @@ def _diagnose_one(error: BaseException) -> Fault | None:
     for base in type(error).__mro__:
         if base.__name__ in _TRANSIENT_NAMES and base.__module__ != "builtins":
             return Fault("connection", permanent=False)
-    if isinstance(error, TimeoutError | ConnectionError | http.client.HTTPException):
+    # Before Python 3.11 these were three classes.
+    timeouts = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
+    if isinstance(error, (*timeouts, ConnectionError, http.client.HTTPException, socket.gaierror)):
         return Fault("connection", permanent=False)
     if isinstance(error, OSError) and error.errno is not None:
         if error.errno in _TRANSIENT_ERRNO:
@@ -356,7 +384,11 @@ class _Effort:
         try:
             answer: Answer = retrying(lambda: operation(self._tries))
         except Exception as error:
-            raise self._told(error) from error
+            told = self._told(error)
+            if told is error:
+                raise
+            # Where it was raised from is shown with it.
+            raise told from (None if self._holds_a_secret(error) else error)
         finally:
             if self._tries:
                 _record.end()
@@ -405,9 +437,11 @@ class _Effort:
     def _told(self, error: Exception) -> Exception:
         """Give a fault of the storage in our words; anything else as it is."""
         fault = diagnose(error)
-        if fault is None or isinstance(error, StorageFaultError):
+        if isinstance(error, StorageFaultError) or (fault is None and not self._holds_a_secret(error)):
             return error
         where, what = self._retries.where, self._what
+        if fault is None:
+            return StorageFaultError(f"{where}: cannot {what}: {self._summary(error)}", kind="unknown", permanent=True)
         if fault.permanent:
             message = f"{where}: cannot {what}: {fault.kind}: {self._summary(error)}. To go on, {fault.advice}"
         else:
@@ -416,6 +450,10 @@ class _Effort:
                 f"{self._summary(error)}. Is it up and reachable from this machine?"
             )
         return StorageFaultError(message, kind=fault.kind, permanent=fault.permanent)
+
+    def _holds_a_secret(self, error: BaseException) -> bool:
+        texts = [f"{one} {one!r}" for one in _chain(error)]
+        return any(secret in text for secret in self._retries.hidden for text in texts)
 
     def _summary(self, error: BaseException | None) -> str:
         text = f"{type(error).__name__}: {error!s}" if error is not None else ""

@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from prefect_elastic_train.filesystems.faults import Retries
-from prefect_elastic_train.filesystems.objects import run_all
+from prefect_elastic_train.filesystems.objects import files_below, run_all
 from prefect_elastic_train.filesystems.run_filesystem import RunFilesystem
 from prefect_elastic_train.runs.store import TEMPORARY_PREFIX, RunStore, open_folder
 
@@ -72,9 +72,8 @@ class LocalRunFilesystem(RunFilesystem):
             self._copy(source, target)
             return
         jobs: list[Callable[[], None]] = []
-        for parent, folders, files in os.walk(source, followlinks=True):
-            relative = os.path.relpath(parent, source)
-            below = target if relative == "." else f"{target}/{relative}"
+        for relative, folders, files in files_below(source):
+            parent, below = (f"{root}/{relative}".rstrip("/") for root in (source, target))
             for folder in folders:
                 self._make_folder(f"{below}/{folder}", recursive=True)
             jobs += [

@@ -11,10 +11,11 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from prefect_elastic_train.filesystems.objects import ObjectClient, TransferFile
+from prefect_elastic_train.filesystems.objects import ObjectClient, TransferFile, files_below
 from prefect_elastic_train.filesystems.run_filesystem import RunFilesystem
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs.object_store import ObjectRunStore
+from prefect_elastic_train.runs.resume import attempt_commit
 from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.store import RunStore
 
@@ -58,15 +59,22 @@ class _Objects:
         """
         source = source.strip("/")
         sizes = self._client.retries.call(f"list {source}", lambda: self._client.find(source))
+        if not sizes and self._is_empty_checkpoint(source):
+            os.makedirs(target, exist_ok=True)
+            return
         if not sizes:
             raise FileNotFoundError(f"{self._client.scheme}{source}: there is no such checkpoint")
         for name in sizes:
-            if ".." in name.split("/"):
+            if any(part in ("", ".", "..") for part in name.split("/")):
                 raise ElasticTrainError(f"{self._client.scheme}{source} holds {name!r}, which leads out of it")
         os.makedirs(target, exist_ok=True)
         self._client.download(
             [TransferFile(os.path.join(target, name), f"{source}/{name}", size) for name, size in sizes.items()]
         )
+
+    def _is_empty_checkpoint(self, path: str) -> bool:
+        """Tell whether a checkpoint without any file was committed: a store has no folder to show for it."""
+        return False
 
     def _describe(self, path: str) -> fs.FileInfo:
         key = path.strip("/")
@@ -119,17 +127,20 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
             self.upload_file(source, target)
             return
         files = []
-        for parent, _, names in os.walk(source, followlinks=True):
-            relative = os.path.relpath(parent, source)
-            below = target if relative == "." else f"{target}/{relative}"
+        for relative, _, names in files_below(source):
+            parent, below = (f"{root}/{relative}".rstrip("/") for root in (source, target))
             for name in names:
-                path = os.path.join(parent, name)
+                path = f"{parent}/{name}"
                 files.append(TransferFile(path, f"{below}/{name}", os.path.getsize(path)))
         self._upload(files)
 
     def upload_file(self, source: str, target: str) -> None:
         """Copy a file of this machine's disk into the run directory."""
         self._upload([TransferFile(source, target.strip("/"), os.path.getsize(source))])
+
+    def _is_empty_checkpoint(self, path: str) -> bool:
+        commit = attempt_commit(self._store, self._attempt)
+        return commit is not None and commit.manifest.get(self._child(path)) == {}
 
     def _upload(self, files: list[TransferFile]) -> None:
         self._check_fence()

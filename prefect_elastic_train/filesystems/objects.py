@@ -9,18 +9,29 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from prefect_elastic_train.filesystems.faults import Retries, diagnose
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.outcomes import ConfigurationError, ElasticTrainError
+from prefect_elastic_train.runs.store import TEMPORARY_PREFIX
 from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSettings
 
-__all__ = ["ObjectClient", "TransferFile", "open_client", "partial_file", "retries_of"]
+__all__ = [
+    "LocalDiskError",
+    "ObjectClient",
+    "TransferFile",
+    "files_below",
+    "local_disk",
+    "open_client",
+    "partial_file",
+    "retries_of",
+]
 
 Answer = TypeVar("Answer")
 
@@ -28,6 +39,8 @@ Answer = TypeVar("Answer")
 TRANSFERS = 8
 #: Credentials of the environment are read anew at most once in so many seconds.
 _RENEW_SECONDS = 60.0
+#: How long ambient credentials are waited for where there seem to be none.
+_CREDENTIALS_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ def retries_of(settings: S3StorageSettings | FsspecStorageSettings) -> Retries:
         secrets = [settings.access_key_id, settings.secret_access_key, settings.session_token]
         hidden = tuple(secret.get_secret_value() for secret in secrets)
     else:
-        hidden = tuple(str(value) for value in settings.all_options.values() if isinstance(value, str))
+        hidden = tuple(_strings_in(settings.hidden_options))
     return Retries(settings.retry_seconds, settings.uri, tuple(secret for secret in hidden if len(secret) > 3))
 
 
@@ -167,8 +180,10 @@ class ObjectClient:
         """Delete objects; those that are not there are passed over."""
 
         def delete_one(key: str) -> None:
-            with suppress(FileNotFoundError):
+            try:
                 self._renewing(lambda: self._fs().rm_file(key))
+            except FileNotFoundError as error:
+                _pass_unless_missing(error)
 
         _all_of([lambda key=key: delete_one(key) for key in keys])  # type: ignore[misc]
 
@@ -180,10 +195,17 @@ class ObjectClient:
             on_exists: Called before an object is overwritten, if the store can tell; raises if it shall stay.
         """
 
-        def upload_one(file: TransferFile) -> None:
+        def put(file: TransferFile, **mode: str) -> None:
             self.retries.call(
-                f"upload {file.key}", lambda: self._renewing(lambda: self._fs().put_file(file.path, file.key))
+                f"upload {file.key}", lambda: self._renewing(lambda: self._fs().put_file(file.path, file.key, **mode))
             )
+
+        def upload_one(file: TransferFile) -> None:
+            try:
+                put(file, mode="create")
+            except FileExistsError:
+                on_exists()
+                put(file)
 
         _all_of([lambda file=file: upload_one(file) for file in files])  # type: ignore[misc]
 
@@ -219,10 +241,14 @@ class ObjectClient:
             return fsspec.filesystem(
                 protocol, skip_instance_cache=True, use_listings_cache=False, **self._settings.all_options
             )
-        except (ImportError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - each store has its own, and none of them means a missing object
+            text = str(error)
+            for secret in self.retries.hidden:
+                text = text.replace(secret, "***")
             raise ConfigurationError(
-                f"fsspec cannot open {protocol}:// here: {error}. Install the package that it names on every node"
-            ) from error
+                f"fsspec cannot open {protocol}:// here: {type(error).__name__}: {text}. Install the package that it "
+                "needs on every node, and mend the options of the storage block"
+            ) from None
 
     def _forget_connections(self) -> None:
         with self._lock:
@@ -232,12 +258,28 @@ class ObjectClient:
         """Carry out an operation; once more with credentials read anew, where the environment gives them."""
         begun = time.monotonic()
         try:
-            return operation()
+            return self._with_credentials(operation)
         except Exception as error:
             fault = diagnose(error)
             if fault is None or not fault.kind.startswith("credentials") or not self._renewed_since(begun):
                 raise
             return operation()
+
+    def _with_credentials(self, operation: Callable[[], Answer]) -> Answer:
+        """Carry out an operation; where ambient credentials seem to be missing, ask for them for some seconds more.
+
+        Whoever gives them limits how often, and many workers that start together are too many.
+        """
+        deadline = time.monotonic() + _CREDENTIALS_SECONDS
+        while True:
+            try:
+                return operation()
+            except Exception as error:
+                missing = type(error).__name__ == "NoCredentialsError" and getattr(self._settings, "is_ambient", False)
+                if not missing or time.monotonic() > deadline:
+                    raise
+            time.sleep(1.0)
+            self._forget_connections()
 
     def _renewed_since(self, begun: float) -> bool:
         """Have credentials read anew, unless another thread has done so since an operation began; tell if so."""
@@ -255,6 +297,35 @@ class ObjectClient:
         return key[len(folder) + 1 :] if key.startswith(f"{folder}/") else ""
 
 
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _strings_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings_in(inner)
+
+
+class LocalDiskError(ElasticTrainError):
+    """This machine's own disk failed while data went to or came from a storage. That one is not to blame."""
+
+
+@contextmanager
+def local_disk(path: str) -> Iterator[None]:
+    """Tell an error of this machine's disk from one of the storage.
+
+    Raises:
+        LocalDiskError: In place of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        # Without its cause, which would be taken for the storage's.
+        raise LocalDiskError(f"this machine's own disk failed at {path}: {error}") from None
+
+
 class partial_file:
     """Context manager that gives a temporary name, whose file gets its own when all went well.
 
@@ -264,7 +335,7 @@ class partial_file:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._partial = self._path.with_name(f".tmp-{os.getpid()}-{threading.get_ident()}-{self._path.name[-100:]}")
+        self._partial = self._path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
 
     def __enter__(self) -> str:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,6 +346,25 @@ class partial_file:
             os.replace(self._partial, self._path)
         else:
             self._partial.unlink(missing_ok=True)
+
+
+def files_below(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Give each folder at and below a path, relative to it, with its folders and its files; links are followed.
+
+    Raises:
+        OSError: A folder cannot be listed: then what is in it would be missing.
+        ValueError: Something is neither a file nor a folder.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=fail):
+        for name in files:
+            if not os.path.isfile(os.path.join(parent, name)):
+                raise ValueError(f"{os.path.join(parent, name)} is no file; a checkpoint holds files and folders only")
+        relative = os.path.relpath(parent, folder)
+        yield "" if relative == "." else relative, folders, files
 
 
 def check_size(path: str, file: TransferFile) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prefect_elastic_train.filesystems.faults import Retries
@@ -16,6 +16,10 @@ from prefect_elastic_train.runs.store import LocalRunStore, RunStore
 from prefect_elastic_train.storages import LocalStorageSettings, StorageSettings
 
 __all__ = ["Storage", "open_storage"]
+
+#: What a copy within an object store holds on this machine's disk at a time.
+_COPY_FILES = 256
+_COPY_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,31 @@ class Storage:
             self.retries.call(f"copy {source}", lambda: shutil.copytree(source, target, dirs_exist_ok=True))
             return
         client = inner.client
-        with tempfile.TemporaryDirectory(prefix="elastic-train-copy-") as folder:
-            for name, size in self.retries.call(f"list {source}", lambda: client.find(source)).items():
-                path = os.path.join(folder, "file")
-                client.download([TransferFile(path, f"{source}/{name}", size)])
-                client.upload([TransferFile(path, f"{target}/{name}", size)], on_exists=lambda: None)
+        sizes = self.retries.call(f"list {source}", lambda: client.find(source))
+        for some in _batches(sizes):
+            with tempfile.TemporaryDirectory(prefix="elastic-train-copy-") as folder:
+                paths = {name: os.path.join(folder, str(number)) for number, name in enumerate(some)}
+                client.download([TransferFile(paths[name], f"{source}/{name}", sizes[name]) for name in some])
+                files = [TransferFile(paths[name], f"{target}/{name}", sizes[name]) for name in some]
+                client.upload(files, on_exists=lambda: None)
 
     def run_names(self) -> list[str]:
         """Give the names of the folders that may be run directories."""
         return [name for name in self.folder(self.settings.root).folders() if not name.startswith(".")]
+
+
+def _batches(sizes: dict[str, int]) -> Iterator[list[str]]:
+    """Give names in groups that this machine's disk can hold on their way."""
+    batch: list[str] = []
+    size = 0
+    for name in sizes:
+        if batch and (len(batch) >= _COPY_FILES or size + sizes[name] > _COPY_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += sizes[name]
+    if batch:
+        yield batch
 
 
 def open_storage(settings: StorageSettings, retry_seconds: float | None = None) -> Storage:

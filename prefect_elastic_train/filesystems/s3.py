@@ -7,23 +7,26 @@ part is held in memory only while it is sent. botocore comes with s3fs.
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-from prefect_elastic_train.filesystems.faults import diagnose
 from prefect_elastic_train.filesystems.objects import (
     TRANSFERS,
     ObjectClient,
     TransferFile,
     check_size,
+    local_disk,
     partial_file,
     run_all,
 )
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.outcomes import ConfigurationError, StorageFaultError
 
 __all__ = ["S3Client"]
 
@@ -38,6 +41,14 @@ _RANGES = 4
 _RANGE_BYTES = 128 * _MIB
 _READ_BYTES = _MIB
 _DELETE_AT_ONCE = 1000
+#: How long aborting the uploads of a transfer that failed may take.
+_ABORT_SECONDS = 10.0
+#: Where botocore itself looks for a store that is not AWS.
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+#: Answers of stores that cannot delete several objects in one request as botocore asks them to.
+_NO_BULK_DELETE = ("MissingContentMD5", "NotImplemented", "InvalidRequest", "InvalidDigest", "MalformedXML", "501")
+#: Tries and seconds a try at the metadata service of an instance, which limits how often it answers.
+_METADATA_TRIES, _METADATA_SECONDS = 4, 2
 _CONNECT_SECONDS = 10
 _READ_SECONDS = 60
 
@@ -48,6 +59,7 @@ class S3Client(ObjectClient):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self._botocore: Any = None
+        self._deletes_one_by_one = False
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         """Write a small object. See :meth:`ObjectClient.put`."""
@@ -62,15 +74,27 @@ class S3Client(ObjectClient):
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, up to a thousand a request."""
         listed = list(keys)
-        for begin in range(0, len(listed), _DELETE_AT_ONCE):
-            self._delete(listed[begin : begin + _DELETE_AT_ONCE])
+        if len(listed) == 1 or self._deletes_one_by_one:
+            super().delete(listed)
+            return
+        try:
+            for begin in range(0, len(listed), _DELETE_AT_ONCE):
+                self._delete(listed[begin : begin + _DELETE_AT_ONCE])
+        except Exception as error:
+            if _code(error) not in _NO_BULK_DELETE:
+                raise
+            self._deletes_one_by_one = True
+            super().delete(listed)
 
     def upload(self, files: Sequence[TransferFile], on_exists: Callable[[], object]) -> None:
         """Write files: small ones in one put, large ones in parts, several at a time.
 
         Nothing is overwritten before ``on_exists`` was asked; a file that fails leaves no parts behind.
         """
-        with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="elastic-train-upload") as pool:
+        # The parts of huge files are larger, and fewer of them are held at a time.
+        largest = max([_part_bytes(file.size) for file in files], default=PART_BYTES)
+        threads = max(2, TRANSFERS * PART_BYTES // largest)
+        with ThreadPoolExecutor(threads, thread_name_prefix="elastic-train-upload") as pool:
             uploads: list[_PartsUpload] = []
             futures: list[Future[None]] = []
             try:
@@ -84,9 +108,25 @@ class S3Client(ObjectClient):
                 run_all(pool, futures)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
+                deadline = time.monotonic() + _ABORT_SECONDS
                 for upload in uploads:
-                    upload.abort()
+                    upload.abort(max(0.0, deadline - time.monotonic()))
                 raise
+            for upload in uploads:
+                if upload.is_lost:  # somebody aborted it, and what is there is not what was sent
+                    on_exists()
+                    self._send_again(upload.file, on_exists)
+
+    def _send_again(self, file: TransferFile, on_exists: Callable[[], object]) -> None:
+        upload = _PartsUpload(self, file, on_exists)
+        try:
+            for number in range(1, upload.parts + 1):
+                upload.send(number)
+            if upload.is_lost:
+                raise ConnectionError(f"the upload of {file.key} was aborted twice by somebody else")
+        except BaseException:
+            upload.abort(_ABORT_SECONDS)
+            raise
 
     def download(self, files: Sequence[TransferFile]) -> None:
         """Read objects into files, large ones in several ranges at a time."""
@@ -105,9 +145,8 @@ class S3Client(ObjectClient):
         bucket, _, prefix = folder.partition("/")
         try:
             return self._abort_all(bucket, f"{prefix}/")
-        except Exception as error:
-            fault = diagnose(error)
-            if fault is None or not fault.kind.startswith("credentials"):
+        except StorageFaultError as error:
+            if not error.kind.startswith(("credentials", "not supported", "refused")):
                 raise
             logger.debug("Unfinished uploads below %s stay: %s", folder, error)
             return 0
@@ -122,7 +161,10 @@ class S3Client(ObjectClient):
 
     def abort_others(self, bucket: str, key: str, upload_id: str) -> None:
         """Abort unfinished uploads of an object, of whose beginning the answer was lost, but one."""
-        self._abort_all(bucket, key, lambda found: found["Key"] == key and found["UploadId"] != upload_id)
+        try:
+            self._abort_all(bucket, key, lambda found: found["Key"] == key and found["UploadId"] != upload_id)
+        except Exception as error:  # noqa: BLE001 - it is only tidying up: the object is there
+            logger.debug("An upload of %s that was begun and not used may stay: %s", key, error)
 
     def _abort_all(self, bucket: str, prefix: str, which: Callable[[dict[str, Any]], bool] = lambda _: True) -> int:
         aborted = 0
@@ -140,10 +182,14 @@ class S3Client(ObjectClient):
                 return aborted
             markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
 
-    def abort(self, bucket: str, key: str, upload_id: str) -> None:
+    def abort(self, bucket: str, key: str, upload_id: str, seconds: float | None = None) -> None:
         """Abort an upload of parts; nothing happens if there is none."""
         try:
-            self.call(f"abort an upload of {key}", "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
+            retries = self.retries if seconds is None else replace(self.retries, seconds=seconds)
+            retries.call(
+                f"abort an upload of {key}",
+                lambda: self.try_once("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id),
+            )
         except Exception as error:
             if not is_missing(error):
                 raise
@@ -156,7 +202,7 @@ class S3Client(ObjectClient):
         try:
             self.call(what, "put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
         except Exception as error:
-            if not is_taken(error):
+            if not (is_taken(error) or _is_unsupported(error)):
                 raise
             on_exists()
             self.call(what, "put_object", Bucket=bucket, Key=key, Body=data)
@@ -187,7 +233,9 @@ class S3Client(ObjectClient):
             raise _not_installed(error) from error
 
         settings = self._settings
-        return botocore.session.Session().create_client(
+        session = botocore.session.Session()
+        _be_patient(session)
+        return session.create_client(
             "s3",
             endpoint_url=settings.endpoint_url or None,
             region_name=settings.region or None,
@@ -201,6 +249,7 @@ class S3Client(ObjectClient):
     def _connect(self) -> Any:
         try:
             import s3fs
+            from aiobotocore.session import AioSession
         except ImportError as error:
             raise _not_installed(error) from error
         settings = self._settings
@@ -209,7 +258,10 @@ class S3Client(ObjectClient):
             client_arguments["region_name"] = settings.region
         if self._verify() is not None:
             client_arguments["verify"] = self._verify()
+        session = AioSession()
+        _be_patient(session)
         filesystem = s3fs.S3FileSystem(
+            session=session,
             key=settings.access_key_id.get_secret_value() or None,
             secret=settings.secret_access_key.get_secret_value() or None,
             token=settings.session_token.get_secret_value() or None,
@@ -230,11 +282,12 @@ class S3Client(ObjectClient):
             "read_timeout": _READ_SECONDS,
             "max_pool_connections": 2 * TRANSFERS,
         }
+        elsewhere = self._settings.endpoint_url or any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
         if self._settings.addressing_style != "auto":
             config["s3"] = {"addressing_style": self._settings.addressing_style}
-        elif self._settings.endpoint_url:
+        elif elsewhere:
             config["s3"] = {"addressing_style": "path"}
-        if self._settings.endpoint_url:
+        if elsewhere:
             # Many stores do not know the checksums that botocore adds by itself for AWS.
             config |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
         return config
@@ -255,16 +308,19 @@ class _PartsUpload:
 
     def __init__(self, client: S3Client, file: TransferFile, on_exists: Callable[[], object]) -> None:
         self._client = client
-        self._file = file
+        self.file = self._file = file
         self._on_exists = on_exists
         self._bucket, _, self._key = file.key.partition("/")
-        self._part_bytes = max(PART_BYTES, -(-file.size // _MAX_PARTS))
+        self._part_bytes = _part_bytes(file.size)
         self.parts = -(-file.size // self._part_bytes)
         self._sent: dict[int, str] = {}
         self._lock = threading.Lock()
         self._upload_id = ""
         self._ended = False
         self._begun_again = False
+        self._not_begun: Exception | None = None
+        #: The upload was aborted by somebody else before it was completed.
+        self.is_lost = False
 
     def send(self, number: int) -> None:
         """Send a part, counted from 1."""
@@ -287,16 +343,18 @@ class _PartsUpload:
                 return
         self._complete()
 
-    def abort(self) -> None:
-        """Leave no parts behind, as far as the store can be reached."""
+    def abort(self, seconds: float) -> None:
+        """Leave no parts behind, as far as the store can be reached in so many seconds."""
         if self._upload_id and not self._ended:
             try:
-                self._client.abort(self._bucket, self._key, self._upload_id)
+                self._client.abort(self._bucket, self._key, self._upload_id, seconds)
             except Exception as error:  # noqa: BLE001 - what the upload failed with is what shall be told
                 logger.warning("Parts of %s stay until the run starts workers again: %s", self._file.key, error)
 
     def _begin(self) -> str:
         with self._lock:
+            if self._not_begun is not None:
+                raise self._not_begun  # it was tried for long enough, for all parts
             if not self._upload_id:
 
                 def begin(tries: int) -> str:
@@ -304,7 +362,11 @@ class _PartsUpload:
                     answer = self._client.try_once("create_multipart_upload", Bucket=self._bucket, Key=self._key)
                     return str(answer["UploadId"])
 
-                self._upload_id = self._client.retries.call_counted(f"begin an upload of {self._file.key}", begin)
+                try:
+                    self._upload_id = self._client.retries.call_counted(f"begin an upload of {self._file.key}", begin)
+                except Exception as error:
+                    self._not_begun = error
+                    raise
             return self._upload_id
 
     def _read(self, number: int) -> bytes:
@@ -320,12 +382,17 @@ class _PartsUpload:
 
     def _complete(self) -> None:
         try:
-            self._try_to_complete(IfNoneMatch="*")
+            try:
+                self._try_to_complete(IfNoneMatch="*")
+            except Exception as error:
+                if not (is_taken(error) or _is_unsupported(error)):
+                    raise
+                self._on_exists()
+                self._try_to_complete()
         except Exception as error:
-            if not is_taken(error):
+            if not is_missing(error):
                 raise
-            self._on_exists()
-            self._try_to_complete()
+            self.is_lost = True
         self._ended = True
         if self._begun_again:
             # The answer to an earlier beginning may have been lost.
@@ -345,12 +412,25 @@ class _PartsUpload:
                     **condition,
                 )
             except Exception as error:
+                if _code(error) == "ConditionalRequestConflict":
+                    raise FileExistsError(f"{self._file.key} is being written by somebody else") from None
                 # After a lost answer the upload is gone, and the object is there.
-                gone = is_missing(error) or (tries > 0 and is_taken(error))
-                if not gone or self._client.size(self._file.key) != self._file.size:
+                if not (is_missing(error) or is_taken(error)) or not self._is_there():
                     raise
 
         self._client.retries.call_counted(f"complete the upload of {self._file.key}", complete)
+
+    def _is_there(self) -> bool:
+        """Tell whether the object is the one that these parts make: its tag is made of theirs."""
+        try:
+            tags = [bytes.fromhex(tag.strip('"')) for _, tag in sorted(self._sent.items())]
+            found = self._client.try_once("head_object", Bucket=self._bucket, Key=self._key)
+        except Exception as error:
+            if isinstance(error, ValueError) or is_missing(error):
+                return False  # a store whose tags say nothing, or no object
+            raise
+        expected = f"{hashlib.md5(b''.join(tags), usedforsecurity=False).hexdigest()}-{len(tags)}"
+        return bool(found["ETag"].strip('"') == expected)
 
 
 class _RangesDownload:
@@ -383,9 +463,10 @@ class _RangesDownload:
             self._partial.__exit__(RuntimeError)
 
     def _fetch(self, begin: int) -> None:
-        with self._lock:
+        with self._lock, local_disk(self._file.path):
             self._path = self._path or self._partial.__enter__()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        with local_disk(self._path):
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             self._read(descriptor, begin, min(begin + self._length, self._file.size))
         finally:
@@ -402,10 +483,16 @@ class _RangesDownload:
         def read() -> None:
             nonlocal offset
             wanted = {} if (offset, end) == (0, self._file.size) else {"Range": f"bytes={offset}-{end - 1}"}
-            body = self._client.try_once("get_object", Bucket=self._bucket, Key=self._key, **wanted)["Body"]
+            try:
+                body = self._client.try_once("get_object", Bucket=self._bucket, Key=self._key, **wanted)["Body"]
+            except Exception as error:
+                if is_missing(error):
+                    raise FileNotFoundError(f"s3://{self._file.key}: there is no such object") from None
+                raise
             try:
                 while data := body.read(_READ_BYTES):
-                    _write_all(descriptor, data, offset)
+                    with local_disk(self._path):
+                        _write_all(descriptor, data, offset)
                     offset += len(data)
             finally:
                 body.close()
@@ -425,16 +512,32 @@ def _not_installed(error: ImportError) -> ConfigurationError:
 
 def is_taken(error: BaseException) -> bool:
     """Tell whether an object was not written because there is one of its name."""
-    response = getattr(error, "response", None)
-    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else ""
-    return isinstance(error, FileExistsError) or code in ("PreconditionFailed", "412")
+    return isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412")
 
 
 def is_missing(error: BaseException) -> bool:
     """Tell whether what was asked for is not there."""
+    return isinstance(error, FileNotFoundError) or _code(error) in ("NoSuchKey", "NoSuchUpload", "404")
+
+
+def _is_unsupported(error: BaseException) -> bool:
+    """Tell whether a store does not know what it was asked for, such as a condition at the end of an upload."""
+    return isinstance(error, StorageFaultError) and error.kind == "not supported"
+
+
+def _code(error: BaseException) -> str:
     response = getattr(error, "response", None)
-    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else ""
-    return isinstance(error, FileNotFoundError) or code in ("NoSuchKey", "NoSuchUpload", "404")
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def _part_bytes(size: int) -> int:
+    return max(PART_BYTES, -(-size // _MAX_PARTS))
+
+
+def _be_patient(session: Any) -> None:
+    """Ask the metadata service of an instance more than once: many workers that start together are too many for it."""
+    session.set_config_variable("metadata_service_num_attempts", _METADATA_TRIES)
+    session.set_config_variable("metadata_service_timeout", _METADATA_SECONDS)
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ __all__ = [
 
 #: Commits of one attempt that are kept; older ones only matter if the newest are damaged.
 _COMMITS_KEPT = 5
+#: How long this machine's view of a shared mount may be behind; NFS keeps listings for up to a minute.
+_SEEN_SECONDS = 75.0
 
 
 class FencedOffError(ElasticTrainError):
@@ -70,7 +73,7 @@ def check_fence(store: RunStore, attempt: int) -> None:
         StorageFaultError: This machine does not see that the attempt has begun.
     """
     newest = newest_attempt(store)
-    if newest < attempt:
+    if newest < attempt and not _is_seen(store, attempt):
         raise StorageFaultError(
             f"{store.uri}: {socket.gethostname()} does not see attempt {attempt} of this run, which another machine "
             "has begun there. To go on, mount the directory on all nodes of the cluster, or use an object store",
@@ -83,6 +86,16 @@ def check_fence(store: RunStore, attempt: int) -> None:
         raise FencedOffError(
             f"attempt {attempt} of {store.uri} was taken over by attempt {newest}{holder}; it stops here"
         )
+
+
+def _is_seen(store: RunStore, attempt: int) -> bool:
+    """Tell whether an attempt's record is there; a mount may show an old listing for some time."""
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while store.read(layout.attempt_name(attempt)) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(min(1.0, _SEEN_SECONDS / 10))
+    return True
 
 
 def all_commits(store: RunStore) -> list[tuple[int, int]]:
@@ -165,10 +178,15 @@ class CommitLog:
             files = known.get(name) if name != names[-1] else None
             if files is None:
                 files = self._store.file_sizes(name)
+            if files is None and name in self._begun():
+                files = {}  # an object store has no empty folders
             if files is None:
                 raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
             manifest[name] = files
         return manifest
+
+    def _begun(self) -> list[str]:
+        return [mark.checkpoint for mark in marks(self._store) if mark.attempt == self._attempt]
 
     def _condemned(self, manifest: dict[str, dict[str, int]], last: CommitRecord | None) -> list[str]:
         """Give what earlier commits named, this one does not, and is still there: Ray is about to delete it."""

@@ -64,7 +64,7 @@ class HeartbeatWriter:
                     return
                 self._store.replace(layout.HEARTBEAT, encode(record))
                 self._failing = False
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - a beat that ends for good looks like a death
                 if not self._failing:
                     logger.warning("could not write the heartbeat, will keep trying: %s", error)
                 self._failing = True

@@ -113,5 +113,5 @@ class HistoryWriter:
                 with self._lock:
                     if len(self._unwritten.get(segment, [])) == len(lines):
                         self._unwritten.pop(segment, None)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - training matters more
             logger.warning("could not write the history, will try again: %s", error)

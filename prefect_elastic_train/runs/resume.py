@@ -36,6 +36,7 @@ __all__ = [
     "adopt_snapshot",
     "attempt_commit",
     "attempt_snapshot",
+    "damage_of",
     "find_resume_point",
     "mark_dropped",
     "remove_interrupted_uploads",
@@ -103,7 +104,7 @@ def find_resume_point(store: RunStore) -> ResumePoint:
             )
         gone.update(checkpoint for later, names in dropped_before if later > attempt for checkpoint in names)
         for checkpoint in checkpoint_names(snapshot):
-            damage = "" if checkpoint in gone else _damage(store, checkpoint, record.manifest.get(checkpoint))
+            damage = "" if checkpoint in gone else damage_of(store, checkpoint, record.manifest.get(checkpoint))
             if damage:
                 gone.add(checkpoint)
                 dropped.append(checkpoint)
@@ -380,9 +381,11 @@ def _once(words: list[str]) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def _damage(store: RunStore, checkpoint: str, manifest: dict[str, int] | None) -> str:
+def damage_of(store: RunStore, checkpoint: str, manifest: dict[str, int] | None) -> str:
     """Say what is wrong with a checkpoint's files, or nothing."""
     files = store.file_sizes(checkpoint)
+    if files is None and manifest == {}:
+        return ""  # an object store has no empty folders
     if files is None:
         return "its folder is missing"
     if manifest is None:

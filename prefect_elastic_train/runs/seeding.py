@@ -10,7 +10,7 @@ from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs.commits import Mark
 from prefect_elastic_train.runs.identity import check_run_name
 from prefect_elastic_train.runs.reading import newest_commit
-from prefect_elastic_train.runs.resume import seed_run
+from prefect_elastic_train.runs.resume import damage_of, seed_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import RunStore
 
@@ -48,17 +48,23 @@ def copy_checkpoint(storage: Storage, resume_from: str, target: RunStore) -> Non
     Raises:
         AttemptFailedError: The other run does not exist or has no such checkpoint; outcome ``invalid``.
     """
-    name, source, chosen = _source(storage, resume_from)
+    name, source, chosen, manifest = _source(storage, resume_from)
     folder = f"from-{name}-{chosen['checkpoint_dir_name'].replace('/', '-')}"
     target.delete_folder(folder)  # what an interrupted copy left behind
     # Marked like an upload, so that a copy that is cut short is known for what it is.
     Mark(0, folder).set(target)
     storage.copy_folder(f"{source.path}/{chosen['checkpoint_dir_name']}", f"{target.path}/{folder}")
+    damage = damage_of(target, folder, manifest)
+    if damage:
+        raise AttemptFailedError(
+            f"resume_from={resume_from!r}: the copy of the checkpoint is not whole: {damage}; retry the flow run",
+            outcome=Outcome.STORAGE_ERROR,
+        )
     seed_run(target, folder, chosen["metrics"], version("ray"))
 
 
-def _source(storage: Storage, resume_from: str) -> tuple[str, RunStore, dict[str, Any]]:
-    """Give the other run's name, the run, and the result that belongs to the checkpoint."""
+def _source(storage: Storage, resume_from: str) -> tuple[str, RunStore, dict[str, Any], dict[str, int] | None]:
+    """Give the other run's name, the run, the result that belongs to the checkpoint, and what that consists of."""
     name, choice = parse_source(resume_from)
     source = storage.run(name)
     commit = newest_commit(source)
@@ -73,7 +79,15 @@ def _source(storage: Storage, resume_from: str) -> tuple[str, RunStore, dict[str
             f"resume_from={resume_from!r}: run {name!r} has no checkpoint {choice!r}; it has {known}",
             outcome=Outcome.INVALID,
         )
-    return name, source, chosen
+    checkpoint = chosen["checkpoint_dir_name"]
+    damage = damage_of(source, checkpoint, commit.manifest.get(checkpoint))
+    if damage:
+        raise AttemptFailedError(
+            f"resume_from={resume_from!r}: checkpoint {checkpoint!r} of run {name!r} is damaged: {damage}; name "
+            f"another one as {name}@<checkpoint>",
+            outcome=Outcome.INVALID,
+        )
+    return name, source, chosen, commit.manifest.get(checkpoint)
 
 
 def _choose(snapshot: dict[str, Any], choice: str) -> dict[str, Any] | None:

@@ -503,14 +503,16 @@ def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
 
 
 #: Operations of an upload and of a deletion before which a holder is stopped for a while.
-STOPS = [f"create {layout.UPLOADS}", "mkdir", "open", "copy", "write", "rename", "delete", "sweep", "unlink", "rmdir"]
+STOPS_OF_A_FILE = ["open", "copy", "write", "rename"]
+STOPS = [f"create {layout.UPLOADS}", "mkdir", *STOPS_OF_A_FILE, "delete", "sweep", "unlink", "rmdir"]
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["copies", "streams"])
 @pytest.mark.parametrize(("commits", "keep"), [(0, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize(
+    ("stop", "streams"), [*((stop, False) for stop in STOPS), *((stop, True) for stop in STOPS_OF_A_FILE)]
+)
 def test_one_that_was_stopped_in_an_upload_or_a_deletion_does_not_touch_what_took_the_name(
-    stop: str, commits: int, keep: int, streams: bool
+    stop: str, streams: bool, commits: int, keep: int
 ) -> None:
     workload = Workload(reports=3, keep=keep, interrupted=True, streams=streams)
     holder_commits = [Turn(0, f"create {layout.COMMITS}", times=commits)] * bool(commits)

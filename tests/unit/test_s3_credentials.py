@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from prefect_elastic_train import StorageFaultError
+from prefect_elastic_train.filesystems import objects
 from prefect_elastic_train.filesystems.objects import TransferFile
 from prefect_elastic_train.filesystems.opening import open_storage
 from prefect_elastic_train.runs.retrying_store import RetryingStore
@@ -56,7 +57,8 @@ def _use_everything(store: RetryingStore, folder: Path) -> None:
     assert (folder / "back").read_bytes() == b"bulk"
 
 
-def test_without_any_credentials_that_is_said_at_once(ambient: RetryingStore) -> None:
+def test_without_any_credentials_that_is_said_at_once(ambient: RetryingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_CREDENTIALS_SECONDS", 1.0)
     with pytest.raises(StorageFaultError, match="credentials") as caught:
         ambient.read("small")
     assert caught.value.permanent

@@ -221,10 +221,19 @@ RECORDS = [
     Damage("attempt record removed", _remove(layout.attempt_name(1))),
 ]
 
-EVERY_DAMAGE = pytest.mark.parametrize(
-    "damage",
-    [*SNAPSHOTS, *COMMITS, *BOTH, *CHECKPOINTS, *RECORDS],
-    ids=lambda damage: damage.what,
+DAMAGES = [*SNAPSHOTS, *COMMITS, *BOTH, *CHECKPOINTS, *RECORDS]
+EVERY_DAMAGE = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.what)
+
+#: One way to tear an object is as good as another in an object store.
+SOME_DAMAGE = [damage for damage in DAMAGES if not damage.what.endswith(tuple(list(TORN)[1:]))]
+EVERY_DAMAGE_AND_SOME_IN_A_STORE = pytest.mark.parametrize(
+    ("store", "damage"),
+    [
+        pytest.param(store, damage, id=f"{store}, {damage.what}")
+        for store, damages in {"disk": DAMAGES, "memory": SOME_DAMAGE}.items()
+        for damage in damages
+    ],
+    indirect=["store"],
 )
 
 
@@ -235,8 +244,7 @@ def trained(store: RunStore) -> RunStore:
     return store
 
 
-@on_disk_and_in_memory
-@EVERY_DAMAGE
+@EVERY_DAMAGE_AND_SOME_IN_A_STORE
 def test_ray_is_handed_the_newest_whole_checkpoint_and_the_repair_is_told(trained: RunStore, damage: Damage) -> None:
     damage.do(trained)
     begun, ray = _resume(trained)
