@@ -121,16 +121,46 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def marked_with(entry: str) -> list[psutil.Process]:
-    """Give the processes that carry an entry, such as ``NAME=value``, in the environment that they started with."""
+def of_cluster(entry: str, folder: Path) -> list[psutil.Process]:
+    """Give the processes of a test's cluster.
+
+    Args:
+        entry: Such as ``NAME=value``; in the environment that they started with. Ray's agents write their title over
+            it, and are known by that title and the files that they have open.
+        folder: Where the cluster keeps its files.
+    """
+    return alive([process for process in psutil.process_iter() if _carries(process, entry) or _logs(process, folder)])
+
+
+def _carries(process: psutil.Process, entry: str) -> bool:
+    try:
+        return entry.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _logs(process: psutil.Process, folder: Path) -> bool:
+    """Tell whether a process is one of Ray's and has a file below a folder open."""
+    try:
+        if not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"):
+            return False
+        descriptors = os.listdir(f"/proc/{process.pid}/fd")
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{process.pid}/fd/{descriptor}").startswith(f"{folder}/"):
+                return True
+    return False
+
+
+def titled(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
+    """Give those of some processes that live and have a part in their command line."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if entry.encode() in environment and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if part in " ".join(process.cmdline()):
+                found.append(process)
     return found
 
 
@@ -196,11 +226,7 @@ class FlowProcess:
 
     def process_named(self, title: str) -> psutil.Process | None:
         """Give a process of the training by a part of its command line."""
-        for process in self.marked():
-            with contextlib.suppress(psutil.Error):
-                if title in " ".join(process.cmdline()):
-                    return process
-        return None
+        return next(iter(titled(self.marked(), title)), None)
 
     def guard(self) -> psutil.Process | None:
         """Give the guard, which carries no mark."""
@@ -294,7 +320,7 @@ class RayHead:
 
     def processes(self) -> list[psutil.Process]:
         """Give all processes of the cluster, workers included."""
-        return marked_with(f"TEST_HEAD_MARK={self._mark}")
+        return of_cluster(f"TEST_HEAD_MARK={self._mark}", self.folder)
 
     def train_processes(self) -> list[str]:
         """Give the titles of the controllers and workers that train in the cluster."""
