@@ -1,17 +1,32 @@
-"""Fixtures of all tiers: one Prefect server a test session, and nothing left behind."""
+"""Fixtures of all tiers: one Prefect server a test session, and nothing left behind.
+
+Several sessions may run beside each other, as those of pytest-xdist do: each has a server, a Prefect home, clusters and
+ports of its own.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import secrets
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import SESSION_VARIABLE, prefect_server
+
 # Workers of the tests read modules of the tests, whatever folder pytest was started in.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+
+# Neither a profile of whoever runs the tests nor what another session stores plays a part. Before Prefect is imported.
+os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="prefect-home-")
+os.environ[SESSION_VARIABLE] = secrets.token_hex(8)
+atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 
 # A shell that starts the tests in the background has SIGINT ignored, and every process of theirs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -22,8 +37,6 @@ def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Prefect server for the whole session."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
-
-    from tests.support.processes import prefect_server
 
     with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
         yield url

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -23,6 +24,9 @@ from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, ma
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 
+#: What all processes of a test session inherit, and those of another one on this machine do not.
+SESSION_VARIABLE = "TEST_SESSION_MARK"
+
 
 def wait_for(what: Callable[[], T], timeout: float, why: str = "") -> T:
     """Wait until something is true, and give it."""
@@ -36,11 +40,30 @@ def wait_for(what: Callable[[], T], timeout: float, why: str = "") -> T:
         time.sleep(0.1)
 
 
+#: Below the ports that the kernel gives out by itself, which may be taken again before anything listens there, and
+#: above those that Ray gives its workers; so many for each of eight test processes.
+FIRST_PORT, PORTS_OF_A_PROCESS = 20_000, 1_500
+
+
+def _candidates() -> Iterator[int]:
+    """Give the ports of this test process, one after the other."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    first = FIRST_PORT + number * PORTS_OF_A_PROCESS
+    # Tests that somebody runs in another shell begin elsewhere.
+    start = secrets.randbelow(PORTS_OF_A_PROCESS)
+    return (first + (start + step) % PORTS_OF_A_PROCESS for step in itertools.count())
+
+
+_ports = _candidates()
+
+
 def free_port() -> int:
-    """Give a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Give a port that is free, and that no test process beside this one gives."""
+    while True:
+        port = next(_ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def read_ledger(path: Path | str) -> list[dict[str, Any]]:
@@ -311,6 +334,9 @@ class RayHead:
                 "--dashboard-agent-listen-port=0",
                 f"--num-cpus={self.cpus}",
                 f"--temp-dir={self.folder}",
+                # The kernel gives workers their ports: Ray's own choice may be that of a cluster beside this one.
+                "--min-worker-port=0",
+                "--max-worker-port=0",
             ],
             env=environment,
             check=True,
