@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import SESSION_VARIABLE, prefect_server
+from tests.support.processes import RUN_VARIABLE, SESSION_VARIABLE, end_carrying, prefect_server
 
 # Workers of the tests read modules of the tests, whatever folder pytest was started in.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -26,10 +26,18 @@ os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 # Neither a profile of whoever runs the tests nor what another session stores plays a part. Before Prefect is imported.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="prefect-home-")
 os.environ[SESSION_VARIABLE] = secrets.token_hex(8)
+os.environ.setdefault(RUN_VARIABLE, secrets.token_hex(8))
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 
 # A shell that starts the tests in the background has SIGINT ignored, and every process of theirs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    """End what is left: pytest-xdist ends its processes without their fixtures when the run is interrupted."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for title in end_carrying(f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}"):
+            print(f"was left and is ended: {title}")
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,9 @@ from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, ma
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 
-#: What all processes of a test session inherit, and those of another one on this machine do not.
-SESSION_VARIABLE = "TEST_SESSION_MARK"
+#: What all processes of a test session inherit, and those of another one on this machine do not; and the same of a run
+#: of several sessions.
+SESSION_VARIABLE, RUN_VARIABLE = "TEST_SESSION_MARK", "TEST_RUN_MARK"
 
 
 def wait_for(what: Callable[[], T], timeout: float, why: str = "") -> T:
@@ -175,6 +176,21 @@ def _logs(process: psutil.Process, folder: Path) -> bool:
             if os.readlink(f"/proc/{process.pid}/fd/{descriptor}").startswith(f"{folder}/"):
                 return True
     return False
+
+
+def end_carrying(entry: str) -> list[str]:
+    """Kill the processes that carry an entry in the environment that they started with, and give their titles."""
+    titles: list[str] = []
+    for _ in range(20):
+        left = alive([process for process in psutil.process_iter() if _carries(process, entry)])
+        if not left:
+            break
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                titles.append(" ".join(process.cmdline())[:120])
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+    return titles
 
 
 def titled(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
