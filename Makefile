@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Two test processes; a file's tests stay together, for the clusters that they share, and the slow fault tests come first.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
 .PHONY: help install check lint types unit integration faults test test-all soak bench demo clean
@@ -24,18 +26,18 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit -q
+	$(BIN)/python -m pytest tests/unit -q $(PARALLEL)
 
 integration: $(STAMP)
-	$(BIN)/python -m pytest tests/integration -q
+	$(BIN)/python -m pytest tests/integration -q $(PARALLEL)
 
 faults: $(STAMP)
-	$(BIN)/python -m pytest tests/faults -q -m "not soak"
+	$(BIN)/python -m pytest tests/faults -q $(PARALLEL) -m "not soak"
 
 check: lint types unit  ## lint, types and unit tests: under two minutes
 
 test: lint types  ## what CI runs: check, integration and faults
-	$(BIN)/python -m pytest tests -q -m "not soak"
+	$(BIN)/python -m pytest tests -q $(PARALLEL) -m "not soak"
 
 test-all: lint types  ## every test, the long random ones included
 	$(BIN)/python -m pytest tests -q

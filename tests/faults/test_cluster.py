@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import psutil
 
-from tests.support.processes import FlowProcess, commits, steps_of, wait_for
+from tests.support.processes import FlowProcess, commits, steps_of, titled, wait_for
 
 Start = Callable[..., FlowProcess]
 
@@ -20,7 +20,7 @@ def test_local_cluster_that_dies_is_replaced_and_the_run_resumes(start: Start, l
     )
     wait_for(lambda: len(commits(flow.run)) >= 3, 120, "commits")
     assert flow.driver() is not None
-    heads = [process for process in flow.marked() if "gcs_server" in " ".join(process.cmdline())]
+    heads = titled(flow.marked(), "gcs_server")
     assert len(heads) == 1
     heads[0].kill()
     outcome = flow.wait(240)

@@ -205,7 +205,7 @@ def test_a_drained_node_gives_way_at_once_after_its_last_checkpoint(
     assert repeated(steps_of(training.ledger)) <= 1
     assert (result["preemptions"], result["worker_failures"], result["attempts"]) == (1, 0, 1)
     committed = [e.at for e in training.events() if isinstance(e, CheckpointCommitted) and e.at < resumed_at][-1]
-    assert resumed_at - committed < 10, "from the just-in-time checkpoint to the first step of the smaller group"
+    assert resumed_at - committed < 20, "from the just-in-time checkpoint to the first step of the smaller group"
 
 
 @pytest.mark.soak

@@ -20,6 +20,7 @@ from tests.support.processes import (
     commits,
     read_ledger,
     steps_of,
+    titled,
     wait_for,
 )
 
@@ -76,7 +77,7 @@ def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_it
     driver = first.driver()
     assert driver is not None
     workers = [psutil.Process(pid) for pid in {line["pid"] for line in read_ledger(ledger)}]
-    controllers = [process for process in wide_head.processes() if "TrainController" in " ".join(process.cmdline())]
+    controllers = titled(wide_head.processes(), "TrainController")
     assert (len(workers), len(controllers)) == (2, 1)
     frozen = [psutil.Process(first.pid), driver, *controllers, *workers]
     for process in frozen:

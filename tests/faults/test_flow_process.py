@@ -13,7 +13,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 
 from tests.faults.conftest import train_config
-from tests.support.processes import FlowProcess, RayHead, alive, commits, steps_of, wait_for
+from tests.support.processes import FlowProcess, RayHead, alive, commits, steps_of, titled, wait_for
 
 Start = Callable[..., FlowProcess]
 
@@ -102,7 +102,7 @@ def test_two_flow_runs_at_once_leave_each_other_alone(start: Start, ledger: str)
     for flow in flows:
         wait_for(lambda flow=flow: flow.driver() is not None, 60, "a driver")
     wait_for(lambda: all(commits(flow.run) for flow in flows), 180, "both to train at the same time")
-    heads = [[p.pid for p in flow.marked() if "gcs_server" in " ".join(p.cmdline())] for flow in flows]
+    heads = [[process.pid for process in titled(flow.marked(), "gcs_server")] for flow in flows]
     assert [len(of_one) for of_one in heads] == [1, 1]
     assert heads[0] != heads[1], "a cluster each"
     outcomes = [flow.wait(240) for flow in flows]

@@ -20,6 +20,7 @@ from tests.support.processes import (
     assert_every_step_counts_once,
     commits,
     read_ledger,
+    titled,
     wait_for,
 )
 
@@ -45,7 +46,7 @@ def _victim(flow: FlowProcess, kind: str, ledger: str, head: RayHead | None) -> 
         pids = [line["pid"] for line in read_ledger(ledger)[-1:] if psutil.pid_exists(line["pid"])]
         return psutil.Process(pids[0]) if pids else None
     if kind == "controller" and head is not None:
-        return next((p for p in head.processes() if any("TrainController" in part for part in p.cmdline())), None)
+        return next(iter(titled(head.processes(), "TrainController")), None)
     return flow.process_named({"controller": "TrainController", "head": "gcs_server", "raylet": "raylet/raylet"}[kind])
 
 

@@ -31,6 +31,7 @@ from tests.support.processes import (
     read_ledger,
     run_folder,
     steps_of,
+    titled,
     wait_for,
 )
 
@@ -233,7 +234,7 @@ def test_controller_that_gives_no_sign_of_life_is_replaced_and_one_that_computes
     flow = start(**arguments)
     wait_for(lambda: len(read_ledger(ledger)) >= 7, 120, "the long step to be over")
     assert len(attempts(flow.run)) == 1, "a long step is no death"
-    controller = next(p for p in head.processes() if "TrainController" in " ".join(p.cmdline()))
+    controller = titled(head.processes(), "TrainController")[0]
     controller.suspend()
     outcome = flow.wait(120)
     assert outcome["state"] == "COMPLETED"

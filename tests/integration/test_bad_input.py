@@ -26,7 +26,7 @@ from prefect_elastic_train import (
     elastic_train,
 )
 from prefect_elastic_train.driver.processes import MARK_VARIABLE
-from tests.support.processes import RayHead, attempts, free_port
+from tests.support.processes import SESSION_VARIABLE, RayHead, attempts, free_port
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -53,10 +53,15 @@ def _fail(loop: Any = LOOP, **arguments: Any) -> tuple[Exception, int]:
 
 
 def _own_processes() -> list[str]:
+    """Give what trainings of this test process have left, its own children or nobody's."""
+    ours = os.environ[SESSION_VARIABLE]
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK_VARIABLE) and process.ppid() in (os.getpid(), 1):
+            environment = process.environ()
+            if environment.get(SESSION_VARIABLE) != ours or not environment.get(MARK_VARIABLE):
+                continue
+            if process.ppid() in (os.getpid(), 1):
                 found.append(" ".join(process.cmdline())[:200])
         except psutil.Error:
             continue

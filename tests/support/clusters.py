@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from prefect_elastic_train.driver.processes import MARK_VARIABLE
-from tests.support.processes import ROOT, marked_with
+from tests.support.processes import ROOT, of_cluster
 
 TPU_TOPOLOGY = "2x4"
 TPU_TYPE = "TPU-V6E"
@@ -144,7 +144,7 @@ class ElasticCluster:
 
     def processes(self) -> list[psutil.Process]:
         """Give all processes of the cluster, workers included."""
-        return marked_with(f"TEST_CLUSTER_MARK={self._mark}")
+        return of_cluster(f"TEST_CLUSTER_MARK={self._mark}", Path(self._folder))
 
     def close(self) -> None:
         """End the cluster."""

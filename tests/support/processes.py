@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -23,6 +24,10 @@ from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, ma
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 
+#: What all processes of a test session inherit, and those of another one on this machine do not; and the same of a run
+#: of several sessions.
+SESSION_VARIABLE, RUN_VARIABLE = "TEST_SESSION_MARK", "TEST_RUN_MARK"
+
 
 def wait_for(what: Callable[[], T], timeout: float, why: str = "") -> T:
     """Wait until something is true, and give it."""
@@ -36,11 +41,30 @@ def wait_for(what: Callable[[], T], timeout: float, why: str = "") -> T:
         time.sleep(0.1)
 
 
+#: Below the ports that the kernel gives out by itself, which may be taken again before anything listens there, and
+#: above those that Ray gives its workers; so many for each of eight test processes.
+FIRST_PORT, PORTS_OF_A_PROCESS = 20_000, 1_500
+
+
+def _candidates() -> Iterator[int]:
+    """Give the ports of this test process, one after the other."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    first = FIRST_PORT + number * PORTS_OF_A_PROCESS
+    # Tests that somebody runs in another shell begin elsewhere.
+    start = secrets.randbelow(PORTS_OF_A_PROCESS)
+    return (first + (start + step) % PORTS_OF_A_PROCESS for step in itertools.count())
+
+
+_ports = _candidates()
+
+
 def free_port() -> int:
-    """Give a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Give a port that is free, and that no test process beside this one gives."""
+    while True:
+        port = next(_ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def read_ledger(path: Path | str) -> list[dict[str, Any]]:
@@ -121,16 +145,61 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def marked_with(entry: str) -> list[psutil.Process]:
-    """Give the processes that carry an entry, such as ``NAME=value``, in the environment that they started with."""
+def of_cluster(entry: str, folder: Path) -> list[psutil.Process]:
+    """Give the processes of a test's cluster.
+
+    Args:
+        entry: Such as ``NAME=value``; in the environment that they started with. Ray's agents write their title over
+            it, and are known by that title and the files that they have open.
+        folder: Where the cluster keeps its files.
+    """
+    return alive([process for process in psutil.process_iter() if _carries(process, entry) or _logs(process, folder)])
+
+
+def _carries(process: psutil.Process, entry: str) -> bool:
+    try:
+        return entry.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _logs(process: psutil.Process, folder: Path) -> bool:
+    """Tell whether a process is one of Ray's and has a file below a folder open."""
+    try:
+        if not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"):
+            return False
+        descriptors = os.listdir(f"/proc/{process.pid}/fd")
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{process.pid}/fd/{descriptor}").startswith(f"{folder}/"):
+                return True
+    return False
+
+
+def end_carrying(entry: str) -> list[str]:
+    """Kill the processes that carry an entry in the environment that they started with, and give their titles."""
+    titles: list[str] = []
+    for _ in range(20):
+        left = alive([process for process in psutil.process_iter() if _carries(process, entry)])
+        if not left:
+            break
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                titles.append(" ".join(process.cmdline())[:120])
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+    return titles
+
+
+def titled(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
+    """Give those of some processes that live and have a part in their command line."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if entry.encode() in environment and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if part in " ".join(process.cmdline()):
+                found.append(process)
     return found
 
 
@@ -196,11 +265,7 @@ class FlowProcess:
 
     def process_named(self, title: str) -> psutil.Process | None:
         """Give a process of the training by a part of its command line."""
-        for process in self.marked():
-            with contextlib.suppress(psutil.Error):
-                if title in " ".join(process.cmdline()):
-                    return process
-        return None
+        return next(iter(titled(self.marked(), title)), None)
 
     def guard(self) -> psutil.Process | None:
         """Give the guard, which carries no mark."""
@@ -285,6 +350,9 @@ class RayHead:
                 "--dashboard-agent-listen-port=0",
                 f"--num-cpus={self.cpus}",
                 f"--temp-dir={self.folder}",
+                # The kernel gives workers their ports: Ray's own choice may be that of a cluster beside this one.
+                "--min-worker-port=0",
+                "--max-worker-port=0",
             ],
             env=environment,
             check=True,
@@ -294,7 +362,7 @@ class RayHead:
 
     def processes(self) -> list[psutil.Process]:
         """Give all processes of the cluster, workers included."""
-        return marked_with(f"TEST_HEAD_MARK={self._mark}")
+        return of_cluster(f"TEST_HEAD_MARK={self._mark}", self.folder)
 
     def train_processes(self) -> list[str]:
         """Give the titles of the controllers and workers that train in the cluster."""

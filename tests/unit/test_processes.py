@@ -17,7 +17,7 @@ import pytest
 
 from prefect_elastic_train.driver.guard import DISMISSED
 from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, end_process, marked_processes
-from tests.support.processes import wait_for
+from tests.support.processes import of_cluster, wait_for
 from tests.unit.support import REPOSITORY
 
 #: Starts a child that starts a grandchild in a session of its own; the child ends, so the grandchild is nobody's.
@@ -129,6 +129,22 @@ def test_an_agent_of_ray_without_its_mark_is_found_by_title_and_folder_and_a_she
         shutil.rmtree(inside)
         assert end_marked(mark, 10) == []
         assert [process.poll() is None for process in started] == [False, True, True]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_an_agent_of_ray_without_its_mark_belongs_to_the_cluster_of_a_test_that_it_logs_to(tmp_path: Path) -> None:
+    folder, beside = tmp_path / "head", tmp_path / "head-of-another"
+    started = []
+    try:
+        for title, place in [("ray::DashboardAgent", folder), ("sleep", folder), ("ray::DashboardAgent", beside)]:
+            place.mkdir(exist_ok=True)
+            with (place / "agent.log").open("wb") as log:
+                started.append(subprocess.Popen([title, "60"], executable=shutil.which("sleep"), stderr=log))
+        wait_for(lambda: all(psutil.Process(process.pid).cmdline() for process in started), 10, "their titles")
+        assert [process.pid for process in of_cluster("TEST_HEAD_MARK=none", folder)] == [started[0].pid]
     finally:
         for process in started:
             process.kill()

@@ -353,7 +353,7 @@ def test_repeating_ends_when_its_time_is_over() -> None:
     operation, started = _Flaky(1e9), time.monotonic()
     with pytest.raises(StorageFaultError) as caught:
         Retries(1.0, "/mnt/runs").call("list commits", operation)
-    assert 1.0 <= time.monotonic() - started < 3.0
+    assert 1.0 <= time.monotonic() - started < 5
     assert 3 <= operation.calls <= 40
     assert (caught.value.kind, caught.value.permanent) == ("connection", False)
     assert is_passing(caught.value)
