@@ -243,11 +243,15 @@ def test_a_store_that_does_not_say_which_condition_failed_is_understood(run: Ret
 
 
 @on_s3
-def test_a_deletion_whose_answer_was_lost_has_found_something(run: RetryingStore, proxy: FaultProxy) -> None:
-    run.create("ckpt/a", b"")
-    run.create("ckpt/b", b"")
-    proxy.lose_answer_of("POST", "delete")
+@pytest.mark.parametrize(("names", "lost"), [("a", ("DELETE", "ckpt/a")), ("abc", ("POST", "delete"))])
+def test_a_deletion_whose_answer_was_lost_has_found_something(
+    run: RetryingStore, proxy: FaultProxy, names: str, lost: tuple[str, str]
+) -> None:
+    for name in names:
+        run.create(f"ckpt/{name}", b"")
+    proxy.lose_answer_of(*lost)
     assert run.delete_folder("ckpt")
+    assert run.file_sizes("ckpt") is None
     assert proxy.faults_given == {"lost_answer": 1}
 
 
@@ -451,7 +455,7 @@ def test_a_fenced_off_attempt_uploads_nothing(run: RetryingStore, tmp_path: Path
     assert not run.file_sizes("ckpt")
 
 
-@on_s3
+@on_object_stores
 @pytest.mark.parametrize("size", [10, 300 * KIB], ids=["small file", "file in parts"])
 def test_one_that_is_taken_over_in_an_upload_does_not_overwrite_its_successors_object(
     run: RetryingStore,
@@ -464,15 +468,16 @@ def test_one_that_is_taken_over_in_an_upload_does_not_overwrite_its_successors_o
     write_tree(tmp_path / "old", {"model.pt": b"o" * size})
     write_tree(tmp_path / "new", {"model.pt": b"n" * size})
     begin(run)
-    real = S3Client.upload
+    client_type = type(client_of(run))
+    real = client_type.upload
 
-    def stop_and_upload(self: S3Client, files: Any, on_exists: Any) -> None:
+    def stop_and_upload(self: ObjectClient, files: Any, on_exists: Any) -> None:
         monkeypatch.undo()
         second = begin(run).attempt
         upload(run, tmp_path / "new", "ckpt", second)
         real(self, files, on_exists)
 
-    monkeypatch.setattr(S3Client, "upload", stop_and_upload)
+    monkeypatch.setattr(client_type, "upload", stop_and_upload)
     with pytest.raises(FencedOffError, match="taken over by attempt 2"):
         upload(run, tmp_path / "old", "ckpt")
     assert content(run, "ckpt") == {"model.pt": b"n" * size}
