@@ -45,10 +45,11 @@ test-all: lint types  ## every test, the long random ones included
 soak: $(STAMP)  ## the long random fault runs only
 	$(BIN)/python -m pytest tests -q -m soak --timeout 7200
 
-bench: $(STAMP)  ## overhead, recovery and growth, against raw Ray Train and torchrun
+bench: $(STAMP)  ## overhead, recovery, growth and checkpoints, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.checkpoint
 
 demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipeline
 	PREFECT_SERVER_ANALYTICS_ENABLED=false $(BIN)/python -m flows.digits
