@@ -68,6 +68,7 @@ def _in_mid_training(bucket: Bucket) -> None:
     wait_for(lambda: len(bucket.records("commits")) >= 2, 120, "two commits")
 
 
+@pytest.mark.soak  # make test has the digits pipeline, over a killed driver too
 def test_killed_driver_resumes_from_the_bucket_and_leaves_no_parts_of_uploads(
     start: Start, ledger: str, bucket: Bucket, head: RayHead
 ) -> None:
@@ -160,7 +161,12 @@ def test_what_the_store_refuses_in_mid_training_ends_it_at_once_and_a_retry_resu
 
 
 @pytest.mark.parametrize(
-    ("break_it", "word"), [(_wrong_key, "credentials"), (_read_only, "credentials"), (_no_bucket, "no such bucket")]
+    ("break_it", "word"),
+    [
+        (_wrong_key, "credentials"),
+        pytest.param(_read_only, "credentials", marks=pytest.mark.soak),
+        pytest.param(_no_bucket, "no such bucket", marks=pytest.mark.soak),
+    ],
 )
 def test_what_the_store_refuses_from_the_beginning_is_said_before_anything_starts(
     start: Start, ledger: str, bucket: Bucket, head: RayHead, break_it: Callable[[Bucket], None], word: str
