@@ -61,6 +61,7 @@ from prefect_elastic_train.runs.records import AttemptRecord, decode
 from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.seeding import check_source
 from prefect_elastic_train.stops import interruptions, notice_interruptions
+from prefect_elastic_train.storages import LocalStorageSettings
 
 __all__ = ["main"]
 
@@ -421,7 +422,8 @@ class _Driver:
 def _storage_message(spec: DriverSpec, error: OSError) -> str:
     if isinstance(error, StorageFaultError):
         return str(error)
+    what = "LocalStorage a directory" if isinstance(spec.storage, LocalStorageSettings) else "the training a storage"
     return (
-        f"cannot use storage {spec.storage.uri!r}: {type(error).__name__}: {error}. Give the training a storage that "
-        "exists or can be made, with room and write permission for this user"
+        f"cannot use storage {spec.storage.uri!r}: {type(error).__name__}: {error}. Give {what} that exists or can be "
+        "made, with room and write permission for this user"
     )
