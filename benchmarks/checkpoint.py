@@ -69,7 +69,9 @@ def transfers(endpoint_url: str, size: int) -> dict[str, tuple[Transfer, Transfe
 
     def of_ours() -> tuple[Transfer, Transfer]:
         return (
-            lambda path, key: ours.upload([TransferFile(str(path), f"{BUCKET}/{key}", size)], lambda: None),
+            lambda path, key: ours.upload(
+                [TransferFile(str(path), f"{BUCKET}/{key}", path.stat().st_size)], lambda: None
+            ),
             lambda path, key: ours.download([TransferFile(str(path), f"{BUCKET}/{key}", size)]),
         )
 
@@ -121,6 +123,10 @@ def measure_transfers(repeats: int) -> list[str]:
             source.write_bytes(os.urandom(size))
             clients = transfers(server.endpoint_url, size)
             names = list(clients)
+            small = Path(folder, "small")
+            small.write_bytes(b"small")
+            for upload, _ in clients.values():
+                upload(small, "small")  # connections and credentials are not what is measured
             for repeat in range(repeats):
                 for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
                     upload, download = clients[name]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +38,11 @@ _MIB = 2**20
 #: Size of the parts of an upload; what is no larger goes in one put. S3 takes at most 10,000 parts.
 PART_BYTES = 16 * _MIB
 _MAX_PARTS = 10_000
-#: An object is read in up to so many ranges at a time, of at least so many bytes.
+#: What is left of an object after so many seconds is read in so many ranges, if that is more than so many bytes and
+#: one stream would take longer than as many seconds again.
+_LOOK_SECONDS = 1.0
 _RANGES = 4
-_RANGE_BYTES = 128 * _MIB
+_RANGE_BYTES = 32 * _MIB
 _READ_BYTES = _MIB
 _DELETE_AT_ONCE = 1000
 #: How long aborting the uploads of a transfer that failed may take.
@@ -129,15 +133,12 @@ class S3Client(ObjectClient):
             raise
 
     def download(self, files: Sequence[TransferFile]) -> None:
-        """Read objects into files, large ones in several ranges at a time."""
+        """Read objects into files, large ones in several ranges at a time where one stream is slow."""
         with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="elastic-train-download") as pool:
-            downloads = [_RangesDownload(self, file) for file in files]
             try:
-                run_all(pool, [pool.submit(job) for download in downloads for job in download.jobs()])
+                run_all(pool, [pool.submit(_Download(self, file).fetch) for file in files])
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
-                for download in downloads:
-                    download.abandon()
                 raise
 
     def abandon_uploads(self, folder: str) -> int:
@@ -280,7 +281,7 @@ class S3Client(ObjectClient):
             "retries": {"total_max_attempts": 1},
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,
-            "max_pool_connections": 2 * TRANSFERS,
+            "max_pool_connections": TRANSFERS * (1 + _RANGES),
         }
         elsewhere = self._settings.endpoint_url or any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
         if self._settings.addressing_style != "auto":
@@ -326,17 +327,20 @@ class _PartsUpload:
         """Send a part, counted from 1."""
         upload_id = self._begin()
         what = f"upload part {number} of {self._file.key}"
-        data = self._read(number)
-        answer = self._client.call(
-            what,
-            "upload_part",
-            Bucket=self._bucket,
-            Key=self._key,
-            UploadId=upload_id,
-            PartNumber=number,
-            Body=data,
-        )
-        del data
+        with self._part(number) as part:
+
+            def send() -> Any:
+                part.seek(0)
+                return self._client.try_once(
+                    "upload_part",
+                    Bucket=self._bucket,
+                    Key=self._key,
+                    UploadId=upload_id,
+                    PartNumber=number,
+                    Body=part,
+                )
+
+            answer = self._client.retries.call(what, send)
         with self._lock:
             self._sent[number] = answer["ETag"]
             if len(self._sent) < self.parts:
@@ -369,16 +373,10 @@ class _PartsUpload:
                     raise
             return self._upload_id
 
-    def _read(self, number: int) -> bytes:
+    def _part(self, number: int) -> io.BufferedReader:
         offset = (number - 1) * self._part_bytes
-        wanted = min(self._part_bytes, self._file.size - offset)
-        with open(self._file.path, "rb", buffering=0) as opened:
-            data = os.pread(opened.fileno(), wanted, offset)
-        if len(data) != wanted:
-            raise ValueError(
-                f"{self._file.path} has changed while it was uploaded; report a checkpoint that is complete"
-            )
-        return data
+        part = _FilePart(self._file.path, offset, min(self._part_bytes, self._file.size - offset))
+        return io.BufferedReader(part, _READ_BYTES)
 
     def _complete(self) -> None:
         try:
@@ -433,52 +431,85 @@ class _PartsUpload:
         return bool(found["ETag"].strip('"') == expected)
 
 
-class _RangesDownload:
-    """An object that is read into a file, in ranges; each goes on where it was cut off.
+class _FilePart(io.RawIOBase):
+    """A part of a file as a body to send: read while it is sent, so that it is never in memory as a whole."""
 
-    Whichever thread reads the last of them gives the file its name.
+    def __init__(self, path: str, offset: int, size: int) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with this one
+        self._path, self._offset, self._size = path, offset, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self._size - self._position)
+        data = os.pread(self._file.fileno(), wanted, self._offset + self._position)
+        if not data and wanted:
+            raise ValueError(f"{self._path} has changed while it was uploaded; report a checkpoint that is complete")
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+class _Download:
+    """An object that is read into a file: in one stream while that is quick, in several ranges where it is not.
+
+    Each stream goes on where it was cut off.
     """
 
     def __init__(self, client: S3Client, file: TransferFile) -> None:
         self._client = client
         self._file = file
         self._bucket, _, self._key = file.key.partition("/")
-        self._partial = partial_file(file.path)
-        self._lock = threading.Lock()
-        count = min(_RANGES, max(1, file.size // _RANGE_BYTES))
-        self._length = max(1, -(-file.size // count))
-        self._left = max(1, -(-file.size // self._length))
-        self._path = ""
 
-    def jobs(self) -> list[Callable[[], None]]:
-        """Give what reads the ranges."""
-        return [
-            lambda number=number: self._fetch(number * self._length)  # type: ignore[misc]
-            for number in range(self._left)
-        ]
+    def fetch(self) -> None:
+        """Read all of it."""
+        with ExitStack() as stack:
+            with local_disk(self._file.path):
+                path = stack.enter_context(partial_file(self._file.path))
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            stack.callback(os.close, descriptor)
+            reached = self._read(descriptor, 0, self._file.size, may_split=True)
+            if reached < self._file.size:
+                length = -(-(self._file.size - reached) // _RANGES)
+                with ThreadPoolExecutor(_RANGES, thread_name_prefix="elastic-train-range") as pool:
+                    ranges = (
+                        (begin, min(begin + length, self._file.size))
+                        for begin in range(reached, self._file.size, length)
+                    )
+                    run_all(pool, [pool.submit(self._read_all, descriptor, *limits) for limits in ranges])
+            check_size(path, self._file)
 
-    def abandon(self) -> None:
-        """Leave nothing behind of a file that is not whole. No job may be running."""
-        if self._path and self._left:
-            self._partial.__exit__(RuntimeError)
+    def _read_all(self, descriptor: int, begin: int, end: int) -> None:
+        self._read(descriptor, begin, end, may_split=False)
 
-    def _fetch(self, begin: int) -> None:
-        with self._lock, local_disk(self._file.path):
-            self._path = self._path or self._partial.__enter__()
-        with local_disk(self._path):
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            self._read(descriptor, begin, min(begin + self._length, self._file.size))
-        finally:
-            os.close(descriptor)
-        with self._lock:
-            if self._left == 1:
-                check_size(self._path, self._file)
-                self._partial.__exit__(None)
-            self._left -= 1
+    def _read(self, descriptor: int, begin: int, end: int, *, may_split: bool) -> int:
+        """Read a range and give how far that came: less than all of it if it is worth several streams."""
+        offset, since = begin, time.monotonic()
 
-    def _read(self, descriptor: int, begin: int, end: int) -> None:
-        offset = begin
+        def is_slow() -> bool:
+            seconds, left = time.monotonic() - since, end - offset
+            return (
+                may_split
+                and seconds > _LOOK_SECONDS
+                and left > _RANGE_BYTES
+                and left * seconds > _LOOK_SECONDS * (offset - begin)
+            )
 
         def read() -> None:
             nonlocal offset
@@ -491,9 +522,11 @@ class _RangesDownload:
                 raise
             try:
                 while data := body.read(_READ_BYTES):
-                    with local_disk(self._path):
+                    with local_disk(self._file.path):
                         _write_all(descriptor, data, offset)
                     offset += len(data)
+                    if is_slow():
+                        return
             finally:
                 body.close()
             if offset != end:
@@ -501,6 +534,7 @@ class _RangesDownload:
 
         if begin < end:
             self._client.retries.call(f"download {self._file.key}", read)
+        return offset
 
 
 def _not_installed(error: ImportError) -> ConfigurationError:
