@@ -1,7 +1,7 @@
 """The client of S3: small objects and listings through s3fs, bulk data through botocore in threads.
 
-Threads upload more than twice as fast as s3fs, which hashes and sends in one (``benchmarks/checkpoint.py``), and a
-part is held in memory only while it is sent. botocore comes with s3fs.
+A part is read while it is sent, so that memory stays small however large a checkpoint is, and a transfer goes on where
+it was cut off; s3fs does neither (figures in ``benchmarks/checkpoint.py``). botocore comes with s3fs.
 """
 
 from __future__ import annotations
