@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from prefect_elastic_train.filesystems.objects import ObjectClient, TransferFile, files_below
+from prefect_elastic_train.filesystems.objects import ObjectClient, RangeReader, TransferFile, files_below
 from prefect_elastic_train.filesystems.run_filesystem import RunFilesystem
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs.object_store import ObjectRunStore
@@ -108,8 +108,9 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
         self._retries.call(f"delete {path}", lambda: self._client.delete([path.strip("/")]))
 
     def move(self, src: str, dest: str) -> None:
-        """Refused: a store cannot, and Ray Train does not."""
-        raise NotImplementedError(f"an object store cannot move {src} to {dest}; write it there and delete it here")
+        """Copy an object through this machine and delete it, unless another attempt has taken over."""
+        self.copy_file(src, dest)
+        self.delete_file(src)
 
     def copy_file(self, src: str, dest: str) -> None:
         """Copy an object through this machine, unless another attempt has taken over."""
@@ -117,8 +118,8 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
             shutil.copyfileobj(source, target, _READ_BYTES)
 
     def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
-        """Refused: a store cannot."""
-        raise NotImplementedError(f"an object store cannot append to {path}; write another object")
+        """Refused: the objects of a store are written as a whole."""
+        raise io.UnsupportedOperation(f"an object store cannot append to {path}; write another object")
 
     def upload_folder(self, source: str, target: str) -> None:
         """See :meth:`RunFilesystem.upload_folder`."""
@@ -202,43 +203,22 @@ class ObjectFilesystem(_Objects, fs.FileSystemHandler):  # type: ignore[misc]
         return self._open_for_reading(path)
 
     def _refuse(self, *arguments: Any, **more: Any) -> Any:
-        raise NotImplementedError("this filesystem reads the checkpoints of a run, and changes nothing")
+        raise io.UnsupportedOperation("this filesystem reads the checkpoints of a run, and changes nothing")
 
     create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
     move = copy_file = open_output_stream = open_append_stream = _refuse
 
 
-class _ObjectReader(io.RawIOBase):
+class _ObjectReader(RangeReader):
     """Reads an object in ranges, each with retries."""
 
     def __init__(self, client: ObjectClient, key: str, size: int) -> None:
+        super().__init__(size)
         self._client = client
         self._key = key
-        self._size = size
-        self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        begin, end = self._position, min(self._position + len(buffer), self._size)
-        if begin >= end:
-            return 0
-        data = self._client.retries.call(f"read {self._key}", lambda: self._client.get(self._key, begin, end))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+    def _fetch(self, begin: int, end: int) -> bytes:
+        return self._client.retries.call(f"read {self._key}", lambda: self._client.get(self._key, begin, end))
 
 
 class _SpooledObject(io.RawIOBase):

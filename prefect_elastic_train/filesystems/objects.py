@@ -5,7 +5,9 @@ Nothing is repeated here but the transfer of bulk data; whoever asks for small o
 
 from __future__ import annotations
 
+import abc
 import errno
+import io
 import os
 import threading
 import time
@@ -25,6 +27,7 @@ from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSetti
 __all__ = [
     "LocalDiskError",
     "ObjectClient",
+    "RangeReader",
     "TransferFile",
     "files_below",
     "local_disk",
@@ -346,6 +349,45 @@ class partial_file:
             os.replace(self._partial, self._path)
         else:
             self._partial.unlink(missing_ok=True)
+
+
+class RangeReader(io.RawIOBase, abc.ABC):
+    """A stream over something that is read in ranges.
+
+    Args:
+        size: Of all of it, in bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._position = 0
+
+    @abc.abstractmethod
+    def _fetch(self, begin: int, end: int) -> bytes:
+        """Give some bytes from ``begin`` on, at most up to ``end``."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._position, min(self._position + len(buffer), self._size)
+        if begin >= end:
+            return 0
+        data = self._fetch(begin, end)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 def files_below(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:

@@ -22,6 +22,7 @@ from typing import Any
 from prefect_elastic_train.filesystems.objects import (
     TRANSFERS,
     ObjectClient,
+    RangeReader,
     TransferFile,
     check_size,
     local_disk,
@@ -431,35 +432,19 @@ class _PartsUpload:
         return bool(found["ETag"].strip('"') == expected)
 
 
-class _FilePart(io.RawIOBase):
+class _FilePart(RangeReader):
     """A part of a file as a body to send: read while it is sent, so that it is never in memory as a whole."""
 
     def __init__(self, path: str, offset: int, size: int) -> None:
+        super().__init__(size)
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with this one
-        self._path, self._offset, self._size = path, offset, size
-        self._position = 0
+        self._path, self._offset = path, offset
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence] + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._size - self._position)
-        data = os.pread(self._file.fileno(), wanted, self._offset + self._position)
-        if not data and wanted:
+    def _fetch(self, begin: int, end: int) -> bytes:
+        data = os.pread(self._file.fileno(), end - begin, self._offset + begin)
+        if not data:
             raise ValueError(f"{self._path} has changed while it was uploaded; report a checkpoint that is complete")
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+        return data
 
     def close(self) -> None:
         super().close()
