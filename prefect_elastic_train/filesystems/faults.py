@@ -53,6 +53,7 @@ _TRANSIENT_CODES = {
     "TooManyRequests",
     "TooManyRequestsException",
     "TransactionInProgressException",
+    "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 }
 _CREDENTIALS = (

@@ -6,6 +6,7 @@ it was cut off; s3fs does neither (figures in ``benchmarks/checkpoint.py``). bot
 
 from __future__ import annotations
 
+import base64
 import errno
 import hashlib
 import io
@@ -13,11 +14,13 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from prefect_elastic_train.filesystems.objects import (
     TRANSFERS,
@@ -34,6 +37,8 @@ from prefect_elastic_train.outcomes import ConfigurationError, StorageFaultError
 __all__ = ["S3Client"]
 
 logger = logging.getLogger("prefect_elastic_train.storage")
+
+_T = TypeVar("_T")
 
 _MIB = 2**20
 #: Size of the parts of an upload; what is no larger goes in one put. S3 takes at most 10,000 parts.
@@ -52,6 +57,8 @@ _ABORT_SECONDS = 10.0
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 #: Answers of stores that cannot delete several objects in one request as botocore asks them to.
 _NO_BULK_DELETE = ("MissingContentMD5", "NotImplemented", "InvalidRequest", "InvalidDigest", "MalformedXML", "501")
+#: Answers of stores that do not take the checksums of the parts of an upload.
+_NO_CHECKSUMS = ("not supported", "refused (InvalidRequest)", "refused (InvalidArgument)")
 #: Tries and seconds a try at the metadata service of an instance, which limits how often it answers.
 _METADATA_TRIES, _METADATA_SECONDS = 4, 2
 _CONNECT_SECONDS = 10
@@ -65,6 +72,8 @@ class S3Client(ObjectClient):
         super().__init__(settings)
         self._botocore: Any = None
         self._deletes_one_by_one = False
+        #: Whether parts are sent with their checksums, which the store verifies; not if it has refused one.
+        self.sends_checksums = True
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         """Write a small object. See :meth:`ObjectClient.put`."""
@@ -160,6 +169,18 @@ class S3Client(ObjectClient):
     def try_once(self, method: str, **arguments: Any) -> Any:
         """Call a method of botocore's client."""
         return self._renewing(lambda: getattr(self._client(), method)(**arguments))
+
+    def with_checksums_or_without(self, transfer: Callable[[bool], _T]) -> _T:
+        """Call what sends checksums if it is told so, and once more without them where the store refuses them."""
+        if self.sends_checksums:
+            try:
+                return transfer(True)
+            except StorageFaultError as error:
+                if error.kind not in _NO_CHECKSUMS:
+                    raise
+                logger.debug("Parts are sent without checksums, which the store refuses: %s", error)
+                self.sends_checksums = False
+        return transfer(False)
 
     def abort_others(self, bucket: str, key: str, upload_id: str) -> None:
         """Abort unfinished uploads of an object, of whose beginning the answer was lost, but one."""
@@ -315,7 +336,8 @@ class _PartsUpload:
         self._bucket, _, self._key = file.key.partition("/")
         self._part_bytes = _part_bytes(file.size)
         self.parts = -(-file.size // self._part_bytes)
-        self._sent: dict[int, str] = {}
+        #: What the store said of each part, as the end of the upload repeats it.
+        self._sent: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._upload_id = ""
         self._ended = False
@@ -330,7 +352,8 @@ class _PartsUpload:
         what = f"upload part {number} of {self._file.key}"
         with self._part(number) as part:
 
-            def send() -> Any:
+            def send(with_checksum: bool) -> Any:
+                checksum = {"ChecksumAlgorithm": "CRC32", "ChecksumCRC32": _crc32(part)} if with_checksum else {}
                 part.seek(0)
                 return self._client.try_once(
                     "upload_part",
@@ -339,11 +362,14 @@ class _PartsUpload:
                     UploadId=upload_id,
                     PartNumber=number,
                     Body=part,
+                    **checksum,
                 )
 
-            answer = self._client.retries.call(what, send)
+            answer = self._client.with_checksums_or_without(
+                lambda wanted: self._client.retries.call(what, lambda: send(wanted))
+            )
         with self._lock:
-            self._sent[number] = answer["ETag"]
+            self._sent[number] = {name: answer[name] for name in ("ETag", "ChecksumCRC32") if name in answer}
             if len(self._sent) < self.parts:
                 return
         self._complete()
@@ -362,13 +388,20 @@ class _PartsUpload:
                 raise self._not_begun  # it was tried for long enough, for all parts
             if not self._upload_id:
 
-                def begin(tries: int) -> str:
+                def begin(with_checksums: bool, tries: int) -> str:
                     self._begun_again = tries > 0
-                    answer = self._client.try_once("create_multipart_upload", Bucket=self._bucket, Key=self._key)
+                    algorithm = {"ChecksumAlgorithm": "CRC32"} if with_checksums else {}
+                    answer = self._client.try_once(
+                        "create_multipart_upload", Bucket=self._bucket, Key=self._key, **algorithm
+                    )
                     return str(answer["UploadId"])
 
                 try:
-                    self._upload_id = self._client.retries.call_counted(f"begin an upload of {self._file.key}", begin)
+                    self._upload_id = self._client.with_checksums_or_without(
+                        lambda wanted: self._client.retries.call_counted(
+                            f"begin an upload of {self._file.key}", partial(begin, wanted)
+                        )
+                    )
                 except Exception as error:
                     self._not_begun = error
                     raise
@@ -398,7 +431,7 @@ class _PartsUpload:
             self._client.abort_others(self._bucket, self._key, self._upload_id)
 
     def _try_to_complete(self, **condition: str) -> None:
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._sent.items())]
+        parts = [{"PartNumber": number, **said} for number, said in sorted(self._sent.items())]
 
         def complete(tries: int) -> None:
             try:
@@ -422,7 +455,7 @@ class _PartsUpload:
     def _is_there(self) -> bool:
         """Tell whether the object is the one that these parts make: its tag is made of theirs."""
         try:
-            tags = [bytes.fromhex(tag.strip('"')) for _, tag in sorted(self._sent.items())]
+            tags = [bytes.fromhex(said["ETag"].strip('"')) for _, said in sorted(self._sent.items())]
             found = self._client.try_once("head_object", Bucket=self._bucket, Key=self._key)
         except Exception as error:
             if isinstance(error, ValueError) or is_missing(error):
@@ -551,6 +584,14 @@ def _code(error: BaseException) -> str:
 
 def _part_bytes(size: int) -> int:
     return max(PART_BYTES, -(-size // _MAX_PARTS))
+
+
+def _crc32(part: io.BufferedReader) -> str:
+    part.seek(0)
+    checksum = 0
+    while data := part.read(_READ_BYTES):
+        checksum = zlib.crc32(data, checksum)
+    return base64.b64encode(checksum.to_bytes(4, "big")).decode()
 
 
 def _be_patient(session: Any) -> None:

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -161,18 +161,21 @@ class Which:
         methods: HTTP methods.
         key_prefix: How the object's key begins. Keys in a body, as of `delete_objects`, are not looked at.
         contains: Occurs in path and query, such as ``uploadId=``.
+        checksum: A checksum is announced or given: how the name of a header for it begins.
     """
 
     methods: tuple[str, ...] = ()
     key_prefix: str = ""
     contains: str = ""
+    checksum: str = ""
 
-    def takes(self, method: str, path: str, query: str) -> bool:
-        """Tell whether a request is one of them; its path is not quoted."""
+    def takes(self, request: SeenRequest) -> bool:
+        """Tell whether a request is one of them."""
         return (
-            (not self.methods or method in self.methods)
-            and path.lstrip("/").partition("/")[2].startswith(self.key_prefix)
-            and self.contains in f"{path}?{query}"
+            (not self.methods or request.method in self.methods)
+            and request.path.lstrip("/").partition("/")[2].startswith(self.key_prefix)
+            and self.contains in f"{request.path}?{request.query}"
+            and (not self.checksum or any(name.startswith(self.checksum) for name in request.checksums))
         )
 
 
@@ -185,6 +188,7 @@ class SeenRequest:
         path: Bucket and key, not quoted.
         query: Query as sent.
         access_key: Whose request it is; empty for an anonymous one.
+        checksums: What its headers say of checksums, by their names.
         status: Status of the answer that was passed on or given; 0 while there is none, and if none was given.
         fault: What was done to it: a kind of `FaultProxy.faults_given`, empty for nothing.
     """
@@ -193,6 +197,7 @@ class SeenRequest:
     path: str
     query: str
     access_key: str = ""
+    checksums: dict[str, str] = field(default_factory=dict)
     status: int = 0
     fault: str = ""
 
@@ -347,7 +352,7 @@ class FaultProxy:
     def count(self, method: str = "", contains: str = "") -> int:
         """Count the requests of a method whose path and query contain something."""
         which = Which((method,) if method else (), contains=contains)
-        return sum(which.takes(seen.method, seen.path, seen.query) for seen in self.requests)
+        return sum(which.takes(seen) for seen in self.requests)
 
     def reset_counters(self) -> None:
         """Forget the requests and faults so far."""
@@ -594,9 +599,9 @@ class _Proxy:
         """Decide about a request: what it is and has done to it, how it is refused, how many seconds it waits."""
         target = urlsplit(head.first[1])
         access_key, token = _credentials(head, target.query)
-        seen = SeenRequest(head.first[0], unquote(target.path), target.query, access_key)
-        asked = (seen.method, seen.path, seen.query)
-        refusal = next((refusal for refusal in self._refusals if refusal.when.takes(*asked)), None)
+        checksums = {name: text for name, text in head.headers.items() if "checksum" in name}
+        seen = SeenRequest(head.first[0], unquote(target.path), target.query, access_key, checksums)
+        refusal = next((refusal for refusal in self._refusals if refusal.when.takes(seen)), None)
         if self._keys is not None and access_key not in self._keys:
             refusal = _WRONG_KEY if access_key else _NO_KEY
         elif self._tokens is not None and token not in self._tokens:
@@ -604,13 +609,13 @@ class _Proxy:
         if refusal:
             seen.fault = "refused"
             return seen, refusal, self._latency
-        lost = next((which for which in self._lost_answers if which.takes(*asked)), None)
+        lost = next((which for which in self._lost_answers if which.takes(seen)), None)
         if lost:
             self._lost_answers.remove(lost)
             seen.fault = "lost_answer"
             return seen, None, self._latency
         faults = self._faults
-        if faults and faults.when.takes(*asked) and self._random.random() < faults.rate:
+        if faults and faults.when.takes(seen) and self._random.random() < faults.rate:
             kind = self._random.choice(faults.kinds)
             seen.fault = self._random.choice(("reset_before", "reset_after")) if kind == "reset" else kind
             if kind == "stall":

@@ -5,6 +5,7 @@ Each storage is the one of a whole session, so tests look at a run directory of 
 
 from __future__ import annotations
 
+import base64
 import errno
 import gc
 import io
@@ -12,6 +13,7 @@ import os
 import pickle
 import threading
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -294,6 +296,54 @@ def test_forty_megabytes_pass_in_parts(run: RetryingStore, tmp_path: Path, proxy
     assert proxy.count("PUT", "partNumber=") == 3
     run_filesystem(run, 1).handler.download_folder(f"{run.path}/ckpt", str(tmp_path / "target"))
     assert (tmp_path / "target" / "model.pt").read_bytes() == data
+
+
+@on_s3
+def test_each_part_is_sent_with_its_checksum(
+    run: RetryingStore, tmp_path: Path, proxy: FaultProxy, small_parts: None
+) -> None:
+    files = tree(tmp_path)
+    begin(run)
+    proxy.reset_counters()
+    upload(run, tmp_path, "ckpt")
+    size = s3_module.PART_BYTES
+    parts = [files["large"][begin : begin + size] for begin in range(0, len(files["large"]), size)]
+    sent = {
+        seen.query.partition("partNumber=")[2].partition("&")[0]: seen.checksums["x-amz-checksum-crc32"]
+        for seen in proxy.requests
+        if seen.path.endswith("ckpt/large") and "partNumber=" in seen.query
+    }
+    assert sent == {
+        str(number): base64.b64encode(zlib.crc32(part).to_bytes(4, "big")).decode()
+        for number, part in enumerate(parts, start=1)
+    }
+
+
+@on_s3
+@pytest.mark.parametrize("where", ["?uploads", "partNumber="])
+@pytest.mark.parametrize(("code", "status"), [("NotImplemented", 501), ("InvalidRequest", 400)])
+def test_a_store_that_takes_no_checksums_gets_the_parts_without(
+    run: RetryingStore,
+    tmp_path: Path,
+    server: MotoServer,
+    proxy: FaultProxy,
+    small_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    code: str,
+    status: int,
+) -> None:
+    files = tree(tmp_path)
+    begin(run)
+    monkeypatch.setattr(client_of(run), "sends_checksums", True)  # the client is the one of all tests
+    proxy.refuse(code, status=status, when=Which(contains=where, checksum="x-amz-"))
+    upload(run, tmp_path, "first")
+    assert proxy.faults_given["refused"] >= 1
+    proxy.reset_counters()
+    upload(run, tmp_path, "second")
+    assert proxy.faults_given["refused"] == 0, "it is remembered"
+    assert content(run, "first") == content(run, "second") == files
+    assert server.incomplete_uploads("training") == []
 
 
 @on_s3
