@@ -7,7 +7,6 @@ server imports every registered collection, and the processes of a run import th
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,10 +71,7 @@ __all__ = [
     "elastic_train",
 ]
 
-try:
-    __version__ = version("prefect-elastic-train")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0.0.0"
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -329,7 +330,8 @@ class ClusterSettings(_Settings):
 
     address: str = Field(
         default="",
-        description="Empty: a local cluster for this run. 'auto' or host:port: join a cluster from one of its nodes.",
+        description="Empty: a local cluster for this run. 'auto' or host:port: join a cluster from one of its nodes. "
+        "http(s)://host:8265: submit the run to a cluster as a Ray job.",
     )
     auth_token: SecretStr = Field(
         default=SecretStr(""),
@@ -353,10 +355,30 @@ class ClusterSettings(_Settings):
         description="Directory with the code of the train loop, sent to every node. Empty: nothing is sent.",
     )
     connect_timeout_seconds: float = Field(
-        default=30.0,
+        default=20.0,
         gt=0,
         title="Connect timeout (seconds)",
         description="How long an attempt waits for the cluster to answer.",
+    )
+    unreachable_timeout_seconds: float = Field(
+        default=3600.0,
+        gt=0,
+        title="Unreachable timeout (seconds)",
+        description="How long a submitted job is asked after while the dashboard does not answer.",
+    )
+    driver_resources: JsonDict = Field(
+        default_factory=dict,
+        title="Driver resources",
+        description='What the driver of a submitted job reserves, such as {"CPU": 1, "on_demand": 0.01}, which also '
+        "says on which nodes it may run. Empty: nothing, and it runs on the head node.",
+    )
+    verify_tls: bool = Field(
+        default=True, title="Verify TLS", description="Whether the certificate of an https:// address is verified."
+    )
+    ca_bundle: str = Field(
+        default="",
+        title="CA bundle",
+        description="Path of the certificates that vouch for an https:// address. Empty: those of this machine.",
     )
 
     @field_validator("address")
@@ -365,22 +387,26 @@ class ClusterSettings(_Settings):
         value = value.strip()
         if value in ("", "auto"):
             return value
-        if value.startswith(("http://", "https://", "ray://")):
+        if value.startswith(("http://", "https://")):
+            return _dashboard_url(value)
+        if value.startswith("ray://"):
             raise ValueError(
-                f"cannot use {value!r}: submitting through the Ray Jobs API or the Ray client is not supported; "
-                "use '' (a local cluster), 'auto' or 'host:port' from a node of the cluster"
+                f"cannot use {value!r}: the Ray client is not supported; use '' (a local cluster), 'auto' or "
+                "'host:port' from a node of the cluster, or 'http(s)://host:8265' to submit the run as a Ray job"
             )
         match = _ADDRESS.match(value)
         if match is None or not 0 < int(match["port"]) < 65536:
-            raise ValueError(f"expected '', 'auto' or 'host:port' (port 1 to 65535), got {value!r}")
+            raise ValueError(
+                f"expected '', 'auto', 'host:port' (port 1 to 65535) or 'http(s)://host:port', got {value!r}"
+            )
         return value
 
-    @field_validator("num_cpus", "num_gpus", "connect_timeout_seconds", mode="before")
+    @field_validator("num_cpus", "num_gpus", "connect_timeout_seconds", "unreachable_timeout_seconds", mode="before")
     @classmethod
     def _name_the_value(cls, value: Any, info: ValidationInfo) -> Any:
         # Since this model hides its input in errors, what is no secret is named here.
         if isinstance(value, int | float) and not isinstance(value, bool):
-            if info.field_name == "connect_timeout_seconds" and not value > 0:
+            if str(info.field_name).endswith("_seconds") and not value > 0:
                 raise ValueError(f"Input should be greater than 0, got {value}")
             least = -1 if info.field_name == "num_gpus" else 0
             if value < least:
@@ -399,10 +425,38 @@ class ClusterSettings(_Settings):
             )
         return value
 
+    @field_validator("driver_resources")
+    @classmethod
+    def _resources_are_amounts(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, amount in value.items():
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
+                raise ValueError(f"driver_resources says {name} {amount!r}; give an amount of 0 or more")
+        return value
+
     @property
     def is_local(self) -> bool:
         """Whether the run gets a cluster of its own on this machine."""
         return not self.address
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the driver runs inside the cluster, as a Ray job."""
+        return self.address.startswith(("http://", "https://"))
+
+
+def _dashboard_url(value: str) -> str:
+    parts = urlsplit(value)
+    try:
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError:
+        port_is_valid = False
+    if "@" in parts.netloc:  # not shown: it may be a password
+        raise ValueError("the address holds credentials; give them as auth_token, and a URL without them")
+    if not parts.hostname or not port_is_valid or parts.query or parts.fragment:
+        raise ValueError(
+            f"expected the URL of a Ray dashboard, such as 'http://head:8265' or 'https://host/prefix', got {value!r}"
+        )
+    return value.rstrip("/")
 
 
 def plain(settings_type: type[Settings], block: BaseModel) -> Settings:

@@ -177,5 +177,7 @@ def _living_drivers_in(storage: Storage, flow_run_id: str) -> Iterator[str]:
         record = decode(AttemptRecord, store.read(layout.attempt_name(numbers[-1]))) if numbers else None
         if record is None or record.owner.flow_run_id != flow_run_id:
             continue
+        if record.owner.job:
+            continue  # a job outlives its flow process, and is followed again
         if store.read(layout.ended_name(numbers[-1])) is None and is_alive(store, record):
             yield f"the driver of attempt {numbers[-1]} of run {name} lives on {record.owner.host.split('/')[0]}"

@@ -26,6 +26,7 @@ __all__ = [
     "FlowsAround",
     "StopReason",
     "interruptions",
+    "is_being_cancelled",
     "notice_interruptions",
     "watched_by_runner",
     "watching",
@@ -79,6 +80,29 @@ def notice_interruptions() -> None:
     taken = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
     if taken not in (-1, _pipe[1]):
         signal.set_wakeup_fd(taken)
+
+
+def is_being_cancelled(flow_run_ids: Sequence[str], seconds: float) -> bool:
+    """Ask whether one of some flow runs is being cancelled; an API that does not answer in time says no."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        from uuid import UUID
+
+        from prefect.client.orchestration import get_client
+
+        try:
+            with get_client(sync_client=True) as client:
+                reasons = (_reason(client.read_flow_run(UUID(one)).state) for one in flow_run_ids)
+                answers.append(StopReason.CANCELLING in reasons)
+        except Exception as error:  # noqa: BLE001 - then nobody knows
+            logger.debug("cannot ask whether flow run %s is being cancelled: %s", flow_run_ids[0], error)
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(ask,), name="elastic-train-cancelling", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(answers) and answers[0]
 
 
 class FlowsAround:

@@ -15,6 +15,8 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
 from typing import Any, TypeVar
 
 from prefect import task
@@ -57,6 +59,7 @@ from prefect_elastic_train.stops import (
     FlowsAround,
     StopReason,
     interruptions,
+    is_being_cancelled,
     notice_interruptions,
     watched_by_runner,
     watching,
@@ -73,6 +76,8 @@ DEFAULT_STORAGE = "~/elastic_train_runs"
 
 _FRAMEWORKS = ("torch", "jax", "none")
 _MASK = "*"
+#: How long the state of a flow run is asked for when its process is told to end.
+_STATE_SECONDS = 5.0
 #: How long the signal of a runner is waited for once its flow run is seen cancelling; it kills after 30 s.
 _SIGNAL_SECONDS = 40.0
 
@@ -100,10 +105,15 @@ class _Request:
     worker_runtime_env: dict[str, Any]
     timeout_seconds: float | None
     asked_at: float
+    called_at: datetime
     #: The flow run that trains, the one that called it, and so on up to the owner; none outside of flows.
     flow_run_ids: tuple[str, ...]
     submitted: bool
     interruptions: int
+    #: Those of them that were SIGTERM.
+    terminations: int
+    #: The flow run ran before, perhaps in another process.
+    resumed: bool
 
     @property
     def is_out_of_time(self) -> bool:
@@ -420,6 +430,9 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
                 _check_time(request)
 
             runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
+            runtime.on_note, runtime.on_past_event = log.note, log.past_event
+            runtime.detaches = partial(_detaches, request)
+            runtime.followed_until = partial(_followed_until, request)
             return _supervise(request, runtime)
     except AttemptFailedError as error:
         keep = error.retryable and more
@@ -437,6 +450,44 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
             ).start()
         else:
             runtime.close()
+
+
+def _detaches(request: _Request, reason: BaseException) -> bool:
+    """Tell whether a job goes on when the flow process is told to end: only if nobody wants the training to end.
+
+    A machine that is taken away sends SIGTERM, as does a runner that carries out a cancellation. Without a flow run
+    nobody would ever follow the job again.
+    """
+    if isinstance(reason, TimeoutError) or (isinstance(reason, _Stop) and reason.reason is not None):
+        return False
+    if interruptions(signal.SIGTERM) <= request.terminations or not request.flow_run_ids:
+        return False
+    return not is_being_cancelled(request.flow_run_ids, _STATE_SECONDS)
+
+
+def _followed_until(request: _Request) -> float:
+    """Give when this flow run last told something, before the process that asks: from there a job is followed on."""
+    now = time.time()
+    if not request.flow_run_ids:
+        return now
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId, LogFilterTimestamp
+    from prefect.client.schemas.sorting import LogSort
+
+    try:
+        with get_client(sync_client=True) as client:
+            [newest] = client.read_logs(
+                LogFilter(
+                    flow_run_id=LogFilterFlowRunId(any_=[uuid.UUID(request.flow_run_ids[0])]),
+                    timestamp=LogFilterTimestamp(before_=request.called_at),
+                ),
+                limit=1,
+                sort=LogSort.TIMESTAMP_DESC,
+            )
+    except Exception as error:  # noqa: BLE001 - then what was before is not told again
+        get_logger("elastic_train").debug("cannot read the logs of the flow run: %s", error)
+        return now
+    return newest.timestamp.timestamp()
 
 
 def _supervise(request: _Request, runtime: Runtime) -> TrainingResult:
@@ -497,6 +548,7 @@ def _spec(request: _Request) -> tuple[DriverSpec, int]:
         storage=plain_storage(storage),
         cluster=plain(ClusterSettings, _resolved(RayCluster, request.cluster)),
         named=request.named,
+        resumed=request.resumed,
         resume=request.resume,
         resume_from=request.resume_from,
         poll_interval_seconds=get_settings().poll_interval(scaling.max_workers),
@@ -592,9 +644,12 @@ def _request(
         worker_runtime_env=worker_runtime_env or {},
         timeout_seconds=timeout_seconds,
         asked_at=time.monotonic(),
+        called_at=datetime.now(timezone.utc),
         flow_run_ids=identity.flow_run_ids,
         submitted=False,
         interruptions=interruptions(),
+        terminations=interruptions(signal.SIGTERM),
+        resumed=identity.resumed,
         **blocks,
     )
 
@@ -691,6 +746,7 @@ class _Identity:
     owner: Owner
     flow_run_ids: tuple[str, ...]
     default_name: str
+    resumed: bool = False
 
 
 def _identity(train_loop: TrainLoop) -> _Identity:
@@ -707,4 +763,5 @@ def _identity(train_loop: TrainLoop) -> _Identity:
         place.owner,
         place.flow_run_ids,
         default_run_name(flow_name, place.owner.flow_run_id, ordinal, place.calls),
+        resumed=(flow_run.run_count or 0) > 1,
     )

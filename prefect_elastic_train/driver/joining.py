@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import tenacity
 
@@ -37,9 +38,11 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
 
     from prefect_elastic_train.elastic.translate import job_config
 
-    user_env = dict(spec.cluster.runtime_env)
-    if spec.cluster.working_dir:
-        user_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
+    user_env: dict[str, Any] = {}
+    if not spec.cluster.is_submitted:  # a job has its environment by now
+        user_env = dict(spec.cluster.runtime_env)
+        if spec.cluster.working_dir:
+            user_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
     # Ray's tools in the workers would otherwise look for any cluster on their host.
     user_env["env_vars"] = {"RAY_ADDRESS": address, **user_env.get("env_vars", {})}
     on_termination = signal.getsignal(signal.SIGTERM)
@@ -110,6 +113,8 @@ def _check_local_placement(scaling: ScalingSettings) -> None:
 
 
 def _cluster_address(spec: DriverSpec) -> str:
+    if spec.cluster.is_submitted:
+        return os.environ["RAY_ADDRESS"]  # Ray tells it its jobs
     if not spec.address_file:
         return spec.cluster.address if spec.cluster.address != "auto" else _address_of_this_host()
     deadline = time.monotonic() + _ADDRESS_FILE_SECONDS

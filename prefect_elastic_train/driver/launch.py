@@ -1,4 +1,7 @@
-"""Starting, following and ending drivers as child processes, with the local cluster and the guard around them."""
+"""Starting, following and ending drivers as child processes, with the local cluster and the guard around them.
+
+Drivers that run inside a cluster are left to :mod:`prefect_elastic_train.driver.jobs`.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from prefect_elastic_train.driver.cluster import LocalCluster, write_token
-from prefect_elastic_train.driver.events import (
-    EVENT_TAG,
-    AttemptEnded,
-    AttemptStarted,
-    ClusterWanted,
-    ControllerAlive,
-    Event,
-    decode_event,
-)
+from prefect_elastic_train.driver.events import AttemptEnded, ClusterWanted, Event
+from prefect_elastic_train.driver.following import AttemptAccount
 from prefect_elastic_train.driver.guard import DISMISSED
+from prefect_elastic_train.driver.jobs.launcher import JobLauncher
 from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked
 from prefect_elastic_train.driver.relay import read_lines
 from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, write_spec
 from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting.logs import without_colours
 from prefect_elastic_train.settings import ElasticTrainSettings
 
 __all__ = ["Runtime", "import_path"]
@@ -43,7 +38,6 @@ _LEAVE_SECONDS = 15.0
 _PIPE_SECONDS = 2.0
 #: How long a driver may take to notice that its local cluster has died.
 _CLUSTER_DEATH_SECONDS = 20.0
-_LAST_WORDS = 30
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
 _MAX_FOLDER_CHARACTERS = 24
 _OUTPUT_QUEUE = 10_000
@@ -64,6 +58,7 @@ class Runtime:
         on_event: Called with each event of the driver.
         on_line: Called with each other line of output: where it came from, and the text.
         check_stop: Called several times a second; what it raises ends the driver and passes on.
+        on_note: Called with what this machine has to say of a job.
     """
 
     def __init__(
@@ -72,11 +67,20 @@ class Runtime:
         on_event: Callable[[Event], None],
         on_line: Callable[[str, str], None],
         check_stop: Callable[[], None] = lambda: None,
+        on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.settings = settings
         self.on_event = on_event
         self.on_line = on_line
         self.check_stop = check_stop
+        self.on_note = on_note
+        #: Called with each event of a job from before it was followed.
+        self.on_past_event: Callable[[Event], None] = lambda event: None
+        #: Tells of what `check_stop` raised, or what was raised in this thread, whether a job shall go on without us.
+        self.detaches: Callable[[BaseException], bool] = lambda reason: False
+        #: Gives up to when the flow run has told of a job that is found running, in seconds since the epoch.
+        self.followed_until: Callable[[], float] = time.time
+        self._jobs = JobLauncher(self)
         self._mark = ""
         self._folder: Path | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -96,6 +100,8 @@ class Runtime:
         """
         folder = self._prepare()
         environment = self._environment()
+        if spec.cluster.is_submitted:
+            return self._jobs.run_attempt(spec, folder, environment)
         if spec.cluster.is_local:
             if self._cluster is None:
                 self._cluster = LocalCluster(spec.cluster, extra_cpus, folder, environment)
@@ -253,14 +259,9 @@ class _Following:
             assert stream is not None
             read_lines(stream, source, self._output)
             self._open_streams += 1
-        self._attempt = 0
-        self._ended: AttemptEnded | None = None
-        self._ended_at = float("inf")
+        self._account = AttemptAccount()
         self._gone_at = float("inf")
-        self._alive_at = time.monotonic()
-        self._doing = "starting"
         self._cluster_dead_at: float | None = None
-        self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
 
     def until_end(self) -> AttemptEnded:
         """Follow; end a driver that hangs or whose cluster is gone."""
@@ -286,7 +287,7 @@ class _Following:
         except subprocess.TimeoutExpired:
             self._driver.kill()
             code = self._driver.wait(timeout=10)
-        return self._ended or self._lost_without_a_word(code)
+        return self._account.ended or self._lost_without_a_word(code)
 
     def _left_its_pipe_open(self) -> bool:
         """Tell whether the driver is gone and only a process that it left behind still holds its output."""
@@ -297,54 +298,33 @@ class _Following:
         return time.monotonic() - self._gone_at > _PIPE_SECONDS
 
     def _take(self, source: str, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\n")
-        event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
-        if event is None:
-            self._last_words.append(without_colours(text))
-            self._runtime.on_line(source, text)
+        said = self._account.take(line)
+        if isinstance(said, str):
+            self._runtime.on_line(source, said)
             return
-        if isinstance(event, ClusterWanted):
+        if isinstance(said, ClusterWanted):
             self._runtime.want_cluster(self._spec)
-        elif isinstance(event, AttemptStarted):
-            self._attempt = event.attempt
-            self._alive_at = time.monotonic()
-        elif isinstance(event, ControllerAlive):
-            self._alive_at, self._doing = time.monotonic(), event.doing
-        elif isinstance(event, AttemptEnded):
-            self._ended, self._ended_at = event, time.monotonic()
-        self._runtime.on_event(event)
+        self._runtime.on_event(said)
 
     def _look_after(self) -> AttemptEnded | None:
         """Find what ends an attempt from outside; give its end if the driver was given up."""
-        now = time.monotonic()
-        if self._ended is not None:
-            if now - self._ended_at > _LEAVE_SECONDS:
-                return self._ended
-            return None
+        account = self._account
+        if account.ended is not None:
+            return account.ended if time.monotonic() - account.ended_at > _LEAVE_SECONDS else None
         if self._runtime.cluster_is_dead():
-            self._cluster_dead_at = self._cluster_dead_at or now
-            if now - self._cluster_dead_at > _CLUSTER_DEATH_SECONDS:
-                return self._end(Outcome.CLUSTER_LOST, "the local Ray cluster has died")
-        limit = self._runtime.settings.liveness_timeout_seconds
-        if now - self._alive_at > limit:
-            return self._end(
-                Outcome.DRIVER_LOST,
-                f"the driver and Ray Train's controller gave no sign of life for {limit:g} s, last {self._doing}",
-            )
-        return None
+            self._cluster_dead_at = self._cluster_dead_at or time.monotonic()
+            if time.monotonic() - self._cluster_dead_at > _CLUSTER_DEATH_SECONDS:
+                return account.given_up(Outcome.CLUSTER_LOST, "the local Ray cluster has died")
+        return account.hung(self._runtime.settings.liveness_timeout_seconds)
 
     def _lost_without_a_word(self, code: int) -> AttemptEnded:
         how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
         if self._runtime.cluster_is_dead():
-            return self._end(Outcome.CLUSTER_LOST, f"the local Ray cluster has died, and the driver with it ({how})")
-        return self._end(Outcome.DRIVER_LOST, f"the driver process (pid {self._driver.pid}) was ended by {how}")
-
-    def _end(self, outcome: Outcome, message: str) -> AttemptEnded:
-        words = "\n".join(self._last_words)
-        return AttemptEnded(
-            attempt=self._attempt,
-            outcome=outcome,
-            message=f"{message}. Its last output:\n{words}" if words else message,
+            return self._account.given_up(
+                Outcome.CLUSTER_LOST, f"the local Ray cluster has died, and the driver with it ({how})"
+            )
+        return self._account.given_up(
+            Outcome.DRIVER_LOST, f"the driver process (pid {self._driver.pid}) was ended by {how}"
         )
 
 

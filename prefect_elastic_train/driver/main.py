@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from prefect_elastic_train import __version__
 from prefect_elastic_train.driver.events import (
     ALIVE_SECONDS,
     AttemptEnded,
@@ -184,7 +185,8 @@ class _Driver:
                 address, dashboard_url, resources = joining.connect(self.spec)
         except AttemptFailedError as error:
             # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
-            error.final = error.final or not (self.spec.cluster.is_local or all_attempts(self._store))
+            own = self.spec.cluster.is_local or self.spec.cluster.is_submitted
+            error.final = error.final or not (own or all_attempts(self._store))
             raise
         self.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
         scaling = joining.fit_local_cluster(
@@ -226,6 +228,8 @@ class _Driver:
             taken_over = None
         if taken_over is not None:
             return AttemptEnded(outcome=taken_over.outcome, message=str(taken_over))
+        if self.spec.cluster.is_submitted:
+            return AttemptEnded(outcome=Outcome.CANCELLED, message="the job was stopped")
         try:
             outcome = Outcome(spec_file.with_name(STOP_FILE).read_text())
         except (OSError, ValueError):
@@ -288,7 +292,8 @@ class _Driver:
         # Threads of Ray or of the user's libraries may not keep a finished driver.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        # Ray's dashboard shows a job's exit code.
+        os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
 
     def _release(self) -> None:
         from prefect_elastic_train.driver.training import requester_id
@@ -316,7 +321,7 @@ class _Driver:
                 "process_started_at": process.create_time(),
             }
         )
-        versions = {name: version(name) for name in ("ray", "prefect-elastic-train")}
+        versions = {"ray": version("ray"), "prefect-elastic-train": __version__}
         return Claim(
             name=spec.run_name,
             owner=owner,

@@ -58,6 +58,7 @@ class DriverSpec:
         fingerprint: What makes it the same training as before.
         poll_interval_seconds: How often the controller polls its workers.
         address_file: File that will hold the address of the local cluster, empty when joining one.
+        resumed: The flow run ran before, so that the run may have begun.
         sys_path: Where the user's modules are found.
         loop_label: The loop's name for messages.
         storage_block: Name of the saved storage block, if it was one.
@@ -78,6 +79,7 @@ class DriverSpec:
     resume_from: str = ""
     poll_interval_seconds: float = 0.1
     address_file: str = ""
+    resumed: bool = False
     sys_path: list[str] = field(default_factory=list)
     worker_runtime_env: dict[str, Any] = field(default_factory=dict)
     loop_label: str = ""

@@ -66,12 +66,18 @@ def prepare(spec: DriverSpec) -> Prepared:
     except Exception as error:
         raise AttemptFailedError(
             f"the driver cannot load train loop {spec.loop_label!r} and its configuration: "
-            f"{type(error).__name__}: {error}. What it refers to must be importable by another process of this "
-            "Python environment, or defined in the flow's own script",
+            f"{type(error).__name__}: {error}. What it refers to must be {_where_importable(spec)}, or defined in the "
+            "flow's own script",
             outcome=Outcome.INVALID,
         ) from error
     _check_configuration(spec, payload)
     return Prepared(loop, payload)
+
+
+def _where_importable(spec: DriverSpec) -> str:
+    if spec.cluster.is_submitted:
+        return "importable in the cluster (send it with working_dir of the RayCluster, or install it there)"
+    return "importable by another process of this Python environment"
 
 
 def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
@@ -86,10 +92,13 @@ def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
 
     try:
         resources_per_worker(spec.scaling)
-        for environment in (spec.cluster.runtime_env, spec.worker_runtime_env):
+        environments = [spec.worker_runtime_env]
+        if not spec.cluster.is_submitted:  # a job has its environment by now
+            environments.append(spec.cluster.runtime_env)
+            _check_folder(spec.cluster.working_dir)
+        for environment in environments:
             _check_folder(str(environment.get("working_dir") or ""))
             RuntimeEnv(**environment)
-        _check_folder(spec.cluster.working_dir)
         if spec.framework == "torch" and payload.torch_config is not None:
             from ray.train.torch import TorchConfig
 

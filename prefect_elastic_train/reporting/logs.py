@@ -162,6 +162,17 @@ class RunLog:
         elif isinstance(event, StateChanged):
             log.debug("Ray Train is %s", event.state)
 
+    def note(self, text: str) -> None:
+        """Write what the supervisor has to say itself."""
+        self._logger.info("%s", text)
+
+    def past_event(self, event: Event) -> None:
+        """Take in an event that was told before, for what comes."""
+        if isinstance(event, AttemptStarted):
+            self._attempt = event.attempt
+        elif isinstance(event, WorkerGroupStarted):
+            self._ranks = event.ranks
+
     def close(self) -> None:
         """Tell how many lines were left out at the end."""
         if self._dropped:

@@ -43,6 +43,8 @@ class Owner(_Record):
     process_started_at: float = 0.0
     #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
     supervisor: str = ""
+    #: Submission id of the Ray job that the driver is; empty for a process of the flow's own machine.
+    job: str = ""
 
     def describe(self) -> str:
         """Name the flow run for an error message."""

@@ -303,9 +303,12 @@ class FlowProcess:
 class RayHead:
     """A cluster as an operator starts it, with `ray start --head`."""
 
-    def __init__(self, cpus: int = 2, port: int = 0, token: str = "", **variables: str) -> None:
+    def __init__(
+        self, cpus: int = 2, port: int = 0, token: str = "", dashboard: bool = False, **variables: str
+    ) -> None:
         self._variables = variables
         self.port = port or free_port()
+        self.dashboard_port = free_port() if dashboard else 0
         self.token = token or secrets.token_hex(16)
         self.cpus = cpus
         self.folder = Path(tempfile.mkdtemp(prefix="head-", dir="/tmp"))
@@ -322,6 +325,36 @@ class RayHead:
         return {"address": self.address, "auth_token": self.token}
 
     @property
+    def url(self) -> str:
+        """The dashboard's."""
+        return f"http://127.0.0.1:{self.dashboard_port}"
+
+    @property
+    def jobs_block(self) -> dict[str, Any]:
+        """The fields of the `RayCluster` that submits to it, with the loops of the tests."""
+        modules = [str(ROOT / "tests"), str(ROOT / "flows")]
+        return {"address": self.url, "auth_token": self.token, "runtime_env": {"py_modules": modules}}
+
+    def dashboard(self, method: str, path: str) -> Any:
+        """Ask the dashboard."""
+        import httpx
+
+        answer = httpx.request(
+            method, f"{self.url}{path}", headers={"Authorization": f"Bearer {self.token}"}, timeout=30
+        )
+        answer.raise_for_status()
+        return answer.json()
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Give the submitted jobs, the newest last."""
+        found = [job for job in self.dashboard("GET", "/api/jobs/") if job["type"] == "SUBMISSION"]
+        return sorted(found, key=lambda job: int(job["start_time"]))
+
+    def job_driver(self) -> psutil.Process | None:
+        """Give the driver that runs as a job, if one does."""
+        return next((one for one in titled(self.processes(), "elastic_train_job") if one.name() != "sh"), None)
+
+    @property
     def environment(self) -> dict[str, str]:
         """What a process needs to join."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
@@ -333,6 +366,8 @@ class RayHead:
             **self.environment,
             **self._variables,
             "TEST_HEAD_MARK": self._mark,
+            # As in an activated environment.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
         environment.pop(MARK_VARIABLE, None)
         subprocess.run(
@@ -343,7 +378,11 @@ class RayHead:
                 "start",
                 "--head",
                 "--disable-usage-stats",
-                "--include-dashboard=false",
+                f"--include-dashboard={'true' if self.dashboard_port else 'false'}",
+                *(
+                    ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}"]
+                    * bool(self.dashboard_port)
+                ),
                 "--node-ip-address=127.0.0.1",
                 f"--port={self.port}",
                 f"--ray-client-server-port={free_port()}",
@@ -354,6 +393,8 @@ class RayHead:
                 "--min-worker-port=0",
                 "--max-worker-port=0",
             ],
+            # Nothing of this repository is to be found by accident.
+            cwd=self.folder,
             env=environment,
             check=True,
             stdout=subprocess.DEVNULL,

@@ -1,0 +1,111 @@
+"""What a job brings along: this package, what the driver is told, and the user's code.
+
+All of it lies in the cluster's package store and on its nodes, readable for whoever can use the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+import prefect_elastic_train
+from prefect_elastic_train.driver.events import EVENT_TAG, AttemptEnded, encode_event
+from prefect_elastic_train.driver.jobs import entry
+from prefect_elastic_train.driver.spec import DriverSpec, write_spec
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSettings
+
+__all__ = ["ENTRYPOINT", "forget_job", "make_runtime_env"]
+
+_MODULE = "elastic_train_job"
+#: What the driver imports besides the standard library, as it is installed.
+_NEEDED = ("ray.train", "pyarrow", "pydantic", "pydantic_settings", "psutil", "tenacity", "cloudpickle", "rich")
+_FRAMEWORKS = {"torch": ("torch",), "jax": ("jax",), "none": ()}
+#: How long Ray lets a job that is stopped end by itself; the driver takes up to five seconds.
+_STOP_SECONDS = 8
+
+
+def _no_python() -> str:
+    message = (
+        "there is no Python with Ray on the PATH of the node that the job started on: start Ray there from its "
+        "activated environment"
+    )
+    event = AttemptEnded(outcome=Outcome.INVALID, final=True, message=message)
+    return EVENT_TAG + encode_event(event)
+
+
+#: The command of a job. The Python of the cluster is looked for, since an image may call it either way.
+ENTRYPOINT = (
+    "for python in python python3; do "
+    'if "$python" -c "import importlib.util as u; raise SystemExit(not u.find_spec(\'ray\'))" 2>/dev/null; then '
+    f'exec "$python" -m {_MODULE}; fi; done; '
+    f"echo '{_no_python()}'"
+)
+
+
+def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
+    """Give the runtime environment of a job, with folders of this machine that are still to be uploaded.
+
+    Args:
+        spec: What the driver is told.
+        folder: Private folder of the training, where what is uploaded is put together.
+
+    Raises:
+        AttemptFailedError: A folder of the user's is not there; outcome ``invalid``.
+    """
+    environment = dict(spec.cluster.runtime_env)
+    if spec.cluster.working_dir:
+        environment["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
+    modules = [os.path.expanduser(str(module)) for module in environment.get("py_modules") or []]
+    for local in [str(environment.get("working_dir") or ""), *modules]:
+        if local and "://" not in local and not os.path.exists(local):
+            raise AttemptFailedError(
+                f"{local!r}, which the RayCluster sends to the cluster, does not exist on this machine; correct its "
+                "working_dir or the py_modules of its runtime_env",
+                outcome=Outcome.INVALID,
+            )
+    package = folder / "package" / "prefect_elastic_train"
+    if not package.exists():
+        source = os.path.dirname(prefect_elastic_train.__file__)
+        shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    environment["py_modules"] = [*modules, str(package), str(_write_job(spec, folder))]
+    environment["env_vars"] = {
+        "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS),
+        # A person's prints are not to be guessed at; the run's log has a limit of its own.
+        "RAY_DEDUP_LOGS": "0",
+        **(environment.get("env_vars") or {}),
+    }
+    return environment
+
+
+def _write_job(spec: DriverSpec, folder: Path) -> Path:
+    job = folder / "package" / _MODULE
+    shutil.rmtree(job, ignore_errors=True)
+    job.mkdir(parents=True)
+    (job / "__init__.py").touch()
+    shutil.copyfile(entry.__file__, job / "__main__.py")
+    stores = {S3StorageSettings: ("s3fs", "botocore"), FsspecStorageSettings: ("fsspec",)}
+    wanted = {
+        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        "ray": version("ray"),
+        "package": prefect_elastic_train.__version__,
+        "modules": [*_NEEDED, *_FRAMEWORKS[spec.framework], *stores.get(type(spec.storage), ())],
+    }
+    (job / "wanted.json").write_text(json.dumps(wanted))
+    # The driver is inside by then.
+    cluster = spec.cluster.model_copy(update={"auth_token": SecretStr("")})
+    write_spec(replace(spec, cluster=cluster), job / "spec")
+    return job
+
+
+def forget_job(folder: Path) -> None:
+    """Remove what a job was told, once it is submitted."""
+    shutil.rmtree(folder / "package" / _MODULE, ignore_errors=True)

@@ -1,0 +1,254 @@
+"""The driver as a job inside a cluster: it outlives its flow process, and nobody starts a second one."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelling
+
+from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right
+from tests.support.processes import (
+    FlowProcess,
+    RayHead,
+    alive,
+    assert_every_step_counts_once,
+    attempts,
+    commits,
+    generations,
+    steps_of,
+    titled,
+    wait_for,
+)
+from tests.support.s3 import FaultProxy
+
+Start = Callable[..., FlowProcess]
+
+pytestmark = pytest.mark.usefixtures("api")
+
+
+@pytest.fixture(scope="module")
+def jobs_head() -> Iterator[RayHead]:
+    """A cluster with a dashboard and room for one worker."""
+    cluster = RayHead(cpus=1, dashboard=True)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def mortal_head() -> Iterator[RayHead]:
+    """A cluster with a dashboard, to kill."""
+    cluster = RayHead(cpus=1, dashboard=True)
+    yield cluster
+    cluster.close()
+
+
+def _train(start: Start, ledger: str, head: RayHead, name: str = "flow", **more: Any) -> FlowProcess:
+    config = {"steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "sleep": 0.1, "ledger": ledger}
+    config |= more.pop("config", {})
+    return start(name, **{**hash_training(ledger), "cluster": head.jobs_block, "config": config, **more})
+
+
+def _in_mid_training(flow: FlowProcess) -> None:
+    wait_for(lambda: len(commits(flow.run)) >= 2, 120, f"two commits\n{flow.log[-3000:]}")
+
+
+def _jobs_of(head: RayHead, flow: FlowProcess) -> list[dict[str, Any]]:
+    assert flow.run is not None
+    return [job for job in head.jobs() if job["metadata"]["elastic_train_run"] == flow.run.name]
+
+
+def _assert_complete(
+    flow: FlowProcess, outcome: dict[str, Any], ledger: str, attempts: int, steps: int = STEPS
+) -> None:
+    assert outcome["state"] == "COMPLETED", flow.log[-5000:]
+    assert outcome["result"]["attempts"] == attempts
+    assert_every_step_counts_once(ledger, steps, CHECKPOINT_EVERY)
+    assert is_right(outcome["result"]["checkpoint_uri"], steps)
+
+
+def _assert_nothing_left(head: RayHead) -> None:
+    wait_for(lambda: head.train_processes() == [] and head.job_driver() is None, 20, "the end of the training")
+    assert head.placement_groups() == []
+    actors = head.dashboard("GET", "/api/v0/actors?limit=1000")["data"]["result"]["result"]
+    left = [one["class_name"] for one in actors if one["state"] != "DEAD"]
+    assert left in ([], ["_AutoscalingCoordinatorActor"]), "Ray's own, one for all"
+
+
+def test_the_job_of_a_killed_flow_process_goes_on_and_is_followed_by_the_resumed_flow_run(
+    start: Start, ledger: str, jobs_head: RayHead
+) -> None:
+    steps = 400
+    first = _train(start, ledger, jobs_head, config={"steps": steps})
+    _in_mid_training(first)
+    first.process.kill()
+    at_kill = len(steps_of(ledger))
+    time.sleep(20)
+    assert len(steps_of(ledger)) > at_kill + 50, "it trains on"
+    second = _train(
+        start,
+        ledger,
+        jobs_head,
+        "second",
+        config={"steps": steps},
+        flow_run_id=first.flow_run_id,
+        storage=str(first.storage),
+    )
+    outcome = second.wait(120)
+    assert outcome["state"] == "COMPLETED", second.log[-5000:]
+    assert len(_jobs_of(jobs_head, first)) == 1
+    assert outcome["result"]["attempts"] == 1
+    assert steps_of(ledger) == list(range(1, steps + 1)), "no step redone"
+    assert is_right(outcome["result"]["checkpoint_uri"], steps)
+    told = second.log
+    assert "which is followed from now on" in told
+    committed = [line for line in (first.log + told).splitlines() if " is committed (" in line]
+    names = [line.partition("Checkpoint ")[2].partition(" ")[0] for line in committed]
+    assert len(names) == len(set(names)) == steps // CHECKPOINT_EVERY, "each event was told, and told once"
+
+
+def test_killed_driver_of_a_job_is_followed_by_another_job(start: Start, ledger: str, jobs_head: RayHead) -> None:
+    flow = _train(start, ledger, jobs_head)
+    _in_mid_training(flow)
+    driver = jobs_head.job_driver()
+    assert driver is not None
+    killed_at = time.monotonic()
+    driver.kill()
+    wait_for(lambda: len(attempts(flow.run)) == 2, 30, "the second attempt")
+    print(f"attempt 2 began {time.monotonic() - killed_at:.1f} s after the kill")
+    _assert_complete(flow, flow.wait(120), ledger, attempts=2)
+    assert [job["status"] for job in _jobs_of(jobs_head, flow)] == ["FAILED", "SUCCEEDED"]
+
+
+@pytest.mark.parametrize("seconds", [pytest.param(90.0, marks=pytest.mark.soak)])
+def test_a_dashboard_that_does_not_answer_is_not_a_failure(
+    start: Start, ledger: str, jobs_head: RayHead, seconds: float
+) -> None:
+    flow = _train(start, ledger, jobs_head, config={"steps": 200})
+    _in_mid_training(flow)
+    dashboards = [one for one in jobs_head.processes() if _is_dashboard(one)]
+    assert dashboards
+    for one in dashboards:
+        one.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+        assert flow.process.poll() is None
+        assert "The dashboard has not answered for" in flow.log
+    finally:
+        for one in dashboards:
+            one.send_signal(signal.SIGCONT)
+    _assert_complete(flow, flow.wait(120), ledger, attempts=1, steps=200)
+    assert len(_jobs_of(jobs_head, flow)) == 1
+
+
+def _is_dashboard(process: psutil.Process) -> bool:
+    try:
+        return any(part.endswith("dashboard/dashboard.py") or "ray-dashboard" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.soak
+def test_a_cluster_that_is_started_anew_gets_another_job(start: Start, ledger: str, mortal_head: RayHead) -> None:
+    flow = _train(start, ledger, mortal_head)
+    _in_mid_training(flow)
+    mortal_head.kill()
+    time.sleep(5)
+    mortal_head.start()
+    outcome = flow.wait(240)
+    _assert_complete(flow, outcome, ledger, attempts=2)
+    assert generations(ledger)[-1][0] > 1, "resumed from a commit"
+    assert "cluster_lost" in flow.log
+
+
+def test_a_cancelled_flow_run_leaves_nothing_in_the_cluster(
+    start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient
+) -> None:
+    flow = _train(start, ledger, jobs_head, config={"steps": 100_000})
+    _in_mid_training(flow)
+    from uuid import UUID
+
+    cancelled_at = time.monotonic()
+    client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
+    _assert_nothing_left(jobs_head)
+    print(f"nothing was left {time.monotonic() - cancelled_at:.1f} s after the cancellation")
+    flow.process.wait(60)
+    assert client.read_flow_run(UUID(flow.flow_run_id)).state.type == StateType.CANCELLED  # type: ignore[union-attr]
+    assert [job["status"] for job in _jobs_of(jobs_head, flow)] == ["STOPPED"]
+    written = commits(flow.run)
+    time.sleep(2)
+    assert commits(flow.run) == written
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("lacking", ["for the workers", "for the driver"])
+def test_a_flow_run_that_is_cancelled_while_it_waits_for_resources_leaves_nothing(
+    start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient, lacking: str
+) -> None:
+    from uuid import UUID
+
+    wanted: dict[str, Any] = (
+        {"scaling": {"min_workers": 1, "max_workers": 1, "resources_per_worker": {"unobtainium": 1}}}
+        if lacking == "for the workers"
+        else {"cluster": {**jobs_head.jobs_block, "driver_resources": {"unobtainium": 1}}}
+    )
+    before = len(jobs_head.jobs())
+    flow = _train(start, ledger, jobs_head, **wanted)
+    wait_for(lambda: len(jobs_head.jobs()) > before, 60, "the job")
+    if lacking == "for the workers":
+        wait_for(lambda: "Waiting for capacity" in flow.log, 60, "the training to wait")
+    else:
+        time.sleep(5)
+        assert jobs_head.jobs()[-1]["status"] == "PENDING"
+    client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
+    wait_for(lambda: jobs_head.jobs()[-1]["status"] == "STOPPED", 20, "the job to end")
+    _assert_nothing_left(jobs_head)
+    flow.process.wait(60)
+
+
+def test_a_flow_process_whose_machine_is_taken_away_leaves_the_job_alone(
+    start: Start, ledger: str, jobs_head: RayHead
+) -> None:
+    steps = 150
+    flow = _train(start, ledger, jobs_head, config={"steps": steps})
+    _in_mid_training(flow)
+    flow.process.send_signal(signal.SIGTERM)
+    flow.process.wait(30)
+    assert "goes on in the cluster" in flow.log
+    wait_for(lambda: jobs_head.jobs()[-1]["status"] == "SUCCEEDED", 60, "the job to end by itself")
+    assert steps_of(ledger) == list(range(1, steps + 1))
+    again = _train(
+        start,
+        ledger,
+        jobs_head,
+        "again",
+        config={"steps": steps},
+        flow_run_id=flow.flow_run_id,
+        storage=str(flow.storage),
+    )
+    outcome = again.wait(60)
+    assert outcome["state"] == "COMPLETED", again.log[-3000:]
+    assert is_right(outcome["result"]["checkpoint_uri"], steps)
+    assert len(_jobs_of(jobs_head, flow)) == 1, "its result is read from the job that ended"
+
+
+def test_a_submission_whose_answer_is_lost_is_recognised(start: Start, ledger: str, jobs_head: RayHead) -> None:
+    with FaultProxy(jobs_head.url) as proxy:
+        proxy.lose_answer_of("POST", "/api/jobs/")
+        cluster = {**jobs_head.jobs_block, "address": proxy.endpoint_url}
+        flow = _train(start, ledger, jobs_head, cluster=cluster)
+        outcome = flow.wait(120)
+        assert proxy.faults_given["lost_answer"] == 1
+    _assert_complete(flow, outcome, ledger, attempts=1)
+    assert len(_jobs_of(jobs_head, flow)) == 1
+
+
+def test_jobs_leave_no_processes(jobs_head: RayHead) -> None:
+    _assert_nothing_left(jobs_head)
+    assert alive(titled(jobs_head.processes(), "elastic_train_job")) == []
