@@ -23,7 +23,7 @@ from prefect import task
 from prefect.blocks.core import Block
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.logging import get_logger, get_run_logger
 from pydantic import SecretStr
@@ -460,7 +460,9 @@ def _detaches(request: _Request, reason: BaseException) -> bool:
     """
     if isinstance(reason, TimeoutError) or (isinstance(reason, _Stop) and reason.reason is not None):
         return False
-    if interruptions(signal.SIGTERM) <= request.terminations or not request.flow_run_ids:
+    # In the main thread Prefect's own signal handler raises; elsewhere only the pipe knows.
+    terminated = isinstance(reason, TerminationSignal) or interruptions(signal.SIGTERM) > request.terminations
+    if not terminated or not request.flow_run_ids:
         return False
     return not is_being_cancelled(request.flow_run_ids, _STATE_SECONDS)
 

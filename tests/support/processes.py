@@ -370,6 +370,13 @@ class RayHead:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
         environment.pop(MARK_VARIABLE, None)
+        dashboard = ["--include-dashboard=false"]
+        if self.dashboard_port:
+            dashboard = [
+                "--include-dashboard=true",
+                "--dashboard-host=127.0.0.1",
+                f"--dashboard-port={self.dashboard_port}",
+            ]
         subprocess.run(
             [
                 sys.executable,
@@ -378,11 +385,7 @@ class RayHead:
                 "start",
                 "--head",
                 "--disable-usage-stats",
-                f"--include-dashboard={'true' if self.dashboard_port else 'false'}",
-                *(
-                    ["--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}"]
-                    * bool(self.dashboard_port)
-                ),
+                *dashboard,
                 "--node-ip-address=127.0.0.1",
                 f"--port={self.port}",
                 f"--ray-client-server-port={free_port()}",

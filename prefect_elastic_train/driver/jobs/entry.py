@@ -31,7 +31,7 @@ def find_problem(wanted: "dict[str, Any]") -> str:
             f"the cluster runs Python {python} and the flow Python {wanted['python']}: what the flow pickles cannot be "
             "read there; use images with the same minor version"
         )
-    missing = [name for name in wanted["modules"] if importlib.util.find_spec(name) is None]
+    missing = [name for name in wanted["modules"] if not _is_installed(name)]
     if missing:
         return (
             f"the cluster lacks what the driver needs: {', '.join(missing)}; install it in its image, or have it "
@@ -50,6 +50,13 @@ def find_problem(wanted: "dict[str, Any]") -> str:
             f"uses {wanted['package']}; remove it there, or install the same version"
         )
     return ""
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def main() -> int:

@@ -29,6 +29,8 @@ _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
 _NEEDED = ("ray.train", "pyarrow", "pydantic", "pydantic_settings", "psutil", "tenacity", "cloudpickle", "rich")
 _FRAMEWORKS = {"torch": ("torch",), "jax": ("jax",), "none": ()}
+#: What the flow's objects are pickled by.
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 #: How long Ray lets a job that is stopped end by itself; the driver takes up to five seconds.
 _STOP_SECONDS = 8
 
@@ -94,7 +96,7 @@ def _write_job(spec: DriverSpec, folder: Path) -> Path:
     shutil.copyfile(entry.__file__, job / "__main__.py")
     stores = {S3StorageSettings: ("s3fs", "botocore"), FsspecStorageSettings: ("fsspec",)}
     wanted = {
-        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        "python": PYTHON,
         "ray": version("ray"),
         "package": prefect_elastic_train.__version__,
         "modules": [*_NEEDED, *_FRAMEWORKS[spec.framework], *stores.get(type(spec.storage), ())],
