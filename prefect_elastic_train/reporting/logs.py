@@ -28,7 +28,7 @@ _WORKER_LINE = re.compile(r"^(?:\x1b\[\d+m)*\((?P<actor>\w+) pid=(?P<pid>\d+)(?:
 #: Lines of Ray that say once for each rank and report what an event says once, and one that means nothing.
 _CHATTER = re.compile(
     r"Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: "
-    r"|Actor with class name: 'PreemptionWatcher' and ID: "
+    r"|Actor with class name: 'PreemptionWatcher' and ID: |Running entrypoint for job |-- Runtime env is setting up"
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE = 8000

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,12 @@ from prefect.states import Cancelling
 from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right
 from tests.support.gateway import Gateway
 from tests.support.processes import (
-    ROOT,
     FlowProcess,
     RayHead,
     alive,
     assert_every_step_counts_once,
     attempts,
     commits,
-    free_port,
     generations,
     steps_of,
     titled,
@@ -256,59 +251,7 @@ def test_a_submission_whose_answer_is_lost_is_recognised(start: Start, ledger: s
     assert len(_jobs_of(jobs_head, flow)) == 1
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("wrong token", ["refused the token", "auth_token of the RayCluster"]),
-        ("wrong address", ["no Ray dashboard answers at", "Correct the address"]),
-        ("no dashboard", ["is no Ray dashboard"]),
-        ("unknown certificate", ["is not trusted", "ca_bundle"]),
-        ("no certificate file", ["ca_bundle '/nowhere.pem'", "cannot be read"]),
-        ("missing package", ["the cluster lacks what the driver needs: tenacity", "runtime_env"]),
-        ("other Python", ["and the flow Python 3.99", "same minor version"]),
-        ("missing module of the user's", ["cannot be imported", "nowhere"]),
-        ("missing folder", ["'/nowhere'", "does not exist on this machine"]),
-    ],
-)
-def test_what_cannot_run_is_said_in_one_error(
-    start: Start, ledger: str, jobs_head: RayHead, api_url: str, tmp_path: Path, what: str, says: list[str]
-) -> None:
-    block = jobs_head.jobs_block
-    more: dict[str, Any] = {}
-    with ExitStack() as stack:
-        if what == "wrong token":
-            block["auth_token"] = "not-the-token-of-this-cluster"
-        elif what == "wrong address":
-            block["address"] = f"http://127.0.0.1:{free_port()}"
-        elif what == "no dashboard":
-            block["address"] = api_url.removesuffix("/api")
-        elif what == "unknown certificate":
-            block["address"] = stack.enter_context(Gateway(jobs_head.url, tmp_path)).url
-        elif what == "no certificate file":
-            block |= {"address": "https://127.0.0.1:1", "ca_bundle": "/nowhere.pem"}
-        elif what == "missing package":
-            pretending = shutil.copytree(ROOT / "tests/support/pretending", tmp_path / "code")
-            (pretending / "hidden").write_text("tenacity")
-            block["working_dir"] = str(pretending)
-        elif what == "other Python":
-            path = os.pathsep.join([str(ROOT / "tests/support/pretending"), str(ROOT)])
-            more["environment"] = {"PRETEND_PYTHON": "3.99", "PYTHONPATH": path}
-        elif what == "missing module of the user's":
-            more["loop"] = "nowhere.at_all:loop"
-        else:
-            block["working_dir"] = "/nowhere"
-        began = time.monotonic()
-        flow = _train(start, ledger, jobs_head, cluster=block, **more)
-        outcome = flow.wait(60)
-    assert time.monotonic() - began < 30 + 10, "with the start of the flow process"
-    assert outcome["state"] == "FAILED"
-    assert outcome["outcome"] == ("cluster_lost" if what == "wrong address" else "invalid")
-    for words in says:
-        assert words in outcome["error"], outcome["error"]
-    assert flow.log.count("Task run failed") == 0, f"no retry:\n{flow.log[-3000:]}"
-    assert steps_of(ledger) == []
-
-
+@pytest.mark.soak
 def test_a_gateway_with_tls_and_a_path_prefix_is_passed(
     start: Start, ledger: str, jobs_head: RayHead, tmp_path: Path
 ) -> None:

@@ -12,8 +12,8 @@ from tests.support.processes import RayHead
 
 @pytest.fixture(scope="session")
 def head() -> Iterator[RayHead]:
-    """A cluster with three CPUs, one of them for Ray Data."""
-    cluster = RayHead(cpus=3)
+    """A cluster with three CPUs, one of them for Ray Data, to join or to submit jobs to."""
+    cluster = RayHead(cpus=3, dashboard=True)
     yield cluster
     cluster.close()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from prefect_elastic_train import (
     RayCluster,
     elastic_train,
 )
+from prefect_elastic_train.driver.jobs import package
 from prefect_elastic_train.driver.processes import MARK_VARIABLE
-from tests.support.processes import SESSION_VARIABLE, RayHead, attempts, free_port
+from tests.support.gateway import Gateway
+from tests.support.processes import ROOT, SESSION_VARIABLE, RayHead, attempts, free_port
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -240,3 +244,49 @@ def test_bad_blocks_are_refused_where_they_are_made(make: Callable[[], Any], par
         make()
     for part in parts:
         assert part in str(caught.value)
+
+
+def _job(what: str, head: RayHead, api_url: str, folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Give the fields of a `RayCluster` that a job cannot be submitted to, or not run in."""
+    block = head.jobs_block
+    if what == "wrong token":
+        return {**block, "auth_token": "not-the-token-of-this-cluster"}
+    if what == "wrong address":
+        return {**block, "address": f"http://127.0.0.1:{free_port()}", "connect_timeout_seconds": 5}
+    if what == "no dashboard":
+        return {**block, "address": api_url.removesuffix("/api")}
+    if what == "unknown certificate":
+        return {**block, "address": stack.enter_context(Gateway(head.url, folder)).url}
+    if what == "no certificate file":
+        return {**block, "address": "https://127.0.0.1:1", "ca_bundle": "/nowhere.pem"}
+    if what == "missing folder":
+        return {**block, "working_dir": "/nowhere"}
+    if what == "missing package":
+        code = shutil.copytree(ROOT / "tests" / "support" / "pretending", folder / "code")
+        (code / "hidden").write_text("tenacity")
+        return {**block, "working_dir": str(code)}
+    return block
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("wrong token", ["refused the token", "auth_token of the RayCluster"]),
+        ("wrong address", ["no Ray dashboard answers at", "Correct the address"]),
+        ("no dashboard", ["is no Ray dashboard"]),
+        ("unknown certificate", ["is not trusted", "ca_bundle"]),
+        ("no certificate file", ["ca_bundle '/nowhere.pem'", "cannot be read"]),
+        ("missing folder", ["'/nowhere'", "does not exist on this machine"]),
+        ("missing package", ["the cluster lacks what the driver needs: tenacity", "runtime_env"]),
+        ("another Python", ["the cluster runs Python", "and the flow Python 3.99", "same minor version"]),
+        ("missing module", ["module 'nowhere.at_all' cannot be imported"]),
+    ],
+)
+def test_job_that_cannot_be_submitted_or_cannot_run_is_refused(
+    tmp_path: Path, head: RayHead, api_url: str, monkeypatch: pytest.MonkeyPatch, what: str, parts: list[str]
+) -> None:
+    if what == "another Python":
+        monkeypatch.setattr(package, "PYTHON", "3.99")
+    with ExitStack() as stack:
+        cluster = RayCluster(**_job(what, head, api_url, tmp_path, stack))
+        _drive(tmp_path, cluster, parts, loop="nowhere.at_all:loop" if what == "missing module" else LOOP)

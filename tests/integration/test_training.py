@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 from prefect import flow, task
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import LogFilter
 
 from prefect_elastic_train import (
     AttemptFailedError,
-    CheckpointPolicy,
     ElasticScaling,
     LocalStorage,
     Outcome,
@@ -23,7 +20,7 @@ from prefect_elastic_train import (
     aelastic_train,
     elastic_train,
 )
-from tests.support.processes import attempts, read_ledger, steps_of, wait_for
+from tests.support.processes import attempts, read_ledger, steps_of
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -33,64 +30,6 @@ TWO = ElasticScaling(min_workers=2, max_workers=2)
 
 def _arguments(tmp_path: Path, joined: RayCluster, **more: Any) -> dict[str, Any]:
     return {"framework": "none", "storage": LocalStorage(path=str(tmp_path)), "cluster": joined, **more}
-
-
-def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, joined: RayCluster) -> None:
-    base = 10.0
-
-    def loop(config: dict[str, Any]) -> None:
-        import os
-        import tempfile
-
-        import ray.train
-
-        for step in range(1, config["steps"] + 1):
-            folder = tempfile.mkdtemp()
-            with open(os.path.join(folder, "weights.txt"), "w") as file:
-                file.write(str(step))
-            ray.train.report(
-                {"step": step, "loss": base / step}, checkpoint=ray.train.Checkpoint.from_directory(folder)
-            )
-            print(f"printed in step {step}")
-
-    @flow
-    def nightly() -> TrainingResult:
-        return elastic_train(
-            loop,
-            train_loop_config={"steps": 6},
-            scaling=TWO,
-            checkpoints=CheckpointPolicy(keep=2, score_attribute="loss", score_order="min"),
-            **_arguments(tmp_path, joined),
-        )
-
-    state = nightly(return_state=True)
-    result = state.result()
-    assert TrainingResult.model_validate_json(result.model_dump_json()) == result
-    assert result.run_name == f"nightly-{str(state.state_details.flow_run_id)[:8]}"
-    assert result.run_uri == str(tmp_path / result.run_name)
-    assert (result.attempts, result.worker_failures, result.preemptions, result.resizes) == (1, 0, 0, 0)
-    assert result.metrics == {"step": 6, "loss": 10 / 6}
-    assert [size.size for size in result.world_sizes] == [2]
-    assert [best.metrics["step"] for best in result.best_checkpoints] == [5, 6]
-    assert len(list(Path(result.run_uri).glob("checkpoint_2*"))) == 2, "the others are deleted"
-    with result.checkpoint().as_directory() as folder:
-        assert Path(folder, "weights.txt").read_text() == "6"
-    frame = result.metrics_dataframe()
-    assert list(frame["step"]) == [1, 2, 3, 4, 5, 6]
-    assert set(frame["_world_size"]) == {2}
-    assert 0 < result.goodput <= 1
-    assert result.steps_lost == 0
-    this_run = LogFilter.model_validate({"flow_run_id": {"any_": [state.state_details.flow_run_id]}})
-
-    def printed() -> list[str]:
-        with get_client(sync_client=True) as client:
-            messages = [log.message for log in client.read_logs(this_run)]
-        lines = [message.partition("] ")[0] + message.partition("]")[2] for message in messages]
-        return sorted(line for line in lines if "printed in step" in line and not line.endswith("step 6"))
-
-    expected = sorted(f"[attempt 1 rank {rank} printed in step {step}" for rank in (0, 1) for step in range(1, 6))
-    wait_for(lambda: len(printed()) >= len(expected), 30, "the log to reach the server")
-    assert printed() == expected, "each line once, tagged with its rank"
 
 
 def test_second_training_of_a_flow_run_gets_a_name_of_its_own(tmp_path: Path, joined: RayCluster) -> None:

@@ -1,8 +1,4 @@
-"""Pretends, on the PYTHONPATH of a flow process or in a job's working directory, what a test cannot install.
-
-``PRETEND_PYTHON=3.99``: the flow runs another Python. A file ``hidden`` beside this one names a module that is not
-installed where a job runs.
-"""
+"""Hides a module from the driver of a job whose working directory this is: the file ``hidden`` beside it names it."""
 
 import importlib.abc
 import os
@@ -22,8 +18,3 @@ _file = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hidden")
 if os.path.exists(_file) and "elastic_train_job" in " ".join(sys.orig_argv):
     with open(_file, encoding="utf-8") as file:
         sys.meta_path.insert(0, _Hidden(file.read().strip()))
-
-if os.environ.get("PRETEND_PYTHON"):
-    from prefect_elastic_train.driver.jobs import package
-
-    package.PYTHON = os.environ["PRETEND_PYTHON"]
