@@ -433,6 +433,18 @@ class ClusterSettings(_Settings):
                 raise ValueError(f"driver_resources says {name} {amount!r}; give an amount of 0 or more")
         return value
 
+    @field_validator("driver_resources", "verify_tls", "ca_bundle")
+    @classmethod
+    def _submitting_fields_go_with_a_url(cls, value: Any, info: ValidationInfo) -> Any:
+        address = info.data.get("address", "")
+        scheme = "http" if info.field_name == "driver_resources" else "https://"
+        if value not in ({}, True, "") and not address.startswith(scheme):
+            raise ValueError(
+                f"{info.field_name} is for clusters that runs are submitted to by {scheme.rstrip(':/')} and address is "
+                f"{address!r}: remove it, or give the URL of the cluster's dashboard"
+            )
+        return value
+
     @property
     def is_local(self) -> bool:
         """Whether the run gets a cluster of its own on this machine."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from prefect_elastic_train import S3Storage
@@ -84,12 +85,12 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 @pytest.fixture
 def cluster() -> Iterator[RayHead]:
     """A cluster whose logs can be looked into."""
-    head = RayHead(cpus=2)
+    head = RayHead(cpus=2, dashboard=True)
     yield head
     head.close()
 
 
-def _train(folder: Path, api_url: str, cluster: RayHead, **more: Any) -> FlowProcess:
+def _train(folder: Path, api_url: str, block: dict[str, Any], **more: Any) -> FlowProcess:
     ledger = str(folder.with_suffix(".jsonl"))
     return FlowProcess(
         folder,
@@ -99,13 +100,18 @@ def _train(folder: Path, api_url: str, cluster: RayHead, **more: Any) -> FlowPro
         config={"steps": 30, "checkpoint_every": 5, "sleep": 0.05, "ledger": ledger},
         scaling={"min_workers": 2, "max_workers": 2},
         storage="training-storage-s3/canary",
-        cluster=cluster.block,
+        cluster=block,
         **more,
     )
 
 
+def _driver(flow: FlowProcess, cluster: RayHead, *, job: bool) -> psutil.Process | None:
+    return cluster.job_driver() if job else flow.driver()
+
+
+@pytest.mark.parametrize("job", [False, True], ids=["joined cluster", "job"])
 def test_the_secrets_of_a_storage_are_nowhere_to_be_read(
-    tmp_path: Path, server: tuple[str, Path], cluster: RayHead
+    tmp_path: Path, server: tuple[str, Path], cluster: RayHead, job: bool
 ) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -129,15 +135,18 @@ def test_the_secrets_of_a_storage_are_nowhere_to_be_read(
         watch = Watch(canary)
         flows = []
         try:
-            flows.append(_train(tmp_path / "good", api_url, cluster))
+            block_of_cluster = cluster.jobs_block if job else cluster.block
+            flows.append(_train(tmp_path / "good", api_url, block_of_cluster))
             wait_for(lambda: bucket.records("commits"), 120, "a commit")
-            driver = flows[0].driver()
+            driver = _driver(flows[0], cluster, job=job)
             assert driver is not None
             driver.kill()
             good = flows[0].wait(180)
             proxy.allow_tokens({"another"})
-            flows.append(_train(tmp_path / "bad", api_url, cluster))
+            flows.append(_train(tmp_path / "bad", api_url, block_of_cluster))
             bad = flows[1].wait(120)
+            shown = [cluster.dashboard("GET", f"/api/{what}") for what in ("jobs/", "v0/actors?detail=1", "v0/jobs")]
+            assert canary.is_in(json.dumps(shown).encode()) == [], "what Ray's dashboard shows"
         finally:
             watch.close()
             for flow in flows:
@@ -151,7 +160,11 @@ def test_the_secrets_of_a_storage_are_nowhere_to_be_read(
         assert len(objects) > 10
         assert {key: canary.is_in(data) for key, data in objects.items() if canary.is_in(data)} == {}
     assert list(cluster.folder.rglob("*.log")), "there are logs to look into"
-    assert canary.in_files(cluster.folder) == [], "Ray's session logs"
+    found = canary.in_files(cluster.folder)
+    # What a job brings along is readable inside the cluster, and documented to be.
+    packages = [name for name in found if "/runtime_resources/" in name]
+    assert bool(packages) == job
+    assert [name for name in found if name not in packages] == [], "Ray's session logs"
     assert list(server_folder.rglob("prefect.db")), "there is a database to look into"
     assert canary.in_files(server_folder) == [], "Prefect's blocks, artifacts, events, logs and parameters"
     assert canary.in_files(tmp_path) == [], "logs and results of the flow processes"

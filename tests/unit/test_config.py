@@ -100,9 +100,12 @@ REFUSED: list[tuple[type[BaseModel], str, Any, list[str]]] = [
     (FsspecStorageSettings, "secret_options", "[1]", ['expected a JSON object such as {"token": "…"}']),
     (FsspecStorageSettings, "retry_seconds", -1, ["greater than or equal to 0"]),
     (FsspecStorageSettings, "preflight", "perhaps", ["valid boolean"]),
-    (ClusterSettings, "address", "http://head:8265", ["'http://head:8265'", "'auto' or 'host:port'"]),
+    (ClusterSettings, "address", "http://", ["got 'http://'", "'http://head:8265'"]),
+    (ClusterSettings, "address", "https://head:99999", ["got 'https://head:99999'", "URL of a Ray dashboard"]),
+    (ClusterSettings, "address", "https://head/?token=1", ["URL of a Ray dashboard"]),
+    (ClusterSettings, "address", "https://ada:hush@head", ["holds credentials", "auth_token"]),
     (ClusterSettings, "address", "ray://head:10001", ["'ray://head:10001'", "'auto' or 'host:port'"]),
-    (ClusterSettings, "address", "head", ["got 'head'", "'auto' or 'host:port'"]),
+    (ClusterSettings, "address", "head", ["got 'head'", "'auto', 'host:port' (port 1 to 65535) or 'http(s)://"]),
     (ClusterSettings, "address", "head:0", ["got 'head:0'", "port 1 to 65535"]),
     (ClusterSettings, "address", "head:65536", ["got 'head:65536'", "port 1 to 65535"]),
     (ClusterSettings, "runtime_env", "{pip", ["{pip", "expected a JSON object"]),
@@ -110,6 +113,11 @@ REFUSED: list[tuple[type[BaseModel], str, Any, list[str]]] = [
     (ClusterSettings, "num_gpus", -2, ["got -2", "greater than or equal to -1"]),
     (ClusterSettings, "working_dir", 1, ["valid string"]),
     (ClusterSettings, "connect_timeout_seconds", 0, ["got 0", "greater than"]),
+    (ClusterSettings, "unreachable_timeout_seconds", -1, ["got -1", "greater than"]),
+    (ClusterSettings, "driver_resources", {"CPU": "one"}, ["CPU 'one'", "an amount of 0 or more"]),
+    (ClusterSettings, "driver_resources", {"CPU": 1}, ["driver_resources is for clusters that runs are submitted to"]),
+    (ClusterSettings, "verify_tls", False, ["verify_tls is for clusters", "by https", "address is ''"]),
+    (ClusterSettings, "ca_bundle", "/own.pem", ["ca_bundle is for clusters", "by https", "address is ''"]),
 ]
 
 #: Each plain settings class, and values that satisfy all of its fields.
@@ -162,13 +170,17 @@ COMPLETE: dict[type[BaseModel], dict[str, Any]] = {
         "preflight": False,
     },
     ClusterSettings: {
-        "address": "10.0.0.5:6379",
+        "address": "https://ray.example.com/prefix",
         "auth_token": SecretStr("hush"),
         "runtime_env": {"pip": ["einops"]},
         "num_cpus": 0,
         "num_gpus": -1,
         "working_dir": "/code",
         "connect_timeout_seconds": 3.0,
+        "unreachable_timeout_seconds": 60.0,
+        "driver_resources": {"CPU": 1, "on_demand": 0.01},
+        "verify_tls": False,
+        "ca_bundle": "/etc/ssl/own.pem",
     },
 }
 
@@ -196,8 +208,11 @@ DICT_FIELDS = [
     (ScalingSettings, "resources_per_worker", '{"CPU": 4}', {"CPU": 4.0}),
     (ScalingSettings, "label_selector", '{"market-type": "spot"}', {"market-type": "spot"}),
     (ClusterSettings, "runtime_env", '{"pip": ["einops"]}', {"pip": ["einops"]}),
+    (ClusterSettings, "driver_resources", '{"CPU": 1}', {"CPU": 1}),
     (FsspecStorageSettings, "options", '{"project": "p"}', {"project": "p"}),
 ]
+#: What a field is refused without.
+BESIDE = {"driver_resources": {"address": "http://head:8265"}}
 
 
 def _refusal(settings: type[BaseModel], **values: Any) -> str:
@@ -257,6 +272,15 @@ def test_addresses_that_can_be_joined_are_taken(address: str) -> None:
     cluster = ClusterSettings(address=address)
     assert cluster.address == address.strip()
     assert cluster.is_local == (address == "")
+    assert not cluster.is_submitted
+
+
+@pytest.mark.parametrize("address", ["http://head:8265", " https://ray.example.org/a/prefix/ ", "http://[fe80::1]:8265"])
+def test_urls_of_dashboards_are_taken_without_their_last_slash(address: str) -> None:
+    cluster = ClusterSettings(address=address)
+    assert cluster.address == address.strip().rstrip("/")
+    assert cluster.is_submitted
+    assert not cluster.is_local
 
 
 @pytest.mark.parametrize(("settings", "field", "text", "value"), DICT_FIELDS)
@@ -264,7 +288,7 @@ def test_addresses_that_can_be_joined_are_taken(address: str) -> None:
 def test_dict_fields_take_the_form_that_the_ui_sends(
     settings: type[BaseModel], field: str, text: str, value: dict[str, Any], as_block: bool
 ) -> None:
-    required = REQUIRED.get(settings, {})
+    required = {**REQUIRED.get(settings, {}), **BESIDE.get(field, {})}
     settings = BLOCK_OF[settings] if as_block else settings
     for given in ({"__prefect_kind": "json", "value": text}, {"__prefect_kind": "json", "value": value}, text, value):
         assert getattr(settings(**{**required, field: given}), field) == value
