@@ -275,7 +275,9 @@ def test_addresses_that_can_be_joined_are_taken(address: str) -> None:
     assert not cluster.is_submitted
 
 
-@pytest.mark.parametrize("address", ["http://head:8265", " https://ray.example.org/a/prefix/ ", "http://[fe80::1]:8265"])
+@pytest.mark.parametrize(
+    "address", ["http://head:8265", " https://ray.example.org/a/prefix/ ", "http://[fe80::1]:8265"]
+)
 def test_urls_of_dashboards_are_taken_without_their_last_slash(address: str) -> None:
     cluster = ClusterSettings(address=address)
     assert cluster.address == address.strip().rstrip("/")
