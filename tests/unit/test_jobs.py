@@ -108,6 +108,17 @@ def test_the_rest_of_a_line_counts_only_when_nobody_writes_any_more() -> None:
     assert taken[1:] == [b"half a line, the last"]
 
 
+def test_a_stream_that_begins_behind_the_last_known_line_is_left_for_one_that_begins_before_it() -> None:
+    api, taken = Log(), list[bytes]()
+    followed = _current(api, taken)
+    api.written = _event(1)
+    assert followed._catch_up()
+    api.written += b"more\n" * 20
+    assert not followed._read(3, follow=True), "a stream that never ends would be waited in for ever"
+    assert followed._catch_up()
+    assert len(taken) == 21
+
+
 def test_a_reader_that_is_left_behind_takes_nothing_any_more() -> None:
     api, taken = Log(), list[bytes]()
     followed = _current(api, taken)
