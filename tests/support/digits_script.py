@@ -1,4 +1,4 @@
-"""The digits pipeline in a process of its own, with a storage that a file gives: ``python -m … <arguments file>``."""
+"""The digits pipeline in a process of its own, with the arguments of a file: ``python -m … <arguments file>``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from flows.digits import digits
-from prefect_elastic_train import ElasticScaling, FailureBudget, S3Storage
+from prefect_elastic_train import ElasticScaling, FailureBudget, RayCluster
+from tests.support.flow_script import storage_of
 
 
 def main() -> None:
@@ -16,7 +17,8 @@ def main() -> None:
     summary = digits(
         epochs=arguments["epochs"],
         data_dir=arguments["data_dir"],
-        storage=S3Storage(**arguments["storage"]),
+        storage=storage_of(arguments["storage"]),
+        cluster=RayCluster(**arguments.get("cluster", {})),
         scaling=ElasticScaling(min_workers=1, max_workers=1),
         failures=FailureBudget(driver_restart_delay_seconds=0.5),
     )
