@@ -238,7 +238,9 @@ def test_a_flow_run_that_is_cancelled_while_it_waits_for_resources_leaves_nothin
         time.sleep(5)
         assert jobs_head.jobs()[-1]["status"] == "PENDING"
     client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
-    wait_for(lambda: jobs_head.jobs()[-1]["status"] == "STOPPED", 20, "the job to end")
+    [job] = jobs_head.jobs()[before:]
+    status = f"/api/jobs/{job['submission_id']}"
+    wait_for(lambda: jobs_head.dashboard("GET", status)["status"] in ("STOPPED", "FAILED"), 20, "the job to end")
     _assert_nothing_left(jobs_head)
     flow.process.wait(60)
 

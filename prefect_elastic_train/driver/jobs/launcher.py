@@ -24,7 +24,7 @@ from prefect_elastic_train.driver.events import AttemptEnded, Event
 from prefect_elastic_train.driver.following import AttemptAccount
 from prefect_elastic_train.driver.jobs.api import Job, JobsApi, UnreachableError, token_of
 from prefect_elastic_train.driver.jobs.log import JobLog
-from prefect_elastic_train.driver.jobs.package import ENTRYPOINT, forget_job, make_runtime_env
+from prefect_elastic_train.driver.jobs.package import ENTRYPOINT, end_pending, forget_job, make_runtime_env
 from prefect_elastic_train.driver.spec import DriverSpec
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 
@@ -43,6 +43,8 @@ _SUBMIT_SECONDS = 600.0
 #: How long an id is looked up whose submission was cut short.
 _RECOGNISE_SECONDS = 60.0
 _STOP_SECONDS = 20.0
+#: How long a job that is stopped may be pending before it is ended in another way.
+_PENDING_SECONDS = 1.5
 _LEFT_SECONDS = 8.0
 _LAST_LINES_SECONDS = 30.0
 #: A cluster that was asked this often, in a row, does not know the job.
@@ -92,7 +94,7 @@ class JobLauncher:
                         "follows it again when it is resumed"
                     )
                 else:
-                    self._end(api, job)
+                    self._end(api, spec, job, folder, environment)
                 raise
         finally:
             api.close()
@@ -164,41 +166,27 @@ class JobLauncher:
         owner = spec.owner.model_copy(update={"job": submission_id})
         spec = replace(spec, owner=owner)
         about = {"flow_run_id": owner.flow_run_id, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}
-        request.write_text(
-            json.dumps(
-                {
-                    "address": api.address,
-                    "verify": _verify(spec),
-                    "entrypoint": ENTRYPOINT,
-                    "submission_id": submission_id,
-                    "runtime_env": make_runtime_env(spec, folder),
-                    "metadata": {**metadata, **{name: value for name, value in about.items() if value}},
-                    "resources": _entrypoint_resources(spec),
-                }
-            )
+        _write_request(
+            request,
+            spec,
+            entrypoint=ENTRYPOINT,
+            submission_id=submission_id,
+            runtime_env=make_runtime_env(spec, folder),
+            metadata={**metadata, **{name: value for name, value in about.items() if value}},
+            resources=_entrypoint_resources(spec),
         )
+        environment = _with_token(environment, spec, folder)
         try:
-            return self._submit_as(request, api, spec, submission_id, folder, environment)
+            return self._submit_as(request, api, submission_id, environment)
         finally:
             request.unlink(missing_ok=True)
             forget_job(folder)
 
-    def _submit_as(
-        self,
-        request: Path,
-        api: JobsApi,
-        spec: DriverSpec,
-        submission_id: str,
-        folder: Path,
-        environment: dict[str, str],
-    ) -> Job:
-        token = token_of(spec.cluster)
-        environment = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}
-        environment |= write_token(token, folder) if token else {}
+    def _submit_as(self, request: Path, api: JobsApi, submission_id: str, environment: dict[str, str]) -> Job:
         deadline = time.monotonic() + _SUBMIT_SECONDS
         problem = ""
         while True:
-            code, said = self._run_submission(request, environment, deadline)
+            code, said = _run_submission(request, environment, deadline, self._between)
             if code == 2:
                 raise AttemptFailedError(f"Ray does not accept the job: {said}", outcome=Outcome.INVALID)
             # Whatever it said: what counts is whether the cluster has the job.
@@ -215,28 +203,9 @@ class JobLauncher:
                 )
             self._wait(2.0)
 
-    def _run_submission(self, request: Path, environment: dict[str, str], deadline: float) -> tuple[int, str]:
-        """Run Ray's client in a process of its own; the exit code 1 says that nobody knows what became of it."""
-        with subprocess.Popen(
-            [sys.executable, "-m", "prefect_elastic_train.driver.jobs.submit", str(request)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        ) as process:
-            try:
-                while time.monotonic() < deadline:
-                    self._runtime.check_stop()
-                    self._runtime.keep_guarded()
-                    try:
-                        output, _ = process.communicate(timeout=_TURN_SECONDS)
-                    except subprocess.TimeoutExpired:
-                        continue
-                    return process.returncode, output.decode(errors="replace").strip()[-2000:]
-                return 1, f"it took more than {_SUBMIT_SECONDS:g} s"
-            finally:
-                process.kill()
+    def _between(self) -> None:
+        self._runtime.check_stop()
+        self._runtime.keep_guarded()
 
     def _patiently(self, ask: Callable[[], _T]) -> _T:
         """Ask, again and again for a while if there is no answer."""
@@ -259,11 +228,28 @@ class JobLauncher:
             self._runtime.check_stop()
             time.sleep(_TURN_SECONDS)
 
-    def _end(self, api: JobsApi, job: Job) -> None:
+    def _end(self, api: JobsApi, spec: DriverSpec, job: Job, folder: Path, environment: dict[str, str]) -> None:
         """Stop a job, and see to it that nothing of it is left."""
         note = self._runtime.on_note
+
+        def end_pending_job() -> None:
+            request = folder / "request.json"
+            _write_request(
+                request,
+                spec,
+                entrypoint=end_pending(job.submission_id),
+                submission_id=f"{job.submission_id}-end",
+                runtime_env={},
+                metadata={},
+                resources={},
+            )
+            _run_submission(
+                request, _with_token(environment, spec, folder), time.monotonic() + _STOP_SECONDS / 2, lambda: None
+            )
+            request.unlink(missing_ok=True)
+
         try:
-            ended = _stop(api, job.submission_id)
+            ended = _stop(api, job.submission_id, end_pending_job)
         except (UnreachableError, AttemptFailedError) as error:
             note(
                 f"Job {job.submission_id} could not be stopped ({error}); stop it with `ray job stop "
@@ -285,13 +271,55 @@ class JobLauncher:
         note(f"Job {job.submission_id} has ended, and of it is left: {'; '.join(left[:10])}")
 
 
-def _stop(api: JobsApi, submission_id: str) -> Job | None:
+def _run_submission(
+    request: Path, environment: dict[str, str], deadline: float, between: Callable[[], None]
+) -> tuple[int, str]:
+    """Run Ray's client in a process of its own; the exit code 1 says that nobody knows what became of it."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "prefect_elastic_train.driver.jobs.submit", str(request)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            while time.monotonic() < deadline:
+                between()
+                try:
+                    output, _ = process.communicate(timeout=_TURN_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue
+                return process.returncode, output.decode(errors="replace").strip()[-2000:]
+            return 1, "Ray's client did not come to an end"
+        finally:
+            process.kill()
+
+
+def _write_request(path: Path, spec: DriverSpec, **request: Any) -> None:
+    path.write_text(json.dumps({"address": spec.cluster.address, "verify": _verify(spec), **request}))
+
+
+def _with_token(environment: dict[str, str], spec: DriverSpec, folder: Path) -> dict[str, str]:
+    """Give the environment of Ray's client, with the token in a file."""
+    token = token_of(spec.cluster)
+    kept = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}
+    return {**kept, **(write_token(token, folder) if token else {})}
+
+
+def _stop(api: JobsApi, submission_id: str, end_pending_job: Callable[[], None] = lambda: None) -> Job | None:
     """Stop a job and wait until it has ended; None if the cluster does not know it.
+
+    Args:
+        api: The dashboard.
+        submission_id: The job.
+        end_pending_job: Ends one that has not started after some seconds, which Ray's stop does not.
 
     Raises:
         UnreachableError: It does not end, or the cluster does not answer, for so long.
     """
     deadline = time.monotonic() + _STOP_SECONDS
+    pending_until = time.monotonic() + _PENDING_SECONDS
     asked = False
     while True:
         try:
@@ -302,6 +330,9 @@ def _stop(api: JobsApi, submission_id: str) -> Job | None:
             if job is None or job.is_terminal:
                 return job
             problem = f"it is still {job.status}"
+            if job.status == "PENDING" and time.monotonic() > pending_until:
+                pending_until = deadline
+                end_pending_job()
         except UnreachableError as error:
             problem = str(error)
         if time.monotonic() > deadline:

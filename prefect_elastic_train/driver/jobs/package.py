@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -23,7 +24,7 @@ from prefect_elastic_train.driver.spec import DriverSpec, write_spec
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSettings
 
-__all__ = ["ENTRYPOINT", "forget_job", "make_runtime_env"]
+__all__ = ["ENTRYPOINT", "end_pending", "forget_job", "make_runtime_env"]
 
 _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
@@ -44,13 +45,31 @@ def _no_python() -> str:
     return EVENT_TAG + encode_event(event)
 
 
-#: The command of a job. The Python of the cluster is looked for, since an image may call it either way.
-ENTRYPOINT = (
-    "for python in python python3; do "
-    'if "$python" -c "import importlib.util as u; raise SystemExit(not u.find_spec(\'ray\'))" 2>/dev/null; then '
-    f'exec "$python" -m {_MODULE}; fi; done; '
-    f"echo '{_no_python()}'"
-)
+def _command(arguments: str) -> str:
+    """Give the command of a job. The Python of the cluster is looked for, since an image may call it either way."""
+    return (
+        "for python in python python3; do "
+        'if "$python" -c "import importlib.util as u; raise SystemExit(not u.find_spec(\'ray\'))" 2>/dev/null; then '
+        f'exec "$python" {arguments}; fi; done; '
+        f"echo {shlex.quote(_no_python())}"
+    )
+
+
+#: The command of a job that trains.
+ENTRYPOINT = _command(f"-m {_MODULE}")
+
+
+def end_pending(submission_id: str) -> str:
+    """Give the command of a job that ends another one which waits for its start.
+
+    Ray's own stop waits for that start, too. What it waits for is an actor with this name, in the Ray of our bounds.
+    """
+    code = (
+        "import ray; ray.init(log_to_driver=False); "
+        f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "
+        "namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))"
+    )
+    return _command(f"-c {shlex.quote(code)}")
 
 
 def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
