@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import State
     from prefect.context import FlowRunContext
 
@@ -45,6 +46,7 @@ class StopReason(enum.Enum):
 
     CANCELLING = "the flow run is being cancelled"
     OVER = "the flow run has ended"
+    TAKEN_OVER = "another process executes the flow run"
 
 
 def interruptions(*numbers: signal.Signals) -> int:
@@ -166,11 +168,14 @@ class FlowRunWatch:
     Attributes:
         reason: Why the training shall end, None as long as it shall not.
         flow_run_id: The flow run that says so, the outermost if there are several.
+        is_executed_again: The outermost was begun once more since the first look, by another process.
     """
 
     def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
         self.reason: StopReason | None = None
         self.flow_run_id = ""
+        self.is_executed_again = False
+        self._executions: int | None = None
         self._flow_run_ids = tuple(flow_run_ids)
         self._interval = interval_seconds
         self._stopped = threading.Event()
@@ -200,16 +205,40 @@ class FlowRunWatch:
                 self._failing = True
 
     def _look(self) -> None:
-        from uuid import UUID
-
         from prefect.client.orchestration import get_client
 
         with get_client(sync_client=True) as client:
             while not self._stopped.is_set():
-                found = [(_reason(client.read_flow_run(UUID(one)).state), one) for one in reversed(self._flow_run_ids)]
-                reason, self.flow_run_id = next((answer for answer in found if answer[0]), (None, ""))
-                self.reason = reason
+                self._look_with(client)
                 self._stopped.wait(self._interval)
+
+    def look_once_more(self, seconds: float) -> None:
+        """Look now, for at most so long."""
+
+        def look() -> None:
+            from prefect.client.orchestration import get_client
+
+            try:
+                with get_client(sync_client=True) as client:
+                    self._look_with(client)
+            except Exception as error:  # noqa: BLE001 - then the last answer stands
+                logger.debug("cannot read the state of flow run %s: %s", self._flow_run_ids[0], error)
+
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(look,), name="elastic-train-flow-run-now", daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    def _look_with(self, client: SyncPrefectClient) -> None:
+        from uuid import UUID
+
+        flow_runs = [client.read_flow_run(UUID(one)) for one in reversed(self._flow_run_ids)]
+        found = [(_reason(one.state), str(one.id)) for one in flow_runs]
+        self.reason, self.flow_run_id = next((answer for answer in found if answer[0]), (None, ""))
+        executions = flow_runs[0].run_count or 0
+        if self._executions is None:
+            self._executions = executions
+        self.is_executed_again = executions > self._executions
 
 
 @contextmanager

@@ -361,6 +361,8 @@ def _leave(request: _Request, stop: _Stop) -> None:
     if stop.reason is None:
         return
     message = f"training {request.run_name!r} ended: {stop.reason.value}"
+    if stop.reason is StopReason.TAKEN_OVER:
+        raise _silent_end(request, message, Outcome.SUPERSEDED)
     of_the_root = _is_of_the_root(request, stop)
     # A runner signals a cancellation and sets the final state. One that has died does neither, and for subflows none
     # does.
@@ -427,13 +429,20 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
                 told = _Stop() if stop.is_set() else _told_to_stop(request, around, watch)
                 if told is not None:
                     raise told
+                if watch is not None and watch.is_executed_again and runtime.follows_job:
+                    # No fence tells two processes apart that follow the same job.
+                    raise _Stop(StopReason.TAKEN_OVER, request.owner.flow_run_id)
                 _check_time(request)
 
             runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
             runtime.on_note, runtime.on_past_event = log.note, log.past_event
             runtime.detaches = partial(_detaches, request)
             runtime.followed_until = partial(_followed_until, request)
-            return _supervise(request, runtime)
+            result = _supervise(request, runtime)
+            if watch is not None and runtime.follows_job:
+                watch.look_once_more(_STATE_SECONDS)
+                check_stop()
+            return result
     except AttemptFailedError as error:
         keep = error.retryable and more
         raise
@@ -458,7 +467,9 @@ def _detaches(request: _Request, reason: BaseException) -> bool:
     A machine that is taken away sends SIGTERM, as does a runner that carries out a cancellation. Without a flow run
     nobody would ever follow the job again.
     """
-    if isinstance(reason, TimeoutError) or (isinstance(reason, _Stop) and reason.reason is not None):
+    if isinstance(reason, _Stop) and reason.reason is not None:
+        return reason.reason is StopReason.TAKEN_OVER
+    if isinstance(reason, TimeoutError):
         return False
     # In the main thread Prefect's own signal handler raises; elsewhere only the pipe knows.
     terminated = isinstance(reason, TerminationSignal) or interruptions(signal.SIGTERM) > request.terminations

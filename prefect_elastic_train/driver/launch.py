@@ -88,6 +88,11 @@ class Runtime:
         self._starting: threading.Thread | None = None
         self._driver: subprocess.Popen[bytes] | None = None
 
+    @property
+    def follows_job(self) -> bool:
+        """Whether the attempt is a job, which others may follow, too."""
+        return self._jobs.in_use
+
     def run_attempt(self, spec: DriverSpec, extra_cpus: int = 0) -> AttemptEnded:
         """Run one driver to its end.
 
@@ -100,6 +105,7 @@ class Runtime:
         """
         folder = self._prepare()
         environment = self._environment()
+        self._jobs.in_use = spec.cluster.is_submitted
         if spec.cluster.is_submitted:
             return self._jobs.run_attempt(spec, folder, environment)
         if spec.cluster.is_local:

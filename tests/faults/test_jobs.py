@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psutil
 import pytest
@@ -203,8 +204,6 @@ def test_a_cancelled_flow_run_leaves_nothing_in_the_cluster(
 ) -> None:
     flow = _train(start, ledger, jobs_head, config={"steps": 100_000})
     _in_mid_training(flow)
-    from uuid import UUID
-
     cancelled_at = time.monotonic()
     client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
     _assert_nothing_left(jobs_head)
@@ -222,8 +221,6 @@ def test_a_cancelled_flow_run_leaves_nothing_in_the_cluster(
 def test_a_flow_run_that_is_cancelled_while_it_waits_for_resources_leaves_nothing(
     start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient, lacking: str
 ) -> None:
-    from uuid import UUID
-
     wanted: dict[str, Any] = (
         {"scaling": {"min_workers": 1, "max_workers": 1, "resources_per_worker": {"unobtainium": 1}}}
         if lacking == "for the workers"
@@ -269,6 +266,31 @@ def test_a_flow_process_whose_machine_is_taken_away_leaves_the_job_alone(
     assert outcome["state"] == "COMPLETED", again.log[-3000:]
     assert is_right(outcome["result"]["checkpoint_uri"], steps)
     assert len(_jobs_of(jobs_head, flow)) == 1, "its result is read from the job that ended"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("wakes_up", ["before the end", "after the end"])
+def test_a_frozen_flow_process_leaves_the_job_to_the_resumed_one(
+    start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient, wakes_up: str
+) -> None:
+    steps = 250
+    frozen = _train(start, ledger, jobs_head, config={"steps": steps})
+    _in_mid_training(frozen)
+    frozen.process.send_signal(signal.SIGSTOP)
+    more: dict[str, Any] = {"flow_run_id": frozen.flow_run_id, "storage": str(frozen.storage)}
+    resumed = _train(start, ledger, jobs_head, "resumed", config={"steps": steps}, **more)
+    wait_for(lambda: "which is followed from now on" in resumed.log, 60, "the resumed flow run to follow")
+    if wakes_up == "after the end":
+        outcome = resumed.wait(120)
+    frozen.process.send_signal(signal.SIGCONT)
+    frozen.process.wait(60)
+    if wakes_up == "before the end":
+        outcome = resumed.wait(120)
+    assert outcome["state"] == "COMPLETED", resumed.log[-3000:]
+    assert not frozen.result_file.exists() or json.loads(frozen.result_file.read_text())["state"] != "COMPLETED"
+    assert steps_of(ledger) == list(range(1, steps + 1))
+    assert len(_jobs_of(jobs_head, frozen)) == 1
+    assert client.read_flow_run(UUID(frozen.flow_run_id)).state.type == StateType.COMPLETED  # type: ignore[union-attr]
 
 
 def test_a_submission_whose_answer_is_lost_is_recognised(start: Start, ledger: str, jobs_head: RayHead) -> None:

@@ -64,6 +64,8 @@ class JobLauncher:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        #: Whether the newest attempt is a job.
+        self.in_use = False
         self._reached = False
         self._followed: set[str] = set()
 
