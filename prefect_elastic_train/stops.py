@@ -27,8 +27,8 @@ __all__ = [
     "FlowsAround",
     "StopReason",
     "interruptions",
-    "is_being_cancelled",
     "notice_interruptions",
+    "wants_an_end",
     "watched_by_runner",
     "watching",
 ]
@@ -84,8 +84,8 @@ def notice_interruptions() -> None:
         signal.set_wakeup_fd(taken)
 
 
-def is_being_cancelled(flow_run_ids: Sequence[str], seconds: float) -> bool:
-    """Ask whether one of some flow runs is being cancelled; an API that does not answer in time says no."""
+def wants_an_end(flow_run_ids: Sequence[str], seconds: float) -> bool:
+    """Ask whether one of some flow runs is cancelled or has failed; an API that does not answer in time says no."""
     answers: list[bool] = []
 
     def ask() -> None:
@@ -96,12 +96,12 @@ def is_being_cancelled(flow_run_ids: Sequence[str], seconds: float) -> bool:
         try:
             with get_client(sync_client=True) as client:
                 reasons = (_reason(client.read_flow_run(UUID(one)).state) for one in flow_run_ids)
-                answers.append(StopReason.CANCELLING in reasons)
+                answers.append(any(reasons))
         except Exception as error:  # noqa: BLE001 - then nobody knows
-            logger.debug("cannot ask whether flow run %s is being cancelled: %s", flow_run_ids[0], error)
+            logger.warning("cannot ask whether flow run %s is cancelled: %s", flow_run_ids[0], error)
 
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(ask,), name="elastic-train-cancelling", daemon=True)
+    thread = threading.Thread(target=context.run, args=(ask,), name="elastic-train-state", daemon=True)
     thread.start()
     thread.join(seconds)
     return bool(answers) and answers[0]

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
 
@@ -59,8 +58,8 @@ from prefect_elastic_train.stops import (
     FlowsAround,
     StopReason,
     interruptions,
-    is_being_cancelled,
     notice_interruptions,
+    wants_an_end,
     watched_by_runner,
     watching,
 )
@@ -77,7 +76,7 @@ DEFAULT_STORAGE = "~/elastic_train_runs"
 _FRAMEWORKS = ("torch", "jax", "none")
 _MASK = "*"
 #: How long the state of a flow run is asked for when its process is told to end.
-_STATE_SECONDS = 5.0
+_STATE_SECONDS = 8.0
 #: How long the signal of a runner is waited for once its flow run is seen cancelling; it kills after 30 s.
 _SIGNAL_SECONDS = 40.0
 
@@ -105,7 +104,6 @@ class _Request:
     worker_runtime_env: dict[str, Any]
     timeout_seconds: float | None
     asked_at: float
-    called_at: datetime
     #: The flow run that trains, the one that called it, and so on up to the owner; none outside of flows.
     flow_run_ids: tuple[str, ...]
     submitted: bool
@@ -294,6 +292,8 @@ def _watch_waiting(request: _Request, runtime: Runtime, around: FlowsAround) -> 
             return
         if stop.reason is not None:
             _stopped_waiting[request.key] = stop
+    if not _detaches(request, stop):
+        runtime.end_jobs()
     runtime.close()
     if stop.reason is StopReason.CANCELLING and not (watched_by_runner() and _is_of_the_root(request, stop)):
         _mark_cancelled(request, stop)
@@ -475,11 +475,11 @@ def _detaches(request: _Request, reason: BaseException) -> bool:
     terminated = isinstance(reason, TerminationSignal) or interruptions(signal.SIGTERM) > request.terminations
     if not terminated or not request.flow_run_ids:
         return False
-    return not is_being_cancelled(request.flow_run_ids, _STATE_SECONDS)
+    return not wants_an_end(request.flow_run_ids, _STATE_SECONDS)
 
 
 def _followed_until(request: _Request) -> float:
-    """Give when this flow run last told something, before the process that asks: from there a job is followed on."""
+    """Give when this flow run last told something in an earlier process: from there a job is followed on."""
     now = time.time()
     if not request.flow_run_ids:
         return now
@@ -488,17 +488,21 @@ def _followed_until(request: _Request) -> float:
     from prefect.client.schemas.sorting import LogSort
 
     try:
+        flow_run_id = uuid.UUID(request.flow_run_ids[0])
         with get_client(sync_client=True) as client:
+            states = sorted(client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp)
+            running = [number for number, state in enumerate(states) if state.is_running()]
+            # What is logged after the end of the last execution is of this one: its runner's, its other tasks'.
             [newest] = client.read_logs(
                 LogFilter(
-                    flow_run_id=LogFilterFlowRunId(any_=[uuid.UUID(request.flow_run_ids[0])]),
-                    timestamp=LogFilterTimestamp(before_=request.called_at),
+                    flow_run_id=LogFilterFlowRunId(any_=[flow_run_id]),
+                    timestamp=LogFilterTimestamp(before_=states[running[-2] + 1].timestamp),
                 ),
                 limit=1,
                 sort=LogSort.TIMESTAMP_DESC,
             )
     except Exception as error:  # noqa: BLE001 - then what was before is not told again
-        get_logger("elastic_train").debug("cannot read the logs of the flow run: %s", error)
+        get_logger("elastic_train").debug("cannot read what the flow run has logged: %s", error)
         return now
     return newest.timestamp.timestamp()
 
@@ -657,7 +661,6 @@ def _request(
         worker_runtime_env=worker_runtime_env or {},
         timeout_seconds=timeout_seconds,
         asked_at=time.monotonic(),
-        called_at=datetime.now(timezone.utc),
         flow_run_ids=identity.flow_run_ids,
         submitted=False,
         interruptions=interruptions(),

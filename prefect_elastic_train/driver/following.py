@@ -42,6 +42,8 @@ class AttemptAccount:
         """Take a line in, and give the event that it is, or its text."""
         text = line.decode(errors="replace").rstrip("\n")
         event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
+        if event is None and not text:
+            return text
         if event is None:
             self._last_words.append(without_colours(text))
             return text

@@ -141,6 +141,11 @@ class Runtime:
             self._end_driver()
             spec_file.unlink(missing_ok=True)
 
+    def end_jobs(self) -> None:
+        """Stop a job that an attempt has lost sight of."""
+        if self._folder is not None:
+            self._jobs.end_unfollowed(self._folder, self._environment())
+
     def close(self) -> None:
         """End everything that belongs to the training; nothing of it is left after this, bar what cannot be killed."""
         self._end_driver()

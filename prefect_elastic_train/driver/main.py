@@ -89,7 +89,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _stop)
     notice_interruptions()
     spec_file = Path(arguments[0])
-    driver = _Driver(read_spec(spec_file), output)
+    spec = read_spec(spec_file)
+    output.is_shared = spec.cluster.is_submitted
+    driver = _Driver(spec, output)
     threading.Thread(target=_end_if_stuck, args=(driver, spec_file), name="elastic-train-stop", daemon=True).start()
     try:
         ended = driver.run()

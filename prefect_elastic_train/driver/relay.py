@@ -178,6 +178,8 @@ class EventOutput:
     """
 
     def __init__(self, stream: IO[str]) -> None:
+        #: Others write into the same file, and perhaps no whole lines.
+        self.is_shared = False
         self._descriptor = os.dup(stream.fileno())
         self._lock = threading.Lock()
         self._backlog = _Backlog()
@@ -205,7 +207,8 @@ class EventOutput:
             if event is None:
                 continue
             try:
-                self.write_text(f"{EVENT_TAG}{_encoded(event).decode()}")
+                begin = "\n" if self.is_shared else ""
+                self.write_text(f"{begin}{EVENT_TAG}{_encoded(event).decode()}")
             except OSError:  # the supervisor is gone, and with it soon this process
                 pass
             self._backlog.pop()

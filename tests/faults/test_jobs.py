@@ -21,6 +21,7 @@ from prefect.states import Cancelling
 
 from flows.digits import REQUIRED_ACCURACY
 from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right
+from tests.support.deployments import SERVED, DeployedRun, Program
 from tests.support.gateway import Gateway
 from tests.support.processes import (
     ROOT,
@@ -291,6 +292,71 @@ def test_a_frozen_flow_process_leaves_the_job_to_the_resumed_one(
     assert steps_of(ledger) == list(range(1, steps + 1))
     assert len(_jobs_of(jobs_head, frozen)) == 1
     assert client.read_flow_run(UUID(frozen.flow_run_id)).state.type == StateType.COMPLETED  # type: ignore[union-attr]
+
+
+@pytest.mark.soak
+def test_a_driver_that_hangs_is_replaced(start: Start, ledger: str, jobs_head: RayHead) -> None:
+    environment = {"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": "40"}
+    flow = _train(start, ledger, jobs_head, config={"steps": 100_000}, environment=environment)
+    _in_mid_training(flow)
+    driver = jobs_head.job_driver()
+    assert driver is not None
+    driver.send_signal(signal.SIGSTOP)
+    wait_for(lambda: len(attempts(flow.run)) == 2, 120, f"the second attempt\n{flow.log[-3000:]}")
+    assert "gave no sign of life for 40 s" in flow.log
+    assert not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
+    flow.process.send_signal(signal.SIGINT)
+    flow.process.wait(60)
+    _assert_nothing_left(jobs_head)
+
+
+def test_a_driver_that_somebody_ends_is_replaced_and_a_job_that_somebody_stops_is_not(
+    start: Start, ledger: str, jobs_head: RayHead
+) -> None:
+    flow = _train(start, ledger, jobs_head, config={"steps": 100_000})
+    _in_mid_training(flow)
+    driver = jobs_head.job_driver()
+    assert driver is not None
+    driver.terminate()
+    wait_for(lambda: len(attempts(flow.run)) == 2, 60, f"the second attempt\n{flow.log[-3000:]}")
+    assert "was ended by a signal" in flow.log
+    jobs_head.dashboard("POST", f"/api/jobs/{jobs_head.jobs()[-1]['submission_id']}/stop")
+    outcome = flow.wait(60)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "cancelled")
+    assert "was stopped, but not by this flow run" in outcome["error"]
+    assert len(attempts(flow.run)) == 2
+    _assert_nothing_left(jobs_head)
+
+
+@pytest.mark.soak
+def test_a_flow_run_that_is_cancelled_during_a_slow_submission_leaves_no_job(
+    start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient
+) -> None:
+    before = len(jobs_head.jobs())
+    with FaultProxy(jobs_head.url) as proxy:
+        proxy.latency(3.0)
+        cluster = {**jobs_head.jobs_block, "address": proxy.endpoint_url}
+        flow = _train(start, ledger, jobs_head, cluster=cluster)
+        wait_for(lambda: len(jobs_head.jobs()) > before, 120, "the job")
+        assert "The training runs as job" not in flow.log, "its submission is still under way"
+        client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
+        flow.process.wait(90)
+    assert [job["status"] for job in jobs_head.jobs()[before:]] == ["STOPPED"], flow.log[-3000:]
+    _assert_nothing_left(jobs_head)
+
+
+@pytest.mark.soak
+def test_a_cancellation_by_a_runner_stops_the_job(
+    deployed: Callable[..., DeployedRun], ledger: str, jobs_head: RayHead, served: Program, tmp_path: Path
+) -> None:
+    arguments = {**hash_training(ledger), "cluster": jobs_head.jobs_block}
+    arguments["config"] = {**arguments["config"], "steps": 100_000}
+    run = deployed(f"fault test/{SERVED}", **arguments)
+    wait_for(lambda: len(commits(run.folder)) >= 2, 120, "two commits")
+    run.propose(Cancelling())
+    assert run.wait_for_end(60).type == StateType.CANCELLED
+    assert jobs_head.jobs()[-1]["status"] == "STOPPED"
+    _assert_nothing_left(jobs_head)
 
 
 def test_a_submission_whose_answer_is_lost_is_recognised(start: Start, ledger: str, jobs_head: RayHead) -> None:

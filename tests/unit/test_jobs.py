@@ -29,7 +29,7 @@ from prefect_elastic_train.driver.spec import read_spec
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from tests.unit.test_following import SPEC
 
-JOB = Job("elastic-train-mnist-1", "RUNNING", "", {}, 0.0, "node", "01")
+JOB = Job("elastic-train-mnist-1", "RUNNING", "", "", {}, 0.0, "node", "01")
 
 
 class Log:
@@ -97,6 +97,18 @@ def test_every_line_of_a_log_is_taken_once_wherever_the_connection_breaks(
     assert [line + b"\n" for line in taken] == lines
 
 
+def test_a_line_that_is_far_too_long_is_cut_at_the_same_place_wherever_the_pieces_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log, "_LONGEST_LINE", 10)
+    text = b"x" * 35 + b"\nshort\n"
+    cut = [
+        list(log._lines(iter([text[i : i + n] for i in range(0, len(text), n)]), with_rest=False)) for n in (1, 7, 99)
+    ]
+    assert cut[0] == cut[1]
+    assert [len(line) for line in cut[0]] == [10, 10, 10, 5, 5]
+
+
 def test_the_rest_of_a_line_counts_only_when_nobody_writes_any_more() -> None:
     api, taken = Log(), list[bytes]()
     followed = _current(api, taken)
@@ -137,7 +149,9 @@ def dashboard() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, body = answers.get(self.path.partition("?")[0], (404, "<html>not here</html>"))
+            path = self.path.partition("?")[0]
+            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            status, body = answers.get(f"{path} of {token}") or answers.get(path, (404, "<html>not here</html>"))
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -161,6 +175,7 @@ def dashboard() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
         ((401, "who are you"), AttemptFailedError, "refused the token (HTTP 401: who are you)"),
         ((403, ""), AttemptFailedError, "refused the token (HTTP 403)"),
         ((502, "bad gateway"), UnreachableError, "HTTP 502: bad gateway"),
+        ((503, "<html>maintenance"), UnreachableError, "HTTP 503"),
     ],
 )
 def test_what_a_dashboard_answers_is_told_apart(
@@ -187,6 +202,17 @@ def test_a_job_is_gone_only_where_ray_itself_says_so(dashboard: tuple[str, dict[
     api = JobsApi(ClusterSettings(address=url))
     with pytest.raises(UnreachableError):
         api.job("a-1")  # some gateway's 404
+    for page in ("<html>the page you look for does not exist</html>", "Job a-12 does not exist"):
+        answers["/api/jobs/a-1"] = (404, page)
+        with pytest.raises(UnreachableError):
+            api.job("a-1")
+    for body in ("<html>log in</html>", "[]", '{"submission_id": "another"}'):
+        answers["/api/jobs/a-1"] = (200, body)
+        with pytest.raises(UnreachableError):
+            api.job("a-1")
+    answers["/api/jobs/"] = (200, "<html>log in</html>")
+    with pytest.raises(UnreachableError):
+        api.jobs()
     answers["/api/jobs/a-1"] = (404, "Job a-1 does not exist")
     assert api.job("a-1") is None
     answers["/api/jobs/a-1"] = (200, '{"submission_id": "a-1", "status": "RUNNING", "type": "SUBMISSION"}')
@@ -207,14 +233,51 @@ def test_the_token_is_the_block_s_or_what_ray_would_take(tmp_path: Path, monkeyp
     url = "http://head:8265"
     assert token_of(ClusterSettings(address=url)) == ""
     (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("of the home\n")
-    assert token_of(ClusterSettings(address=url)) == "of the home"
-    (tmp_path / "token").write_text("of the file")
+    (tmp_path / ".ray" / "auth_token").write_text("of-the-home\n")
+    assert token_of(ClusterSettings(address=url)) == "of-the-home"
+    (tmp_path / "token").write_text("of-the-file")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    assert token_of(ClusterSettings(address=url)) == "of the file"
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the environment")
-    assert token_of(ClusterSettings(address=url)) == "of the environment"
-    assert token_of(ClusterSettings(address=url, auth_token="of the block")) == "of the block"
+    assert token_of(ClusterSettings(address=url)) == "of-the-file"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
+    assert token_of(ClusterSettings(address=url)) == "of-the-environment"
+    assert token_of(ClusterSettings(address=url, auth_token="of-the-block")) == "of-the-block"
+
+
+@pytest.mark.parametrize("token", ["hush hush", "hush\nhush", "h\u00fcsh", "hush\x00"])
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(AttemptFailedError) as refused:
+        JobsApi(ClusterSettings(address="http://head:8265", auth_token=token))
+    assert refused.value.outcome is Outcome.INVALID
+    assert "hush" not in str(refused.value)
+    assert token not in str(refused.value)
+
+
+def test_a_token_that_changes_in_its_file_is_read_again(
+    dashboard: tuple[str, dict[str, tuple[int, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, answers = dashboard
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("old")
+    answers["/api/jobs/ of new"] = (200, "[]")
+    answers["/api/jobs/ of old"] = (403, "expired")
+    api = JobsApi(ClusterSettings(address=url))
+    with pytest.raises(AttemptFailedError):
+        api.jobs()
+    (tmp_path / "token").write_text("new")
+    assert api.jobs() == []
+
+
+@pytest.mark.parametrize("pattern", ["*.json", "spec", "main.py", "driver", "driver/*"])
+def test_excludes_that_would_strip_the_driver_are_refused(tmp_path: Path, pattern: str) -> None:
+    def environment(excludes: list[str]) -> dict[str, Any]:
+        cluster = ClusterSettings(address="http://head:8265", runtime_env={"excludes": excludes})
+        return make_runtime_env(replace(SPEC, cluster=cluster), tmp_path)
+
+    with pytest.raises(AttemptFailedError, match=r"would leave .* of the driver out") as refused:
+        environment(["/data/*.bin", pattern])
+    assert refused.value.outcome is Outcome.INVALID
+    assert environment(["/data/*.bin", "*.ckpt", "notebooks"])["excludes"] == ["/data/*.bin", "*.ckpt", "notebooks"]
 
 
 def test_a_package_holds_what_the_driver_needs_and_not_the_token(tmp_path: Path) -> None:
@@ -269,7 +332,7 @@ def test_the_first_code_of_a_job_says_what_is_wrong_with_the_cluster(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     done = _run_entry(tmp_path, **changes)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, "Ray shall not call it a success"
     [line] = done.stdout.splitlines()
     ended = decode_event(line.removeprefix(EVENT_TAG))
     assert isinstance(ended, AttemptEnded)
@@ -281,6 +344,7 @@ def test_a_node_without_a_python_that_has_ray_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         ["/bin/sh", "-c", ENTRYPOINT], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=20
     )
+    assert done.returncode == 1
     ended = decode_event(done.stdout.strip().removeprefix(EVENT_TAG))
     assert isinstance(ended, AttemptEnded)
     assert "no Python with Ray" in ended.message

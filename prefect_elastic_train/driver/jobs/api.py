@@ -18,10 +18,22 @@ import httpx
 from prefect_elastic_train.config import ClusterSettings
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 
-__all__ = ["ClusterVersion", "Job", "JobsApi", "UnreachableError", "token_of"]
+__all__ = [
+    "ClusterVersion",
+    "Job",
+    "JobsApi",
+    "NoDashboardError",
+    "UnreachableError",
+    "ca_bundle_of",
+    "token_of",
+]
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
+#: The list holds all jobs that the cluster ever ran.
+_LIST_SECONDS = 60.0
+#: Ray's own bound for reading a whole log, which it would set to half a minute.
+_WHOLE_LOG_SECONDS = 600
 #: A log stream that is silent for longer is taken for broken: a driver says something every two seconds.
 _SILENCE_SECONDS = 30.0
 _POLL_LOG_SECONDS = 0.5
@@ -33,6 +45,10 @@ _SHARED_ACTORS = ("_AutoscalingCoordinatorActor",)
 
 class UnreachableError(Exception):
     """The dashboard does not answer, or not as it should: nothing is known of the jobs meanwhile."""
+
+
+class NoDashboardError(AttemptFailedError):
+    """Something else answers in the place of a dashboard; while a head is restarted, a gateway may."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,7 @@ class Job:
         submission_id: Its id.
         status: ``PENDING``, ``RUNNING``, ``SUCCEEDED``, ``FAILED`` or ``STOPPED``.
         message: What Ray says of that.
+        error_type: What kind of failure Ray calls it, empty for none.
         metadata: What it was submitted with.
         started_at: When it was submitted, in seconds since the epoch.
         driver_node_id: Where its driver runs, empty as long as it does not.
@@ -60,6 +77,7 @@ class Job:
     submission_id: str
     status: str
     message: str
+    error_type: str
     metadata: dict[str, str]
     started_at: float
     driver_node_id: str
@@ -72,15 +90,31 @@ class Job:
 
 
 def token_of(cluster: ClusterSettings) -> str:
-    """Give the token for a cluster: the block's, or what Ray itself would take; empty without one."""
-    given = cluster.auth_token.get_secret_value() or os.environ.get("RAY_AUTH_TOKEN", "")
-    if given:
-        return given.strip()
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    """Give the token for a cluster: the block's, or what Ray itself would take; empty without one.
+
+    Raises:
+        AttemptFailedError: It cannot be sent; outcome ``invalid``.
+    """
+    token = cluster.auth_token.get_secret_value() or os.environ.get("RAY_AUTH_TOKEN", "")
+    if not token:
+        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+        try:
+            token = path.read_text()
+        except (OSError, UnicodeDecodeError):
+            return ""
+    token = token.strip()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise AttemptFailedError(
+            "the cluster's token holds characters that no token has, such as spaces or line ends; copy it anew",
+            outcome=Outcome.INVALID,
+        )
+    return token
+
+
+def ca_bundle_of(cluster: ClusterSettings) -> str:
+    """Give the path of the certificates that vouch for a dashboard; empty for those that Python packages bring."""
+    named = cluster.ca_bundle or os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE") or ""
+    return os.path.expanduser(named)
 
 
 class JobsApi:
@@ -95,10 +129,10 @@ class JobsApi:
 
     def __init__(self, cluster: ClusterSettings) -> None:
         self.address = cluster.address.rstrip("/")
-        token = token_of(cluster)
-        headers = {"Authorization": f"Bearer {token}", "X-Ray-Authorization": f"Bearer {token}"} if token else {}
+        self._cluster = cluster
+        self._token = token_of(cluster)
         self._client = httpx.Client(
-            headers=headers,
+            headers=_authorization(self._token),
             verify=_tls(cluster),
             timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
             follow_redirects=False,
@@ -111,11 +145,14 @@ class JobsApi:
     def version(self) -> ClusterVersion:
         """Ask which cluster it is."""
         answer = self._request("GET", "/api/version")
-        found = _parsed(answer) if answer.status_code not in (401, 403) and answer.status_code < 500 else None
-        if found is None:
+        try:
             found = self._read(answer)
+        except UnreachableError:
+            if answer.status_code >= 500:
+                raise
+            found = None
         if not isinstance(found, dict) or "ray_version" not in found:
-            raise AttemptFailedError(
+            raise NoDashboardError(
                 f"what answers at {self.address} is no Ray dashboard; give the URL of the dashboard (port 8265 unless "
                 "it was set otherwise) as address of the RayCluster, with the path prefix of a proxy if there is one",
                 outcome=Outcome.INVALID,
@@ -124,19 +161,25 @@ class JobsApi:
 
     def jobs(self) -> list[Job]:
         """List the submitted jobs that the cluster remembers."""
-        return [_job(found) for found in self._json("GET", "/api/jobs/") if found.get("type") == "SUBMISSION"]
+        listed = self._json("GET", "/api/jobs/", timeout=httpx.Timeout(_LIST_SECONDS, connect=_CONNECT_SECONDS))
+        if not isinstance(listed, list):
+            raise UnreachableError("the list of jobs is none")
+        return [_job(found) for found in listed if found.get("type") == "SUBMISSION"]
 
     def job(self, submission_id: str) -> Job | None:
         """Look a job up; None if the cluster does not know it."""
         answer = self._request("GET", f"/api/jobs/{submission_id}")
-        if answer.status_code == 404 and "does not exist" in answer.text:
+        if _is_unknown(answer, submission_id):
             return None
-        return _job(self._read(answer))
+        found = self._read(answer)
+        if not isinstance(found, dict) or found.get("submission_id") != submission_id:
+            raise UnreachableError("what answers does not speak of the job")
+        return _job(found)
 
     def stop(self, submission_id: str) -> None:
         """Tell a job to end; a job that has ended or is unknown is left as it is."""
         answer = self._request("POST", f"/api/jobs/{submission_id}/stop")
-        if answer.status_code != 404:
+        if not _is_unknown(answer, submission_id):
             self._read(answer)
 
     @contextmanager
@@ -159,6 +202,8 @@ class JobsApi:
         }
         if follow:
             parameters["interval"] = str(_POLL_LOG_SECONDS)
+        else:
+            parameters["timeout"] = str(_WHOLE_LOG_SECONDS)
         timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
         try:
             with self._client.stream("GET", self.address + path, params=parameters, timeout=timeout) as answer:
@@ -199,7 +244,10 @@ class JobsApi:
 
     def _request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         try:
-            return self._client.request(method, self.address + path, **arguments)
+            answer = self._client.request(method, self.address + path, **arguments)
+            if answer.status_code in (401, 403) and self._renew_token():
+                answer = self._client.request(method, self.address + path, **arguments)
+            return answer
         except httpx.HTTPError as error:
             if _is_untrusted(error):
                 raise AttemptFailedError(
@@ -209,6 +257,15 @@ class JobsApi:
                 ) from error
             raise UnreachableError(_described(error)) from error
 
+    def _renew_token(self) -> bool:
+        """Read the token again, which may be in a file that changes; tell whether it is another one."""
+        token = token_of(self._cluster)
+        if token == self._token:
+            return False
+        self._token = token
+        self._client.headers.update(_authorization(token))
+        return True
+
     def _read(self, answer: httpx.Response) -> Any:
         if answer.status_code in (401, 403):
             raise AttemptFailedError(
@@ -216,18 +273,21 @@ class JobsApi:
                 "auth_token of the RayCluster",
                 outcome=Outcome.INVALID,
             )
-        found = _parsed(answer) if answer.is_success else None
-        if found is None:
+        if not answer.is_success:
             raise UnreachableError(_what_it_says(answer))
-        return found
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise UnreachableError(f"the answer is no JSON: {_what_it_says(answer)}") from error
 
 
-def _parsed(answer: httpx.Response) -> Any:
-    """Give the JSON of an answer, something else's text as an empty object."""
-    try:
-        return answer.json()
-    except ValueError:
-        return {}
+def _authorization(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}", "X-Ray-Authorization": f"Bearer {token}"} if token else {}
+
+
+def _is_unknown(answer: httpx.Response, submission_id: str) -> bool:
+    """Tell whether it is Ray that does not know a job; a gateway has pages of its own."""
+    return answer.status_code == 404 and answer.text.strip() == f"Job {submission_id} does not exist"
 
 
 def _job(found: dict[str, Any]) -> Job:
@@ -236,6 +296,7 @@ def _job(found: dict[str, Any]) -> Job:
         submission_id=str(found.get("submission_id") or ""),
         status=str(found.get("status") or "PENDING"),
         message=str(found.get("message") or ""),
+        error_type=str(found.get("error_type") or ""),
         metadata={str(name): str(value) for name, value in (found.get("metadata") or {}).items()},
         started_at=float(found.get("start_time") or 0) / 1000,
         driver_node_id=str(found.get("driver_node_id") or ""),
@@ -246,16 +307,16 @@ def _job(found: dict[str, Any]) -> Job:
 def _tls(cluster: ClusterSettings) -> ssl.SSLContext | bool:
     if not cluster.verify_tls:
         return False
-    if not cluster.ca_bundle:
+    path = ca_bundle_of(cluster)
+    if not path:
         return True
-    path = os.path.expanduser(cluster.ca_bundle)
     try:
         if os.path.isdir(path):
             return ssl.create_default_context(capath=path)
         return ssl.create_default_context(cafile=path)
     except OSError as error:
         raise AttemptFailedError(
-            f"the certificates of the RayCluster, ca_bundle {cluster.ca_bundle!r}, cannot be read: {error}; give a "
+            f"the certificates of the RayCluster, ca_bundle {path!r}, cannot be read: {error}; give a "
             "file in PEM format, or a folder of them, that this machine has",
             outcome=Outcome.INVALID,
         ) from error

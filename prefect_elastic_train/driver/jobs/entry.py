@@ -67,7 +67,7 @@ def main() -> int:
     problem = find_problem(wanted)
     if problem:
         refuse(problem)
-        return 0
+        return 1
     from prefect_elastic_train.driver.main import main as run_driver
 
     return run_driver([os.path.join(folder, "spec")])

@@ -25,7 +25,8 @@ _ALL = -1
 _LOOK_BACK = (500, 20_000, _ALL)
 _TAG = EVENT_TAG.encode()
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 5.0)
-_LONGEST_LINE = 1_000_000
+#: A longer line is cut, everywhere at the same place.
+_LONGEST_LINE = 64 * 2**20
 
 
 class _GapError(Exception):
@@ -51,36 +52,28 @@ class JobLog:
         self._since_anchor = 0
         #: The thread whose lines count: one that hangs in a connection is left behind.
         self._reader: threading.Thread | None = None
-        self._connected = False
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether what the driver says arrives."""
-        return self._connected
+        #: Whether the log can be read, so that a silence is the driver's.
+        self.is_readable = False
+        #: Whether it was read to its very last line.
+        self.is_complete = False
 
     def start(self) -> None:
         """Begin to follow."""
         self._start(self._follow)
 
-    def finish(self, seconds: float) -> threading.Event:
-        """Read the log of a job that has ended to its very last line; the event is set when that is done or given up.
-
-        The lines must be taken meanwhile.
-        """
-        done = threading.Event()
-        deadline = time.monotonic() + seconds
+    def finish(self) -> None:
+        """Read the log of a job that has ended to its very last line, and try that until it works or `stop`."""
 
         def run() -> None:
-            try:
-                for pause in (*_PAUSES_SECONDS, *[_PAUSES_SECONDS[-1]] * int(seconds)):
-                    if self._catch_up(to_the_end=True) or time.monotonic() + pause > deadline:
-                        return
-                    time.sleep(pause)
-            finally:
-                done.set()
+            failures = 0
+            while self._is_current() and not self.is_complete:
+                if self._catch_up(to_the_end=True):
+                    self.is_complete = True
+                else:
+                    time.sleep(_PAUSES_SECONDS[min(failures, len(_PAUSES_SECONDS) - 1)])
+                    failures += 1
 
         self._start(run)
-        return done
 
     def stop(self) -> None:
         """Take no more lines."""
@@ -106,13 +99,13 @@ class JobLog:
     def _follow(self) -> None:
         failures = 0
         while self._is_current():
-            try:
-                if self._catch_up():
+            self.is_readable = self._catch_up()
+            failures = 0 if self.is_readable else failures + 1
+            if self.is_readable:
+                try:
                     self._read(_LOOK_BACK[0], follow=True)
-            except (UnreachableError, AttemptFailedError) as error:
-                logger.debug("the log of job %s broke off: %s", self._job.submission_id, error)
-            failures = 0 if self._connected else failures + 1
-            self._connected = False
+                except (UnreachableError, AttemptFailedError) as error:  # a silent driver looks like this, too
+                    logger.debug("the log of job %s broke off: %s", self._job.submission_id, error)
             time.sleep(_PAUSES_SECONDS[min(failures, len(_PAUSES_SECONDS) - 1)])
 
     def _catch_up(self, *, to_the_end: bool = False) -> bool:
@@ -143,7 +136,6 @@ class JobLog:
             with self._lock:
                 if not self._is_current():
                     return
-                self._connected = True
                 if looking:
                     if line == self._anchor:
                         looking, known = False, self._since_anchor
@@ -165,12 +157,20 @@ class JobLog:
 
 def _lines(pieces: Iterator[bytes], *, with_rest: bool) -> Iterator[bytes]:
     """Give whole lines, and the rest of a log that nobody writes to any more."""
-    rest = b""
+    rest = bytearray()
     for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from lines
-        if len(rest) > _LONGEST_LINE:
-            yield rest
-            rest = b""
+        first, *others = piece.split(b"\n")
+        rest += first
+        for other in others:
+            yield from _cut(rest)
+            yield bytes(rest)
+            rest = bytearray(other)
+        yield from _cut(rest)
     if rest and with_rest:
-        yield rest
+        yield bytes(rest)
+
+
+def _cut(rest: bytearray) -> Iterator[bytes]:
+    while len(rest) > _LONGEST_LINE:
+        yield bytes(rest[:_LONGEST_LINE])
+        del rest[:_LONGEST_LINE]

@@ -10,7 +10,9 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ def _command(arguments: str) -> str:
         "for python in python python3; do "
         'if "$python" -c "import importlib.util as u; raise SystemExit(not u.find_spec(\'ray\'))" 2>/dev/null; then '
         f'exec "$python" {arguments}; fi; done; '
-        f"echo {shlex.quote(_no_python())}"
+        f"echo {shlex.quote(_no_python())}; exit 1"
     )
 
 
@@ -97,7 +99,9 @@ def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
     if not package.exists():
         source = os.path.dirname(prefect_elastic_train.__file__)
         shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-    environment["py_modules"] = [*modules, str(package), str(_write_job(spec, folder))]
+    job = _write_job(spec, folder)
+    _check_excludes(environment.get("excludes") or [], (package, job))
+    environment["py_modules"] = [*modules, str(package), str(job)]
     environment["env_vars"] = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS),
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
@@ -105,6 +109,22 @@ def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
         **(environment.get("env_vars") or {}),
     }
     return environment
+
+
+def _check_excludes(patterns: list[str], folders: Iterable[Path]) -> None:
+    """Refuse patterns that Ray would apply to what every job needs, too."""
+    for folder in folders:
+        for path in folder.rglob("*"):
+            relative = str(path.relative_to(folder))
+            for pattern in patterns:
+                name = pattern.strip("/")
+                if fnmatch(relative, name) or ("/" not in name and fnmatch(path.name, name)):
+                    raise AttemptFailedError(
+                        f"excludes of the runtime_env has {pattern!r}, and Ray would leave {path.name!r} of the driver "
+                        "out with it; name the folder that is meant, such as 'data/*.json', or use a .gitignore in "
+                        "working_dir",
+                        outcome=Outcome.INVALID,
+                    )
 
 
 def _write_job(spec: DriverSpec, folder: Path) -> Path:
@@ -123,7 +143,8 @@ def _write_job(spec: DriverSpec, folder: Path) -> Path:
     (job / "wanted.json").write_text(json.dumps(wanted))
     # The driver is inside by then.
     cluster = spec.cluster.model_copy(update={"auth_token": SecretStr("")})
-    write_spec(replace(spec, cluster=cluster), job / "spec")
+    # Nor is there any of this machine's folders where the driver runs.
+    write_spec(replace(spec, cluster=cluster, sys_path=[]), job / "spec")
     return job
 
 

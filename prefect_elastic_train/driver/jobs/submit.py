@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 __all__ = ["main"]
+
+_PASSING_STATUS = ("408", "425", "429")
 
 
 def main(arguments: list[str]) -> int:
     """Submit the job that a file describes.
 
     Returns:
-        0 if the cluster has accepted it, 1 if nobody knows, 2 if it was refused; the reason goes to standard output.
+        0 if the cluster has accepted it, 1 if nobody knows, 2 if it was refused or could not be sent as it is; the
+        reason goes to standard output.
     """
     request = json.loads(Path(arguments[0]).read_text())
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):  # Ray's client would go there instead
@@ -35,12 +39,13 @@ def main(arguments: list[str]) -> int:
             metadata=request["metadata"],
             **request["resources"],
         )
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - the supervisor tells it
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
-        return 2
-    except (requests.RequestException, ConnectionError, RuntimeError) as error:
-        sys.stdout.write(f"{type(error).__name__}: {error}\n")
-        return 1
+        # Ray's client tells the status of an answer in its text only.
+        answered = re.search(r"status code (\d+)", str(error))
+        if isinstance(error, requests.RequestException | ConnectionError | TimeoutError):
+            return 1
+        return 1 if answered and (answered[1].startswith("5") or answered[1] in _PASSING_STATUS) else 2
     return 0
 
 
