@@ -378,7 +378,8 @@ class ClusterSettings(_Settings):
     ca_bundle: str = Field(
         default="",
         title="CA bundle",
-        description="Path of the certificates that vouch for an https:// address. Empty: those of this machine.",
+        description="Path of the certificates that vouch for an https:// address. Empty: what SSL_CERT_FILE or "
+        "REQUESTS_CA_BUNDLE names, else the usual ones.",
     )
 
     @field_validator("address")

@@ -23,7 +23,8 @@ class RayCluster(TrainingBlock, ClusterSettings):
         driver_resources: What the driver of a submitted job reserves, and with it where it runs. Default nothing: it
             runs on the head node.
         verify_tls: Whether the certificate of an ``https://`` address is verified. Default True.
-        ca_bundle: Path of the certificates that vouch for it. Default: those of this machine.
+        ca_bundle: Path of the certificates that vouch for it. Default: what ``SSL_CERT_FILE`` or
+            ``REQUESTS_CA_BUNDLE`` names, else the usual ones (certifi's).
 
     Example:
         Join a cluster from one of its nodes::
