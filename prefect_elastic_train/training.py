@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,6 +78,8 @@ _FRAMEWORKS = ("torch", "jax", "none")
 _MASK = "*"
 #: How long the state of a flow run is asked for when its process is told to end.
 _STATE_SECONDS = 8.0
+#: How much later than it happens an event of a job may be told: rather told twice than never.
+_TOLD_LATE_SECONDS = 2.0
 #: How long the signal of a runner is waited for once its flow run is seen cancelling; it kills after 30 s.
 _SIGNAL_SECONDS = 40.0
 
@@ -104,6 +107,7 @@ class _Request:
     worker_runtime_env: dict[str, Any]
     timeout_seconds: float | None
     asked_at: float
+    called_at: datetime
     #: The flow run that trains, the one that called it, and so on up to the owner; none outside of flows.
     flow_run_ids: tuple[str, ...]
     submitted: bool
@@ -492,11 +496,13 @@ def _followed_until(request: _Request) -> float:
         with get_client(sync_client=True) as client:
             states = sorted(client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp)
             running = [number for number, state in enumerate(states) if state.is_running()]
-            # What is logged after the end of the last execution is of this one: its runner's, its other tasks'.
+            # What is logged after the end of the last execution is of this one: its runner's, its other tasks'. Where
+            # nobody has noticed that end, there is no runner either.
+            before = states[running[-2] + 1].timestamp if len(running) > 1 else request.called_at
             [newest] = client.read_logs(
                 LogFilter(
                     flow_run_id=LogFilterFlowRunId(any_=[flow_run_id]),
-                    timestamp=LogFilterTimestamp(before_=states[running[-2] + 1].timestamp),
+                    timestamp=LogFilterTimestamp(before_=before),
                 ),
                 limit=1,
                 sort=LogSort.TIMESTAMP_DESC,
@@ -504,7 +510,7 @@ def _followed_until(request: _Request) -> float:
     except Exception as error:  # noqa: BLE001 - then what was before is not told again
         get_logger("elastic_train").debug("cannot read what the flow run has logged: %s", error)
         return now
-    return newest.timestamp.timestamp()
+    return newest.timestamp.timestamp() - _TOLD_LATE_SECONDS
 
 
 def _supervise(request: _Request, runtime: Runtime) -> TrainingResult:
@@ -661,6 +667,7 @@ def _request(
         worker_runtime_env=worker_runtime_env or {},
         timeout_seconds=timeout_seconds,
         asked_at=time.monotonic(),
+        called_at=datetime.now(timezone.utc),
         flow_run_ids=identity.flow_run_ids,
         submitted=False,
         interruptions=interruptions(),

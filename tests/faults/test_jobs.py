@@ -21,7 +21,7 @@ from prefect.states import Cancelling
 
 from flows.digits import REQUIRED_ACCURACY
 from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right
-from tests.support.deployments import SERVED, DeployedRun, Program
+from tests.support.deployments import SERVED, DeployedRun, Program, flow_run_log
 from tests.support.gateway import Gateway
 from tests.support.processes import (
     ROOT,
@@ -71,7 +71,7 @@ def _in_mid_training(flow: FlowProcess) -> None:
 
 def _jobs_of(head: RayHead, flow: FlowProcess) -> list[dict[str, Any]]:
     assert flow.run is not None
-    return [job for job in head.jobs() if job["metadata"]["elastic_train_run"] == flow.run.name]
+    return [job for job in head.jobs() if (job["metadata"] or {}).get("elastic_train_run") == flow.run.name]
 
 
 def _assert_complete(
@@ -92,7 +92,7 @@ def _assert_nothing_left(head: RayHead) -> None:
 
 
 def test_the_job_of_a_killed_flow_process_goes_on_and_is_followed_by_the_resumed_flow_run(
-    start: Start, ledger: str, jobs_head: RayHead
+    start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient
 ) -> None:
     steps = 400
     first = _train(start, ledger, jobs_head, config={"steps": steps})
@@ -116,11 +116,15 @@ def test_the_job_of_a_killed_flow_process_goes_on_and_is_followed_by_the_resumed
     assert outcome["result"]["attempts"] == 1
     assert steps_of(ledger) == list(range(1, steps + 1)), "no step redone"
     assert is_right(outcome["result"]["checkpoint_uri"], steps)
-    told = second.log
-    assert "which is followed from now on" in told
-    committed = [line for line in (first.log + told).splitlines() if " is committed (" in line]
-    names = [line.partition("Checkpoint ")[2].partition(" ")[0] for line in committed]
-    assert len(names) == len(set(names)) == steps // CHECKPOINT_EVERY, "each event was told, and told once"
+    assert "which is followed from now on" in second.log
+
+    def told() -> list[str]:
+        return [line for line in flow_run_log(client, first.flow_run_id) if line.startswith("Checkpoint ")]
+
+    wait_for(
+        lambda: len(set(told())) == steps // CHECKPOINT_EVERY, 30, "each event to be told, of both processes' times"
+    )
+    assert len(told()) <= steps // CHECKPOINT_EVERY + 6, "those of two seconds may be told twice"
 
 
 def test_the_digits_pipeline_trains_as_a_job_from_any_directory(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import LogFilter
 
 from prefect_elastic_train import (
     AttemptFailedError,
@@ -23,6 +22,7 @@ from prefect_elastic_train import (
     TrainingResult,
     elastic_train,
 )
+from tests.support.deployments import flow_run_log
 from tests.support.processes import RayHead, wait_for
 
 pytestmark = pytest.mark.usefixtures("api")
@@ -40,9 +40,8 @@ def launched(request: pytest.FixtureRequest, head: RayHead) -> RayCluster:
 
 def _messages(flow_run_id: Any) -> list[str]:
     """Give what the Prefect log of a flow run says."""
-    this_run = LogFilter.model_validate({"flow_run_id": {"any_": [flow_run_id]}})
     with get_client(sync_client=True) as client:
-        return [log.message for log in client.read_logs(this_run)]
+        return flow_run_log(client, flow_run_id)
 
 
 def _lifecycle(run_uri: str) -> list[str]:

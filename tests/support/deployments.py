@@ -14,6 +14,7 @@ from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import LogFilter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Pending, Running
@@ -69,6 +70,15 @@ class Program:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait(10)
+
+
+def flow_run_log(client: SyncPrefectClient, flow_run_id: UUID | str) -> list[str]:
+    """Give the messages of a flow run's log on the server, the oldest first."""
+    this_run = LogFilter.model_validate({"flow_run_id": {"any_": [flow_run_id]}})
+    messages: list[str] = []
+    while page := client.read_logs(this_run, limit=200, offset=len(messages)):
+        messages += [log.message for log in page]
+    return messages
 
 
 def serve_flows(folder: Path, api_url: str, name: str = SERVED, **environment: str) -> Program:

@@ -165,10 +165,13 @@ class _WaitingRuntime:
     """Stands for a cluster that waits for the next attempt."""
 
     def __init__(self) -> None:
-        self.guarded = self.closed = 0
+        self.guarded = self.closed = self.jobs_ended = 0
 
     def keep_guarded(self) -> None:
         self.guarded += 1
+
+    def end_jobs(self) -> None:
+        self.jobs_ended += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -180,7 +183,7 @@ def test_a_cluster_that_waits_is_guarded_until_the_training_is_out_of_time() -> 
     _waiting[request.key] = runtime
     _watch_waiting(request, runtime, FlowsAround())
     assert request.is_out_of_time
-    assert (runtime.closed, runtime.guarded >= 2) == (1, True)
+    assert (runtime.jobs_ended, runtime.closed, runtime.guarded >= 2) == (1, 1, True)
     assert request.key not in _waiting
 
 
