@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect_elastic_train.driver.jobs.api import Job, JobsApi, UnreachableError
 from prefect_elastic_train.driver.jobs.package import end_pending
-from prefect_elastic_train.driver.jobs.requests import run_submission, with_token, write_request
+from prefect_elastic_train.driver.jobs.submitting import run_submission, with_token, write_request
 from prefect_elastic_train.driver.spec import DriverSpec
 from prefect_elastic_train.outcomes import AttemptFailedError
 
