@@ -24,8 +24,8 @@ from prefect_elastic_train.driver.jobs.api import (
 )
 from prefect_elastic_train.driver.jobs.following import BLIND_NOTE_SECONDS, BLIND_SECONDS, JobFollowing
 from prefect_elastic_train.driver.jobs.package import ENTRYPOINT, forget_job, make_runtime_env
-from prefect_elastic_train.driver.jobs.submitting import run_submission, with_token, write_request
 from prefect_elastic_train.driver.jobs.stopping import left_of, stop
+from prefect_elastic_train.driver.jobs.submitting import run_submission, with_token, write_request
 from prefect_elastic_train.driver.spec import DriverSpec
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 
