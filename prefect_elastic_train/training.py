@@ -429,13 +429,16 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
             raise stopped
         with watching(request.flow_run_ids, get_settings().flow_run_check_seconds) as watch:
 
+            def check_executions() -> None:
+                # No fence tells two processes apart that follow the same job.
+                if watch is not None and watch.is_executed_again and runtime.follows_job:
+                    raise _Stop(StopReason.TAKEN_OVER, request.owner.flow_run_id)
+
             def check_stop() -> None:
                 told = _Stop() if stop.is_set() else _told_to_stop(request, around, watch)
                 if told is not None:
                     raise told
-                if watch is not None and watch.is_executed_again and runtime.follows_job:
-                    # No fence tells two processes apart that follow the same job.
-                    raise _Stop(StopReason.TAKEN_OVER, request.owner.flow_run_id)
+                check_executions()
                 _check_time(request)
 
             runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
@@ -445,7 +448,7 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
             result = _supervise(request, runtime)
             if watch is not None and runtime.follows_job:
                 watch.look_once_more(_STATE_SECONDS)
-                check_stop()
+                check_executions()
             return result
     except AttemptFailedError as error:
         keep = error.retryable and more

@@ -178,7 +178,8 @@ class JobFollowing:
             )
         if job.status == "PENDING":
             self._tell_pending(job)
-        if self._log is None or not self._log.is_readable or job.status == "PENDING":
+        unseen = self._log is None or not self._log.is_readable or self._watch.blind_seconds > _FRESH_SECONDS
+        if unseen or job.status == "PENDING":
             account.seen_alive()  # or dead: nobody can say
             return None
         if account.ended is not None:
