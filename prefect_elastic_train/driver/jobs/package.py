@@ -30,7 +30,7 @@ __all__ = ["ENTRYPOINT", "end_pending", "forget_job", "make_runtime_env"]
 
 _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
-_NEEDED = ("ray.train", "pyarrow", "pydantic", "pydantic_settings", "psutil", "tenacity", "cloudpickle", "rich")
+_NEEDED = ("ray.train", "pyarrow", "pydantic", "psutil", "tenacity", "cloudpickle")
 _FRAMEWORKS = {"torch": ("torch",), "jax": ("jax",), "none": ()}
 #: What the flow's objects are pickled by.
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
