@@ -296,6 +296,24 @@ def test_a_package_holds_what_the_driver_needs_and_not_the_token(tmp_path: Path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
 
 
+def test_the_driver_of_a_job_needs_nothing_but_what_the_cluster_is_asked_for() -> None:
+    absent = ("prefect", "fastapi", "httpx", "pydantic_settings", "rich", "s3fs", "sqlalchemy", "typer")
+    package = Path(entry.__file__).parents[2]
+    parts = ("driver", "elastic", "filesystems", "runs", "reporting")
+    modules = [
+        ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        for part in parts
+        for path in sorted((package / part).glob("[a-z]*.py"))
+        if path.stem not in ("launch", "guard", "s3")  # of the flow's machine; S3 is asked for where it is used
+    ]
+    code = (
+        f"import importlib, sys\nfor name in {absent!r}: sys.modules[name] = None\n"
+        f"for name in {[*modules, 'prefect_elastic_train.result']!r}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def _run_entry(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     job = folder / "elastic_train_job"
     job.mkdir()
