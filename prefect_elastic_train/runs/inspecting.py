@@ -134,6 +134,8 @@ class AttemptView(_View):
     flow_run_name: str = ""
     host: str = ""
     pid: int = 0
+    #: Submission id of the Ray job that its driver was; empty for a process of the flow's machine.
+    job: str = ""
 
 
 class CheckpointView(_View):
@@ -331,6 +333,7 @@ def _attempt_view(view: RunView, number: int) -> AttemptView:
             flow_run_name=owner.flow_run_name,
             host=owner.host.partition("/")[0],
             pid=owner.pid,
+            job=owner.job,
         )
     if ended is not None:
         values.update(ended_at=ended.at, **ended.model_dump(include={"outcome", "message", "void", "final", "verdict"}))
