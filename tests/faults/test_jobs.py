@@ -44,11 +44,20 @@ pytestmark = pytest.mark.usefixtures("api")
 
 
 @pytest.fixture(scope="module")
-def jobs_head() -> Iterator[RayHead]:
+def shared_head() -> Iterator[RayHead]:
     """A cluster with a dashboard and room for one worker."""
     cluster = RayHead(cpus=1, dashboard=True)
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def jobs_head(shared_head: RayHead) -> Iterator[RayHead]:
+    """The same for each test; a job that one of them has left does not keep the others from their CPU."""
+    yield shared_head
+    for job in shared_head.jobs():
+        if job["status"] in ("PENDING", "RUNNING"):
+            shared_head.dashboard("POST", f"/api/jobs/{job['submission_id']}/stop")
 
 
 @pytest.fixture
