@@ -6,7 +6,6 @@ the subflow in its parent.
 
 from __future__ import annotations
 
-import contextvars
 import os
 import threading
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from uuid import UUID
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_logger
 
+from prefect_elastic_train.prefect_api import ask_prefect
 from prefect_elastic_train.runs.identity import Call
 from prefect_elastic_train.runs.records import Owner
 
@@ -62,7 +62,7 @@ def current_place(context: FlowRunContext) -> Place:
     with _lock:
         if str(flow_run.id) in _places:
             return _places[str(flow_run.id)]
-    place = _looked_up(flow_run, flow_name)
+    place = ask_prefect(lambda client: _climb(client, flow_run, flow_name), _LOOK_UP_SECONDS)
     if place is None:
         get_logger("elastic_train").warning(
             "cannot ask the Prefect API from which flow run %r of flow %r is called: its trainings are its own, and a "
@@ -112,26 +112,6 @@ def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
         flow_run_name=flow_run.name,
         deployment_id=str(flow_run.deployment_id or ""),
     )
-
-
-def _looked_up(flow_run: FlowRun, flow_name: str) -> Place | None:
-    """Ask the API, in a thread: Prefect's client retries for longer than a training shall wait for this."""
-    found: list[Place] = []
-
-    def look_up() -> None:
-        from prefect.client.orchestration import get_client
-
-        try:
-            with get_client(sync_client=True) as client:
-                found.append(_climb(client, flow_run, flow_name))
-        except Exception as error:  # noqa: BLE001 - without an answer the flow run stands for itself
-            get_logger("elastic_train").debug("no answer about the parents of %s: %s", flow_run.id, error)
-
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(look_up,), name="elastic-train-parents", daemon=True)
-    thread.start()
-    thread.join(timeout=_LOOK_UP_SECONDS)
-    return found[0] if found else None
 
 
 def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Place:

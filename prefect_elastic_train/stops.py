@@ -16,6 +16,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from uuid import UUID
+
+from prefect_elastic_train.prefect_api import ask_prefect
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -86,25 +89,12 @@ def notice_interruptions() -> None:
 
 def wants_an_end(flow_run_ids: Sequence[str], seconds: float) -> bool:
     """Ask whether one of some flow runs is cancelled or has failed; an API that does not answer in time says no."""
-    answers: list[bool] = []
-
-    def ask() -> None:
-        from uuid import UUID
-
-        from prefect.client.orchestration import get_client
-
-        try:
-            with get_client(sync_client=True) as client:
-                reasons = (_reason(client.read_flow_run(UUID(one)).state) for one in flow_run_ids)
-                answers.append(any(reasons))
-        except Exception as error:  # noqa: BLE001 - then nobody knows
-            logger.warning("cannot ask whether flow run %s is cancelled: %s", flow_run_ids[0], error)
-
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(ask,), name="elastic-train-state", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return bool(answers) and answers[0]
+    reasons = ask_prefect(
+        lambda client: [_reason(client.read_flow_run(UUID(one)).state) for one in flow_run_ids], seconds
+    )
+    if reasons is None:
+        logger.warning("cannot ask whether flow run %s is cancelled", flow_run_ids[0])
+    return any(reasons or [])
 
 
 class FlowsAround:
@@ -213,25 +203,10 @@ class FlowRunWatch:
                 self._stopped.wait(self._interval)
 
     def look_once_more(self, seconds: float) -> None:
-        """Look now, for at most so long."""
-
-        def look() -> None:
-            from prefect.client.orchestration import get_client
-
-            try:
-                with get_client(sync_client=True) as client:
-                    self._look_with(client)
-            except Exception as error:  # noqa: BLE001 - then the last answer stands
-                logger.debug("cannot read the state of flow run %s: %s", self._flow_run_ids[0], error)
-
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(look,), name="elastic-train-flow-run-now", daemon=True)
-        thread.start()
-        thread.join(seconds)
+        """Look now, for at most so long; without an answer the last one stands."""
+        ask_prefect(self._look_with, seconds)
 
     def _look_with(self, client: SyncPrefectClient) -> None:
-        from uuid import UUID
-
         flow_runs = [client.read_flow_run(UUID(one)) for one in reversed(self._flow_run_ids)]
         found = [(_reason(one.state), str(one.id)) for one in flow_runs]
         self.reason, self.flow_run_id = next((answer for answer in found if answer[0]), (None, ""))

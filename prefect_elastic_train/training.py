@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefect import task
 from prefect.blocks.core import Block
@@ -49,6 +49,7 @@ from prefect_elastic_train.outcomes import (
     may_retry,
     restart_delays,
 )
+from prefect_elastic_train.prefect_api import ask_prefect
 from prefect_elastic_train.reporting.logs import RunLog
 from prefect_elastic_train.result import TrainingResult
 from prefect_elastic_train.runs.identity import check_run_name, default_run_name, fingerprint, loop_name
@@ -64,6 +65,9 @@ from prefect_elastic_train.stops import (
     watched_by_runner,
     watching,
 )
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 __all__ = ["aelastic_train", "elastic_train"]
 
@@ -487,33 +491,27 @@ def _detaches(request: _Request, reason: BaseException) -> bool:
 
 def _followed_until(request: _Request) -> float:
     """Give when this flow run last told something in an earlier process: from there a job is followed on."""
-    now = time.time()
-    if not request.flow_run_ids:
-        return now
-    from prefect.client.orchestration import get_client
+    found = ask_prefect(lambda client: _last_told(client, request), _STATE_SECONDS) if request.flow_run_ids else None
+    # Without an answer what was before is not told again.
+    return time.time() if found is None else found - _TOLD_LATE_SECONDS
+
+
+def _last_told(client: SyncPrefectClient, request: _Request) -> float | None:
     from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId, LogFilterTimestamp
     from prefect.client.schemas.sorting import LogSort
 
-    try:
-        flow_run_id = uuid.UUID(request.flow_run_ids[0])
-        with get_client(sync_client=True) as client:
-            states = sorted(client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp)
-            running = [number for number, state in enumerate(states) if state.is_running()]
-            # What is logged after the end of the last execution is of this one: its runner's, its other tasks'. Where
-            # nobody has noticed that end, there is no runner either.
-            before = states[running[-2] + 1].timestamp if len(running) > 1 else request.called_at
-            [newest] = client.read_logs(
-                LogFilter(
-                    flow_run_id=LogFilterFlowRunId(any_=[flow_run_id]),
-                    timestamp=LogFilterTimestamp(before_=before),
-                ),
-                limit=1,
-                sort=LogSort.TIMESTAMP_DESC,
-            )
-    except Exception as error:  # noqa: BLE001 - then what was before is not told again
-        get_logger("elastic_train").debug("cannot read what the flow run has logged: %s", error)
-        return now
-    return newest.timestamp.timestamp() - _TOLD_LATE_SECONDS
+    flow_run_id = uuid.UUID(request.flow_run_ids[0])
+    states = sorted(client.read_flow_run_states(flow_run_id), key=lambda state: state.timestamp)
+    running = [number for number, state in enumerate(states) if state.is_running()]
+    # What is logged after the end of the last execution is of this one: its runner's, its other tasks'. Where nobody
+    # has noticed that end, there is no runner either.
+    before = states[running[-2] + 1].timestamp if len(running) > 1 else request.called_at
+    newest = client.read_logs(
+        LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id]), timestamp=LogFilterTimestamp(before_=before)),
+        limit=1,
+        sort=LogSort.TIMESTAMP_DESC,
+    )
+    return newest[0].timestamp.timestamp() if newest else None
 
 
 def _supervise(request: _Request, runtime: Runtime) -> TrainingResult:

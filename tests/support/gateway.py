@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import ssl
 import threading
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+
+from tests.support.certificates import make_certificate
 
 _HOP_BY_HOP = {"connection", "content-encoding", "content-length", "host", "transfer-encoding"}
 
@@ -35,9 +32,7 @@ class Gateway:
     def __init__(self, upstream: str, folder: Path, prefix: str = "/ray") -> None:
         self._upstream = upstream
         self._prefix = prefix
-        self.certificate = folder / "gateway.pem"
-        self._key = folder / "gateway.key"
-        self._make_certificate()
+        self.certificate, self._pair = make_certificate(folder)
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
@@ -55,7 +50,7 @@ class Gateway:
     async def _serve(self) -> None:
         self._end = asyncio.Event()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.certificate, self._key)
+        context.load_cert_chain(self._pair)
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", self._prefix + "/{path:.*}", self._pass_on)
         runner = web.AppRunner(app, shutdown_timeout=1)
@@ -83,29 +78,3 @@ class Gateway:
             async for piece in upstream.content.iter_any():
                 await answer.write(piece)
             return answer
-
-    def _make_certificate(self) -> None:
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gateway of a test")])
-        now = datetime.datetime.now(datetime.timezone.utc)
-        import ipaddress
-
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            .sign(key, hashes.SHA256())
-        )
-        self.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        self._key.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import http.server
-import ipaddress
 import json
 import os
 import socket
@@ -21,6 +20,7 @@ from prefect_elastic_train.filesystems.objects import TransferFile
 from prefect_elastic_train.filesystems.opening import open_storage
 from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.storages import S3StorageSettings
+from tests.support.certificates import make_certificate
 from tests.support.s3 import FaultProxy, MotoServer
 
 BUCKET = "credentials"
@@ -125,32 +125,7 @@ def test_credentials_of_a_role_are_renewed_for_as_long_as_the_training_takes(
 @pytest.fixture
 def tls(server: MotoServer, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """The server behind a certificate of its own: its URL, and the file that makes it trusted."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "store")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
-        .sign(key, hashes.SHA256())
-    )
-    trusted, pair = tmp_path / "trusted.pem", tmp_path / "pair.pem"
-    trusted.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    pair.write_bytes(private + trusted.read_bytes())
+    trusted, pair = make_certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pair)
     listener = socket.create_server(("127.0.0.1", 0))

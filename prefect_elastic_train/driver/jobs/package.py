@@ -100,7 +100,8 @@ def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
         source = os.path.dirname(prefect_elastic_train.__file__)
         shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
     job = _write_job(spec, folder)
-    _check_excludes(environment.get("excludes") or [], (package, job))
+    if environment.get("excludes"):
+        _check_excludes(environment["excludes"], (package, job))
     environment["py_modules"] = [*modules, str(package), str(job)]
     environment["env_vars"] = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS),
