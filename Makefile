@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: help install check lint types unit integration faults test test-all soak bench demo clean
+.PHONY: help install check lint types unit integration faults test test-all soak api bench demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,11 +45,15 @@ test-all: lint types  ## every test, the long random ones included
 soak: $(STAMP)  ## the long random fault runs only
 	$(BIN)/python -m pytest tests -q -m soak --timeout 7200
 
-bench: $(STAMP)  ## overhead, recovery, growth and checkpoints, against raw Ray Train, torchrun and other S3 clients
+api: $(STAMP)  ## write the snapshot of the public API anew, after a change of it that is meant
+	$(BIN)/python -m tests.support.public_api
+
+bench: $(STAMP)  ## overhead, recovery, growth, checkpoints and reporting, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.reporting
 
 demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipeline
 	PREFECT_SERVER_ANALYTICS_ENABLED=false $(BIN)/python -m flows.digits

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from prefect_elastic_train.result import TrainingResult, checkpoint_directory
     from prefect_elastic_train.training import aelastic_train, elastic_train
+    from prefect_elastic_train.version import __version__
 
 _MODULES = {
     "AttemptFailedError": "outcomes",
@@ -45,6 +46,7 @@ _MODULES = {
     "StorageFaultError": "outcomes",
     "TrainingResult": "result",
     "TrainingTimeoutError": "outcomes",
+    "__version__": "version",
     "aelastic_train": "training",
     "checkpoint_directory": "result",
     "elastic_train": "training",
@@ -70,8 +72,6 @@ __all__ = [
     "checkpoint_directory",
     "elastic_train",
 ]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

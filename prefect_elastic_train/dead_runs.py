@@ -19,14 +19,14 @@ from prefect_elastic_train.flow_runs import is_root
 from prefect_elastic_train.outcomes import ConfigurationError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import is_alive
-from prefect_elastic_train.runs.commits import all_attempts
-from prefect_elastic_train.runs.records import AttemptRecord, decode
+from prefect_elastic_train.runs.commits import all_attempts, newest_attempt
+from prefect_elastic_train.runs.records import AttemptRecord, Owner, RunRecord, decode
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
-__all__ = ["LOST", "resume", "signs_of_life"]
+__all__ = ["LOST", "flow_run_of", "resume", "signs_of_life"]
 
 #: Name of the state, of type Crashed, that a dead run gets. Automations for Crashed runs shall not resume it, too.
 LOST = "Lost"
@@ -77,11 +77,45 @@ def resume(
     if flow_run.deployment_id is None:
         yield (
             "It has no deployment, so no runner will take it: execute it with `prefect flow-run retry "
-            f"{flow_run_id} --entrypoint file.py:flow`"
+            f"{flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
+            "prefect_elastic_train.train_flow.train"
         )
         return
     _set(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
     yield f"{flow_run.name} is scheduled again: the next free runner of its deployment takes it"
+
+
+def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
+    """Find the flow run that a run belongs to: that of its newest attempt, before the first one that which claimed it.
+
+    Args:
+        run_name: Name of the run.
+        storages: Storages that it may be in.
+
+    Raises:
+        ConfigurationError: No storage has the run, several have, or it belongs to no flow run.
+    """
+    places = ", ".join(storage.uri for storage in storages)
+    try:
+        owners = [owner for storage in storages if (owner := _owner(storage, run_name)) is not None]
+    except OSError as error:
+        raise ConfigurationError(f"cannot look for run {run_name!r} in {places}: {error}") from error
+    if not owners:
+        where = f"in {places}" if places else "anywhere that is looked at: say where with --storage"
+        raise ConfigurationError(f"{run_name!r} is no id of a flow run, and there is no run of this name {where}")
+    ids = {owner.flow_run_id for owner in owners}
+    if len(ids) > 1:
+        raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")
+    try:
+        flow_run_id = UUID(ids.pop())
+    except ValueError:
+        flow_run_id = None
+    if flow_run_id is None or not owners[0].flow_run_name:
+        raise ConfigurationError(
+            f"run {run_name!r} belongs to {owners[0].describe()}, which cannot be resumed; to go on with the run, "
+            f"train with run_name={run_name!r} and resume=True"
+        )
+    return flow_run_id
 
 
 def signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, storages: Sequence[Storage]) -> Iterator[str]:
@@ -90,6 +124,18 @@ def signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, storages: Sequen
     yield from _recent_heartbeat(client, str(flow_run.id))
     for storage in storages:
         yield from _living_drivers(storage, str(flow_run.id))
+
+
+def _owner(storage: Storage, run_name: str) -> Owner | None:
+    if run_name not in storage.run_names():
+        return None
+    store = storage.run(run_name)
+    newest = newest_attempt(store)
+    attempt = decode(AttemptRecord, store.read(layout.attempt_name(newest))) if newest else None
+    if attempt is not None:
+        return attempt.owner
+    run = decode(RunRecord, store.read(layout.RUN))
+    return run.creator if run is not None else None
 
 
 def _check_state(client: SyncPrefectClient, flow_run: FlowRun, state: State | None) -> None:

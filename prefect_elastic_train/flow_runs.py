@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -29,6 +29,8 @@ __all__ = ["Place", "current_place", "is_root", "next_number", "numbered"]
 _MAX_LEVELS = 30
 #: How long the Prefect API is asked for the parents of a flow run.
 _LOOK_UP_SECONDS = 30.0
+#: And for the name of a deployment, which is only shown.
+_NAME_SECONDS = 5.0
 
 _places: dict[str, Place] = {}
 _calls_in_tasks: dict[str, str] = {}
@@ -58,7 +60,7 @@ def current_place(context: FlowRunContext) -> Place:
     flow_name = context.flow.name if context.flow else ""
     own = Place(_owner(flow_run, flow_name), (str(flow_run.id),))
     if is_root(flow_run):
-        return own
+        return replace(own, owner=_with_deployment(own.owner))
     with _lock:
         if str(flow_run.id) in _places:
             return _places[str(flow_run.id)]
@@ -114,6 +116,15 @@ def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
     )
 
 
+def _with_deployment(owner: Owner) -> Owner:
+    """Add the name of the deployment, if the Prefect API gives it."""
+    if not owner.deployment_id:
+        return owner
+    deployment_id = UUID(owner.deployment_id)
+    name = ask_prefect(lambda client: client.read_deployment(deployment_id).name, _NAME_SECONDS)
+    return owner.model_copy(update={"deployment_name": name or ""})
+
+
 def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Place:
     ids = [str(flow_run.id)]
     found: list[tuple[str, str, str]] = []
@@ -127,7 +138,7 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
         found.append((name, call.dynamic_key, ids[-1]))
         flow_run = client.read_flow_run(call.flow_run_id)
         ids.append(str(flow_run.id))
-    owner = _owner(flow_run, client.read_flow(flow_run.flow_id).name)
+    owner = _with_deployment(_owner(flow_run, client.read_flow(flow_run.flow_id).name))
     calls: list[Call] = []
     for level, (name, key, child_id) in enumerate(reversed(found)):
         parent_id = ids[-1 - level]

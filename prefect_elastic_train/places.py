@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from prefect_elastic_train.masking import without_credentials
 from prefect_elastic_train.outcomes import ConfigurationError
 from prefect_elastic_train.storages import (
     FsspecStorageSettings,
@@ -33,5 +34,5 @@ def storage_at(text: str) -> StorageSettings | None:
         if "://" in text:
             return FsspecStorageSettings(url=text)
     except ValueError as error:
-        raise ConfigurationError(f"storage {text!r}: {error}") from error
+        raise ConfigurationError(f"storage {without_credentials(text)!r}: {error}") from error
     return None

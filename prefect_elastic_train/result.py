@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefect_elastic_train.blocks.lookup import StorageBlock
     from prefect_elastic_train.storages import StorageSettings
 
-__all__ = ["BestCheckpoint", "TrainingResult", "WorldSize", "checkpoint_directory"]
+__all__ = ["BestCheckpoint", "TimeAccount", "TrainingResult", "WorldSize", "checkpoint_directory"]
 
 
 class WorldSize(BaseModel):
@@ -30,6 +30,41 @@ class WorldSize(BaseModel):
     #: Seconds since the epoch.
     at: float
     size: int
+
+
+class TimeAccount(BaseModel):
+    """What a run's wall time went into, in seconds; ``docs/goodput.md`` has the definitions.
+
+    The parts add up to ``wall_seconds``.
+
+    Attributes:
+        wall_seconds: From the start of the first driver to the end of the run, less ``stopped_seconds``.
+        productive_seconds: Training whose results were kept.
+        startup_seconds: Setting up at first and after a stop, and winding up.
+        waiting_for_capacity_seconds: The cluster could not hold ``min_workers``.
+        restart_seconds: Setting up again after a failure or a preemption.
+        resize_seconds: Setting up again for another number of workers.
+        checkpoint_stall_seconds: The loop stood still while a checkpoint was written.
+        lost_seconds: Training that was done again, or that no checkpoint has kept.
+        stopped_seconds: Not part of the wall time: the run had ended, and nobody tried to train.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    wall_seconds: float = 0.0
+    productive_seconds: float = 0.0
+    startup_seconds: float = 0.0
+    waiting_for_capacity_seconds: float = 0.0
+    restart_seconds: float = 0.0
+    resize_seconds: float = 0.0
+    checkpoint_stall_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    stopped_seconds: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Share of the wall time that was productive, 0 to 1."""
+        return round(min(1.0, self.productive_seconds / self.wall_seconds), 4) if self.wall_seconds > 0 else 0.0
 
 
 class BestCheckpoint(BaseModel):
@@ -58,8 +93,11 @@ class TrainingResult(BaseModel):
         world_sizes: Size of each worker group and when it started.
         steps_lost: Reports that were done again because a fault came before their checkpoint.
         goodput: Share of the wall time, 0 to 1, in which workers trained and their work was kept.
+        time: What the wall time went into, in seconds.
         storage_wait_seconds: Time in which the controller or a rank waited for a storage that did not answer.
         storage_block: The saved storage block as ``"<block type>/<name>"``, empty if it was given inline.
+        started_from: The checkpoint of another run that the run started from (``resume_from``), empty for none. It
+            may be gone by now.
         history: What was reported, thinned to at most some thousand rows, with ``_attempt``, ``_at`` (seconds
             since the epoch) and ``_world_size`` beside the metrics.
     """
@@ -79,8 +117,10 @@ class TrainingResult(BaseModel):
     world_sizes: list[WorldSize] = Field(default_factory=list)
     steps_lost: int = 0
     goodput: float = 0.0
+    time: TimeAccount = Field(default_factory=TimeAccount)
     storage_wait_seconds: float = 0.0
     storage_block: str = ""
+    started_from: str = ""
     history: list[dict[str, Any]] = Field(default_factory=list)
 
     def checkpoint(self, *, best: bool = False, storage: StorageBlock | str | None = None) -> Checkpoint:

@@ -13,10 +13,13 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from prefect_elastic_train.config import JsonDict, _Settings
+from prefect_elastic_train.masking import without_credentials
 
 __all__ = ["FsspecStorageSettings", "LocalStorageSettings", "S3StorageSettings", "StorageSettings"]
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+#: What begins a URL behind its scheme. The password may hold ``/`` and ``@``; ``container@account`` is none.
+_USER_AND_PASSWORD = re.compile(r"[^/@:]*:.*@", re.DOTALL)
 
 
 class _StorageSettings(_Settings):
@@ -47,7 +50,9 @@ class LocalStorageSettings(_StorageSettings):
         if not value.strip():
             raise ValueError("must name a directory, got an empty string")
         if "://" in value and not value.startswith("file://"):
-            raise ValueError(f"{value!r} is a URL; LocalStorage takes a directory such as /mnt/shared/runs")
+            raise ValueError(
+                f"{without_credentials(value)!r} is a URL; LocalStorage takes a directory such as /mnt/shared/runs"
+            )
         path = value.removeprefix("file://")
         if "\0" in path:
             raise ValueError("must not contain a NUL character")
@@ -109,13 +114,13 @@ class S3StorageSettings(_StorageSettings):
         text = value.strip().removeprefix("s3://").removeprefix("s3a://").strip("/")
         if "://" in text:
             raise ValueError(
-                f"{_without_user(value)!r} is a URL of another store; S3Storage takes bucket/prefix or s3://bucket/prefix"
+                f"{without_credentials(value)!r} is a URL of another store; S3Storage takes bucket/prefix or s3://bucket/prefix"
             )
         parts = text.split("/")
         if not _BUCKET.fullmatch(parts[0]):
-            raise ValueError(f"expected bucket/prefix such as my-bucket/runs, got {_without_user(value)!r}")
+            raise ValueError(f"expected bucket/prefix such as my-bucket/runs, got {without_credentials(value)!r}")
         if any(part in ("", ".", "..") for part in parts):
-            raise ValueError(f"the prefix must not have empty parts, '.' or '..', got {_without_user(value)!r}")
+            raise ValueError(f"the prefix must not have empty parts, '.' or '..', got {without_credentials(value)!r}")
         return text
 
     @field_validator("endpoint_url")
@@ -123,7 +128,9 @@ class S3StorageSettings(_StorageSettings):
     def _endpoint_is_a_url(cls, value: str) -> str:
         value = value.strip().rstrip("/")
         if value and not re.match(r"https?://[^/\s@]+(/|$)", value):
-            raise ValueError(f"expected http(s)://host[:port] without credentials in it, got {_without_user(value)!r}")
+            raise ValueError(
+                f"expected http(s)://host[:port] without credentials in it, got {without_credentials(value)!r}"
+            )
         return value
 
     @field_validator("session_token")
@@ -183,10 +190,15 @@ class FsspecStorageSettings(_StorageSettings):
         value = value.strip().rstrip("/")
         protocol, separator, path = value.partition("://")
         if not separator or not path.strip("/") or not re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol):
-            raise ValueError(f"expected protocol://bucket/prefix, got {_without_user(value)!r}")
+            raise ValueError(f"expected protocol://bucket/prefix, got {without_credentials(value)!r}")
         other = {"s3": "S3Storage", "s3a": "S3Storage", "file": "LocalStorage", "local": "LocalStorage"}.get(protocol)
         if other:
             raise ValueError(f"{protocol}:// belongs to {other}, which does more for it; use that block")
+        if _USER_AND_PASSWORD.match(path):
+            raise ValueError(
+                "the URL holds a password, which Prefect would keep and show with each flow run; give it in the "
+                'secret_options of a saved FsspecStorage, such as {"username": "…", "password": "…"}, and a URL without'
+            )
         return value
 
     @field_validator("secret_options")
@@ -225,8 +237,3 @@ class FsspecStorageSettings(_StorageSettings):
 
 
 StorageSettings = LocalStorageSettings | S3StorageSettings | FsspecStorageSettings
-
-
-def _without_user(url: str) -> str:
-    """Give a URL without what may be a password in it."""
-    return re.sub(r"[^/\s]*@", "***@", url)

@@ -29,7 +29,15 @@ from prefect.logging import get_logger, get_run_logger
 from pydantic import SecretStr
 
 from prefect_elastic_train.blocks import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
-from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, StorageBlock, load_storage, plain_storage
+from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.blocks.lookup import (
+    STORAGE_TYPES,
+    StorageBlock,
+    load_block,
+    load_storage,
+    plain_storage,
+    saved_name,
+)
 from prefect_elastic_train.config import (
     CheckpointSettings,
     ClusterSettings,
@@ -37,7 +45,7 @@ from prefect_elastic_train.config import (
     ScalingSettings,
     plain,
 )
-from prefect_elastic_train.driver.events import AttemptEnded
+from prefect_elastic_train.driver.events import AttemptEnded, Event
 from prefect_elastic_train.driver.launch import Runtime, import_path
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
 from prefect_elastic_train.flow_runs import current_place, numbered
@@ -51,10 +59,19 @@ from prefect_elastic_train.outcomes import (
 )
 from prefect_elastic_train.prefect_api import ask_prefect
 from prefect_elastic_train.reporting.logs import RunLog
+from prefect_elastic_train.reporting.publisher import Publisher
+from prefect_elastic_train.reporting.report import RunReport
 from prefect_elastic_train.result import TrainingResult
-from prefect_elastic_train.runs.identity import check_run_name, default_run_name, fingerprint, loop_name
+from prefect_elastic_train.runs.identity import (
+    LATEST_RUN,
+    check_run_name,
+    default_run_name,
+    fingerprint,
+    loop_name,
+    training_part,
+)
 from prefect_elastic_train.runs.records import Fingerprint, Owner
-from prefect_elastic_train.settings import get_settings
+from prefect_elastic_train.settings import default_block_name, get_settings, naming_the_setting
 from prefect_elastic_train.stops import (
     FlowRunWatch,
     FlowsAround,
@@ -69,16 +86,17 @@ from prefect_elastic_train.stops import (
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-__all__ = ["aelastic_train", "elastic_train"]
+__all__ = ["DEFAULT_STORAGE", "FRAMEWORKS", "aelastic_train", "check_arguments", "elastic_train"]
 
-BlockType = TypeVar("BlockType", bound=Block)
+BlockType = TypeVar("BlockType", bound=TrainingBlock)
 
 TrainLoop = Callable[..., Any] | str
 
 #: Where runs go when no storage is given.
 DEFAULT_STORAGE = "~/elastic_train_runs"
 
-_FRAMEWORKS = ("torch", "jax", "none")
+FRAMEWORKS = ("torch", "jax", "none")
+
 _MASK = "*"
 #: How long the state of a flow run is asked for when its process is told to end.
 _STATE_SECONDS = 8.0
@@ -107,6 +125,7 @@ class _Request:
     datasets: Any
     resume: bool
     resume_from: str
+    part: str
     payload: bytes
     worker_runtime_env: dict[str, Any]
     timeout_seconds: float | None
@@ -157,6 +176,8 @@ class _NothingToSayError(AttemptFailedError):
 _waiting: dict[str, Runtime] = {}
 #: Trainings that were stopped while they waited, by their key.
 _stopped_waiting: dict[str, _Stop] = {}
+#: What shows the trainings that go on or wait in Prefect, by their key.
+_publishers: dict[str, Publisher] = {}
 _waiting_lock = threading.Lock()
 
 
@@ -199,17 +220,20 @@ class _ElasticTrain:
                 ``"package.module:function"``.
             train_loop_config: Handed to the loop. Default none.
             framework: ``"torch"``, ``"jax"``, or ``"none"`` for a plain Python loop. Default ``"torch"``.
-            scaling: Workers, as a block or the name of a saved one. Default: one CPU worker.
-            failures: How much may fail. Default: 3 worker failures and 3 driver restarts.
-            checkpoints: Which checkpoints are kept. Default: all.
-            storage: Where the run directory goes. Default: ``~/elastic_train_runs``.
-            cluster: The Ray cluster. Default: a local one for this training.
+            scaling: Workers, as a block or the name of a saved one. Default, as of the next four: the saved block
+                that the settings name (``default_scaling`` and so on), else one CPU worker.
+            failures: How much may fail. Default without a setting: 3 worker failures and 3 driver restarts.
+            checkpoints: Which checkpoints are kept. Default without a setting: all.
+            storage: Where the run directory goes. Default without a setting: ``~/elastic_train_runs``.
+            cluster: The Ray cluster. Default without a setting: a local one for this training.
             datasets: Ray Data datasets by name, functions that make them, or one function that makes all.
             run_name: Name of the run. Default: the flow's name and the first 8 characters of the flow run id,
                 and from the second training of a flow run on its number.
             resume: Take over a run that belongs to another flow run. Default False.
             resume_from: Start a new run from the checkpoint of another: ``"<run>"`` for its latest,
-                ``"<run>@best"``, or ``"<run>@<checkpoint>"``.
+                ``"<run>@best"``, or ``"<run>@<checkpoint>"``. ``"latest"``: from the best checkpoint of the newest
+                run that the same training of an earlier flow run of this deployment (without one: of this flow) has
+                completed, from the beginning if there is none; ``"latest@latest"`` from its newest.
             torch_config: Ray's ``TorchConfig``.
             jax_config: Ray's ``JaxConfig``.
             dataset_config: Ray's ``DataConfig``.
@@ -274,8 +298,12 @@ def _close_waiting(request: _Request) -> None:
     with _waiting_lock:
         runtime = _waiting.pop(request.key, None)
         _stopped_waiting.pop(request.key, None)
+        publisher = _publishers.pop(request.key, None)
     if runtime is not None:
         runtime.close()
+    if publisher is not None:
+        publisher.end("interrupted", "ended while it waited for its next attempt")
+        publisher.close()
 
 
 def _watch_waiting(request: _Request, runtime: Runtime, around: FlowsAround) -> None:
@@ -427,7 +455,7 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
     with _waiting_lock:
         stopped = _stopped_waiting.pop(request.key, None)
         runtime = _waiting.pop(request.key, None) or Runtime(get_settings(), log.event, log.line)
-    keep = False
+    keep = detached = False
     try:
         if stopped is not None:
             raise stopped
@@ -445,17 +473,24 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
                 check_executions()
                 _check_time(request)
 
-            runtime.on_event, runtime.on_line, runtime.check_stop = log.event, log.line, check_stop
-            runtime.on_note, runtime.on_past_event = log.note, log.past_event
-            runtime.detaches = partial(_detaches, request)
+            runtime.on_line, runtime.check_stop, runtime.on_note = log.line, check_stop, log.note
+
+            def detaches(reason: BaseException) -> bool:
+                nonlocal detached
+                detached = _detaches(request, reason)
+                return detached
+
+            runtime.detaches = detaches
             runtime.followed_until = partial(_followed_until, request)
-            result = _supervise(request, runtime)
+            result, finished_before = _supervise(request, runtime, log)
             if watch is not None and runtime.follows_job:
                 watch.look_once_more(_STATE_SECONDS)
                 check_executions()
-            return result
-    except AttemptFailedError as error:
-        keep = error.retryable and more
+        show_end = partial(_publish_end, request, "completed", told=finished_before)
+        return result
+    except BaseException as error:
+        keep = isinstance(error, AttemptFailedError) and error.retryable and more
+        show_end = partial(_publish_failure, request, error, detached)
         raise
     finally:
         log.close()
@@ -470,6 +505,7 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
             ).start()
         else:
             runtime.close()
+            show_end()
 
 
 def _detaches(request: _Request, reason: BaseException) -> bool:
@@ -514,8 +550,72 @@ def _last_told(client: SyncPrefectClient, request: _Request) -> float | None:
     return newest[0].timestamp.timestamp() if newest else None
 
 
-def _supervise(request: _Request, runtime: Runtime) -> TrainingResult:
-    """Start a driver and follow it to its end."""
+def _publisher(request: _Request, spec: DriverSpec, log: RunLog) -> Publisher | None:
+    """Give what shows the training in Prefect, over all its attempts in this process; None if nothing shall."""
+    if not get_settings().reporting:
+        return None
+    with _waiting_lock:
+        publisher = _publishers.get(request.key)
+        if publisher is None:
+            task_run = TaskRunContext.get()
+            checkpoints = spec.checkpoints
+            publisher = _publishers[request.key] = Publisher(
+                RunReport(
+                    run_name=spec.run_name,
+                    score_attribute=checkpoints.score_attribute,
+                    score_order=checkpoints.score_order,
+                ),
+                interval_seconds=get_settings().report_interval_seconds,
+                storage_block=spec.storage_block,
+                flow_run_id=request.flow_run_ids[0] if request.flow_run_ids else "",
+                task_run_id=str(task_run.task_run.id) if task_run is not None else "",
+            )
+        publisher.on_trouble = log.note
+    return publisher
+
+
+def _publish_end(request: _Request, state: str, why: str = "", told: bool = False) -> None:
+    """Show how the training ended, if it is shown at all."""
+    with _waiting_lock:
+        publisher = _publishers.pop(request.key, None)
+    if publisher is not None:
+        publisher.end(state, why, told)
+        publisher.close()
+
+
+def _publish_failure(request: _Request, error: BaseException, detached: bool) -> None:
+    """Show why the training ended otherwise than completed."""
+    silent = isinstance(error, _NothingToSayError | Abort)
+    if silent or (isinstance(error, _Stop) and error.reason is StopReason.TAKEN_OVER):
+        with _waiting_lock:
+            publisher = _publishers.pop(request.key, None)
+        if publisher is not None:
+            publisher.abandon()  # another process shows the training now
+    elif detached:
+        _publish_end(request, "left to its job", "the flow process was told to end; the job goes on", told=True)
+    elif isinstance(error, TimeoutError):
+        _publish_end(request, "timed out", str(error))
+    elif isinstance(error, AttemptFailedError) and error.outcome is not Outcome.CANCELLED:
+        _publish_end(request, "failed", str(error))
+    elif isinstance(error, Exception) and not isinstance(error, AttemptFailedError):
+        _publish_end(request, "failed", f"{type(error).__name__}: {error}")
+    elif _is_cancelled(request, error):
+        _publish_end(request, "cancelled", str(error))
+    else:
+        _publish_end(request, "interrupted", "the flow process was told to end; what is committed stays")
+
+
+def _is_cancelled(request: _Request, error: BaseException) -> bool:
+    """Tell whether somebody wanted the end: a machine that is taken away sends the same signal as a cancellation."""
+    if isinstance(error, KeyboardInterrupt | asyncio.CancelledError | AttemptFailedError):
+        return True
+    if isinstance(error, _Stop) and error.reason is not None:
+        return error.reason is StopReason.CANCELLING
+    return not request.flow_run_ids or wants_an_end(request.flow_run_ids, _STATE_SECONDS)
+
+
+def _supervise(request: _Request, runtime: Runtime, log: RunLog) -> tuple[TrainingResult, bool]:
+    """Start a driver and follow it to its end; give the result, and whether the run had it before."""
     runtime.check_stop()
     try:
         spec, extra_cpus = _spec(request)
@@ -527,9 +627,22 @@ def _supervise(request: _Request, runtime: Runtime) -> TrainingResult:
             f"the blocks of training {request.run_name!r} cannot be loaded now: {type(error).__name__}: {error}",
             outcome=Outcome.DRIVER_LOST,
         ) from error
+    publisher = _publisher(request, spec, log)
+
+    def on_event(event: Event, told: bool = False) -> None:
+        (log.past_event if told else log.event)(event)
+        if publisher is not None:
+            publisher.take(event, told)
+
+    runtime.on_event, runtime.on_past_event = on_event, partial(on_event, told=True)
+    if publisher is not None:
+        spec = replace(spec, previous_end=publisher.last_end)
     ended = runtime.run_attempt(spec, extra_cpus)
+    if publisher is not None and not ended.sequence:
+        # The driver could not say so itself. The time since it spoke last is nobody's work.
+        publisher.take(ended.model_copy(update={"at": publisher.last_event_at}))
     if ended.outcome is Outcome.COMPLETED and ended.result is not None:
-        return TrainingResult.model_validate(ended.result)
+        return TrainingResult.model_validate(ended.result), ended.already_finished
     if ended.outcome is Outcome.SUPERSEDED:
         # The flow run is the other process's now: whatever this one said of it would be wrong.
         raise _silent_end(request, f"training {request.run_name!r}: {ended.message}", ended.outcome)
@@ -575,11 +688,12 @@ def _spec(request: _Request) -> tuple[DriverSpec, int]:
         resumed=request.resumed,
         resume=request.resume,
         resume_from=request.resume_from,
+        part=request.part,
         poll_interval_seconds=get_settings().poll_interval(scaling.max_workers),
         sys_path=import_path(),
         worker_runtime_env=request.worker_runtime_env,
         loop_label=loop_name(request.train_loop),
-        storage_block=_block_reference(storage, request.storage),
+        storage_block=saved_name(storage),
         payload=request.payload,
     )
     # Ray Data needs a CPU beside those that the workers hold.
@@ -609,28 +723,16 @@ def _request(
 ) -> _Request:
     """Check what can be checked before anything starts."""
     _check_loop_argument(train_loop)
-    if framework not in _FRAMEWORKS:
-        raise ConfigurationError(f"framework {framework!r} is unknown; use one of {', '.join(map(repr, _FRAMEWORKS))}")
     if train_loop_config is not None and not isinstance(train_loop_config, dict):
         raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(train_loop_config).__name__}")
-    if timeout_seconds is not None and not timeout_seconds > 0:
-        raise ConfigurationError(f"timeout_seconds={timeout_seconds!r} must be above 0, or None for no bound")
-    if resume and resume_from:
-        raise ConfigurationError(
-            "resume=True continues a run and resume_from starts a new one from another's checkpoint: give one of them"
-        )
-    if resume and run_name is None:
-        raise ConfigurationError("resume=True takes over a run of another flow run: name it with run_name")
-    if resume_from:
-        check_run_name(resume_from.partition("@")[0])
-    if run_name is not None:
-        check_run_name(run_name)
+    check_arguments(framework, run_name, resume, resume_from, timeout_seconds)
+    get_settings()  # what is wrong with them is said now, whether or not a block is looked for
     blocks = {
-        "scaling": _given(ElasticScaling, scaling, lambda: ElasticScaling()),
-        "failures": _given(FailureBudget, failures, lambda: FailureBudget()),
-        "checkpoints": _given(CheckpointPolicy, checkpoints, lambda: CheckpointPolicy()),
-        "storage": _given_storage(storage),
-        "cluster": _given(RayCluster, cluster, lambda: RayCluster()),
+        "scaling": _given("scaling", scaling, partial(_resolved, ElasticScaling), ElasticScaling),
+        "failures": _given("failures", failures, partial(_resolved, FailureBudget), FailureBudget),
+        "checkpoints": _given("checkpoints", checkpoints, partial(_resolved, CheckpointPolicy), CheckpointPolicy),
+        "storage": _given("storage", storage, _resolved_storage, lambda: LocalStorage(path=DEFAULT_STORAGE)),
+        "cluster": _given("cluster", cluster, partial(_resolved, RayCluster), RayCluster),
     }
     try:
         payload = dump_payload(
@@ -664,6 +766,7 @@ def _request(
         datasets=datasets,
         resume=resume,
         resume_from=resume_from or "",
+        part=identity.part,
         payload=payload,
         worker_runtime_env=worker_runtime_env or {},
         timeout_seconds=timeout_seconds,
@@ -676,6 +779,34 @@ def _request(
         resumed=identity.resumed,
         **blocks,
     )
+
+
+def check_arguments(
+    framework: str, run_name: str | None, resume: bool, resume_from: str | None, timeout_seconds: float | None
+) -> None:
+    """Check those arguments of :data:`elastic_train` that are neither blocks nor the user's own objects.
+
+    Raises:
+        ConfigurationError: One is not allowed, or two do not fit together.
+    """
+    if framework not in FRAMEWORKS:
+        raise ConfigurationError(f"framework {framework!r} is unknown; use one of {', '.join(map(repr, FRAMEWORKS))}")
+    if timeout_seconds is not None and not timeout_seconds > 0:
+        raise ConfigurationError(f"timeout_seconds={timeout_seconds!r} must be above 0, or None for no bound")
+    if resume and resume_from:
+        raise ConfigurationError(
+            "resume=True continues a run and resume_from starts a new one from another's checkpoint: give one of them"
+        )
+    if resume and run_name is None:
+        raise ConfigurationError("resume=True takes over a run of another flow run: name it with run_name")
+    if resume_from:
+        check_run_name(resume_from.partition("@")[0])
+    if run_name is not None:
+        check_run_name(run_name)
+    if run_name == LATEST_RUN:
+        raise ConfigurationError(
+            f"run_name={run_name!r} is what resume_from calls the newest earlier run; give the run another name"
+        )
 
 
 def _check_loop_argument(train_loop: TrainLoop) -> None:
@@ -693,19 +824,26 @@ def _check_loop_argument(train_loop: TrainLoop) -> None:
     check_loop(train_loop)
 
 
-def _given(block_type: type[BlockType], given: BlockType | str | None, default: Callable[[], BlockType]) -> Any:
-    """Give a block or its name, checked: names are looked up once now, so that a typing error ends nothing later."""
-    if given is None:
+def _given(
+    argument: str, given: Block | str | None, resolve: Callable[[Any], Block], default: Callable[[], Block]
+) -> Any:
+    """Give a block or its name, checked: names are looked up once now, so that a typing error ends nothing later.
+
+    Args:
+        argument: Of ``elastic_train``.
+        given: What it got.
+        resolve: Makes a block of that, or refuses.
+        default: Makes the block of those who neither give one nor have a setting that names one.
+    """
+    if given is not None:
+        resolve(given)
+        return given
+    name = default_block_name(argument)
+    if not name:
         return default()
-    _resolved(block_type, given)
-    return given
-
-
-def _given_storage(given: StorageBlock | str | None) -> StorageBlock | str:
-    if given is None:
-        return LocalStorage(path=DEFAULT_STORAGE)
-    _resolved_storage(given)
-    return given
+    with naming_the_setting(argument):
+        resolve(name)
+    return name
 
 
 def _resolved_storage(given: StorageBlock | str) -> StorageBlock:
@@ -718,32 +856,13 @@ def _resolved_storage(given: StorageBlock | str) -> StorageBlock:
     return block
 
 
-def _block_reference(block: StorageBlock, given: StorageBlock | str) -> str:
-    """Give what loads the storage's block elsewhere, empty if it is not a saved one."""
-    name = given.rpartition("/")[2] if isinstance(given, str) else (block._block_document_name or "")
-    return f"{type(block).get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
-
-
 def _resolved(block_type: type[BlockType], given: BlockType | str) -> BlockType:
     """Load a block that was given by name; refuse one whose secrets Prefect has masked.
 
     Raises:
         ConfigurationError: There is no such block, it is of another type, or its secrets are asterisks.
     """
-    slug = block_type.get_block_type_slug()
-    if isinstance(given, str):
-        name = given.removeprefix(f"{slug}/")
-        try:
-            block = block_type.load(name, _sync=True)  # type: ignore[call-arg]
-        except ConfigurationError:
-            raise
-        except ValueError as error:
-            raise ConfigurationError(
-                f"cannot load block {slug}/{name}: {error}. See `prefect block ls`, or save one with "
-                f"{block_type.__name__}(...).save({name!r})"
-            ) from error
-    else:
-        block = given
+    block = load_block(block_type, given) if isinstance(given, str) else given
     if not isinstance(block, block_type):
         raise ConfigurationError(f"expected a {block_type.__name__} or the name of one, got {type(given).__name__}")
     _check_secrets(block)
@@ -770,6 +889,7 @@ class _Identity:
     owner: Owner
     flow_run_ids: tuple[str, ...]
     default_name: str
+    part: str
     resumed: bool = False
 
 
@@ -779,7 +899,8 @@ def _identity(train_loop: TrainLoop) -> _Identity:
     flow_run = context.flow_run if context else None
     if context is None or flow_run is None:
         owner = Owner(flow_run_id=uuid.uuid4().hex)
-        return _Identity(owner, (), default_run_name(loop_name(train_loop), owner.flow_run_id, 1))
+        name = loop_name(train_loop)
+        return _Identity(owner, (), default_run_name(name, owner.flow_run_id, 1), training_part(name, 1))
     place = current_place(context)
     ordinal = numbered(("training", str(flow_run.id), str(flow_run.run_count)), str(flow_run.id))
     flow_name = (context.flow.name if context.flow else "") or loop_name(train_loop)
@@ -787,5 +908,6 @@ def _identity(train_loop: TrainLoop) -> _Identity:
         place.owner,
         place.flow_run_ids,
         default_run_name(flow_name, place.owner.flow_run_id, ordinal, place.calls),
+        training_part(flow_name, ordinal, place.calls),
         resumed=(flow_run.run_count or 0) > 1,
     )

@@ -12,14 +12,14 @@ from typing_extensions import Self
 
 from prefect_elastic_train.outcomes import ConfigurationError
 
-__all__ = ["DOCUMENTATION_URL", "LOGO_URL", "TrainingBlock"]
+__all__ = ["BOOKKEEPING", "DOCUMENTATION_URL", "LOGO_URL", "TrainingBlock"]
 
 _REPOSITORY = "prefect-elastic-train/prefect-elastic-train"
 DOCUMENTATION_URL = HttpUrl(f"https://github.com/{_REPOSITORY}/tree/main/docs/guide.md")
 LOGO_URL = HttpUrl(f"https://raw.githubusercontent.com/{_REPOSITORY}/main/docs/images/logo.png")
 
 #: What Prefect adds to the data of a block that it serialises.
-_BOOKKEEPING = ("block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous")
+BOOKKEEPING = ("block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous")
 
 
 class _FlowParameter(BaseModel):
@@ -29,7 +29,7 @@ class _FlowParameter(BaseModel):
     @classmethod
     def _without_bookkeeping(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            return {name: value for name, value in values.items() if name not in _BOOKKEEPING}
+            return {name: value for name, value in values.items() if name not in BOOKKEEPING}
         return values
 
     @classmethod
@@ -43,7 +43,7 @@ class _FlowParameter(BaseModel):
         schema = handler(core_schema)
         handler.resolve_ref_schema(schema)["patternProperties"] = {
             r"^\$ref$": {"required": ["a value instead of a reference"]},
-            f"^({'|'.join(_BOOKKEEPING)})$": {},
+            f"^({'|'.join(BOOKKEEPING)})$": {},
         }
         return schema
 

@@ -1,9 +1,13 @@
-"""Finding a storage by what a person types: a directory, a URL, or the name of a saved block."""
+"""Finding saved blocks by name, and a storage by what a person types: a directory, a URL, or the name of a block."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TypeVar
+
 from prefect.exceptions import ObjectNotFound
 
+from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.storage import FsspecStorage, LocalStorage, S3Storage
 from prefect_elastic_train.config import plain
 from prefect_elastic_train.outcomes import ConfigurationError
@@ -15,7 +19,19 @@ from prefect_elastic_train.storages import (
     StorageSettings,
 )
 
-__all__ = ["STORAGE_TYPES", "StorageBlock", "load_storage", "plain_storage", "storage_named"]
+__all__ = [
+    "STORAGE_TYPES",
+    "StorageBlock",
+    "load_block",
+    "load_if_saved",
+    "load_storage",
+    "plain_storage",
+    "saved_name",
+    "storage_block_named",
+    "storage_named",
+]
+
+AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 StorageBlock = LocalStorage | S3Storage | FsspecStorage
 
@@ -25,6 +41,51 @@ STORAGE_TYPES: dict[type[StorageBlock], type[StorageSettings]] = {
     S3Storage: S3StorageSettings,
     FsspecStorage: FsspecStorageSettings,
 }
+
+
+def load_if_saved(kind: type[AnyBlock], name: str) -> AnyBlock | None:
+    """Load a saved block; None if there is none of this type and name.
+
+    Raises:
+        ConfigurationError: Its data are not allowed.
+        ValueError: It cannot be loaded, such as without an API to ask.
+    """
+    try:
+        return kind.load(name, _sync=True)  # type: ignore[call-arg, return-value]
+    except ValueError as error:
+        if isinstance(error.__cause__, ObjectNotFound):
+            return None
+        raise
+
+
+def load_block(kind: type[AnyBlock], name: str) -> AnyBlock:
+    """Load a saved block of a type.
+
+    Args:
+        kind: The type.
+        name: ``"<name>"`` or ``"<block type>/<name>"``.
+
+    Raises:
+        ConfigurationError: There is no such block, or it cannot be loaded, or its data are not allowed.
+    """
+    slug = kind.get_block_type_slug()
+    short = name.removeprefix(f"{slug}/")
+    hint = f"See `prefect block ls`, or save one with {kind.__name__}(...).save({short!r})"
+    try:
+        block = load_if_saved(kind, short)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(f"cannot load block {slug}/{short}: {error}. {hint}") from error
+    if block is None:
+        raise ConfigurationError(f"cannot load block {slug}/{short}: there is none. {hint}")
+    return block
+
+
+def saved_name(block: TrainingBlock) -> str:
+    """Give what loads a block elsewhere, ``"<block type>/<name>"``; empty if it is not a saved one."""
+    name = block._block_document_name
+    return f"{block.get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
 
 
 def load_storage(name: str) -> StorageBlock:
@@ -38,15 +99,12 @@ def load_storage(name: str) -> StorageBlock:
     """
     slug, slash, short = name.rpartition("/")
     types = [kind for kind in STORAGE_TYPES if not slash or kind.get_block_type_slug() == slug]
-    found: list[StorageBlock] = []
-    for kind in types:
-        try:
-            found.append(kind.load(short, _sync=True))  # type: ignore[call-arg, arg-type]
-        except ConfigurationError:
-            raise
-        except ValueError as error:
-            if not isinstance(error.__cause__, ObjectNotFound):  # such as that there is no API to ask
-                raise ConfigurationError(f"cannot load storage block {name!r}: {error}") from error
+    try:
+        found: list[StorageBlock] = [block for kind in types if (block := load_if_saved(kind, short)) is not None]
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(f"cannot load storage block {name!r}: {error}") from error
     if len(found) == 1:
         return found[0]
     if found:
@@ -64,6 +122,18 @@ def plain_storage(block: StorageBlock) -> StorageSettings:
     return plain(STORAGE_TYPES[type(block)], block)
 
 
+def storage_block_named(text: str) -> StorageBlock:
+    """Give the storage that a person names, as a block: the saved one, or one that holds no more than the place.
+
+    Takes and raises the same as :func:`storage_named`.
+    """
+    settings = storage_at(text)
+    if settings is None:
+        return _load_named(text)
+    [kind] = [kind for kind, plain_kind in STORAGE_TYPES.items() if type(settings) is plain_kind]
+    return kind(**{name: getattr(settings, name) for name in type(settings).model_fields})
+
+
 def storage_named(text: str) -> StorageSettings:
     """Give the storage that a person names.
 
@@ -74,4 +144,12 @@ def storage_named(text: str) -> StorageSettings:
     Raises:
         ConfigurationError: It is none of these.
     """
-    return storage_at(text) or plain_storage(load_storage(text))
+    return storage_at(text) or plain_storage(_load_named(text))
+
+
+def _load_named(name: str) -> StorageBlock:
+    try:
+        return load_storage(name)
+    except ConfigurationError as error:
+        hint = f". For the directory of this name give ./{name}" if Path(name).is_dir() else ""
+        raise ConfigurationError(f"{error}{hint}") from error

@@ -1,14 +1,16 @@
 """The command ``elastic-train``.
 
-Exit codes: 0 done; 1 refused, failed or declined, with a message, and for ``runs verify`` also damage; 2 wrong usage.
-Neither Ray nor, where no block or flow run is named, Prefect is imported.
+Exit codes: 0 done; 1 refused, failed or declined, with a message, and for ``runs verify`` also damage, for ``doctor``
+also something that keeps trainings from running; 2 wrong usage, for ``run`` also input that it refuses before anything
+starts; 130 for ``run`` after Ctrl-C. Ray is not imported, and Prefect only where a block or a flow run is named, and by
+``run`` and ``doctor``.
 """
 
 from __future__ import annotations
 
 import typer
 
-from prefect_elastic_train.cli import automations, resuming, runs
+from prefect_elastic_train.cli import automations, doctor, resuming, running, runs
 
 __all__ = ["app"]
 
@@ -18,9 +20,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("run")(running.run_training)
 app.add_typer(runs.app, name="runs")
 app.add_typer(automations.app, name="automations")
 app.command("resume")(resuming.resume_flow_run)
+app.command("doctor")(doctor.examine)
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""``elastic-train automations``: automations that resume flow runs whose process died."""
+"""``elastic-train automations``: automations that resume dead flow runs, and start evaluations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rich.console import Console
 
 from prefect_elastic_train.cli.errors import prefect_api
 from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.resume_limits import DEFAULT_HEARTBEAT_TIMEOUT_SECONDS, DEFAULT_MAX_RESUMES
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Automations that resume flow runs whose process died.", no_args_is_help=True)
+app = typer.Typer(help="Automations that resume dead flow runs, and start evaluations.", no_args_is_help=True)
 
 _console = Console(highlight=False, soft_wrap=True)
 
@@ -26,17 +27,30 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this ta
 def create_automations(
     deployments: Deployments = None,
     tags: Tags = None,
-    max_resumes: Annotated[int, typer.Option(help="How often a flow run may be resumed.")] = 10,
+    max_resumes: Annotated[int, typer.Option(help="How often a flow run may be resumed.")] = DEFAULT_MAX_RESUMES,
     heartbeat_timeout: Annotated[
         float, typer.Option(help="Seconds without a heartbeat after which a run counts as crashed.")
-    ] = 600.0,
+    ] = DEFAULT_HEARTBEAT_TIMEOUT_SECONDS,
+    evaluate_with: Annotated[
+        str,
+        typer.Option(
+            metavar="DEPLOYMENT",
+            help="Start this deployment with checkpoints, by the parameters checkpoint_uri and storage.",
+        ),
+    ] = "",
+    evaluate_at: Annotated[
+        str,
+        typer.Option(
+            help="When: best-checkpoint, at each new best one, or completed, with the best one of a training that has."
+        ),
+    ] = "best-checkpoint",
 ) -> None:
     """Create or update the automations that resume crashed and lost runs. May be repeated."""
     from prefect_elastic_train import automations
 
     with prefect_api() as client:
         scopes = automations.scopes(client, deployments or [], tags or [])
-        for change in automations.apply(client, scopes, max_resumes, heartbeat_timeout):
+        for change in automations.apply(client, scopes, max_resumes, heartbeat_timeout, evaluate_with, evaluate_at):
             _console.print(f"{change.what:<10}{change.name}", markup=False)
 
 

@@ -1,4 +1,4 @@
-"""Errors of the command line: one line on standard error, and exit code 1."""
+"""Errors of the command line: one line on standard error, and an exit code."""
 
 from __future__ import annotations
 
@@ -14,15 +14,33 @@ from prefect_elastic_train.outcomes import ConfigurationError, ElasticTrainError
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-__all__ = ["fail", "prefect_api", "prefect_errors", "storage_errors"]
+__all__ = ["fail", "input_errors", "note", "prefect_api", "prefect_errors", "storage_errors"]
 
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def fail(message: str) -> NoReturn:
+#: What a program that was used wrongly ends with, as typer does.
+_WRONG_USAGE = 2
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
     """Say what is wrong and end."""
     _console.print(f"error: {' '.join(message.split())}", markup=False, style="red")
-    raise typer.Exit(1)
+    raise typer.Exit(code)
+
+
+def note(message: str) -> None:
+    """Say something that is neither an error nor what was asked for."""
+    _console.print(message, markup=False)
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """Turn what the user's input is wrong with into one line and the exit code of wrong usage."""
+    try:
+        yield
+    except ConfigurationError as error:
+        fail(str(error), _WRONG_USAGE)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from uuid import UUID
 import typer
 from rich.console import Console
 
-from prefect_elastic_train.cli.errors import prefect_api
+from prefect_elastic_train.cli.errors import prefect_api, storage_errors
 
 __all__ = ["resume_flow_run"]
 
@@ -17,13 +17,19 @@ _console = Console(highlight=False, soft_wrap=True)
 
 
 def resume_flow_run(
-    flow_run_id: Annotated[UUID, typer.Argument(help="The flow run.", metavar="FLOW_RUN_ID")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="Id of the flow run, or name of a run of its trainings, which is looked for in the storages.",
+            metavar="FLOW_RUN_ID|RUN",
+        ),
+    ],
     storages: Annotated[
         list[str] | None,
         typer.Option(
             "--storage",
-            help="Storage of its trainings (directory, URL or block), to look for a driver that lives. May be given "
-            "several times. [default: ~/elastic_train_runs, if it exists]",
+            help="Storage of its trainings (directory, URL or block), to look for the run and for a driver that lives. "
+            "May be given several times. [default: that of the settings, else ~/elastic_train_runs, if it exists]",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Do not look for signs of life.")] = False,
@@ -35,13 +41,28 @@ def resume_flow_run(
     """
     from prefect_elastic_train import dead_runs
     from prefect_elastic_train.blocks.lookup import storage_named
-    from prefect_elastic_train.filesystems.opening import open_storage
+    from prefect_elastic_train.cli.opening import open_briefly
+
+    with storage_errors(), prefect_api() as client:
+        opened = [open_briefly(storage_named(text)) for text in storages or _default_storages()]
+        flow_run_id = _as_id(run) or dead_runs.flow_run_of(run, opened)
+        for line in dead_runs.resume(client, flow_run_id, opened, force=force):
+            _console.print(line, markup=False)
+
+
+def _as_id(text: str) -> UUID | None:
+    try:
+        return UUID(text)
+    except ValueError:
+        return None
+
+
+def _default_storages() -> list[str]:
+    """Give the storage of trainings that name none; the folder for runs only if it is there."""
+    from prefect_elastic_train.settings import default_block_name
     from prefect_elastic_train.training import DEFAULT_STORAGE
 
-    default = Path(DEFAULT_STORAGE).expanduser()
-    named = storages or ([str(default)] if default.is_dir() else [])
-    with prefect_api() as client:
-        for line in dead_runs.resume(
-            client, flow_run_id, [open_storage(storage_named(text)) for text in named], force=force
-        ):
-            _console.print(line, markup=False)
+    if name := default_block_name("storage"):
+        return [name]
+    folder = Path(DEFAULT_STORAGE).expanduser()
+    return [str(folder)] if folder.is_dir() else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -14,13 +14,26 @@ import typer
 from pydantic import BaseModel
 
 from prefect_elastic_train.cli.errors import fail, prefect_errors, storage_errors
-from prefect_elastic_train.cli.tables import age, clean, console, metrics_in_short, print_table, size
-from prefect_elastic_train.filesystems.opening import Storage, open_storage
+from prefect_elastic_train.cli.opening import open_briefly
+from prefect_elastic_train.cli.tables import age, clean, console, metrics_in_short, print_pairs, print_table, size
+from prefect_elastic_train.filesystems.opening import Storage
 from prefect_elastic_train.outcomes import ConfigurationError, StorageFaultError
 from prefect_elastic_train.places import storage_at
+from prefect_elastic_train.reporting.markdown import TIME_PARTS
+from prefect_elastic_train.reporting.words import duration
+from prefect_elastic_train.result import TimeAccount
+from prefect_elastic_train.runs.ancestry import ancestors
 from prefect_elastic_train.runs.checking import Verification, verify
+from prefect_elastic_train.runs.identity import LATEST_RUN
 from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize
-from prefect_elastic_train.runs.pruning import Deletion, RunChangedError, RunPlan, carry_out, plan_runs
+from prefect_elastic_train.runs.pruning import (
+    AwaitedSources,
+    Deletion,
+    RunChangedError,
+    RunPlan,
+    carry_out,
+    plan_runs,
+)
 from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.storages import LocalStorageSettings, StorageSettings
 
@@ -30,10 +43,10 @@ app = typer.Typer(help="Look at the runs of a storage, check them, and clean up.
 
 Answer = TypeVar("Answer")
 
-#: A person waits: a storage that is away for longer is said to be.
-_RETRY_SECONDS = 20.0
 #: Runs looked at, at a time.
 _THREADS = 16
+#: Ancestors of a run that are shown to people.
+_ANCESTORS = 3
 _DAY_SECONDS = 86400.0
 
 StorageArgument = Annotated[
@@ -81,6 +94,7 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
         details = describe(opened.run(name), name)
         if details is None:
             raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run")
+        details = details.model_copy(update={"ancestors": ancestors(opened, name)})
         if as_json:
             _print_json(_plain(details))
         else:
@@ -138,25 +152,21 @@ def prune_runs(
             return
         if not yes:
             typer.confirm("Delete this for good?", abort=True)
-        _carry_out(opened, wanted)
+        _carry_out(opened, wanted, AwaitedSources(opened, seconds) if seconds is not None else None)
 
 
 def _open(text: str) -> Storage:
     settings = storage_at(text) or _saved(text)
     if isinstance(settings, LocalStorageSettings) and not Path(settings.path).is_dir():
         raise ConfigurationError(f"there is no directory {settings.path}")
-    return open_storage(settings, min(settings.retry_seconds, _RETRY_SECONDS))
+    return open_briefly(settings)
 
 
 def _saved(name: str) -> StorageSettings:
     from prefect_elastic_train.blocks.lookup import storage_named
 
     with prefect_errors():
-        try:
-            return storage_named(name)
-        except ConfigurationError as error:
-            hint = f". For the directory of this name give ./{name}" if Path(name).is_dir() else ""
-            raise ConfigurationError(f"{error}{hint}") from error
+        return storage_named(name)
 
 
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
@@ -216,17 +226,11 @@ def _row(summary: RunSummary, now: float) -> list[str]:
     ]
 
 
-def _print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
-    for name, value in pairs:
-        if value:
-            console().print(f"{name + ':':<14}{clean(value)}", markup=False)
-
-
 def _print_details(details: RunDetails, now: float) -> None:
     summary, accounts = details.summary, details.accounts
     creator = details.creator
     fingerprint = details.fingerprint
-    _print_pairs(
+    print_pairs(
         [
             ("run", summary.name),
             ("where", summary.uri),
@@ -234,7 +238,7 @@ def _print_details(details: RunDetails, now: float) -> None:
             ("waits", details.waiting),
             ("created", f"{age(details.created_at, now)} ago" if details.created_at else ""),
             ("by", creator.describe() if creator is not None else ""),
-            ("started from", details.resume_from),
+            ("started from", _lineage(details)),
             ("train loop", f"{fingerprint.loop} ({fingerprint.framework})" if fingerprint is not None else ""),
             (
                 "config",
@@ -247,7 +251,8 @@ def _print_details(details: RunDetails, now: float) -> None:
                 f"{accounts.worker_failures} worker failures, {accounts.preemptions} preemptions, {accounts.resizes} "
                 f"resizes, {accounts.steps_lost} reports done again",
             ),
-            ("goodput", f"{accounts.goodput:.1%}" if accounts.world_sizes else ""),
+            ("goodput", _goodput(accounts.time) if accounts.world_sizes else ""),
+            ("stopped", duration(accounts.time.stopped_seconds) if accounts.time.stopped_seconds else ""),
             ("storage waits", f"{accounts.storage_wait_seconds:.1f} s" if accounts.storage_wait_seconds else ""),
         ]
     )
@@ -284,9 +289,26 @@ def _print_details(details: RunDetails, now: float) -> None:
     if details.result is not None:
         console().print()
         metrics = details.result.get("metrics") or {}
-        _print_pairs(
+        print_pairs(
             [("result", metrics_in_short(metrics, 20)), ("checkpoint", str(details.result.get("checkpoint_uri") or ""))]
         )
+
+
+def _lineage(details: RunDetails) -> str:
+    """Give the checkpoints that a run comes from, the nearest first."""
+    named = [f"{one.run}@{one.checkpoint}" + ("" if one.there else " (deleted)") for one in details.ancestors]
+    more = [f"{len(named) - _ANCESTORS} more"] if len(named) > _ANCESTORS else []
+    if not named and details.resume_from.partition("@")[0] == LATEST_RUN:
+        return f"the beginning, since {details.resume_from} found no run"
+    return ", which started from ".join([*named[:_ANCESTORS], *more]) or details.resume_from
+
+
+def _goodput(account: TimeAccount) -> str:
+    """Give the goodput, and what the rest of the wall time went into."""
+    wall = account.wall_seconds
+    parts = [(name, getattr(account, field)) for field, name in TIME_PARTS if getattr(account, field) > 0]
+    words = [f"{name} {duration(seconds)} ({seconds / wall:.1%})" for name, seconds in parts]
+    return f"{account.goodput:.1%} of {duration(wall)}: {', '.join(words)}" if wall else ""
 
 
 def _print_verification(found: Verification) -> None:
@@ -338,13 +360,13 @@ def _print_plans(storage: Storage, plans: Sequence[RunPlan]) -> None:
             out.print(f"left alone: {one.run}: {clean(one.kept)}", markup=False)
 
 
-def _carry_out(storage: Storage, plans: Sequence[RunPlan]) -> None:
+def _carry_out(storage: Storage, plans: Sequence[RunPlan], awaited: AwaitedSources | None) -> None:
     out = console()
     gone: list[Deletion] = []
     try:
         for one in plans:
             try:
-                for deletion in carry_out(storage.run(one.run), one):
+                for deletion in carry_out(storage.run(one.run), one, awaited):
                     gone.append(deletion)
                     out.print(f"deleted {deletion.run} {deletion.folder}".rstrip(), markup=False)
             except RunChangedError as error:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["age", "clean", "console", "metrics_in_short", "print_table", "size"]
+from prefect_elastic_train.reporting.words import size
+
+__all__ = ["age", "clean", "console", "metrics_in_short", "print_pairs", "print_table", "size"]
 
 #: Width of what is not printed to a terminal, where nothing needs to be folded.
 _WIDE = 400
@@ -21,6 +23,13 @@ def console() -> Console:
     """Give the console of standard output as it is now."""
     width = None if sys.stdout.isatty() else _WIDE
     return Console(highlight=False, soft_wrap=True, width=width)
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and their values, one a line; those without a value are left out."""
+    for name, value in pairs:
+        if value:
+            console().print(f"{name + ':':<14}{clean(value)}", markup=False)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
@@ -42,16 +51,6 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: S
 def clean(text: str) -> str:
     """Leave out what could steer the terminal: a run holds what its loop has put there."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
-
-
-def size(number: int) -> str:
-    """Give a number of bytes in units that a person takes in."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
 def age(at: float | None, now: float) -> str:

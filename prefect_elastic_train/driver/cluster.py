@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -20,6 +22,8 @@ __all__ = ["LocalCluster", "write_token"]
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _GCS_RECONNECT_SECONDS = "6"
 _PORT_TRIES = 3
+#: Ray gives its workers the ports below this one; so many others are enough to choose from, and so many are looked at.
+_WORKER_PORTS_END, _PORTS_ENOUGH, _PORT_PROBES = 20_000, 1_000, 100
 
 
 def write_token(token: str, folder: Path) -> dict[str, str]:
@@ -57,6 +61,7 @@ class LocalCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._log = folder / "r0.log"
         self._closed = threading.Event()
         self.address = ""
 
@@ -68,6 +73,15 @@ class LocalCluster:
     def is_alive(self) -> bool:
         """Tell whether the cluster's head node runs."""
         return self._process is not None and self._process.poll() is None and bool(self.address)
+
+    def last_words(self) -> str:
+        """Give the end of what the head node has written; nothing if that cannot be read."""
+        from rich.text import Text  # not where the driver of a job runs
+
+        try:
+            return Text.from_ansi(self._log.read_text(errors="replace")).plain[-2000:].strip()
+        except OSError:
+            return ""
 
     def start(self, timeout_seconds: float) -> str:
         """Start the head node.
@@ -86,8 +100,8 @@ class LocalCluster:
             session_folder = self._folder / f"r{number}"
             shutil.rmtree(session_folder, ignore_errors=True)
             port = _free_port()
-            log = self._folder / f"r{number}.log"
-            with log.open("wb") as stream:
+            self._log = self._folder / f"r{number}.log"
+            with self._log.open("wb") as stream:
                 self._process = subprocess.Popen(
                     self._command(port, session_folder),
                     stdin=subprocess.DEVNULL,
@@ -100,7 +114,7 @@ class LocalCluster:
             if self._wait_until_up(port, timeout_seconds):
                 self.address = f"127.0.0.1:{port}"
                 return self.address
-            output = log.read_text(errors="replace")[-2000:]
+            output = self.last_words()
             self.forget()
             if self._closed.is_set():
                 raise AttemptFailedError("the training has ended", outcome=Outcome.CANCELLED)
@@ -161,6 +175,23 @@ class LocalCluster:
 
 
 def _free_port() -> int:
+    """Give a free port that nobody is given by the kernel before Ray's process listens there.
+
+    That takes seconds, and one port of the head node in other hands ends all of it.
+    """
+    for port in random.sample(_ports(), k=_PORT_PROBES):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def _ports() -> range:
+    """Give the ports above those that the kernel gives out by itself, or else those below and above Ray's workers'."""
+    first, last = 32_768, 60_999
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    choices = range(last + 1, 65_536), range(_WORKER_PORTS_END, first), range(10_000, 65_536)
+    return next(ports for ports in choices if len(ports) >= _PORTS_ENOUGH)

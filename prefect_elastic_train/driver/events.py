@@ -20,11 +20,13 @@ __all__ = [
     "AttemptEnded",
     "AttemptStarted",
     "CheckpointCommitted",
+    "CheckpointStalled",
     "ClusterConnected",
     "ClusterWanted",
     "ControllerAlive",
     "Event",
     "Reported",
+    "RunRecalled",
     "StateChanged",
     "StorageWaited",
     "WaitingForCapacity",
@@ -78,6 +80,17 @@ class AttemptStarted(_Event):
     run_uri: str
     checkpoint: str = ""
     notes: list[str] = Field(default_factory=list)
+    #: When the checkpoint was committed, and when the driver's process began, in seconds since the epoch; 0: unknown.
+    checkpoint_at: float = 0.0
+    driver_started_at: float = 0.0
+    #: Which one it is of the flow run's attempts since the last end that no automatic restart followed; 0: unknown.
+    counted: int = 0
+    #: How the attempt before it ended, as far as the supervisor of both has seen it.
+    previous_end: str = ""
+    #: The checkpoint of another run that the run started from; empty for none.
+    started_from: str = ""
+    #: What was reported with that one, if the attempt starts from its copy.
+    inherited: dict[str, Any] = Field(default_factory=dict)
 
 
 class StateChanged(_Event):
@@ -126,10 +139,14 @@ class WorkerGroupResized(_Event):
 
 
 class WorkerFailed(_Event):
-    """Ranks of the worker group failed. ``errors`` maps a rank to its traceback."""
+    """Ranks of the worker group failed.
+
+    ``errors`` maps a rank to its traceback, each different one once; ``also`` has the other ranks with the same.
+    """
 
     kind: Literal["worker_failed"] = "worker_failed"
     errors: dict[str, str]
+    also: dict[str, list[int]] = Field(default_factory=dict)
     retried: bool
     #: Reports since the last checkpoint, which are done again.
     reports_lost: int = 0
@@ -140,6 +157,7 @@ class WorkersPreempted(_Event):
 
     kind: Literal["workers_preempted"] = "workers_preempted"
     errors: dict[str, str]
+    also: dict[str, list[int]] = Field(default_factory=dict)
     retried: bool
     #: Reports since the last checkpoint, which are done again.
     reports_lost: int = 0
@@ -180,6 +198,21 @@ class StorageWaited(_Event):
     last: str = ""
 
 
+class CheckpointStalled(_Event):
+    """The loop stood still while checkpoints were written: for so long on the slowest rank since this was last told."""
+
+    kind: Literal["checkpoint_stalled"] = "checkpoint_stalled"
+    seconds: float
+
+
+class RunRecalled(_Event):
+    """What the history before this attempt adds up to, for a supervisor that has not seen it. Not in the history."""
+
+    kind: Literal["run_recalled"] = "run_recalled"
+    #: A :class:`prefect_elastic_train.reporting.report.RunReport` as JSON.
+    report: dict[str, Any]
+
+
 class ControllerAlive(_Event):
     """The controller's process lives; ``doing`` says what it does, ``seconds`` since when."""
 
@@ -205,10 +238,12 @@ Event = Annotated[
     AttemptEnded
     | AttemptStarted
     | CheckpointCommitted
+    | CheckpointStalled
     | ClusterConnected
     | ClusterWanted
     | ControllerAlive
     | Reported
+    | RunRecalled
     | StateChanged
     | StorageWaited
     | WaitingForCapacity

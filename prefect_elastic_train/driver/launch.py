@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from prefect_elastic_train.config import ClusterSettings
 from prefect_elastic_train.driver.cluster import LocalCluster, write_token
 from prefect_elastic_train.driver.events import AttemptEnded, ClusterWanted, Event
 from prefect_elastic_train.driver.following import AttemptAccount
@@ -29,7 +30,7 @@ from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, write_spec
 from prefect_elastic_train.outcomes import Outcome
 from prefect_elastic_train.settings import ElasticTrainSettings
 
-__all__ = ["Runtime", "import_path"]
+__all__ = ["Runtime", "import_path", "let_join"]
 
 _TURN_SECONDS = 0.2
 #: How long a driver may take from its last word to its end.
@@ -103,22 +104,17 @@ class Runtime:
         Returns:
             How the attempt ended, also if the driver went without a word.
         """
-        folder = self._prepare()
-        environment = self._environment()
+        folder, environment = self.prepare()
         self._jobs.in_use = spec.cluster.is_submitted
         if spec.cluster.is_submitted:
             return self._jobs.run_attempt(spec, folder, environment)
         if spec.cluster.is_local:
             if self._cluster is None:
                 self._cluster = LocalCluster(spec.cluster, extra_cpus, folder, environment)
-            _set_token(environment, self._cluster.driver_environment)
             spec = _with_address_file(spec, folder)
             if not self._cluster.is_alive():
                 self._forget_cluster(spec)
-        elif spec.cluster.address == "auto" and "RAY_ADDRESS" in os.environ:
-            environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
-        if spec.cluster.auth_token.get_secret_value():
-            _set_token(environment, write_token(spec.cluster.auth_token.get_secret_value(), folder))
+        let_join(environment, spec.cluster, folder, self._cluster if spec.cluster.is_local else None)
         spec_file = folder / "spec"
         (folder / STOP_FILE).unlink(missing_ok=True)
         write_spec(spec, spec_file)
@@ -140,6 +136,10 @@ class Runtime:
         finally:
             self._end_driver()
             spec_file.unlink(missing_ok=True)
+
+    def prepare(self) -> tuple[Path, dict[str, str]]:
+        """Give the private folder, guarded from now on, and the environment of processes that end with it."""
+        return self._prepare(), self._environment()
 
     def end_jobs(self) -> None:
         """Stop a job that an attempt has lost sight of."""
@@ -187,6 +187,11 @@ class Runtime:
     def cluster_is_dead(self) -> bool:
         """Tell whether the local cluster was up and is not any more."""
         return self._cluster is not None and bool(self._cluster.address) and not self._cluster.is_alive()
+
+    def last_words_of_cluster(self) -> str:
+        """Give what the local cluster said in the end, as a part of an error; empty if it said nothing."""
+        words = self._cluster.last_words() if self._cluster is not None else ""
+        return f"; its last words were:\n{words}\n" if words else ""
 
     def _start_cluster(self, cluster: LocalCluster, address_file: Path) -> None:
         try:
@@ -325,14 +330,18 @@ class _Following:
         if self._runtime.cluster_is_dead():
             self._cluster_dead_at = self._cluster_dead_at or time.monotonic()
             if time.monotonic() - self._cluster_dead_at > _CLUSTER_DEATH_SECONDS:
-                return account.given_up(Outcome.CLUSTER_LOST, "the local Ray cluster has died")
+                return account.given_up(
+                    Outcome.CLUSTER_LOST, "the local Ray cluster has died" + self._runtime.last_words_of_cluster()
+                )
         return account.hung(self._runtime.settings.liveness_timeout_seconds)
 
     def _lost_without_a_word(self, code: int) -> AttemptEnded:
         how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
         if self._runtime.cluster_is_dead():
             return self._account.given_up(
-                Outcome.CLUSTER_LOST, f"the local Ray cluster has died, and the driver with it ({how})"
+                Outcome.CLUSTER_LOST,
+                f"the local Ray cluster has died, and the driver with it ({how})"
+                + self._runtime.last_words_of_cluster(),
             )
         return self._account.given_up(
             Outcome.DRIVER_LOST, f"the driver process (pid {self._driver.pid}) was ended by {how}"
@@ -341,6 +350,25 @@ class _Following:
 
 def _with_address_file(spec: DriverSpec, folder: Path) -> DriverSpec:
     return replace(spec, address_file=str(folder / "address"))
+
+
+def let_join(
+    environment: dict[str, str], cluster: ClusterSettings, folder: Path, local: LocalCluster | None = None
+) -> None:
+    """Add to the environment of a process what it needs to join a cluster.
+
+    Args:
+        environment: Of the process.
+        cluster: The cluster.
+        folder: Private folder, for the token.
+        local: The cluster itself, if it is one of this machine's own.
+    """
+    if local is not None:
+        _set_token(environment, local.driver_environment)
+    elif cluster.address == "auto" and "RAY_ADDRESS" in os.environ:
+        environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
+    if cluster.auth_token.get_secret_value():
+        _set_token(environment, write_token(cluster.auth_token.get_secret_value(), folder))
 
 
 def _set_token(environment: dict[str, str], token: dict[str, str]) -> None:

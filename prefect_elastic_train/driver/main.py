@@ -33,11 +33,13 @@ from prefect_elastic_train.driver.events import (
     ControllerAlive,
     Event,
     Reported,
+    RunRecalled,
 )
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, read_spec
 from prefect_elastic_train.filesystems.opening import open_storage
 from prefect_elastic_train.filesystems.preflight import Probe, preflight
+from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.outcomes import (
     AttemptFailedError,
     ConfigurationError,
@@ -46,6 +48,7 @@ from prefect_elastic_train.outcomes import (
     is_passing,
 )
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.ancestry import inherited_metrics, started_from
 from prefect_elastic_train.runs.attempts import (
     Begun,
     Claim,
@@ -58,9 +61,9 @@ from prefect_elastic_train.runs.attempts import (
 from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.records import AttemptRecord, decode
+from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode
 from prefect_elastic_train.runs.retrying_store import RetryingStore
-from prefect_elastic_train.runs.seeding import check_source
+from prefect_elastic_train.runs.seeding import choose_source
 from prefect_elastic_train.stops import interruptions, notice_interruptions
 from prefect_elastic_train.storages import LocalStorageSettings
 
@@ -72,6 +75,8 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 _STUCK_SECONDS = 4.5
 #: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.
 _LEAVE_SECONDS = 2.5
+#: How long the history may take to read before an attempt begins.
+_RECALL_SECONDS = 20.0
 
 
 class _Stopped(BaseException):
@@ -152,6 +157,8 @@ class _Driver:
         self._sequence = 0
         self._reports = 0
         self._attempt = 0
+        #: What there is to say of the checkpoint that the run starts from.
+        self._source_notes: list[str] = []
         self._history: HistoryWriter | None = None
         self._heartbeat: HeartbeatWriter | None = None
         self._receiver: EventReceiver | None = None
@@ -166,11 +173,15 @@ class _Driver:
 
     def _run(self, probe: Probe | None, trying: ExitStack) -> AttemptEnded:
         claim = self._claim()
-        finished = peek(self._store, claim)
+        with self._showing_life("looking whether the run is free"):
+            finished = peek(self._store, claim)
         if finished is not None:
             return self._finished(finished)
         if self.spec.resume_from and next(lineage(self._store), None) is None:
-            check_source(self._storage, self.spec.resume_from)
+            with self._showing_life("looking for the checkpoint that the run starts from"):
+                source = choose_source(self._storage, claim, self._store)
+            claim = replace(claim, source=source.checkpoint)
+            self._source_notes += source.notes
         self.emit(ClusterWanted())
         # The poll interval is read when Ray Train is imported in the controller, which inherits it from here.
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
@@ -206,7 +217,8 @@ class _Driver:
             datasets = training.make_datasets(prepared, begun.attempt)
         try:
             spec = replace(self.spec, scaling=scaling)
-            training.fit(spec, prepared, datasets, self._store, begun.attempt, self._receiver.receiving)
+            context = self._context(begun)
+            training.fit(spec, prepared, datasets, self._store, context, self._receiver.receiving)
         except AttemptFailedError as error:
             raise self._taken_over(begun.attempt) or error from error
         return self._completed(begun)
@@ -331,19 +343,33 @@ class _Driver:
             named=spec.named,
             resume=spec.resume,
             resume_from=spec.resume_from,
+            part=spec.part,
             versions={**versions, "python": sys.version.split()[0]},
             driver_restarts=spec.failures.driver_restarts,
             max_attempts_without_progress=spec.failures.max_attempts_without_progress,
         )
 
-    def _seed_from(self, claim: Claim) -> Callable[[], None] | None:
-        if not claim.resume_from:
-            return None
-        from prefect_elastic_train.runs.seeding import copy_checkpoint
+    def _context(self, begun: Begun) -> RunContext:
+        """Give what the train loop may know of the run."""
+        owner = self.spec.owner
+        return RunContext(
+            run_name=self.spec.run_name,
+            run_id=begun.run_id,
+            attempt=begun.attempt,
+            storage_uri=self.spec.storage.uri,
+            run_uri=self._store.uri,
+            flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
+            flow_name=owner.flow_name,
+            deployment_id=owner.deployment_id,
+            deployment_name=owner.deployment_name,
+        )
+
+    def _seed_from(self, claim: Claim) -> Callable[[], None]:
+        from prefect_elastic_train.runs.seeding import seed_from_source
 
         def seed() -> None:
             with self._showing_life("copying the checkpoint that the run starts from"):
-                copy_checkpoint(self._storage, claim.resume_from, self._store)
+                self._source_notes += seed_from_source(self._storage, claim, self._store)
 
         return seed
 
@@ -359,14 +385,46 @@ class _Driver:
         self._heartbeat.start()
         self._history = HistoryWriter(impatient, begun.attempt)
         self._receiver = EventReceiver(self.emit)
+        if begun.attempt > 1:
+            with self._showing_life("reading the history"):
+                self._recall()
+        base = begun.point.base
+        commit = decode(CommitRecord, self._store.read(layout.commit_name(*base))) if base is not None else None
         self.emit(
             AttemptStarted(
                 run_name=self.spec.run_name,
                 run_uri=self._store.uri,
                 checkpoint=begun.point.checkpoint,
-                notes=begun.notes,
+                checkpoint_at=commit.at if commit is not None else 0.0,
+                driver_started_at=psutil.Process().create_time(),
+                counted=begun.counted,
+                previous_end=self.spec.previous_end,
+                started_from=started_from(self._store),
+                inherited=inherited_metrics(commit) if commit is not None else {},
+                notes=[*self._source_notes, *begun.notes],
             )
         )
+
+    def _recall(self) -> None:
+        """Tell a supervisor what it may not have seen: what the history adds up to. Not at any price."""
+        from prefect_elastic_train.reporting.report import RunReport
+
+        deadline = time.monotonic() + _RECALL_SECONDS
+        checkpoints = self.spec.checkpoints
+        report = RunReport(
+            run_name=self.spec.run_name,
+            score_attribute=checkpoints.score_attribute,
+            score_order=checkpoints.score_order,
+        )
+        try:
+            for event in read_history(self._store.impatient(_RECALL_SECONDS)):
+                report.take(event)
+                if time.monotonic() > deadline:
+                    logger.warning("the history takes too long to read; the run's report begins anew")
+                    return
+            self.emit(RunRecalled(report=report.model_dump(mode="json")))
+        except Exception as error:  # noqa: BLE001 - a report is no reason to end a training
+            logger.warning("the history cannot be read; the run's report begins anew: %s", error)
 
     @contextmanager
     def _showing_life(self, doing: str) -> Iterator[None]:
@@ -413,15 +471,19 @@ class _Driver:
 
     def _finished(self, finished: Finished) -> AttemptEnded:
         """Give the result that the run has had since an earlier attempt."""
+        with self._showing_life("reading the history"):
+            self._recall()
         message = "the run was finished before, and its result is given back"
         ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message)
         return ended.model_copy(update={"result": finished.ended.result or self._result()})
 
     def _result(self, *more: Event) -> dict[str, Any]:
+        from itertools import chain
+
         from prefect_elastic_train.reporting.accounts import add_up
         from prefect_elastic_train.runs.reading import make_result
 
-        accounts = add_up([*read_history(self._store), *more])
+        accounts = add_up(chain(read_history(self._store), more))
         result = make_result(self._store, self.spec.run_name, accounts, storage_block=self.spec.storage_block)
         return result.model_dump(mode="json")
 

@@ -54,6 +54,7 @@ class DriverSpec:
         named: The user gave the run name.
         resume: Take over a run of another flow run.
         resume_from: Run whose checkpoint a new run starts from, empty for none.
+        part: Which training of its flow run it is, the same in each night's flow run.
         owner: The flow run; host and process are filled in by the driver.
         fingerprint: What makes it the same training as before.
         poll_interval_seconds: How often the controller polls its workers.
@@ -62,6 +63,7 @@ class DriverSpec:
         sys_path: Where the user's modules are found.
         loop_label: The loop's name for messages.
         storage_block: Name of the saved storage block, if it was one.
+        previous_end: How the attempt before ended, as far as this supervisor has seen it.
         payload: The pickled :class:`Payload`.
     """
 
@@ -77,6 +79,7 @@ class DriverSpec:
     named: bool = False
     resume: bool = False
     resume_from: str = ""
+    part: str = ""
     poll_interval_seconds: float = 0.1
     address_file: str = ""
     resumed: bool = False
@@ -84,6 +87,7 @@ class DriverSpec:
     worker_runtime_env: dict[str, Any] = field(default_factory=dict)
     loop_label: str = ""
     storage_block: str = ""
+    previous_end: str = ""
     payload: bytes = b""
 
 

@@ -12,10 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from prefect_elastic_train.driver.relay import Receiving
 from prefect_elastic_train.driver.spec import DriverSpec, Payload
+from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.outcomes import (
     AttemptFailedError,
     ConfigurationError,
@@ -26,7 +28,17 @@ from prefect_elastic_train.outcomes import (
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.store import RunStore
 
-__all__ = ["Prepared", "check_loop", "classify", "fit", "make_datasets", "prepare", "requester_id", "resolve_loop"]
+__all__ = [
+    "Prepared",
+    "check_loop",
+    "classify",
+    "fit",
+    "function_in",
+    "make_datasets",
+    "prepare",
+    "requester_id",
+    "resolve_loop",
+]
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -127,14 +139,29 @@ def resolve_loop(path: str) -> Callable[..., Any]:
     """
     module_name, _, function_name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        found = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigurationError(
             f"train loop {path!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
+    return function_in(found, function_name, path)
+
+
+def function_in(module: ModuleType, function_name: str, path: str) -> Callable[..., Any]:
+    """Give a train loop of a module.
+
+    Args:
+        module: The module.
+        function_name: Name of the function, with dots for one of a class.
+        path: What the user has given, for the error.
+
+    Raises:
+        ConfigurationError: It has no such function.
+    """
+    found: Any = module
     for part in function_name.split("."):
         if not hasattr(found, part):
-            raise ConfigurationError(f"train loop {path!r}: {module_name!r} has no {function_name!r}")
+            raise ConfigurationError(f"train loop {path!r}: {module.__name__!r} has no {function_name!r}")
         found = getattr(found, part)
     if not callable(found):
         raise ConfigurationError(
@@ -191,10 +218,18 @@ def fit(
     prepared: Prepared,
     datasets: dict[str, Any],
     store: RunStore,
-    attempt: int,
+    context: RunContext,
     receiving: Receiving,
 ) -> None:
     """Train until the loop has returned on all ranks.
+
+    Args:
+        spec: What the driver was told.
+        prepared: The user's objects.
+        datasets: The user's datasets.
+        store: The run directory.
+        context: The run and its attempt, as the loop sees them.
+        receiving: Where the driver listens to the controller.
 
     Raises:
         AttemptFailedError: Training ended otherwise.
@@ -207,7 +242,7 @@ def fit(
     from prefect_elastic_train.elastic.translate import resources_per_worker, run_config, scaling_config
     from prefect_elastic_train.filesystems.run_filesystem import run_filesystem
 
-    payload = prepared.payload
+    payload, attempt = prepared.payload, context.attempt
     callback = RunCallback(
         receiving,
         store,
@@ -225,6 +260,7 @@ def fit(
             capacity_timeout_seconds=spec.scaling.capacity_timeout_seconds,
         ),
         callback=callback,
+        context=context,
         stall_timeout_seconds=spec.failures.stall_timeout_seconds,
     )
     try:

@@ -29,6 +29,7 @@ from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from prefect_elastic_train.driver.events import (
     ALIVE_SECONDS,
     CheckpointCommitted,
+    CheckpointStalled,
     ControllerAlive,
     Event,
     Reported,
@@ -43,8 +44,10 @@ from prefect_elastic_train.driver.events import (
 from prefect_elastic_train.driver.relay import EventSender, Receiving
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, readable
 from prefect_elastic_train.elastic.notice import hold_after_report, saw_checkpoint
+from prefect_elastic_train.elastic.stalls import reporting, stalling
 from prefect_elastic_train.filesystems.faults import Waits, take_waits, waiting_since
 from prefect_elastic_train.filesystems.run_filesystem import uploading
+from prefect_elastic_train.reporting.errors import distinct
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.resume import attempt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
@@ -54,11 +57,12 @@ __all__ = ["LoopCallback", "NoDatasetsCallback", "RunCallback", "current", "reme
 
 logger = logging.getLogger(__name__)
 
-_MAX_ERROR_CHARACTERS = 20_000
 _MAX_METRIC_CHARACTERS = 200
 #: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
 _UPLOADS_AT_ONCE = 2
 _UPLOAD_SECONDS = 3600.0
+#: Standing still for checkpoints that is told of.
+_TOLD_STALL_SECONDS = 0.01
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -114,10 +118,12 @@ class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     def on_report(self) -> Iterator[None]:
         """Wrap a report."""
         try:
-            _wait_for_uploads(get_train_context())
+            with stalling():
+                _wait_for_uploads(get_train_context())
         except Exception:
             logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
-        yield
+        with reporting():
+            yield
         try:
             hold_after_report()
         except Exception:
@@ -127,7 +133,7 @@ class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     def on_checkpoint_transfer(self) -> Iterator[None]:
         """Wrap the upload of a checkpoint."""
         saw_checkpoint()
-        with uploading():
+        with uploading(), stalling(only_in_report=True):
             yield
 
 
@@ -192,8 +198,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._state_since = time.time()
         self._world_size = 0
         self._last_errors: dict[int, Exception] = {}
+        self._tracebacks: dict[int, str] = {}
         self._reports_since_checkpoint = 0
         self._checkpoint = ""
+        self._stalled = 0.0
         # Made in the controller: a lock cannot be pickled on its way there.
         self._stopped: threading.Event | None = None
         self.errors = 0
@@ -291,6 +299,13 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Remember the errors of the ranks for the failure decision that follows; end a drain that has its commit."""
         if worker_group_status.errors:
             self._last_errors = dict(worker_group_status.errors)
+            # Ray hands out the loop's own exceptions, which have lost their tracebacks, and keeps those beside them.
+            statuses = worker_group_status.worker_statuses
+            self._tracebacks = {
+                rank: getattr(statuses[rank].error, "_traceback_str", "")
+                for rank in self._last_errors
+                if rank in statuses
+            }
         preemption = worker_group_status.get_preemption_info()
         if preemption is None:
             return
@@ -311,7 +326,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def remember_errors(self, errors: Mapping[int, Exception]) -> None:
         """Remember errors for the failure decision that follows."""
-        self._last_errors = dict(errors)
+        self._last_errors, self._tracebacks = dict(errors), {}
 
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
@@ -398,14 +413,27 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             return
         preempted = self.is_draining or any(_is_preempted_actor(e) for e in errors.values())
         event_type = WorkersPreempted if preempted else WorkerFailed
+        texts, also = distinct({rank: self._in_words(rank, error) for rank, error in errors.items()})
         self._send(
             event_type(
-                errors={str(rank): str(error)[-_MAX_ERROR_CHARACTERS:] for rank, error in errors.items()},
+                errors=texts,
+                also=also,
                 retried=failure_decision is FailureDecision.RETRY,
                 reports_lost=self._reports_since_checkpoint,
             )
         )
         self._world_size = 0
+
+    def _in_words(self, rank: int, error: Exception) -> str:
+        return self._tracebacks.get(rank) or f"{type(error).__name__}: {error}"
+
+    @_never_raises
+    def tell_stall(self, seconds: float) -> None:
+        """Report for how long the loop stood still for its checkpoints, if it did."""
+        self._stalled += seconds
+        if self._stalled >= _TOLD_STALL_SECONDS:
+            self._send(CheckpointStalled(seconds=round(self._stalled, 3)))
+            self._stalled = 0.0
 
     @_never_raises
     def tell_waits(self, who: str, waits: Sequence[Waits]) -> None:

@@ -59,6 +59,8 @@ _REST_SECONDS = 0.1
 _RESERVED_SECONDS = 60.0
 #: Seconds between two reports that there is not enough capacity.
 _REPORT_WAITING_SECONDS = 10.0
+#: A wait that is over so soon is none: what a lost group held is being given back.
+_WORTH_TELLING_SECONDS = 2.0
 
 
 class _Reservation(TrainAutoscalingCoordinatorClient):  # type: ignore[misc]
@@ -301,7 +303,8 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         return nodes, possible, stable
 
     def _tell_waiting(self, now: float, possible: int, missing: str, waited: float) -> None:
-        if now - self._reported_waiting_at < _REPORT_WAITING_SECONDS:
+        brief = waited < _WORTH_TELLING_SECONDS and not self._why_not
+        if brief or now - self._reported_waiting_at < _REPORT_WAITING_SECONDS:
             return
         self._reported_waiting_at = now
         callback = callbacks.current()

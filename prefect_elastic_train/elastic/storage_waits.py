@@ -1,4 +1,4 @@
-"""What the ranks have waited for their storage, asked after each checkpoint.
+"""What the ranks have waited for checkpoints and for their storage, asked after each checkpoint.
 
 Uses ``ray.train.v2._internal``: the callbacks of worker groups have no public base.
 """
@@ -12,7 +12,8 @@ import ray
 from ray.train.v2._internal.execution.callback import ReportCallback, WorkerGroupCallback
 
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.filesystems.faults import take_waits
+from prefect_elastic_train.elastic.stalls import take_stall
+from prefect_elastic_train.filesystems.faults import Waits, take_waits
 
 __all__ = ["StorageWaitsCallback"]
 
@@ -20,6 +21,11 @@ logger = logging.getLogger(__name__)
 
 #: How long the last answers of a worker group that ends are waited for.
 _LAST_SECONDS = 1.0
+
+
+def _take() -> tuple[Waits, float]:
+    """Give, in a worker, what it has waited for since this was asked last: for the storage, and for checkpoints."""
+    return take_waits(), take_stall()
 
 
 class StorageWaitsCallback(WorkerGroupCallback, ReportCallback):  # type: ignore[misc]
@@ -37,7 +43,7 @@ class StorageWaitsCallback(WorkerGroupCallback, ReportCallback):  # type: ignore
         """Ask, now that the ranks have written a checkpoint."""
         try:
             if training_report.checkpoint and not self._asked:
-                self._asked = [worker.execute_async(take_waits) for worker in self._workers]
+                self._asked = [worker.execute_async(_take) for worker in self._workers]
         except Exception:
             logger.debug("cannot ask the ranks what they waited for", exc_info=True)
 
@@ -59,7 +65,9 @@ class StorageWaitsCallback(WorkerGroupCallback, ReportCallback):  # type: ignore
             self._asked = []
             current = callbacks.current()
             if current is not None:
-                current.tell_waits("ranks", ray.get(done))
+                answers = ray.get(done)
+                current.tell_waits("ranks", [waits for waits, _ in answers])
+                current.tell_stall(max((stall for _, stall in answers), default=0.0))
         except Exception:
             self._asked = []
             logger.debug("a rank does not say what it waited for", exc_info=True)

@@ -16,8 +16,10 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from prefect_elastic_train.elastic.callbacks import LoopCallback, NoDatasetsCallback, RunCallback
 from prefect_elastic_train.elastic.failures import RunFailurePolicy
 from prefect_elastic_train.elastic.policy import Patience, RunScalingPolicy
+from prefect_elastic_train.elastic.run_contexts import RunContextCallback
 from prefect_elastic_train.elastic.stall import StallCallback
 from prefect_elastic_train.elastic.storage_waits import StorageWaitsCallback
+from prefect_elastic_train.loop.context import RunContext
 
 __all__ = ["ControllerSetup", "make_trainer"]
 
@@ -30,12 +32,14 @@ class ControllerSetup:
         requester_id: Under which the run reserves resources.
         patience: What the scaling policy waits for.
         callback: Reports to the driver.
+        context: What the loop may know of the run.
         stall_timeout_seconds: How long the loop may report nothing, 0 for ever.
     """
 
     requester_id: str
     patience: Patience
     callback: RunCallback
+    context: RunContext
     stall_timeout_seconds: float = 0.0
 
 
@@ -66,9 +70,10 @@ class _ElasticTrainerMixin:
         """
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
-        ours: list[Any] = [self._elastic_setup.callback, LoopCallback(), StorageWaitsCallback()]
-        if self._elastic_setup.stall_timeout_seconds:
-            ours.append(StallCallback(self._elastic_setup.stall_timeout_seconds))
+        setup = self._elastic_setup
+        ours: list[Any] = [setup.callback, LoopCallback(), RunContextCallback(setup.context), StorageWaitsCallback()]
+        if setup.stall_timeout_seconds:
+            ours.append(StallCallback(setup.stall_timeout_seconds))
         if not self.datasets:  # type: ignore[attr-defined]
             unwanted = (*unwanted, DatasetsCallback)
             ours.append(NoDatasetsCallback())

@@ -47,54 +47,77 @@ class Probe:
                 kind="not shared",
                 permanent=True,
             )
-        _try(store, f"{machine}-{uuid.uuid4().hex[:8]}", self.settings.uri)
+        name = f"{machine}-{uuid.uuid4().hex[:8]}"
+        _create(store, name, b"1", self.settings.uri)
+        _look_at(store, name, b"1", self.settings.uri)
+        _change(store, name, b"2", self.settings.uri)
 
-    def _folder(self) -> RetryingStore:
-        storage = open_storage(self.settings, min(_RETRY_SECONDS, self.settings.retry_seconds))
+    def _folder(self, seconds: float | None = None) -> RetryingStore:
+        bound = _RETRY_SECONDS if seconds is None else min(seconds, _RETRY_SECONDS)
+        storage = open_storage(self.settings, min(bound, self.settings.retry_seconds))
         return storage.folder(f"{self.settings.root}/{PREFIX}{self.id}")
 
 
 @contextmanager
-def preflight(settings: StorageSettings) -> Iterator[Probe]:
+def preflight(settings: StorageSettings, retry_seconds: float | None = None) -> Iterator[Probe]:
     """Try a storage from this machine: write, read back, list, create exclusively, delete.
 
     Gives what the same is tried with from other machines, until the ``with`` ends.
+
+    Args:
+        settings: Of the storage.
+        retry_seconds: How long an operation is repeated, for those who wait less than a training does.
 
     Raises:
         StorageFaultError: It may not do all that a run needs, or does not answer.
         OSError: The directory cannot be used, for a reason of its own.
     """
     probe = Probe(settings, uuid.uuid4().hex)
-    store = probe._folder()
+    store = probe._folder(retry_seconds)
     try:
-        _try(store, _OF_THE_DRIVER, settings.uri, keep=probe.id.encode())
+        _create(store, _OF_THE_DRIVER, probe.id.encode(), settings.uri)
+    except StorageFaultError as error:
+        if error.permanent:  # a disk without room has made the folder
+            _clear_away(store, probe)
+        raise  # a storage that is away is not waited for once more
+    try:
+        _look_at(store, _OF_THE_DRIVER, probe.id.encode(), settings.uri)
         yield probe
     finally:
-        # What is left behind is small, and no run takes it for one.
-        with suppress(OSError, ConfigurationError):
-            store.delete(_OF_THE_DRIVER)
-            open_storage(settings, 0).folder(settings.root).delete_folder(f"{PREFIX}{probe.id}")
+        _clear_away(store, probe)
 
 
-def _try(store: RetryingStore, name: str, uri: str, keep: bytes = b"") -> None:
-    first, second = keep or b"1", b"2"
+def _clear_away(store: RetryingStore, probe: Probe) -> None:
+    """Delete what was tried, in one try: what is left behind is small, and no run takes it for one."""
+    with suppress(OSError, ConfigurationError):
+        store.impatient(0).delete(_OF_THE_DRIVER)
+        open_storage(probe.settings, 0).folder(probe.settings.root).delete_folder(f"{PREFIX}{probe.id}")
 
-    def check(holds: bool, what: str, advice: str) -> None:
-        if not holds:
-            raise StorageFaultError(f"{uri}: {what}. To go on, {advice}", kind="unfit", permanent=True)
 
-    other = "use a storage that does"
-    check(store.create(name, first), f"an object that was never written is said to exist ({name})", other)
-    check(store.read(name) == first, "what was written is not read back", other)
-    check(name in store.names(""), "what was written is not listed", other)
-    check(
-        not store.create(name, second),
+def _create(store: RetryingStore, name: str, data: bytes, uri: str) -> None:
+    _check(store.create(name, data), uri, f"an object that was never written is said to exist ({name})")
+
+
+def _look_at(store: RetryingStore, name: str, data: bytes, uri: str) -> None:
+    """Check that what was created is there, and cannot be created again."""
+    _check(store.read(name) == data, uri, "what was written is not read back")
+    _check(name in store.names(""), uri, "what was written is not listed")
+    _check(
+        not store.create(name, data + b"2"),
+        uri,
         "an object that exists is created again, so that two drivers could take one run (no If-None-Match)",
         "use a store that creates exclusively, such as AWS S3, MinIO, Ceph, R2, GCS or Azure",
     )
-    if keep:
-        return
-    store.replace(name, second)
-    check(store.read(name) == second, "what was written anew is not read back", other)
+
+
+def _change(store: RetryingStore, name: str, data: bytes, uri: str) -> None:
+    """Check that what exists can be replaced, and deleted."""
+    store.replace(name, data)
+    _check(store.read(name) == data, uri, "what was written anew is not read back")
     store.delete(name)
-    check(store.read(name) is None, "what was deleted is still read", other)
+    _check(store.read(name) is None, uri, "what was deleted is still read")
+
+
+def _check(holds: bool, uri: str, what: str, advice: str = "use a storage that does") -> None:
+    if not holds:
+        raise StorageFaultError(f"{uri}: {what}. To go on, {advice}", kind="unfit", permanent=True)

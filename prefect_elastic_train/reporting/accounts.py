@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field
 from prefect_elastic_train.driver.events import (
     AttemptEnded,
     AttemptStarted,
-    CheckpointCommitted,
     Event,
     Reported,
     StorageWaited,
@@ -19,16 +18,18 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
-from prefect_elastic_train.result import WorldSize
+from prefect_elastic_train.outcomes import Outcome
+from prefect_elastic_train.reporting.goodput import GoodputMeter
+from prefect_elastic_train.result import TimeAccount, WorldSize
 
-__all__ = ["Accounts", "add_up"]
+__all__ = ["Accounts", "Tally", "add_up"]
 
 #: Rows of metrics that a result carries at most.
 _MAX_HISTORY_ROWS = 2000
 
 
-class Accounts(BaseModel):
-    """Counts and times of a run. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
+class _Counts(BaseModel):
+    """What is counted of a run. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
 
     attempts: int = 0
     worker_failures: int = 0
@@ -36,112 +37,113 @@ class Accounts(BaseModel):
     resizes: int = 0
     steps_lost: int = 0
     storage_wait_seconds: float = 0.0
-    goodput: float = 0.0
+
+
+class Accounts(_Counts):
+    """Counts and times of a run. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
+
+    time: TimeAccount = Field(default_factory=TimeAccount)
     world_sizes: list[WorldSize] = Field(default_factory=list)
     last_metrics: dict[str, Any] = Field(default_factory=dict)
     history: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class _Group:
-    """A worker group: what it did, and how much of that was kept."""
+class _GroupReports(BaseModel):
+    """The reports of a worker group, numbered over all groups of an attempt: the last one, and the last one kept."""
 
-    def __init__(self, event: WorkerGroupStarted, index: int) -> None:
-        self.started_at = event.at
-        self.last_report_at = event.at
-        self.kept_until = event.at
-        # Reports are numbered over all worker groups of an attempt.
-        self.last_index = index
-        self.kept_index = index
+    last: int
+    kept: int
 
-    def kept_seconds(self, whole: bool) -> float:
-        return (self.last_report_at if whole else self.kept_until) - self.started_at
 
-    def lost_reports(self) -> int:
-        return max(0, self.last_index - self.kept_index)
+class Tally(_Counts):
+    """Counts of a run, event by event. Its state is plain values of a bounded size."""
+
+    meter: GoodputMeter = Field(default_factory=GoodputMeter)
+    attempt: int = 0
+    group: _GroupReports | None = None
+    #: Number of the attempt's last report.
+    index: int = 0
+    #: Reports that are lost if another attempt follows.
+    pending: int = 0
+
+    def take(self, event: Event) -> None:
+        """Take the next event in."""
+        self.meter.take(event)
+        if isinstance(event, AttemptStarted):
+            self._close(None)  # the attempt before died without a word
+            self.steps_lost += self.pending
+            self.pending = self.index = 0
+            self.attempts += event.attempt != self.attempt
+            self.attempt = event.attempt
+        elif isinstance(event, WorkerGroupStarted):
+            self._close(None)
+            self.group = _GroupReports(last=self.index, kept=self.index)
+        elif isinstance(event, Reported):
+            self.index = event.index
+            if self.group is not None:
+                self.group.last = event.index
+                if event.checkpoint:
+                    self.group.kept = event.index
+        elif isinstance(event, StorageWaited):
+            self.storage_wait_seconds = round(self.storage_wait_seconds + event.seconds, 3)
+        elif isinstance(event, WorkerFailed | WorkersPreempted):
+            if isinstance(event, WorkerFailed):
+                self.worker_failures += 1
+            else:
+                self.preemptions += 1
+            self._close(event.reports_lost if event.retried else 0)
+            self.pending = 0 if event.retried else event.reports_lost
+        elif isinstance(event, WorkerGroupResized):
+            self.resizes += 1
+            self._close(None)
+        elif isinstance(event, AttemptEnded) and event.outcome is Outcome.COMPLETED:
+            self._close(0)
+
+    def _close(self, lost: int | None) -> None:
+        if self.group is not None:
+            self.steps_lost += max(0, self.group.last - self.group.kept) if lost is None else lost
+        self.group = None
+
+
+class _Rows:
+    """Rows of which a bounded number is kept, evenly taken, first and last included."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._stride = 1
+        self._count = 0
+        self._last: dict[str, Any] | None = None
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self._count % self._stride == 0:
+            self._rows.append(row)
+            if len(self._rows) > 2 * _MAX_HISTORY_ROWS:
+                self._rows = self._rows[::2]
+                self._stride *= 2
+        self._count += 1
+        self._last = row
+
+    def taken(self) -> list[dict[str, Any]]:
+        rows = list(self._rows)
+        if self._last is not None and rows[-1] is not self._last:
+            rows.append(self._last)
+        if len(rows) <= _MAX_HISTORY_ROWS:
+            return rows
+        step = (len(rows) - 1) / (_MAX_HISTORY_ROWS - 1)
+        return [rows[round(n * step)] for n in range(_MAX_HISTORY_ROWS)]
 
 
 def add_up(events: Iterable[Event]) -> Accounts:
-    """Give the accounts of a run from its events, in order, over all attempts.
-
-    Productive time of a worker group is from its start to its last commit, or to its last report if training
-    completed or the group was never followed by another. Goodput is the productive time of all groups over the
-    time from the first event to the last.
-    """
+    """Give the accounts of a run from its events, in order, over all attempts."""
+    tally, rows = Tally(), _Rows()
     accounts = Accounts()
-    attempts: set[int] = set()
-    rows: list[dict[str, Any]] = []
-    group: _Group | None = None
-    productive = 0.0
-    first_at = last_at = 0.0
-    index = pending = 0
-    completed = False
-
-    def close(lost: int | None, whole: bool = False) -> None:
-        nonlocal group, productive
-        if group is not None:
-            productive += group.kept_seconds(whole)
-            accounts.steps_lost += group.lost_reports() if lost is None else lost
-        group = None
-
     for event in events:
-        first_at = first_at or event.at
-        last_at = max(last_at, event.at)
-        if isinstance(event, AttemptStarted):
-            close(None)  # the attempt before died without a word
-            accounts.steps_lost += pending
-            pending = 0
-            attempts.add(event.attempt)
-            index = 0
-        elif isinstance(event, WorkerGroupStarted):
-            close(None)
-            group = _Group(event, index)
+        tally.take(event)
+        if isinstance(event, WorkerGroupStarted):
             accounts.world_sizes.append(WorldSize(at=event.at, size=event.world_size))
         elif isinstance(event, Reported):
             accounts.last_metrics = event.metrics
-            index = event.index
-            rows.append(
-                {
-                    **event.metrics,
-                    "_attempt": event.attempt,
-                    "_at": event.at,
-                    "_world_size": event.world_size,
-                }
-            )
-            if group is not None:
-                group.last_report_at, group.last_index = event.at, event.index
-                if event.checkpoint:
-                    group.kept_until, group.kept_index = event.at, event.index
-        elif isinstance(event, CheckpointCommitted):
-            if group is not None:
-                group.kept_until = max(group.kept_until, event.at)
-        elif isinstance(event, StorageWaited):
-            accounts.storage_wait_seconds = round(accounts.storage_wait_seconds + event.seconds, 3)
-        elif isinstance(event, WorkerFailed):
-            accounts.worker_failures += 1
-            close(event.reports_lost if event.retried else 0)
-            pending = 0 if event.retried else event.reports_lost
-        elif isinstance(event, WorkersPreempted):
-            accounts.preemptions += 1
-            close(event.reports_lost if event.retried else 0)
-            pending = 0 if event.retried else event.reports_lost
-        elif isinstance(event, WorkerGroupResized):
-            accounts.resizes += 1
-            close(None)
-        elif isinstance(event, AttemptEnded):
-            completed = event.outcome == "completed"
-            if completed:
-                close(0, whole=True)
-    close(0)
-    accounts.attempts = len(attempts)
-    accounts.history = _thinned(rows)
-    wall = last_at - first_at
-    accounts.goodput = round(min(1.0, productive / wall), 4) if wall > 0 else 0.0
-    return accounts
-
-
-def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give at most the allowed number of rows, evenly taken, first and last included."""
-    if len(rows) <= _MAX_HISTORY_ROWS:
-        return rows
-    step = (len(rows) - 1) / (_MAX_HISTORY_ROWS - 1)
-    return [rows[round(n * step)] for n in range(_MAX_HISTORY_ROWS)]
+            where = {"_attempt": event.attempt, "_at": event.at, "_world_size": event.world_size}
+            rows.add({**event.metrics, **where})
+    counts = tally.model_dump(include=set(_Counts.model_fields))
+    return accounts.model_copy(update={**counts, "time": tally.meter.account(), "history": rows.taken()})

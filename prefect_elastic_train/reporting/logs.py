@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 
 from prefect_elastic_train.driver.events import (
     AttemptEnded,
@@ -20,6 +19,10 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
+from prefect_elastic_train.reporting.errors import ranks_in_words
+from prefect_elastic_train.reporting.log_limits import OutputLimits
+from prefect_elastic_train.reporting.rates import TokenBucket
+from prefect_elastic_train.reporting.words import size
 
 __all__ = ["RunLog", "without_colours"]
 
@@ -32,6 +35,11 @@ _CHATTER = re.compile(
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE = 8000
+#: Different errors of a failure that are told in full.
+_MAX_ERRORS = 5
+#: Commits that are told of.
+_COMMITS_PER_SECOND = 0.5
+_COMMITS_AT_ONCE = 100.0
 
 
 def without_colours(text: str) -> str:
@@ -70,34 +78,31 @@ class RunLog:
 
     Args:
         logger: Where to, such as Prefect's run logger.
-        lines_per_second: Lines of output let through, with a burst of ten seconds' worth.
+        lines_per_second: Lines of output that each source may print; see :class:`OutputLimits`.
     """
 
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
         self._logger = _SteadyLogger(logger)
-        self._rate = lines_per_second
-        self._burst = 10 * lines_per_second
-        self._allowance = self._burst
-        self._last = time.monotonic()
-        self._dropped = 0
+        self._limits = OutputLimits(lines_per_second)
         self._ranks: dict[str, int] = {}
+        #: The same by the process id alone, for workers on the driver's node, whose address Ray leaves out.
+        self._ranks_by_pid: dict[str, int] = {}
+        self._commits = TokenBucket(_COMMITS_PER_SECOND, _COMMITS_AT_ONCE)
+        self._commits_left_out = 0
         self._attempt = 0
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank."""
         if not text.strip() or _CHATTER.search(text):
             return
-        now = time.monotonic()
-        self._allowance = min(self._burst, self._allowance + (now - self._last) * self._rate)
-        self._last = now
-        if self._allowance < 1:
-            self._dropped += 1
-            return
-        self._allowance -= 1
-        if self._dropped:
-            self._logger.info("[%d lines of output left out: more than %g a second]", self._dropped, self._rate)
-            self._dropped = 0
-        self._logger.info("%s", self._tagged(source, text)[:_MAX_LINE])
+        who, rest = self._source(source, text)
+        let_through = self._limits.lets_through(who, rest)
+        notice = self._limits.notice()
+        if notice:
+            self._logger.info("%s", notice)
+        if let_through:
+            tag = f"attempt {self._attempt} {who}" if self._attempt else who
+            self._logger.info("%s", f"[{tag}] {rest}"[:_MAX_LINE])
 
     def event(self, event: Event) -> None:
         """Write an event that a person wants to know of."""
@@ -113,10 +118,12 @@ class RunLog:
             log.info(
                 "Attempt %d of run %s starts %s; run directory %s", event.attempt, event.run_name, where, event.run_uri
             )
+            if event.started_from:
+                log.info("Run %s started from checkpoint %s of another run", event.run_name, event.started_from)
             for note in event.notes:
                 log.warning("Run %s: %s", event.run_name, note)
         elif isinstance(event, WorkerGroupStarted):
-            self._ranks = event.ranks
+            self._know(event.ranks)
             where = f"from checkpoint {event.checkpoint}" if event.checkpoint else "from the beginning"
             log.info("%d workers train %s", event.world_size, where)
         elif isinstance(event, WorkerGroupResized):
@@ -132,10 +139,11 @@ class RunLog:
         elif isinstance(event, WorkerFailed | WorkersPreempted):
             what = "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure"
             then = "the worker group is restarted" if event.retried else "the budget is used up"
-            reasons = "\n".join(
-                f"[rank {rank}] {error}" for rank, error in sorted(event.errors.items(), key=lambda item: int(item[0]))
-            )
-            log.warning("%s: %s; %d reports since the last checkpoint\n%s", what, then, event.reports_lost, reasons)
+            errors = _errors(event)
+            first = errors[0] if errors else ""
+            log.warning("%s: %s; %d reports since the last checkpoint\n%s", what, then, event.reports_lost, first)
+            for error in errors[1:]:
+                log.warning("%s", error)
         elif isinstance(event, WaitingForCapacity):
             log.warning(
                 "Waiting for capacity for %.0f s: %d workers fit, at least %d are needed with %s each; lacking: %s",
@@ -154,13 +162,27 @@ class RunLog:
                 event.last,
             )
         elif isinstance(event, CheckpointCommitted):
-            log.info(
-                "Checkpoint %s is committed (%s): %s", event.checkpoint, _size(event.size_bytes), _short(event.metrics)
-            )
+            self._commit(event)
         elif isinstance(event, AttemptEnded) and event.already_finished:
             log.info("Nothing to train: %s", event.message)
         elif isinstance(event, StateChanged):
             log.debug("Ray Train is %s", event.state)
+
+    def _commit(self, event: CheckpointCommitted) -> None:
+        if not self._commits.take():
+            self._commits_left_out += 1
+            return
+        before = f"; {self._commits_left_out} before it are not told" if self._commits_left_out else ""
+        metrics = _short(event.metrics)
+        self._logger.info(
+            "Checkpoint %s is committed (%s): %s%s", event.checkpoint, size(event.size_bytes), metrics, before
+        )
+        self._commits_left_out = 0
+
+    def _know(self, ranks: dict[str, int]) -> None:
+        self._ranks, self._ranks_by_pid = ranks, {}
+        for worker, rank in ranks.items():
+            self._ranks_by_pid.setdefault(worker.rpartition(":")[2], rank)
 
     def note(self, text: str) -> None:
         """Write what the supervisor has to say itself."""
@@ -171,36 +193,34 @@ class RunLog:
         if isinstance(event, AttemptStarted):
             self._attempt = event.attempt
         elif isinstance(event, WorkerGroupStarted):
-            self._ranks = event.ranks
+            self._know(event.ranks)
 
     def close(self) -> None:
         """Tell how many lines were left out at the end."""
-        if self._dropped:
-            self._logger.info("[%d lines of output left out]", self._dropped)
-            self._dropped = 0
+        notice = self._limits.notice(at_once=True)
+        if notice:
+            self._logger.info("%s", notice)
 
-    def _tagged(self, source: str, text: str) -> str:
+    def _source(self, source: str, text: str) -> tuple[str, str]:
+        """Give who prints a line, and what it says."""
         match = _WORKER_LINE.match(text)
         rest = without_colours(text[match.end() :] if match else text)
         if match is None:
-            return f"[attempt {self._attempt} {source}] {rest}"
+            return source, rest
         if match["actor"] != "RayTrainWorker":
-            return f"[attempt {self._attempt} {match['actor']}] {rest}"
-        worker = f"{match['ip'] or ''}:{match['pid']}"
-        # Without an address the worker is on the driver's node, whose address Ray leaves out.
-        ranks = (rank for known, rank in self._ranks.items() if known.endswith(worker))
-        rank = self._ranks.get(worker) if match["ip"] else next(ranks, None)
-        name = f"rank {rank}" if rank is not None else f"worker {match['pid']}"
-        return f"[attempt {self._attempt} {name}] {rest}"
+            return match["actor"], rest
+        ip, pid = match["ip"], match["pid"]
+        rank = self._ranks.get(f"{ip}:{pid}") if ip else self._ranks_by_pid.get(pid)
+        return (f"rank {rank}" if rank is not None else f"worker {pid}"), rest
 
 
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+def _errors(event: WorkerFailed | WorkersPreempted) -> list[str]:
+    """Give the different errors of a failure with their ranks, the first ones whole."""
+    errors = []
+    for rank, error in sorted(event.errors.items(), key=lambda item: int(item[0])):
+        errors.append(f"[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error}")
+    more = len(errors) - _MAX_ERRORS
+    return [*errors[:_MAX_ERRORS], *([f"and {more} other errors of other ranks"] if more > 0 else [])]
 
 
 def _short(metrics: dict[str, object]) -> str:

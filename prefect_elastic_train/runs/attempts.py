@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,8 @@ class Claim:
         named: The user gave the run name, so that a changed configuration is meant.
         resume: Take over a run of another flow run.
         resume_from: The run whose checkpoint a new run starts from, empty for none.
+        source: What that came to; see :class:`RunRecord`.
+        part: Which training of its flow run it is.
         versions: Versions in use, for the record.
         driver_restarts: Attempts allowed beyond the first one, over all resumes of the flow run.
         max_attempts_without_progress: Attempts in a row without a commit after which none is begun.
@@ -66,6 +69,8 @@ class Claim:
     named: bool = False
     resume: bool = False
     resume_from: str = ""
+    source: str | None = None
+    part: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     driver_restarts: int = 3
     max_attempts_without_progress: int = 2
@@ -81,6 +86,7 @@ class Begun:
         counted: How many attempts of this flow run there were, this one included.
         without_progress: How many attempts before it, in a row, ended without a commit.
         notes: What the user should know: repairs, changed configuration, a driver that was ended.
+        run_id: Id of the run, the same in all attempts.
     """
 
     attempt: int
@@ -88,6 +94,7 @@ class Begun:
     counted: int
     without_progress: int
     notes: list[str]
+    run_id: str
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ def begin_attempt(
             training. With ``no_progress`` or ``driver_lost``: a budget is used up.
     """
     notes: list[str] = []
-    _claim_run(store, claim, notes)
+    run_id = _claim_run(store, claim, notes).run_id
     for _ in range(_MAX_TURNS):
         past = _past_attempts(store)
         last = past[-1] if past else None
@@ -170,6 +177,7 @@ def begin_attempt(
         attempt = max([last.number if last else 0, *(number for number, _ in all_commits(store))]) + 1
         record = AttemptRecord(
             attempt=attempt,
+            run_id=run_id,
             owner=claim.owner,
             fingerprint=claim.fingerprint,
             confirmed=False,
@@ -188,7 +196,7 @@ def begin_attempt(
             end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
         mark_dropped(store, point, attempt)
         repairs = point.repairs + restore_snapshot(store, point)
-        return Begun(attempt, point, counted + 1, without_progress, notes + repairs)
+        return Begun(attempt, point, counted + 1, without_progress, notes + repairs, run_id)
     raise AttemptFailedError(
         f"run {claim.name!r} changed hands {_MAX_TURNS} times while this driver tried to begin; "
         "another flow run is starting on it, give this one another run_name",
@@ -196,14 +204,19 @@ def begin_attempt(
     )
 
 
-def peek(store: RunStore, claim: Claim) -> Finished | None:
+def peek(store: RunStore, claim: Claim, observe_seconds: float | None = None) -> Finished | None:
     """Tell, without beginning anything, whether the run is finished for this flow run.
+
+    Takes the arguments of :func:`begin_attempt`.
 
     Raises:
         AttemptFailedError: :func:`begin_attempt` would refuse because the run is another flow run's or training.
     """
     past = _past_attempts(store)
     if not past:
+        existing = decode(RunRecord, store.read(layout.RUN))
+        if existing is not None:
+            _check_unbegun(store, claim, existing)
         return None
     last = past[-1]
     if last.flow_run_id == claim.owner.flow_run_id:
@@ -217,8 +230,8 @@ def peek(store: RunStore, claim: Claim) -> Finished | None:
                     outcome=Outcome.INVALID,
                 )
             return Finished(last.number, last.ended)
-    elif not claim.resume:
-        raise _owned(store, claim, last.owner, last.state)
+    else:
+        _check_takeover(store, claim, last, observe_seconds)
     return None
 
 
@@ -271,13 +284,16 @@ def _heart_beats(store: RunStore, observe_seconds: float | None) -> bool:
     return False
 
 
-def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
-    """Create the run, or check that it is the same training."""
+def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> RunRecord:
+    """Create the run, or check that it is the same training; give its record."""
     record = RunRecord(
         name=claim.name,
+        id=uuid.uuid4().hex,
         creator=claim.owner,
         fingerprint=claim.fingerprint,
         resume_from=claim.resume_from,
+        source=claim.source,
+        part=claim.part,
         versions=claim.versions,
     )
     if store.read(layout.RUN) is None:
@@ -289,20 +305,41 @@ def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> None:
                     outcome=Outcome.INVALID,
                 )
             notes += adopt_snapshot(store)
-        if store.create(layout.RUN, encode(_as_begun(store, claim, record))):
+        record = _as_begun(store, claim, record)
+        if store.create(layout.RUN, encode(record)):
             if all_attempts(store):
                 notes.append("run.json was torn or missing and was written anew")
             elif claim.resume and not notes:
                 notes.append(f"resume=True, but there was no run {claim.name!r} in this storage: it is a new one")
-            return
+            return record
     existing = decode(RunRecord, store.read(layout.RUN))
     if existing is None:
         notes.append("run.json was torn or missing and was written anew")
-        store.replace(layout.RUN, encode(_as_begun(store, claim, record)))
-        return
-    if existing.creator.flow_run_id != claim.owner.flow_run_id and not all_attempts(store) and not claim.resume:
-        raise _owned(store, claim, existing.creator, "has not begun an attempt yet")
+        record = _as_begun(store, claim, record)
+        store.replace(layout.RUN, encode(record))
+        return record
+    if not all_attempts(store):
+        _check_unbegun(store, claim, existing)
     notes += _check_same_training(claim, existing)
+    return existing
+
+
+def _check_unbegun(store: RunStore, claim: Claim, existing: RunRecord) -> None:
+    """Refuse a run without an attempt that another flow run has claimed, unless the user wants it and it is free.
+
+    Before its first attempt a run has no heartbeat, so only a driver on this machine is seen to live.
+    """
+    creator = existing.creator
+    if creator.flow_run_id == claim.owner.flow_run_id:
+        return
+    if not claim.resume:
+        raise _owned(store, claim, creator, "it has not begun an attempt yet")
+    if creator.host == host_id() and _same_process(creator) is not None:
+        raise AttemptFailedError(
+            f"run {claim.name!r} is being started right now by {creator.describe()} on this machine, pid "
+            f"{creator.pid}; cancel that flow run first, then resume",
+            outcome=Outcome.INVALID,
+        )
 
 
 def _as_begun(store: RunStore, claim: Claim, record: RunRecord) -> RunRecord:
@@ -311,7 +348,8 @@ def _as_begun(store: RunStore, claim: Claim, record: RunRecord) -> RunRecord:
     begun = [attempt.record for attempt in past if attempt.record is not None]
     if begun:
         fingerprint = begun[-1].fingerprint or record.fingerprint
-        return record.model_copy(update={"creator": begun[0].owner, "fingerprint": fingerprint})
+        ids = [record.id, *(attempt.run_id for attempt in begun if attempt.run_id)]
+        return record.model_copy(update={"creator": begun[0].owner, "fingerprint": fingerprint, "id": ids[-1]})
     if past and not claim.resume:
         raise _owned(store, claim, None, past[-1].state)
     return record
@@ -354,7 +392,8 @@ def _has_finished(claim: Claim, last: _Past) -> bool:
     """Tell whether the flow run's own last attempt has finished what is asked for; with ``resume``, the same again."""
     if last.ended is None or last.ended.outcome != Outcome.COMPLETED.value:
         return False
-    return not claim.resume or (last.record is not None and last.record.fingerprint == claim.fingerprint)
+    before = last.record.fingerprint if last.record is not None else None
+    return not claim.resume or (before is not None and not before.differences(claim.fingerprint))
 
 
 def _check_takeover(store: RunStore, claim: Claim, last: _Past, observe_seconds: float | None) -> None:

@@ -12,6 +12,8 @@ from prefect_elastic_train.driver.events import (
     ControllerAlive,
     Event,
     Reported,
+    RunRecalled,
+    WorkerGroupStarted,
     decode_event,
     encode_event,
 )
@@ -26,9 +28,12 @@ _SEGMENT_BYTES = 256 * 1024
 _WRITE_SECONDS = 2.0
 #: Segments kept in memory while the storage fails; the oldest go first.
 _MAX_UNWRITTEN = 64
-#: After so many reports, those without a checkpoint are kept only once in so many seconds.
+#: After so many reports, those without a checkpoint are kept only once in so many seconds; after as many of these in
+#: twice as many, up to a bound. What a worker group reports first is kept: it tells how long its start took.
 _REPORTS_IN_FULL = 2000
 _REPORT_SECONDS = 1.0
+_MAX_REPORT_SECONDS = 8.0
+_FIRST_REPORTS = 10
 _SEGMENT = re.compile(r"^(\d{4,})-(\d{3,})\.jsonl$")
 
 
@@ -62,17 +67,41 @@ class HistoryWriter:
         self._closed = False
         self._lock = threading.Lock()
         self._last_report_at = 0.0
+        self._reports_kept = 0
+        self._of_group = 0
+        #: The newest report if it was left out: what happens next shall know how far the training was.
+        self._left_out: Reported | None = None
         self._thread = threading.Thread(target=self._run, name="elastic-train-history", daemon=True)
         self._thread.start()
 
     def add(self, event: Event) -> None:
         """Take an event; signs of life and most reports without a checkpoint are left out."""
-        if isinstance(event, ControllerAlive):
+        if isinstance(event, ControllerAlive | RunRecalled):
             return
-        if isinstance(event, Reported) and not event.checkpoint:
-            if event.index > _REPORTS_IN_FULL and event.at - self._last_report_at < _REPORT_SECONDS:
+        if isinstance(event, Reported):
+            if not event.checkpoint and not self._keeps(event):
+                self._left_out = event
                 return
-            self._last_report_at = event.at
+            self._left_out = None
+        elif isinstance(event, WorkerGroupStarted):
+            self._of_group = 0
+        left_out, self._left_out = self._left_out, None
+        if left_out is not None:
+            self._add(left_out)
+        self._add(event)
+
+    def _keeps(self, report: Reported) -> bool:
+        """Tell whether a report without a checkpoint is kept."""
+        self._of_group += 1
+        doublings = self._reports_kept // _REPORTS_IN_FULL - 1
+        pause = min(_MAX_REPORT_SECONDS, _REPORT_SECONDS * 2**doublings) if doublings >= 0 else 0.0
+        if self._of_group > _FIRST_REPORTS and 0 <= report.at - self._last_report_at < pause:
+            return False
+        self._last_report_at = report.at
+        self._reports_kept += 1
+        return True
+
+    def _add(self, event: Event) -> None:
         line = encode_event(event).encode() + b"\n"
         with self._lock:
             if self._size + len(line) > _SEGMENT_BYTES and self._lines:
@@ -88,6 +117,9 @@ class HistoryWriter:
 
     def close(self) -> None:
         """Write what is left; returns within some seconds. May be called again after a last word."""
+        left_out, self._left_out = self._left_out, None
+        if left_out is not None:
+            self._add(left_out)
         self._closed = True
         self._urgent.set()
         self._thread.join(timeout=5)

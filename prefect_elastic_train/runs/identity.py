@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 from prefect_elastic_train.outcomes import ConfigurationError
 from prefect_elastic_train.runs.records import Fingerprint
 
-__all__ = ["Call", "check_run_name", "default_run_name", "fingerprint", "loop_name"]
+__all__ = [
+    "LATEST_RUN",
+    "Call",
+    "check_run_name",
+    "default_run_name",
+    "fingerprint",
+    "is_run_name",
+    "loop_name",
+    "training_part",
+]
+
+#: What ``resume_from`` calls the newest earlier run of the same training; no run can be named so.
+LATEST_RUN = "latest"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_NAME = 128
@@ -30,6 +42,11 @@ class Call(NamedTuple):
     number: str
 
 
+def is_run_name(name: object) -> bool:
+    """Tell whether every store can hold a name as a folder, so that a run can be called that."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and ".." not in name and len(name) <= _MAX_NAME
+
+
 def check_run_name(name: str) -> str:
     """Give the name back if every store can hold it as a folder.
 
@@ -37,7 +54,7 @@ def check_run_name(name: str) -> str:
         ConfigurationError: It is empty, longer than 128 characters, contains ``..`` or a character other than
             letters, digits, ``.``, ``_`` and ``-``, or does not begin with a letter or digit.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or len(name) > _MAX_NAME:
+    if not is_run_name(name):
         raise ConfigurationError(
             f"run_name {name!r} cannot name a run directory: use 1 to {_MAX_NAME} letters, digits, '.', '_' and "
             "'-', beginning with a letter or digit, without '..'"
@@ -59,6 +76,20 @@ def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequ
         ordinal: 1 for the first training of the flow run.
         calls: The calls of subflows that lead from the root to the flow run; none if it is the root.
     """
+    slug, place = _parts(flow_name, ordinal, calls)
+    return f"{slug}-{_short(flow_run_id)}{place}"
+
+
+def training_part(flow_name: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
+    """Give which training of its flow run a training is: its default name without what tells flow runs apart.
+
+    Takes the arguments of :func:`default_run_name`.
+    """
+    return "".join(_parts(flow_name, ordinal, calls))
+
+
+def _parts(flow_name: str, ordinal: int, calls: Sequence[Call]) -> tuple[str, str]:
+    """Give what stands before and after the flow run's id in a default name."""
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_name).strip("-_") or "training"
     suffix = f"-{ordinal}" if ordinal > 1 else ""
     place = ""
@@ -66,7 +97,7 @@ def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequ
         outer = json.dumps([tuple(call) for call in calls[:-1]])
         digest = f".{hashlib.sha256(outer.encode()).hexdigest()[:6]}" if len(calls) > 1 else ""
         place = f"{digest}.{calls[-1].number}"
-    return f"{slug[: 80 if calls else 100]}-{_short(flow_run_id)}{place}{suffix}"
+    return slug[: 80 if calls else 100], f"{place}{suffix}"
 
 
 def _short(flow_run_id: str) -> str:
@@ -81,7 +112,22 @@ def loop_name(train_loop: Callable[..., Any] | str) -> str:
     """Give a name of the train loop that stays when its module is loaded under another name."""
     if isinstance(train_loop, str):
         return train_loop.rpartition(":")[2]
-    return getattr(train_loop, "__qualname__", type(train_loop).__qualname__).replace("<locals>.", "")
+    return _qualified_name(train_loop).replace("<locals>.", "")
+
+
+def _loop_path(train_loop: Callable[..., Any] | str) -> str:
+    """Say where a loop is imported from; nothing for one of a script, or of a flow's file that Prefect has loaded."""
+    if isinstance(train_loop, str):
+        return train_loop
+    module = getattr(train_loop, "__module__", None) or ""
+    is_by_value = (
+        module == "__main__" or module.startswith("__prefect_loader") or "<locals>" in _qualified_name(train_loop)
+    )
+    return "" if is_by_value or not module else f"{module}:{_qualified_name(train_loop)}"
+
+
+def _qualified_name(train_loop: Callable[..., Any]) -> str:
+    return str(getattr(train_loop, "__qualname__", type(train_loop).__qualname__))
 
 
 def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Mapping[str, Any] | None) -> Fingerprint:
@@ -91,6 +137,7 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
     """
     return Fingerprint(
         loop=loop_name(train_loop),
+        path=_loop_path(train_loop),
         framework=framework,
         config={str(key): _digest(value) for key, value in (config or {}).items()},
     )

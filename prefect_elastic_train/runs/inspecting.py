@@ -18,8 +18,9 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.outcomes import Outcome
 from prefect_elastic_train.reporting.accounts import Accounts, add_up
-from prefect_elastic_train.result import WorldSize
+from prefect_elastic_train.result import TimeAccount, WorldSize
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.ancestry import Ancestor
 from prefect_elastic_train.runs.checking import commit_label, usable_commit
 from prefect_elastic_train.runs.commits import all_attempts
 from prefect_elastic_train.runs.history import read_history
@@ -162,13 +163,15 @@ class RunAccounts(_View):
     resizes: int = 0
     steps_lost: int = 0
     goodput: float = 0.0
+    time: TimeAccount = Field(default_factory=TimeAccount)
     storage_wait_seconds: float = 0.0
     world_sizes: list[WorldSize] = Field(default_factory=list)
 
     @classmethod
     def of(cls, accounts: Accounts) -> RunAccounts:
         """Take from the accounts what is shown."""
-        return cls(**{name: getattr(accounts, name) for name in cls.model_fields})
+        same = {name: getattr(accounts, name) for name in cls.model_fields if name != "goodput"}
+        return cls(goodput=accounts.time.goodput, **same)
 
 
 class RunDetails(_View):
@@ -179,8 +182,11 @@ class RunDetails(_View):
     creator: Owner | None = None
     fingerprint: Fingerprint | None = None
     versions: dict[str, str] = Field(default_factory=dict)
-    #: The run whose checkpoint it started from, empty for none.
+    #: The run whose checkpoint it started from, as it was asked for; empty for none.
     resume_from: str = ""
+    #: The checkpoints that it comes from: the one that it started from, the one that that one's run started from, and
+    #: so on.
+    ancestors: list[Ancestor] = Field(default_factory=list)
     attempts: list[AttemptView] = Field(default_factory=list)
     accounts: RunAccounts = Field(default_factory=RunAccounts)
     #: What a training that lives waits for, if it waits for capacity.

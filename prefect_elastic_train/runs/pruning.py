@@ -27,7 +27,7 @@ from prefect_elastic_train.runs.records import AttemptRecord, Owner, RunRecord, 
 from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
 
-__all__ = ["Deletion", "RunChangedError", "RunPlan", "carry_out", "plan_run", "plan_runs"]
+__all__ = ["AwaitedSources", "Deletion", "RunChangedError", "RunPlan", "carry_out", "plan_run", "plan_runs"]
 
 #: Processes of an attempt may outlive its driver, or the record of its end, by some seconds.
 _SETTLE_SECONDS = 60.0
@@ -86,6 +86,40 @@ class RunPlan:
         return next((deletion for deletion in self.deletions if not deletion.folder), None)
 
 
+class AwaitedSources:
+    """Finds out which runs others are about to copy a checkpoint from.
+
+    Args:
+        storage: Where they are.
+        older_than_seconds: A run that was claimed longer ago, and longer than a day, will not begin any more.
+    """
+
+    def __init__(self, storage: Storage, older_than_seconds: float) -> None:
+        self._storage = storage
+        self._patience_seconds = max(older_than_seconds, _CLAIM_SECONDS)
+        #: Runs that have begun; they copy no more, and are not asked again.
+        self._begun: set[str] = set()
+
+    def look(self, now: float | None = None) -> dict[str, str]:
+        """Give the name of a run that awaits it, for each run that is awaited."""
+        now = time.time() if now is None else now
+        names = [name for name in self._storage.run_names() if name not in self._begun]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-prune") as pool:
+            sources = pool.map(lambda name: self._source(name, now), names)
+            return {source: name for source, name in zip(sources, names, strict=True) if source}
+
+    def _source(self, name: str, now: float) -> str:
+        """Give the run whose checkpoint a run is about to copy; empty if it is not about to."""
+        view = RunView(self._storage.run(name))
+        if all_attempts(view) or all_commits(view):
+            self._begun.add(name)
+            return ""
+        run = decode(RunRecord, view.read(layout.RUN))
+        if run is None or now - run.created_at > self._patience_seconds:
+            return ""
+        return (run.resume_from if run.source is None else run.source).partition("@")[0]
+
+
 def plan_runs(
     storage: Storage, names: Sequence[str], *, older_than_seconds: float | None = None, now: float | None = None
 ) -> list[RunPlan]:
@@ -101,12 +135,8 @@ def plan_runs(
         StorageFaultError: The storage refuses.
     """
     now = time.time() if now is None else now
+    awaited = AwaitedSources(storage, older_than_seconds).look(now) if older_than_seconds is not None else {}
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-prune") as pool:
-        awaited: dict[str, str] = {}
-        if older_than_seconds is not None:
-            everyone = storage.run_names()
-            sources = pool.map(lambda name: _awaited_source(storage.run(name), older_than_seconds, now), everyone)
-            awaited = {source: name for source, name in zip(sources, everyone, strict=True) if source}
 
         def look(name: str) -> RunPlan:
             return plan_run(storage.run(name), name, older_than_seconds, awaited_by=awaited.get(name, ""), now=now)
@@ -161,16 +191,22 @@ def plan_run(
     return replace(planned, owner=record.owner if record is not None else None)
 
 
-def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
+def carry_out(store: RunStore, planned: RunPlan, awaited: AwaitedSources | None = None) -> Iterator[Deletion]:
     """Delete what was planned, and give each thing when it is gone.
 
+    Args:
+        store: The run directory.
+        planned: What goes of it.
+        awaited: Tells whether another run is about to start from one that goes as a whole. None: none is.
+
     Raises:
-        RunChangedError: Somebody has begun to train the run, or goes on with it. What was not given yet stays.
+        RunChangedError: Somebody has begun to train the run, goes on with it, or is about to start from it. What was
+            not given yet stays.
         StorageFaultError: The storage refuses.
     """
     whole = planned.whole
     if whole is not None:
-        _delete_run(store, planned)
+        _delete_run(store, planned, awaited)
         yield whole
         return
     if planned.owner is not None:
@@ -231,17 +267,6 @@ def _plan_leftovers(view: RunView, seen: RunPlan) -> RunPlan:
     return replace(seen, deletions=deletions, uploads=any(leftover.kind == "upload" for leftover in leftovers))
 
 
-def _awaited_source(store: RunStore, older_than_seconds: float, now: float) -> str:
-    """Give the run whose checkpoint a run is about to copy; empty if it is not about to."""
-    view = RunView(store)
-    if all_attempts(view) or all_commits(view):
-        return ""
-    run = decode(RunRecord, view.read(layout.RUN))
-    if run is None or now - run.created_at > max(older_than_seconds, _CLAIM_SECONDS):
-        return ""
-    return run.resume_from.partition("@")[0]
-
-
 def _check_unchanged(store: RunStore, planned: RunPlan) -> None:
     newest = newest_attempt(store)
     if newest != planned.newest_attempt:
@@ -276,9 +301,14 @@ def _fence_off(store: RunStore, planned: RunPlan, owner: Owner) -> RunPlan:
     return replace(planned, newest_attempt=record.attempt)
 
 
-def _delete_run(store: RunStore, planned: RunPlan) -> None:
+def _delete_run(store: RunStore, planned: RunPlan, awaited: AwaitedSources | None) -> None:
     """Delete a run, what holds it last: whoever begins meanwhile finds that it belongs to somebody else."""
     number = _take_fence(store, planned, _pruner()).attempt
+    # Looked at behind the fence: whoever asks for the run's checkpoints from here on sees that it is going.
+    awaited_by = awaited.look().get(planned.run) if awaited is not None else None
+    if awaited_by:
+        store.delete(layout.attempt_name(number))
+        raise RunChangedError(f"run {awaited_by} is about to start from its checkpoint")
 
     def check() -> None:
         newest = newest_attempt(store)

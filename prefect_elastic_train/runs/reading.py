@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from prefect_elastic_train.result import BestCheckpoint, TrainingResult
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.ancestry import started_from
 from prefect_elastic_train.runs.commits import lineage
 from prefect_elastic_train.runs.records import CommitRecord, decode
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
@@ -53,8 +54,10 @@ def make_result(store: RunStore, run_name: str, accounts: Accounts, storage_bloc
         resizes=accounts.resizes,
         world_sizes=accounts.world_sizes,
         steps_lost=accounts.steps_lost,
-        goodput=accounts.goodput,
+        goodput=accounts.time.goodput,
+        time=accounts.time,
         storage_wait_seconds=accounts.storage_wait_seconds,
         storage_block=storage_block,
+        started_from=started_from(store),
         history=accounts.history,
     )

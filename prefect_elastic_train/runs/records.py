@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ class Owner(_Record):
     flow_name: str = ""
     flow_run_name: str = ""
     deployment_id: str = ""
+    #: Empty also if the Prefect API did not say.
+    deployment_name: str = ""
     host: str = ""
     pid: int = 0
     process_started_at: float = 0.0
@@ -46,9 +49,14 @@ class Owner(_Record):
     #: Submission id of the Ray job that the driver is; empty for a process of the flow's own machine.
     job: str = ""
 
+    @property
+    def is_flow_run(self) -> bool:
+        """Whether there is such a flow run; outside of flows the id stands for the call of ``elastic_train``."""
+        return bool(self.flow_run_name)
+
     def describe(self) -> str:
         """Name the flow run for an error message."""
-        name = f"flow run {self.flow_run_name!r}" if self.flow_run_name else "a training outside of a flow"
+        name = f"flow run {self.flow_run_name!r}" if self.is_flow_run else "a training outside of a flow"
         of_flow = f" of flow {self.flow_name!r}" if self.flow_name else ""
         return f"{name}{of_flow} (id {self.flow_run_id})"
 
@@ -57,8 +65,16 @@ class Fingerprint(_Record):
     """What tells one training from another: a digest a part, so that nothing secret is stored."""
 
     loop: str
+    #: Where the loop is imported from, ``<module or file>:<function>``; empty if it went by value. Only for telling
+    #: loops of the same name apart: one that is moved is the same.
+    path: str = ""
     framework: str
     config: dict[str, str] = Field(default_factory=dict)
+
+    def may_be_loop_of(self, other: Fingerprint) -> bool:
+        """Tell whether the loop may be that of ``other``, as far as names and places tell."""
+        paths = {path for path in (self.path, other.path) if path}
+        return (self.loop, self.framework) == (other.loop, other.framework) and len(paths) <= 1
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Say in words what differs in ``other``; empty if nothing does."""
@@ -80,11 +96,25 @@ class RunRecord(_Record):
     """``run.json``: what the run is and who created it."""
 
     name: str
+    #: Told apart from a run of the same name in another storage, or of one that was begun anew. Empty in records of
+    #: versions that gave none.
+    id: str = ""
     created_at: float = Field(default_factory=time.time)
     creator: Owner
     fingerprint: Fingerprint
     resume_from: str = ""
+    #: What ``resume_from`` came to, as ``<run>@<checkpoint folder>``: empty for nothing, so that the run begins at the
+    #: beginning; None if it was not looked for.
+    source: str | None = None
+    #: Which training of its flow run it is, the same in each night's flow run; see :func:`runs.identity.training_part`.
+    part: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, 32 hexadecimal digits; for a record that has none, digits made of what it does have."""
+        begun = f"{self.name} {self.created_at!r} {self.creator.flow_run_id}"
+        return self.id or hashlib.sha256(begun.encode()).hexdigest()[:32]
 
 
 class AttemptRecord(_Record):
@@ -93,6 +123,8 @@ class AttemptRecord(_Record):
     attempt: int
     #: Told apart from the attempt of the same number of another run.
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    #: Of the run, should ``run.json`` be lost.
+    run_id: str = ""
     owner: Owner
     #: What it trained with, which a resumed run may have changed since it was created.
     fingerprint: Fingerprint | None = None

@@ -32,6 +32,7 @@ from prefect_elastic_train.runs.snapshots import (
 from prefect_elastic_train.runs.store import RunStore
 
 __all__ = [
+    "SEED_COMMIT",
     "ResumePoint",
     "adopt_snapshot",
     "attempt_commit",
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 #: How Ray Train calls a checkpoint that the loop gives no name.
+#: Attempt and number of the commit that a run begins with that starts from another's checkpoint.
+SEED_COMMIT = (0, 0)
 _RAYS_NAME = re.compile(r"checkpoint_\d")
 
 
@@ -272,7 +275,7 @@ def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
     if current is not None and json.dumps(parse_snapshot(current)) == wanted:
         return []
     store.replace(layout.SNAPSHOT, wanted.encode())
-    if point.repairs:
+    if point.repairs or (current is None and point.base == (0, 0)):  # a copied checkpoint comes without Ray's file
         return []
     if current is None:
         return ["Ray's snapshot was missing and was written anew from the newest commit"]
@@ -313,8 +316,9 @@ def seed_run(store: RunStore, checkpoint_name: str, metrics: dict[str, Any], ray
     """Make a checkpoint that was copied into a new run its first commit; False if it has one already."""
     snapshot = seed_snapshot(checkpoint_name, metrics, ray_version)
     manifest = {checkpoint_name: store.file_sizes(checkpoint_name) or {}}
-    record = CommitRecord(attempt=0, sequence=0, snapshot=snapshot, manifest=manifest)
-    return store.create(layout.commit_name(0, 0), encode(record))
+    attempt, sequence = SEED_COMMIT
+    record = CommitRecord(attempt=attempt, sequence=sequence, snapshot=snapshot, manifest=manifest)
+    return store.create(layout.commit_name(*SEED_COMMIT), encode(record))
 
 
 def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:

@@ -1,39 +1,168 @@
-"""Starting a new run from another run's checkpoint, which stays untouched."""
+"""Starting a new run from another run's checkpoint, which stays untouched.
+
+Which one it is, is written into the new run's record before it is copied: a restart copies from the same run, and
+whoever deletes old runs leaves it alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
 from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.runs.commits import Mark
-from prefect_elastic_train.runs.identity import check_run_name
+from prefect_elastic_train.outcomes import AttemptFailedError, Outcome, is_passing
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.attempts import Claim
+from prefect_elastic_train.runs.commits import Mark, newest_attempt
+from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name, is_run_name
+from prefect_elastic_train.runs.inspecting import PRUNER
 from prefect_elastic_train.runs.reading import newest_commit
+from prefect_elastic_train.runs.records import AttemptRecord, EndedRecord, RunRecord, decode, encode
 from prefect_elastic_train.runs.resume import damage_of, seed_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.runs.view import RunView
 
-__all__ = ["check_source", "copy_checkpoint", "parse_source"]
+__all__ = ["Source", "choose_source", "copy_checkpoint", "parse_source", "seed_from_source"]
+
+#: Runs looked at, at a time.
+_THREADS = 32
+#: Runs that were passed over are named one by one up to here.
+_MAX_NAMED = 5
+#: How often another source is chosen because somebody deletes the one that was.
+_MAX_CHOICES = 5
+
+
+class _UnfitError(Exception):
+    """A run that no other can start from, and why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a new run starts from.
+
+    Attributes:
+        checkpoint: As ``<run>@<checkpoint folder>``; empty for the beginning.
+        notes: What the user should know of the choice, in words.
+    """
+
+    checkpoint: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def run(self) -> str:
+        """The run that the checkpoint is of."""
+        return self.checkpoint.partition("@")[0]
+
+    @property
+    def folder(self) -> str:
+        """The checkpoint's folder in it."""
+        return self.checkpoint.partition("@")[2]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A checkpoint of a run: the result that belongs to it, and what it consists of."""
+
+    result: dict[str, Any]
+    manifest: dict[str, int] | None
+
+    @property
+    def folder(self) -> str:
+        name: str = self.result["checkpoint_dir_name"]
+        return name
 
 
 def parse_source(resume_from: str) -> tuple[str, str]:
     """Give run name and choice of ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``.
 
+    Without a choice it is the newest checkpoint of a run that is named, and the best one of ``"latest"``.
+
     Raises:
         ConfigurationError: The run's name is not one.
     """
     name, _, choice = resume_from.partition("@")
-    return check_run_name(name), choice or "latest"
+    return check_run_name(name), choice or ("best" if name == LATEST_RUN else "latest")
 
 
-def check_source(storage: Storage, resume_from: str) -> None:
-    """Find out before anything starts whether there is a checkpoint to start from.
+def choose_source(storage: Storage, claim: Claim, target: RunStore) -> Source:
+    """Choose the checkpoint that a new run starts from. Nothing is written.
+
+    ``"latest"`` is looked up once: the checkpoint that the run's record says stays the one, unless it is gone or about
+    to go.
+
+    Args:
+        storage: Where both runs are.
+        claim: What the new run's driver wants.
+        target: The new run, which need not exist.
 
     Raises:
-        AttemptFailedError: See :func:`copy_checkpoint`.
+        AttemptFailedError: A run was named that has no such checkpoint; outcome ``invalid``.
     """
-    _source(storage, resume_from)
+    name, choice = parse_source(claim.resume_from)
+    if name != LATEST_RUN:
+        try:
+            _check_stays(storage.run(name), name)
+            return Source(f"{name}@{_choose(storage.run(name), name, choice).folder}")
+        except _UnfitError as error:
+            raise _invalid(claim.resume_from, error) from error
+    recorded = decode(RunRecord, target.read(layout.RUN))
+    if recorded is None or recorded.source is None:
+        return _newest_run(storage, claim, choice)
+    if not recorded.source:
+        return Source("")
+    before = Source(recorded.source)
+    try:
+        _check_stays(storage.run(before.run), before.run)
+        _chosen(storage.run(before.run), before)
+        return before
+    except _UnfitError as error:
+        anew = _newest_run(storage, claim, choice)
+        note = f"resume_from={claim.resume_from!r}: it was to start from {before.checkpoint}, but {error}"
+        return Source(anew.checkpoint, [note, *anew.notes])
+
+
+def seed_from_source(storage: Storage, claim: Claim, target: RunStore) -> list[str]:
+    """Copy the checkpoint that a new run starts from into it, as its first commit.
+
+    The choice is in the run's record before the source is looked at for the last time, and whoever deletes a run takes
+    its fence before looking who awaits it: one of the two sees the other.
+
+    Args:
+        storage: Where both runs are.
+        claim: What the new run's driver wants; its record exists.
+        target: The new run.
+
+    Returns:
+        What the user should know, in words.
+
+    Raises:
+        AttemptFailedError: There is no such checkpoint, or it could not be copied.
+    """
+    notes: list[str] = []
+    for _ in range(_MAX_CHOICES):
+        record = decode(RunRecord, target.read(layout.RUN))
+        if not claim.resume_from:  # a run that is taken over starts from what it was to start from
+            if record is None or not record.resume_from:
+                return notes
+            claim = replace(claim, resume_from=record.resume_from)
+        source = choose_source(storage, claim, target)
+        notes += source.notes
+        if record is not None and record.source != source.checkpoint:
+            target.replace(layout.RUN, encode(record.model_copy(update={"source": source.checkpoint})))
+        if not source.checkpoint:
+            return notes
+        if record is not None and record.source is not None and Source(record.source).run == source.run:
+            _copy(storage.run(source.run), source, storage, target)
+            return notes
+    raise AttemptFailedError(
+        f"resume_from={claim.resume_from!r}: {_MAX_CHOICES} runs were deleted while this one was about to start from "
+        "them; retry the flow run",
+        outcome=Outcome.STORAGE_ERROR,
+    )
 
 
 def copy_checkpoint(storage: Storage, resume_from: str, target: RunStore) -> None:
@@ -48,52 +177,192 @@ def copy_checkpoint(storage: Storage, resume_from: str, target: RunStore) -> Non
     Raises:
         AttemptFailedError: The other run does not exist or has no such checkpoint; outcome ``invalid``.
     """
-    name, source, chosen, manifest = _source(storage, resume_from)
-    folder = f"from-{name}-{chosen['checkpoint_dir_name'].replace('/', '-')}"
+    name, choice = parse_source(resume_from)
+    try:
+        chosen = _choose(storage.run(name), name, choice)
+    except _UnfitError as error:
+        raise _invalid(resume_from, error) from error
+    _copy(storage.run(name), Source(f"{name}@{chosen.folder}"), storage, target)
+
+
+def _copy(store: RunStore, source: Source, storage: Storage, target: RunStore) -> None:
+    try:
+        chosen = _chosen(store, source)
+    except _UnfitError as error:
+        raise _invalid(source.checkpoint, error) from error
+    folder = _name_of_copy(store, source.run, source.folder)
     target.delete_folder(folder)  # what an interrupted copy left behind
     # Marked like an upload, so that a copy that is cut short is known for what it is.
     Mark(0, folder).set(target)
-    storage.copy_folder(f"{source.path}/{chosen['checkpoint_dir_name']}", f"{target.path}/{folder}")
-    damage = damage_of(target, folder, manifest)
+    storage.copy_folder(f"{store.path}/{source.folder}", f"{target.path}/{folder}")
+    damage = damage_of(target, folder, chosen.manifest)
     if damage:
         raise AttemptFailedError(
-            f"resume_from={resume_from!r}: the copy of the checkpoint is not whole: {damage}; retry the flow run",
+            f"resume_from={source.checkpoint!r}: the copy of the checkpoint is not whole: {damage}; retry the flow run",
             outcome=Outcome.STORAGE_ERROR,
         )
-    seed_run(target, folder, chosen["metrics"], version("ray"))
+    seed_run(target, folder, chosen.result["metrics"], version("ray"))
 
 
-def _source(storage: Storage, resume_from: str) -> tuple[str, RunStore, dict[str, Any], dict[str, int] | None]:
-    """Give the other run's name, the run, the result that belongs to the checkpoint, and what that consists of."""
-    name, choice = parse_source(resume_from)
-    source = storage.run(name)
+def _name_of_copy(source: RunStore, run: str, checkpoint: str) -> str:
+    """Name the folder of a copy. The name of what is a copy itself does not grow from run to run."""
+    record = decode(RunRecord, source.read(layout.RUN))
+    before = (record.source or record.resume_from).partition("@")[0] if record is not None else ""
+    original = checkpoint.removeprefix(f"from-{before}-") if before else checkpoint
+    return f"from-{run}-{original.replace('/', '-')}"
+
+
+def _newest_run(storage: Storage, claim: Claim, choice: str) -> Source:
+    """Choose among the earlier runs of the same training, the newest first, with one request for each run there is."""
+    records, passed_over = _records(storage, claim.name)
+    earlier = [(name, record) for name, record in records if _may_be_same_training(record, claim)]
+    flow_runs: dict[str, list[tuple[str, RunRecord]]] = {}
+    for name, record in sorted(earlier, key=lambda one: (one[1].created_at, one[0]), reverse=True):
+        flow_runs.setdefault(record.creator.flow_run_id, []).append((name, record))
+    for name in (name for runs in flow_runs.values() for name in _same_training(runs, claim)):
+        view = RunView(storage.run(name))
+        try:
+            _check_completed(view, name)
+            folder = _choose(view, name, choice).folder
+        except _UnfitError as error:
+            passed_over.append(str(error))
+            continue
+        return Source(f"{name}@{folder}", _notes(claim, passed_over))
+    owner = claim.owner
+    of = "this deployment" if owner.deployment_id else f"flow {owner.flow_name!r}" if owner.flow_name else "no flow"
+    nothing = (
+        f"resume_from={claim.resume_from!r}: {storage.uri} holds no completed run with a checkpoint of training "
+        f"{claim.part!r} (train loop {claim.fingerprint.loop!r}) of {of}; it trains from the beginning"
+    )
+    return Source("", [*_notes(claim, passed_over), nothing])
+
+
+def _records(storage: Storage, besides: str) -> tuple[list[tuple[str, RunRecord]], list[str]]:
+    """Read the records of all runs but one; give those that can be read, and a line for each that cannot."""
+    names = [name for name in storage.run_names() if name != besides and is_run_name(name)]
+
+    def read(name: str) -> bytes | OSError | None:
+        try:
+            return storage.run(name).read(layout.RUN)
+        except OSError as error:
+            if is_passing(error):
+                raise
+            return error
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-look") as pool:
+        answers = list(pool.map(read, names))
+    if (errors := [answer for answer in answers if isinstance(answer, OSError)]) and len(errors) == len(answers):
+        raise errors[0]  # not one of them: it is the storage
+    records, unreadable = [], []
+    for name, answer in zip(names, answers, strict=True):
+        if isinstance(answer, OSError):
+            unreadable.append(f"run {name!r}, which cannot be read: {answer}")
+        elif answer is not None:
+            record = decode(RunRecord, answer)
+            if record is None:
+                unreadable.append(f"run {name!r}, whose record is torn")
+            else:
+                records.append((name, record))
+    return records, unreadable
+
+
+def _same_training(runs: Sequence[tuple[str, RunRecord]], claim: Claim) -> list[str]:
+    """Give those runs of one earlier flow run that are of the same training in it.
+
+    A flow run that trains several models may begin them in another order the next night: the one with the same
+    configuration is meant, if just one has it, else the one that took the same place.
+    """
+    alike = [name for name, record in runs if record.fingerprint.config == claim.fingerprint.config]
+    return alike if len(alike) == 1 < len(runs) else [name for name, record in runs if record.part == claim.part]
+
+
+def _may_be_same_training(record: RunRecord, claim: Claim) -> bool:
+    """Tell whether another flow run's run is of the same deployment (without one: flow) and loop."""
+    ours, theirs = claim.owner, record.creator
+    return (
+        theirs.flow_run_id != ours.flow_run_id
+        and theirs.deployment_id == ours.deployment_id
+        and (bool(ours.deployment_id) or theirs.flow_name == ours.flow_name)
+        and record.fingerprint.may_be_loop_of(claim.fingerprint)
+    )
+
+
+def _notes(claim: Claim, passed_over: list[str]) -> list[str]:
+    if not passed_over:
+        return []
+    more = len(passed_over) - _MAX_NAMED
+    words = [*passed_over[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
+    return [f"resume_from={claim.resume_from!r} passed over {'; '.join(words)}"]
+
+
+def _check_completed(source: RunStore, name: str) -> None:
+    """Refuse a run that is not complete: it may go on, and one that failed half-way is no base for another.
+
+    Raises:
+        _UnfitError: See above.
+    """
+    number = newest_attempt(source)
+    if not number:
+        raise _UnfitError(f"run {name!r} has not begun, or is gone")
+    ended = decode(EndedRecord, source.read(layout.ended_name(number)))
+    if ended is None:
+        _check_stays(source, name)
+        raise _UnfitError(f"run {name!r} has not ended")
+    if ended.outcome != Outcome.COMPLETED.value:
+        raise _UnfitError(f"run {name!r} ended as {ended.outcome}")
+
+
+def _check_stays(source: RunStore, name: str) -> None:
+    """Refuse a run that is being deleted.
+
+    Raises:
+        _UnfitError: See above.
+    """
+    number = newest_attempt(source)
+    record = decode(AttemptRecord, source.read(layout.attempt_name(number))) if number else None
+    if record is not None and record.owner.flow_run_id == PRUNER:
+        raise _UnfitError(f"run {name!r} is being deleted by `{PRUNER}`")
+
+
+def _chosen(store: RunStore, source: Source) -> _Chosen:
+    """Give the checkpoint that was chosen before, by its folder.
+
+    Raises:
+        _UnfitError: It is not there any more, or not whole.
+    """
+    return _choose(store, source.run, source.folder, by_folder=True)
+
+
+def _choose(source: RunStore, name: str, choice: str, *, by_folder: bool = False) -> _Chosen:
+    """Give a whole checkpoint of a run, whatever its folder is called if that is what was chosen.
+
+    Raises:
+        _UnfitError: It has none, or not the one that was asked for.
+    """
     commit = newest_commit(source)
     if commit is None:
-        raise AttemptFailedError(
-            f"resume_from={resume_from!r}: {source.uri} has no committed checkpoint", outcome=Outcome.INVALID
-        )
-    chosen = _choose(commit.snapshot, choice)
+        raise _UnfitError(f"{source.uri} has no committed checkpoint")
+    chosen = _result_of(commit.snapshot, choice, by_folder=by_folder)
     if chosen is None:
         known = ", ".join(sorted(commit.manifest))
-        raise AttemptFailedError(
-            f"resume_from={resume_from!r}: run {name!r} has no checkpoint {choice!r}; it has {known}",
-            outcome=Outcome.INVALID,
-        )
+        raise _UnfitError(f"run {name!r} has no checkpoint {choice!r}; it has {known}")
     checkpoint = chosen["checkpoint_dir_name"]
     damage = damage_of(source, checkpoint, commit.manifest.get(checkpoint))
     if damage:
-        raise AttemptFailedError(
-            f"resume_from={resume_from!r}: checkpoint {checkpoint!r} of run {name!r} is damaged: {damage}; name "
-            f"another one as {name}@<checkpoint>",
-            outcome=Outcome.INVALID,
+        raise _UnfitError(
+            f"checkpoint {checkpoint!r} of run {name!r} is damaged: {damage}; name another one as {name}@<checkpoint>"
         )
-    return name, source, chosen, commit.manifest.get(checkpoint)
+    return _Chosen(chosen, commit.manifest.get(checkpoint))
 
 
-def _choose(snapshot: dict[str, Any], choice: str) -> dict[str, Any] | None:
+def _invalid(resume_from: str, error: _UnfitError) -> AttemptFailedError:
+    return AttemptFailedError(f"resume_from={resume_from!r}: {error}", outcome=Outcome.INVALID)
+
+
+def _result_of(snapshot: dict[str, Any], choice: str, *, by_folder: bool) -> dict[str, Any] | None:
     results: list[dict[str, Any]] = snapshot["checkpoint_results"]
-    if choice == "latest":
+    if choice == "latest" and not by_folder:
         return latest_checkpoint(snapshot)
-    if choice == "best":
+    if choice == "best" and not by_folder:
         return results[-1] if results else None
     return next((result for result in results if result["checkpoint_dir_name"] == choice), None)

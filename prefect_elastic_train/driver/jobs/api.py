@@ -176,6 +176,21 @@ class JobsApi:
             raise UnreachableError("what answers does not speak of the job")
         return _job(found)
 
+    def submit(self, submission_id: str, entrypoint: str, metadata: dict[str, str]) -> None:
+        """Submit a command as a job that brings nothing along and reserves nothing.
+
+        Args:
+            submission_id: Its id, which no job has had.
+            entrypoint: The command.
+            metadata: What people and programs know it by.
+        """
+        request = {"entrypoint": entrypoint, "submission_id": submission_id, "metadata": metadata}
+        self._json("POST", "/api/jobs/", json=request)
+
+    def delete(self, submission_id: str) -> None:
+        """Have the cluster forget a job that has ended."""
+        self._json("DELETE", f"/api/jobs/{submission_id}")
+
     def stop(self, submission_id: str) -> None:
         """Tell a job to end; a job that has ended or is unknown is left as it is."""
         answer = self._request("POST", f"/api/jobs/{submission_id}/stop")

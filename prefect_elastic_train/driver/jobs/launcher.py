@@ -32,7 +32,7 @@ from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 if TYPE_CHECKING:
     from prefect_elastic_train.driver.launch import Runtime
 
-__all__ = ["JobLauncher"]
+__all__ = ["JobLauncher", "check_version"]
 
 _T = TypeVar("_T")
 
@@ -218,7 +218,7 @@ class JobLauncher:
         newest = max(found, key=lambda job: job.started_at, default=None)
         if newest is not None and newest.status == "SUCCEEDED" and newest.submission_id not in self._followed:
             return newest, False
-        _check_version(api, cluster)
+        check_version(api, cluster)
         number = 1 + max((_number(job.submission_id, prefix) for job in found), default=0)
         return self._submit(api, spec, f"{prefix}{number}", metadata, folder, environment), True
 
@@ -302,7 +302,7 @@ class JobLauncher:
             time.sleep(_TURN_SECONDS)
 
 
-def _check_version(api: JobsApi, cluster: ClusterVersion) -> None:
+def check_version(api: JobsApi, cluster: ClusterVersion) -> None:
     """Refuse a cluster that cannot run the driver.
 
     Raises:

@@ -25,12 +25,15 @@ from prefect_elastic_train.driver.jobs import entry
 from prefect_elastic_train.driver.spec import DriverSpec, write_spec
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSettings
+from prefect_elastic_train.version import VERSION_FILE, __version__
 
-__all__ = ["ENTRYPOINT", "end_pending", "forget_job", "make_runtime_env"]
+__all__ = ["ENTRYPOINT", "PYTHON", "VERSIONS_TAG", "end_pending", "forget_job", "make_runtime_env", "tell_versions"]
 
 _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
 _NEEDED = ("ray.train", "pyarrow", "pydantic", "psutil", "tenacity", "cloudpickle")
+#: What a job that tells its versions begins the line with.
+VERSIONS_TAG = "@elastic-train-versions "
 _FRAMEWORKS = {"torch": ("torch",), "jax": ("jax",), "none": ()}
 #: What the flow's objects are pickled by.
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -74,6 +77,15 @@ def end_pending(submission_id: str) -> str:
     return _command(f"-c {shlex.quote(code)}")
 
 
+def tell_versions() -> str:
+    """Give the command of a job that prints which Python and Ray a driver would have: `VERSIONS_TAG`, then JSON."""
+    code = (
+        "import json, platform, ray; "
+        f"print({VERSIONS_TAG!r} + json.dumps({{'python': platform.python_version(), 'ray': ray.__version__}}))"
+    )
+    return _command(f"-c {shlex.quote(code)}")
+
+
 def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
     """Give the runtime environment of a job, with folders of this machine that are still to be uploaded.
 
@@ -99,6 +111,7 @@ def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
     if not package.exists():
         source = os.path.dirname(prefect_elastic_train.__file__)
         shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+        (package / VERSION_FILE).write_text(f"{__version__}\n", encoding="utf-8")
     job = _write_job(spec, folder)
     if environment.get("excludes"):
         _check_excludes(environment["excludes"], (package, job))
@@ -138,7 +151,7 @@ def _write_job(spec: DriverSpec, folder: Path) -> Path:
     wanted = {
         "python": PYTHON,
         "ray": version("ray"),
-        "package": prefect_elastic_train.__version__,
+        "package": __version__,
         "modules": [*_NEEDED, *_FRAMEWORKS[spec.framework], *stores.get(type(spec.storage), ())],
     }
     (job / "wanted.json").write_text(json.dumps(wanted))

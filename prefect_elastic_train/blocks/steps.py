@@ -1,0 +1,60 @@
+"""Steps of a ``prefect.yaml``: saved blocks as parameters of a deployment, by reference.
+
+Prefect resolves ``{{ prefect.blocks.… }}`` and ``$ref`` while it deploys, and so writes a copy of the block into the
+deployment: it does not follow later changes, and its secrets can be read there. What a step gives is put in later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect_elastic_train import blocks
+from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.blocks.lookup import load_block
+from prefect_elastic_train.outcomes import ConfigurationError
+
+__all__ = ["saved_blocks"]
+
+_KINDS: dict[str, type[TrainingBlock]] = {
+    kind.get_block_type_slug(): kind for kind in (getattr(blocks, name) for name in blocks.__all__)
+}
+
+
+def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
+    """Give references to saved blocks, for the parameters of a deployment.
+
+    The blocks are loaded once, so that a deployment with a block that is missing or holds a bad value is refused.
+
+    Args:
+        **names: Saved blocks by the keys that their references get, as ``"<block type>/<name>"``.
+
+    Returns:
+        The references by their keys. The server resolves them for each flow run, and the deployment follows changes of
+        its blocks.
+
+    Raises:
+        ConfigurationError: There is no such block, or it does not load.
+
+    Example:
+        In ``prefect.yaml``::
+
+            build:
+              - prefect_elastic_train.blocks.steps.saved_blocks:
+                  id: blocks
+                  scaling: elastic-scaling/laptop
+                  storage: training-storage-directory/laptop
+            parameters:
+              scaling: "{{ blocks.scaling }}"
+              storage: "{{ blocks.storage }}"
+    """
+    return {key: _reference(name) for key, name in names.items()}
+
+
+def _reference(name: str) -> dict[str, Any]:
+    slug, _, short = name.partition("/")
+    if slug not in _KINDS or not short:
+        raise ConfigurationError(
+            f"{name!r} is no block of a training: expected <block type>/<name> with one of {', '.join(_KINDS)}"
+        )
+    block = load_block(_KINDS[slug], short)
+    return {"$ref": {"block_document_id": str(block._block_document_id)}}

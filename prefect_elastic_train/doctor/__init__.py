@@ -1,0 +1,1 @@
+"""Trying everything that a training needs, before one is started: ``elastic-train doctor``."""

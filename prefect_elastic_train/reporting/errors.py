@@ -1,0 +1,119 @@
+"""What failed ranks say: each error once, with its ranks, and in as few words as tell the cause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["all_ranks", "cause", "causes", "distinct", "ranks_in_words"]
+
+#: A line of a traceback that names the exception, possibly behind its module.
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Killed|Fault|Failure|Timeout)\b"
+)
+#: How Ray says that a process is gone, rather than that its code failed.
+_DEATH = re.compile(
+    r"actor (?:is dead|died)|worker (?:is )?died|node \S+ (?:is dead|died)|Worker unexpectedly exits", re.IGNORECASE
+)
+#: Process ids, addresses and the like differ where the error is the same.
+_VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")
+_MAX_CAUSES = 3
+_MAX_CAUSE = 240
+#: Characters of an error, and of all errors of a failure; beyond that an error's end is kept.
+_MAX_ERROR = 200_000
+_MAX_ERRORS = 400_000
+_SHORT = 2000
+_TINY = 200
+#: Different errors that are told apart, and lines of one that its cause is looked for in.
+_MAX_DISTINCT = 1000
+_MAX_LINES = 2000
+_MAX_LINE = 500
+
+
+def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """Give each different error once, however many ranks have it, in a bounded size.
+
+    Args:
+        errors: Rank and its error or traceback.
+
+    Returns:
+        The lowest rank with its error; and for each such rank the others with the same.
+    """
+    first: dict[str, int] = {}
+    texts: dict[str, str] = {}
+    also: dict[str, list[int]] = {}
+    room = _MAX_ERRORS
+    others: int | None = None
+    for rank, text in sorted(errors.items()):
+        key = _VARIABLE.sub("#", text)
+        if key in first:
+            also.setdefault(str(first[key]), []).append(rank)
+            continue
+        first[key] = rank
+        if len(texts) >= _MAX_DISTINCT:
+            others = max(map(int, texts)) if others is None else others
+            texts[str(others)] = "other errors, which are left out"
+            first[key] = others
+            also.setdefault(str(others), []).append(rank)
+            continue
+        most = min(_MAX_ERROR, room)
+        kept = text if len(text) <= most else _middle_left_out(text, most if room > _SHORT else _TINY)
+        room = max(_TINY, room - len(kept))
+        texts[str(rank)] = kept
+    return texts, also
+
+
+def causes(errors: Mapping[str, str], also: Mapping[str, Sequence[int]]) -> list[str]:
+    """Give the causes of a failure in short: deaths of ranks first, since what the survivors report follows from them.
+
+    Args:
+        errors: Ranks and their errors, as :func:`distinct` gives them.
+        also: Other ranks with the same.
+    """
+    found = [
+        (*_cause(text), [int(rank), *also.get(rank, [])])
+        for rank, text in sorted(errors.items(), key=lambda item: int(item[0]))
+    ]
+    deaths = [item for item in found if item[1]]
+    words = [f"{ranks_in_words(ranks)}: {cause}" for cause, _, ranks in (deaths or found)]
+    left = len(words) - _MAX_CAUSES
+    return words[:_MAX_CAUSES] + ([f"and {left} other errors"] if left > 0 else [])
+
+
+def cause(text: str) -> str:
+    """Give the line of an error or a traceback that tells its cause."""
+    return _cause(text)[0]
+
+
+def _middle_left_out(text: str, most: int) -> str:
+    return f"{text[: most // 2]}\n[…]\n{text[-(most // 2) :]}"
+
+
+def all_ranks(errors: Mapping[str, str], also: Mapping[str, Sequence[int]]) -> list[int]:
+    """Give all ranks that failed."""
+    return sorted({int(rank) for rank in errors} | {rank for ranks in also.values() for rank in ranks})
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Give ranks in short, such as ``ranks 0-3, 7``."""
+    ordered = sorted(ranks)
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans[:10])
+    more = f" and {len(spans) - 10} more" if len(spans) > 10 else ""
+    return f"rank{'s' if len(ordered) > 1 else ''} {words}{more}"
+
+
+def _cause(text: str) -> tuple[str, bool]:
+    """Give the line that tells the cause, and whether it is the death of a process."""
+    lines = [line.strip()[:_MAX_LINE] for line in text.splitlines() if line.strip()][-_MAX_LINES:]
+    if not lines:
+        return "no reason given", False
+    death = next((line for line in lines if _DEATH.search(line)), None)
+    named = [line for line in lines if _EXCEPTION.match(line)]
+    cause = death or (named[-1] if named else lines[-1])
+    return cause[:_MAX_CAUSE], death is not None

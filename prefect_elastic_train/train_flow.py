@@ -1,0 +1,109 @@
+"""A deployable flow that trains with any Ray Train loop, so that nobody has to write one for that.
+
+``elastic-train run`` runs it from a shell. As a deployment::
+
+    from prefect.types.entrypoint import EntrypointType
+    from prefect_elastic_train.train_flow import train
+
+    train.serve("train", entrypoint_type=EntrypointType.MODULE_PATH)
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from prefect import flow
+from pydantic import Field
+
+from prefect_elastic_train.blocks import (
+    CheckpointPolicy,
+    ElasticScaling,
+    FailureBudget,
+    FsspecStorage,
+    LocalStorage,
+    RayCluster,
+    S3Storage,
+)
+from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.blocks.lookup import load_block, saved_name
+from prefect_elastic_train.train_loops import LOOP_PATTERN, named_loop
+from prefect_elastic_train.training import elastic_train
+
+__all__ = ["train"]
+
+AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
+
+DEFAULT_CONFIG: dict[str, Any] = {}
+DEFAULT_SCALING = ElasticScaling()
+DEFAULT_FAILURES = FailureBudget()
+DEFAULT_CHECKPOINTS = CheckpointPolicy()
+DEFAULT_CLUSTER = RayCluster()
+
+
+# Whoever runs it as a deployment can ask the flow run for its result.
+@flow(name="train", persist_result=True, result_serializer="json")
+def train(
+    train_loop: Annotated[str, Field(pattern=LOOP_PATTERN)],
+    storage: LocalStorage | S3Storage | FsspecStorage,
+    train_loop_config: dict[str, Any] = DEFAULT_CONFIG,
+    framework: Literal["torch", "jax", "none"] = "torch",
+    scaling: ElasticScaling = DEFAULT_SCALING,
+    failures: FailureBudget = DEFAULT_FAILURES,
+    checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
+    cluster: RayCluster = DEFAULT_CLUSTER,
+    run_name: str = "",
+    resume: bool = False,
+    resume_from: str = "",
+    timeout_seconds: Annotated[float, Field(ge=0)] = 0.0,
+) -> dict[str, Any]:
+    """Run a Ray Train loop elastically; it goes on from its last checkpoint after any failure.
+
+    A saved block is loaded anew by each driver of the training, so that what is mended in it counts. Save what has a
+    secret, a token or a key, as a block: of a secret typed into the form, Prefect keeps asterisks only.
+
+    Args:
+        train_loop: The loop, as "package.module:function", which the workers must be able to import, or as
+            "path/to/file.py:function" on the machine that runs the flow.
+        storage: Where the run and its checkpoints are kept; with several nodes, one that all reach.
+        train_loop_config: What the loop is called with. Shown in the UI: no secrets.
+        framework: What the workers are set up for; "none" is a plain Python loop.
+        scaling: How many workers train, and on what.
+        failures: How many failures the training may survive.
+        checkpoints: Which checkpoints are kept.
+        cluster: Where the training runs; by default a local cluster.
+        run_name: Name of the run; by default it is derived from the flow run.
+        resume: Whether to go on with a run of this name that another flow run has begun.
+        resume_from: Another run, from whose latest checkpoint this one starts: its name; with "@best" behind it from
+            the best one, with "@" and a folder from that one. "latest" for the best checkpoint of the newest run that
+            this deployment (without one: this flow) has completed with this loop, if there is one.
+        timeout_seconds: Ends the training after so many seconds, all driver restarts included. 0: no bound.
+
+    Returns:
+        The fields of `TrainingResult`, JSON-safe.
+    """
+    result = elastic_train(
+        named_loop(train_loop),
+        train_loop_config=train_loop_config,
+        framework=framework,
+        scaling=_by_name(scaling),
+        failures=_by_name(failures),
+        checkpoints=_by_name(checkpoints),
+        storage=_by_name(storage),
+        cluster=_by_name(cluster),
+        run_name=run_name or None,
+        resume=resume,
+        resume_from=resume_from or None,
+        timeout_seconds=timeout_seconds or None,
+    )
+    return result.model_dump(mode="json")
+
+
+def _by_name(block: AnyBlock) -> AnyBlock | str:
+    """Give a saved block by its name, which each attempt loads anew, so that a mended token is used.
+
+    One whose values are no longer those that are saved is given as it is: whoever changed it means the change.
+    """
+    name = saved_name(block)
+    if not name:
+        return block
+    saved = load_block(type(block), name)
+    changed = any(getattr(saved, field) != getattr(block, field) for field in type(block).model_fields)
+    return block if changed else name

@@ -1,0 +1,29 @@
+"""Which version of this package is imported."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+__all__ = ["UNKNOWN", "VERSION_FILE", "__version__"]
+
+#: Says the version of a copy that travels without its metadata, such as the one in a job's package. It comes before
+#: metadata, which may be those of another version that the cluster has installed.
+VERSION_FILE = "VERSION"
+#: Of a source tree that nobody has installed.
+UNKNOWN = "0+unknown"
+
+
+def _version(package: Path) -> str:
+    """Give the version of the package in a folder."""
+    try:
+        return (package / VERSION_FILE).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        pass
+    try:
+        return version("prefect-elastic-train")
+    except PackageNotFoundError:
+        return UNKNOWN
+
+
+__version__ = _version(Path(__file__).parent)
