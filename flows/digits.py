@@ -226,9 +226,12 @@ def train_loop(config: dict[str, Any]) -> None:
     Resumable: an epoch draws its order and its shifts from (seed, epoch) and nothing else is random, so a run
     that was interrupted ends with the same weights, bit for bit, as one that was not, at the same world size.
 
+    Continued: a checkpoint holds the name of its run and the epoch that this began with, so that a new run which starts
+    from another's checkpoint (`resume_from`) trains `epochs` more, and one that was interrupted only what is left.
+
     Args:
-        config: `train_path` (Parquet file), `epochs`, `seed`, `batch_size` (images over all workers) and
-            `learning_rate`.
+        config: `train_path` (Parquet file), `epochs` (of this run), `seed`, `batch_size` (images over all workers)
+            and `learning_rate`.
     """
     import numpy as np
     import ray.train
@@ -244,17 +247,19 @@ def train_loop(config: dict[str, Any]) -> None:
 
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
-    first_epoch = 0
+    run, run_began_at, first_epoch = context.get_experiment_name(), 0, 0
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as directory:
             saved = torch.load(Path(directory) / MODEL_FILE, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first_epoch = saved["epoch"]
+        run_began_at = saved["run_began_at"] if saved["run"] == run else first_epoch
+    epochs = run_began_at + config["epochs"]
     # The optimizer holds the very tensors that are wrapped here: on a CPU nothing moves.
     parallel_model = ray.train.torch.prepare_model(model, move_to_device=False)
 
-    for epoch in range(first_epoch, config["epochs"]):
+    for epoch in range(first_epoch, epochs):
         random = np.random.default_rng((config["seed"], epoch))
         order = random.permutation(len(images))
         epoch_images = shift_images(images, random.integers(0, 3, size=(len(images), 2)))
@@ -273,11 +278,12 @@ def train_loop(config: dict[str, Any]) -> None:
 
         done = epoch + 1
         mean_loss, accuracy = (totals / len(order)).tolist()
-        metrics = {"epoch": done, "epochs": config["epochs"], "loss": mean_loss, "train_accuracy": accuracy}
+        metrics = {"epoch": done, "epochs": epochs, "loss": mean_loss, "train_accuracy": accuracy}
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = None
             if rank == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": done}
+                state |= {"run": run, "run_began_at": run_began_at}
                 torch.save(state, Path(directory) / MODEL_FILE)
                 checkpoint = ray.train.Checkpoint.from_directory(directory)
             ray.train.report(metrics, checkpoint=checkpoint)
@@ -287,13 +293,14 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 @task(name="evaluate digits", cache_policy=NO_CACHE)
-def evaluate_digits(checkpoint_uri: str, test_path: str, storage: Storage | None = None) -> Evaluation:
+def evaluate_digits(checkpoint_uri: str, test_path: str, storage: Storage | str | None = None) -> Evaluation:
     """Let a checkpoint read the held-out images, and publish its confusion matrix as an artifact.
 
     Args:
         checkpoint_uri: Directory of the checkpoint, a path or a URI.
         test_path: Parquet file of the held-out images.
-        storage: The storage that the checkpoint is in; by default the URI with the ambient credentials.
+        storage: The storage that the checkpoint is in, or its saved name; by default the URI with the ambient
+            credentials.
 
     Returns:
         The accuracy and the confusion matrix.
@@ -447,7 +454,7 @@ def digits(
         framework="torch",
         scaling=scaling,
         failures=failures,
-        checkpoints=CheckpointPolicy(keep=3),
+        checkpoints=CheckpointPolicy(keep=3, score_attribute="loss", score_order="min"),
         storage=storage,
         cluster=cluster,
     )

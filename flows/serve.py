@@ -1,58 +1,77 @@
 """Serve the example flows as deployments: `python -m flows.serve` needs a Prefect server and stays running.
 
-The blocks that the deployments start with are saved on the server, so that they can be changed in the UI.
+For a machine without a work pool; `prefect.yaml` has the same flows for one. The blocks that the deployments start with
+are those of a profile in `blocks.profiles`, saved on the server, so that they can be changed in the UI.
 """
 
 import argparse
-from typing import Any, TypeVar
+import os
+import sys
+from collections.abc import Mapping
 
 from prefect import serve
-from prefect.blocks.core import Block
-from prefect.exceptions import ObjectNotFound
+from prefect.types.entrypoint import EntrypointType
 
-from flows.digits import DEFAULT_STORAGE as DIGITS_STORAGE
+from blocks.profiles import PROFILES, AnyBlock
+from flows.chained import pipeline, pipeline_in_one, prepare
 from flows.digits import digits
 from flows.digits_jax import digits_jax
-from flows.train import train
-from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, RayCluster
+from flows.evaluate import evaluate
+from flows.mlflow_curve import mlflow_curve
+from prefect_elastic_train import (
+    CheckpointPolicy,
+    ConfigurationError,
+    ElasticScaling,
+    FailureBudget,
+    FsspecStorage,
+    LocalStorage,
+    RayCluster,
+    S3Storage,
+)
+from prefect_elastic_train.blocks.lookup import load_block, load_if_saved, load_storage
+from prefect_elastic_train.train_flow import train
 
-AnyBlock = TypeVar("AnyBlock", bound=Block)
+#: What the flows call each type of block.
+PARAMETERS: dict[type[AnyBlock], str] = {
+    ElasticScaling: "scaling",
+    FailureBudget: "failures",
+    CheckpointPolicy: "checkpoints",
+    RayCluster: "cluster",
+    LocalStorage: "storage",
+    S3Storage: "storage",
+    FsspecStorage: "storage",
+}
 
 
-def saved_block(name: str, default: AnyBlock) -> AnyBlock:
-    """Load a block, or save one under that name if the server has none.
+def block_parameters(name: str, storage: str, environment: Mapping[str, str]) -> dict[str, AnyBlock]:
+    """Load the blocks that the deployments start with, and save those that the server does not have.
 
     Args:
-        name: Name of the block document.
-        default: What to save if there is no such block; it gives the type, too.
-
-    Returns:
-        The saved block. One that exists is never changed.
-    """
-    try:
-        return type(default).load(name)
-    except ValueError as error:
-        if not isinstance(error.__cause__, ObjectNotFound):
-            raise  # it exists but does not load, such as one with a bad value
-    default.model_copy().save(name)
-    return type(default).load(name)
-
-
-def block_parameters(name: str) -> dict[str, Any]:
-    """Load or save the blocks that all deployments start with.
-
-    Args:
-        name: Name of the block documents, the same for each type of block.
+        name: Name of the block documents, the same for each type of block. Missing ones get the values of the profile
+            of this name, or of `laptop` if there is none. One that exists is never changed.
+        storage: A saved storage to use in place of one of that name; empty for that one.
+        environment: Environment variables for the profile, needed only if a block is missing.
 
     Returns:
         Flow parameters; Prefect stores them as references, so a deployment follows changes of its blocks.
+
+    Raises:
+        ConfigurationError: A variable that the profile needs is not set, there is no storage, or a block holds a bad
+            value.
     """
-    return {
-        "storage": saved_block(name, DIGITS_STORAGE),
-        "scaling": saved_block(name, ElasticScaling(min_workers=1, max_workers=2)),
-        "failures": saved_block(name, FailureBudget()),
-        "cluster": saved_block(name, RayCluster()),
-    }
+    parameters = {key: block for kind, key in PARAMETERS.items() if (block := load_if_saved(kind, name)) is not None}
+    if storage:
+        parameters["storage"] = load_storage(storage)
+    if set(parameters) == set(PARAMETERS.values()):
+        return parameters
+    profile = PROFILES.get(name, PROFILES["laptop"])
+    missing = {PARAMETERS[type(block)]: block for block in profile.blocks(environment)}
+    if "storage" not in {*parameters, *missing}:
+        raise ConfigurationError(f"the profile {profile.name} has no storage: give a saved one with --storage")
+    for key in set(missing) - set(parameters):
+        missing[key].save(name)
+        parameters[key] = load_block(type(missing[key]), name)
+    return parameters
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -62,7 +81,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         arguments: Arguments to parse; by default those of the process.
 
     Returns:
-        `cron` (None or a cron expression) and `blocks` (name of the block documents).
+        `cron` (None or a cron expression), `blocks` (name of the block documents) and `storage` (of a saved storage).
     """
     parser = argparse.ArgumentParser(prog="python -m flows.serve", description="Serve the example flows.")
     parser.add_argument("--cron", help='schedule of the digits flow, such as "0 3 * * *"; by default none')
@@ -70,7 +89,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--blocks",
         default="laptop",
         metavar="NAME",
-        help="name of the blocks to start with; missing ones are saved (default: %(default)s)",
+        help="name of the blocks to start with; missing ones are saved with the values of the profile of that name, or "
+        "of the profile laptop (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--storage",
+        default="",
+        metavar="NAME",
+        help="a saved storage block to keep runs in, such as training-storage-s3/s3; by default that of --blocks",
     )
     return parser.parse_args(arguments)
 
@@ -78,12 +104,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Serve the deployments until the process is told to end."""
     options = parse_arguments()
-    parameters = block_parameters(options.blocks)
-    checkpoints = saved_block(options.blocks, CheckpointPolicy(keep=3))
+    try:
+        parameters = block_parameters(options.blocks, options.storage, os.environ)
+    except ConfigurationError as error:
+        sys.exit(f"error: {error}")
+    of_pipelines = {key: block for key, block in parameters.items() if key != "checkpoints"}
+    tags = ["elastic-train", options.blocks]
     serve(
-        digits.to_deployment("digits", cron=options.cron, parameters=parameters),
-        digits_jax.to_deployment("digits-jax", parameters=parameters),
-        train.to_deployment("train", parameters={**parameters, "checkpoints": checkpoints}),
+        digits.to_deployment("digits", cron=options.cron, parameters=of_pipelines, tags=tags),
+        digits_jax.to_deployment("digits-jax", parameters=of_pipelines, tags=tags),
+        evaluate.to_deployment("digits", tags=tags),
+        mlflow_curve.to_deployment("mlflow-curve", parameters=of_pipelines, tags=tags),
+        prepare.to_deployment("digits", tags=tags),
+        pipeline.to_deployment("digits", tags=tags),
+        pipeline_in_one.to_deployment("digits", parameters=of_pipelines, tags=tags),
+        train.to_deployment("train", parameters=parameters, tags=tags, entrypoint_type=EntrypointType.MODULE_PATH),
     )
 
 

@@ -1,0 +1,187 @@
+"""Preparation, training and evaluation of the digits as flows of their own, chained in three ways.
+
+- `pipeline` runs their deployments one after the other, each where its deployment runs: only training needs Ray.
+- `pipeline_in_one` calls them as subflows, in one process.
+- An automation may start `evaluate` when a training has completed: `elastic-train automations create train/train
+  --evaluate-with evaluate/digits --evaluate-at completed`.
+
+The fourth way, tasks of one flow, is `flows.digits`. Each night's training goes on from the best checkpoint of the
+night before (`resume_from="latest"`).
+"""
+
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.deployments import run_deployment
+from prefect.runtime import flow_run
+from pydantic import Field
+
+from flows.digits import (
+    DEFAULT_CLUSTER,
+    DEFAULT_DATA_DIRECTORY,
+    DEFAULT_FAILURES,
+    DEFAULT_SCALING,
+    DEFAULT_STORAGE,
+    Storage,
+    prepare_digits,
+)
+from flows.evaluate import evaluate
+from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, RayCluster, TrainingResult
+from prefect_elastic_train.train_flow import train
+
+TRAIN_LOOP = "flows.digits:train_loop"
+CHECKPOINTS = CheckpointPolicy(keep=3, score_attribute="train_accuracy")
+
+Epochs = Annotated[int, Field(ge=1, le=1000)]
+
+
+@flow(name="prepare", persist_result=True, result_serializer="json")
+def prepare(data_dir: str = DEFAULT_DATA_DIRECTORY) -> dict[str, Any]:
+    """Prepare the digits.
+
+    Args:
+        data_dir: Directory for the prepared data; on a cluster, one that all nodes mount.
+
+    Returns:
+        The fields of `flows.digits.DigitsData`, JSON-safe.
+    """
+    return prepare_digits(data_dir).model_dump(mode="json")
+
+
+def train_loop_config(data: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """Give what the loop of the digits is called with.
+
+    Args:
+        data: What `prepare` returned.
+        epochs: Passes over the training images, beyond those of the run that it starts from.
+    """
+    return {"train_path": data["train_path"], "epochs": epochs, "seed": 0, "batch_size": 64, "learning_rate": 1e-3}
+
+
+def best_checkpoint(trained: TrainingResult) -> str:
+    """Give the URI of the checkpoint that is worth an evaluation.
+
+    Args:
+        trained: What the training returned.
+    """
+    return trained.best_checkpoints[-1].uri
+
+
+def run_to_end(deployment: str, parameters: dict[str, Any], timeout_seconds: float) -> Any:
+    """Run a deployment, wait for its end and give its result.
+
+    The flow of the deployment persists its result (`persist_result=True`), where this process can read it: in the
+    home of Prefect on one machine, else in the block that `PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK` names for both. A
+    retry of the calling flow run finds the run that it has started before, and starts no second one.
+
+    Args:
+        deployment: Its name, `flow/deployment`.
+        parameters: Of its flow.
+        timeout_seconds: How long it is waited for.
+
+    Returns:
+        What its flow returned.
+
+    Raises:
+        TimeoutError: It has not ended by then. It goes on.
+        Exception: What its flow raised, or what Prefect says of a run that was cancelled or has crashed.
+    """
+    started = run_deployment(
+        deployment,
+        parameters=parameters,
+        timeout=timeout_seconds,
+        poll_interval=2,
+        idempotency_key=f"{flow_run.get_id()} {deployment}",
+    )
+    if started.state is None or not started.state.is_final():
+        now = started.state.name if started.state else "without a state"
+        raise TimeoutError(
+            f"flow run {started.name!r} of {deployment} is {now} after {timeout_seconds:g} s; it goes on. Retry this "
+            "flow run to wait for it again, or cancel it"
+        )
+    return started.state.result()
+
+
+@flow(name="pipeline", persist_result=True, result_serializer="json")
+def pipeline(
+    epochs: Epochs = 5,
+    resume_from: str = "latest",
+    data_dir: str = DEFAULT_DATA_DIRECTORY,
+    prepare_with: str = "prepare/digits",
+    train_with: str = "train/train",
+    evaluate_with: str = "evaluate/digits",
+    timeout_seconds: Annotated[float, Field(gt=0)] = 86400.0,
+) -> dict[str, Any]:
+    """Prepare, train and evaluate by deployments.
+
+    Storage, scaling and cluster are those of the training's deployment.
+
+    Args:
+        epochs: Passes over the training images in this run.
+        resume_from: What the training starts from; empty for the beginning.
+        data_dir: Directory for the prepared data, which all three deployments see.
+        prepare_with: Deployment of `prepare`.
+        train_with: Deployment of `prefect_elastic_train.train_flow.train`.
+        evaluate_with: Deployment of `flows.evaluate.evaluate`.
+        timeout_seconds: How long each of them is waited for.
+
+    Returns:
+        `trained`, the fields of `TrainingResult`, and `evaluation`, those of `Evaluation`.
+    """
+    data = run_to_end(prepare_with, {"data_dir": data_dir}, timeout_seconds)
+    training = {
+        "train_loop": TRAIN_LOOP,
+        "train_loop_config": train_loop_config(data, epochs),
+        "resume_from": resume_from,
+    }
+    trained = TrainingResult.model_validate(run_to_end(train_with, training, timeout_seconds))
+    wanted = {
+        "checkpoint_uri": best_checkpoint(trained),
+        "storage": trained.storage_block,
+        "data_dir": data_dir,
+    }
+    evaluation = run_to_end(evaluate_with, wanted, timeout_seconds)
+    return {"trained": trained.model_dump(mode="json"), "evaluation": evaluation}
+
+
+@flow(name="pipeline-in-one", persist_result=True, result_serializer="json")
+def pipeline_in_one(
+    epochs: Epochs = 5,
+    resume_from: str = "latest",
+    data_dir: str = DEFAULT_DATA_DIRECTORY,
+    storage: Storage = DEFAULT_STORAGE,
+    scaling: ElasticScaling = DEFAULT_SCALING,
+    failures: FailureBudget = DEFAULT_FAILURES,
+    checkpoints: CheckpointPolicy = CHECKPOINTS,
+    cluster: RayCluster = DEFAULT_CLUSTER,
+) -> dict[str, Any]:
+    """Prepare, train and evaluate in subflows.
+
+    Args:
+        epochs: Passes over the training images in this run.
+        resume_from: What the training starts from; empty for the beginning.
+        data_dir: Directory for the prepared data; on a cluster, one that all nodes mount.
+        storage: Where the run and its checkpoints are kept.
+        scaling: How many workers train, and on what.
+        failures: How many failures the training may survive.
+        checkpoints: Which checkpoints are kept, and which is the best.
+        cluster: Where the training runs; by default a local cluster.
+
+    Returns:
+        `trained`, the fields of `TrainingResult`, and `evaluation`, those of `Evaluation`.
+    """
+    data = prepare(data_dir)
+    trained = TrainingResult.model_validate(
+        train(
+            TRAIN_LOOP,
+            storage,
+            train_loop_config=train_loop_config(data, epochs),
+            scaling=scaling,
+            failures=failures,
+            checkpoints=checkpoints,
+            cluster=cluster,
+            resume_from=resume_from,
+        )
+    )
+    evaluation = evaluate(best_checkpoint(trained), trained.storage_block, data_dir)
+    return {"trained": trained.model_dump(mode="json"), "evaluation": evaluation}

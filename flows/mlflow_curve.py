@@ -1,0 +1,291 @@
+"""A training whose curve is one run in MLflow, with each step once, whatever died meanwhile.
+
+What makes it so:
+
+- Rank 0 alone writes, into the MLflow run that is tagged with the `run_id` of the training, which stays over restarts.
+- Steps are logged when the checkpoint that has them is committed, never before: a step that is done again after a
+  fault counts as it was done the second time.
+- A checkpoint holds the points since the one before, so that those are logged by whoever resumes from it, if rank 0
+  died between the commit and the logging.
+
+MLflow's file store takes all that, as do its databases and its server (`tracking_uri`). The file store is the default
+since any shared directory will do for it, also over NFS, where SQLite will not. MLflow has it in maintenance mode, and
+wants to be told that it is meant.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from prefect import flow
+from pydantic import Field
+
+from prefect_elastic_train import (
+    ElasticScaling,
+    FailureBudget,
+    FsspecStorage,
+    LocalStorage,
+    RayCluster,
+    S3Storage,
+    elastic_train,
+)
+from prefect_elastic_train.loop import RunContext, run_context
+
+if TYPE_CHECKING:
+    import numpy as np
+    from mlflow import MlflowClient
+
+DEMO_DIRECTORY = Path(".demo").resolve()
+DEFAULT_TRACKING_URI = str(DEMO_DIRECTORY / "mlflow")
+DEFAULT_STORAGE = LocalStorage(path=str(DEMO_DIRECTORY / "runs"))
+DEFAULT_SCALING = ElasticScaling(min_workers=1, max_workers=2)
+DEFAULT_FAILURES = FailureBudget()
+DEFAULT_CLUSTER = RayCluster()
+
+WEIGHTS, BATCH_SIZE = 4, 32
+RUN_ID_TAG = "elastic_train.run_id"
+STATE_FILE = "state.json"  # the one file of a checkpoint
+METRICS_OF_A_CALL = 1000  # MLflow takes no more at once
+
+
+class Point(NamedTuple):
+    """What one step is logged as.
+
+    Attributes:
+        step: Number of the step, from 1.
+        at: When it was done, in milliseconds since the epoch.
+        metrics: Its metrics.
+    """
+
+    step: int
+    at: int
+    metrics: dict[str, float]
+
+
+# ------------------------------------------------------------------------------------------ tracking
+
+
+def open_client(tracking_uri: str) -> "MlflowClient":
+    """Give a client of an MLflow store.
+
+    Args:
+        tracking_uri: A directory, `file:///…`, `sqlite:///…` or the `https://…` of a server. MLflow reads a server's
+            credentials from `MLFLOW_TRACKING_USERNAME` and `…_PASSWORD` or `…_TOKEN` of the workers.
+    """
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when MLflow is imported
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri)
+
+
+class TrackedRun:
+    """The MLflow run of a training: found if there is one, else created. Belongs to rank 0 alone.
+
+    Args:
+        client: Of the MLflow store.
+        experiment: Name of the experiment; created if missing.
+        run: The training.
+        parameters: Logged once, when the MLflow run is created.
+    """
+
+    def __init__(self, client: "MlflowClient", experiment: str, run: RunContext, parameters: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        self._client = client
+        experiment_id = _experiment_id(client, experiment)
+        tags = {
+            RUN_ID_TAG: run.run_id,
+            "elastic_train.run_uri": run.run_uri,
+            "prefect.flow_run_id": run.flow_run_id,
+            "prefect.flow_name": run.flow_name,
+            "prefect.deployment_name": run.deployment_name,
+        }
+        found = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_ID_TAG}` = '{run.run_id}'")
+        mlflow_run = found[0] if found else client.create_run(experiment_id, tags=tags, run_name=run.run_name)
+        self.mlflow_run_id: str = mlflow_run.info.run_id
+        # Whoever created it may have died before it got to them.
+        missing = [Param(name, str(value)) for name, value in parameters.items() if name not in mlflow_run.data.params]
+        client.log_batch(self.mlflow_run_id, params=missing)
+        client.update_run(self.mlflow_run_id, status="RUNNING")
+        self._logged = {name: self._last_step(name) for name in mlflow_run.data.metrics}
+
+    def log(self, points: Iterable[Point]) -> None:
+        """Log steps, without those that an earlier rank 0 has logged.
+
+        Args:
+            points: Steps that a committed checkpoint holds, in their order.
+        """
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, value, point.at, point.step)
+            for point in points
+            for name, value in point.metrics.items()
+            if point.step > self._logged.get(name, 0)
+        ]
+        for first in range(0, len(metrics), METRICS_OF_A_CALL):
+            self._client.log_batch(self.mlflow_run_id, metrics=metrics[first : first + METRICS_OF_A_CALL])
+        self._logged |= {metric.key: metric.step for metric in metrics}
+
+    def finish(self) -> None:
+        """Say that the training is complete."""
+        self._client.set_terminated(self.mlflow_run_id, "FINISHED")
+
+    def _last_step(self, name: str) -> int:
+        return max(metric.step for metric in self._client.get_metric_history(self.mlflow_run_id, name))
+
+
+def _experiment_id(client: "MlflowClient", name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    try:
+        return str(client.create_experiment(name))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            raise
+        return str(found.experiment_id)  # another training was faster
+
+
+# ------------------------------------------------------------------------------------------ training
+
+
+def take_step(weights: "np.ndarray", step: int, learning_rate: float) -> "tuple[np.ndarray, float]":
+    """Take a step of gradient descent towards weights of one, on noisy examples that depend on the step alone.
+
+    Args:
+        weights: Of a linear model.
+        step: Number of the step, from 1.
+        learning_rate: Of the descent.
+
+    Returns:
+        The next weights, and the loss of the ones before.
+    """
+    import numpy as np
+
+    random = np.random.default_rng(step)
+    inputs = random.standard_normal((BATCH_SIZE, len(weights)))
+    errors = inputs @ weights - inputs.sum(axis=1) + 0.1 * random.standard_normal(BATCH_SIZE)
+    return weights - learning_rate * 2 * inputs.T @ errors / BATCH_SIZE, float((errors**2).mean())
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """Fit a linear model, and log its loss to MLflow (a Ray Train loop).
+
+    The model is so small that each rank computes all of it; what counts here is who logs what, and when.
+
+    Args:
+        config: `steps`, `checkpoint_every` (steps), `learning_rate`, `step_seconds` (that a step takes at least),
+            `tracking_uri` and `experiment`.
+    """
+    import numpy as np
+    import ray.train
+
+    context, run = ray.train.get_context(), run_context()
+    rank = context.get_world_rank()
+    done, weights = 0, np.zeros(WEIGHTS)
+    points: list[Point] = []  # since the last checkpoint; on a resume, those that it holds
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            saved = json.loads((Path(folder) / STATE_FILE).read_text())
+        done, weights = saved["step"], np.array(saved["weights"])
+        # A run that starts from another one's checkpoint has a curve of its own.
+        points = [Point(*point) for point in saved["points"]] if saved["run_id"] == run.run_id else []
+    print(
+        f"rank {rank} of {context.get_world_size()} goes on after step {done} in attempt {run.attempt} of "
+        f"{run.run_id}, for flow run {run.flow_run_id}"
+    )
+
+    tracked = None
+    if rank == 0:
+        parameters = {name: config[name] for name in ("steps", "checkpoint_every", "learning_rate")}
+        tracked = TrackedRun(open_client(config["tracking_uri"]), config["experiment"], run, parameters)
+        tracked.log(points)
+    points = []
+    for step in range(done + 1, config["steps"] + 1):
+        time.sleep(config["step_seconds"])
+        weights, loss = take_step(weights, step, config["learning_rate"])
+        points.append(Point(step, int(time.time() * 1000), {"loss": loss}))
+        if step % config["checkpoint_every"] and step < config["steps"]:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = None
+            if rank == 0:
+                state = {"step": step, "weights": weights.tolist(), "points": points, "run_id": run.run_id}
+                (Path(folder) / STATE_FILE).write_text(json.dumps(state))
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"step": step, "total_steps": config["steps"], "loss": loss}, checkpoint=checkpoint)
+        if tracked is not None:
+            # Returns when the controller has committed what was reported.
+            ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
+            tracked.log(points)
+        points = []
+    if tracked is not None:
+        tracked.finish()
+
+
+# ---------------------------------------------------------------------------------------------- flow
+
+
+@flow(name="mlflow-curve")
+def mlflow_curve(
+    steps: Annotated[int, Field(ge=1)] = 200,
+    checkpoint_every: Annotated[int, Field(ge=1)] = 20,
+    learning_rate: Annotated[float, Field(gt=0)] = 0.05,
+    step_seconds: Annotated[float, Field(ge=0)] = 0.05,
+    tracking_uri: str = DEFAULT_TRACKING_URI,
+    experiment: str = "elastic-train",
+    storage: LocalStorage | S3Storage | FsspecStorage = DEFAULT_STORAGE,
+    scaling: ElasticScaling = DEFAULT_SCALING,
+    failures: FailureBudget = DEFAULT_FAILURES,
+    cluster: RayCluster = DEFAULT_CLUSTER,
+) -> dict[str, Any]:
+    """Train a small model, and follow it in MLflow as one curve over all restarts.
+
+    Args:
+        steps: Steps to train.
+        checkpoint_every: Steps between two checkpoints, and between two appearances of the curve in MLflow.
+        learning_rate: Of the gradient descent.
+        step_seconds: What a step takes at least, so that there is time to kill something.
+        tracking_uri: MLflow's store: a directory, one that all nodes mount, or any tracking URI of MLflow without
+            credentials.
+        experiment: MLflow experiment of the run; created if missing.
+        storage: Where the run and its checkpoints are kept.
+        scaling: How many workers train, and on what.
+        failures: How many failures the training may survive.
+        cluster: Where the training runs; by default a local cluster.
+
+    Returns:
+        The fields of `TrainingResult`, JSON-safe.
+    """
+    # Workers have folders of their own to work in.
+    is_uri = ":" in tracking_uri
+    result = elastic_train(
+        train_loop,
+        train_loop_config={
+            "steps": steps,
+            "checkpoint_every": checkpoint_every,
+            "learning_rate": learning_rate,
+            "step_seconds": step_seconds,
+            "tracking_uri": tracking_uri if is_uri else Path(tracking_uri).resolve().as_uri(),
+            "experiment": experiment,
+        },
+        framework="none",
+        scaling=scaling,
+        failures=failures,
+        storage=storage,
+        cluster=cluster,
+    )
+    return result.model_dump(mode="json")
+
+
+if __name__ == "__main__":
+    mlflow_curve()
