@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import platform
 import secrets
@@ -22,11 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from benchmarks.cluster import GrowingCluster
-from benchmarks.loops import WORKERS, LedgerLine, LoopSettings, SideSettings
+from benchmarks.loops import RESULT_FILE, WORKERS, LedgerLine, LoopSettings, SideSettings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
@@ -98,6 +100,7 @@ class SideRun:
         self.started = started
         self.ledger = LedgerReader(directory / LEDGER_FILE)
         self._log = directory / LOG_FILE
+        self._result = directory / RESULT_FILE
 
     def wait(self, timeout: float = SIDE_TIMEOUT_SECONDS) -> float:
         """Wait for the process to end well.
@@ -140,6 +143,16 @@ class SideRun:
             if time.monotonic() > deadline:
                 raise self.failed(f"did not get to {what} within {timeout:.0f} s")
             time.sleep(POLL_FOR_LINES_SECONDS)
+
+    def result(self) -> Any:
+        """What the side has written down itself, after its end.
+
+        Raises:
+            SideFailedError: It has written nothing.
+        """
+        if not self._result.exists():
+            raise self.failed("has no result")
+        return json.loads(self._result.read_text())
 
     def processes_running(self, argument: str) -> list[psutil.Process]:
         """Processes of this run, itself included, that have exactly `argument` in their command line."""
@@ -268,7 +281,7 @@ class Workbench:
             environment |= self._prefect_environment
         if cluster is not None:
             environment |= cluster.environment
-        elif side.entry_point == "raw":
+        elif side.entry_point.startswith("raw"):
             # Ray would otherwise create a token in the user's home directory.
             environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         return environment

@@ -16,6 +16,7 @@ from typing import Any
 
 WORKERS = 2
 CHECKPOINT_FILE = "state.pt"
+RESULT_FILE = "result"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LoopSettings:
             divides.
         asks: Ask at each step whether the worker group is about to be restarted, and report a checkpoint if so.
             Only in a Ray Train loop under elastic_train.
+        lines_per_second: Lines of output of a run that is only simulated.
         ledger: The file that takes a line for every step of every rank; each run gets its own.
     """
 
@@ -38,6 +40,7 @@ class LoopSettings:
     checkpoint_every: int
     checkpoint_offset: int = 0
     asks: bool = False
+    lines_per_second: float = 0.0
     ledger: str = ""
 
     def steps_after_checkpoint(self, step: int) -> int:
@@ -66,6 +69,10 @@ class SideSettings:
     run_name: str
     temp_dir: str
     cluster_address: str = ""
+
+    def write_result(self, result: Any) -> None:
+        """Write down what the side has measured itself, as JSON beside its ledger."""
+        Path(self.loop.ledger).with_name(RESULT_FILE).write_text(json.dumps(result))
 
     def to_json(self) -> str:
         """The settings as one command line argument."""
@@ -151,6 +158,30 @@ def ray_loop(config: dict[str, Any]) -> None:
                 torch.save(_state(step, model, optimizer), Path(directory) / CHECKPOINT_FILE)
                 saved = train.Checkpoint.from_directory(directory)
             train.report({"step": step, "loss": loss}, checkpoint=saved)
+
+
+def metrics_loop(config: dict[str, Any]) -> None:
+    """A Ray Train loop that reports metrics at each step and needs no framework; its model is the number of the step.
+
+    Args:
+        config: `LoopSettings` as a dictionary.
+    """
+    from ray import train
+
+    settings = LoopSettings(**config)
+    context = train.get_context()
+    is_first = context.get_world_rank() == 0
+    ledger = Ledger(settings.ledger, context.get_world_rank(), context.get_world_size(), 0)
+    for step in range(1, settings.steps + 1):
+        time.sleep(settings.step_seconds)
+        ledger.mark(step)
+        metrics = {"step": step, "total_steps": settings.steps, "loss": 1 / step}
+        if not is_first or settings.steps_after_checkpoint(step):
+            train.report(metrics)
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / CHECKPOINT_FILE).write_text(str(step))
+            train.report(metrics, checkpoint=train.Checkpoint.from_directory(directory))
 
 
 def torchrun_loop(settings: LoopSettings, storage: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from benchmarks.loops import WORKERS, SideSettings, ray_loop, torchrun_loop
+from benchmarks.loops import WORKERS, SideSettings, metrics_loop, ray_loop, torchrun_loop
 
 FAILURES = 3
 RESIZE_CHECK_SECONDS = 2.0
@@ -63,6 +63,27 @@ def run_ours_growing(settings: SideSettings) -> None:
     benchmark()
 
 
+def run_ours_reporting(settings: SideSettings) -> None:
+    """A flow that trains with elastic_train, with a loop that reports at each step."""
+    from prefect import flow
+
+    from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster, elastic_train
+
+    @flow(name="benchmark")
+    def benchmark() -> None:
+        elastic_train(
+            metrics_loop,
+            train_loop_config=settings.loop.to_config(),
+            framework="none",
+            scaling=ElasticScaling(min_workers=WORKERS, max_workers=WORKERS),
+            storage=LocalStorage(path=settings.storage),
+            cluster=RayCluster(num_cpus=WORKERS),
+            run_name=settings.run_name,
+        )
+
+    benchmark()
+
+
 def run_raw(settings: SideSettings) -> None:
     """Raw Ray Train on a cluster of its own. Run again, it resumes by its run name."""
     import ray
@@ -97,6 +118,35 @@ def run_raw_growing(settings: SideSettings) -> None:
     ).fit()
 
 
+def run_raw_reporting(settings: SideSettings) -> None:
+    """Raw Ray Train on a cluster of its own, with a loop that reports at each step."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    ray.init(num_cpus=WORKERS, _temp_dir=settings.temp_dir)
+    DataParallelTrainer(
+        metrics_loop,
+        train_loop_config=settings.loop.to_config(),
+        scaling_config=ScalingConfig(num_workers=WORKERS),
+        run_config=RunConfig(name=settings.run_name, storage_path=settings.storage),
+    ).fit()
+
+
+def run_supervisor(settings: SideSettings) -> None:
+    """A flow process that follows a simulated run."""
+    from benchmarks.reporting import follow_simulated_run
+
+    follow_simulated_run(settings)
+
+
+def run_replay(settings: SideSettings) -> None:
+    """The report of a simulated run's whole history."""
+    from benchmarks.reporting import replay_history
+
+    replay_history(settings)
+
+
 def run_torchrun(settings: SideSettings) -> None:
     """One worker of torchrun."""
     torchrun_loop(settings.loop, settings.storage)
@@ -105,8 +155,12 @@ def run_torchrun(settings: SideSettings) -> None:
 ENTRY_POINTS = {
     "ours": run_ours,
     "ours-growing": run_ours_growing,
+    "ours-reporting": run_ours_reporting,
     "raw": run_raw,
     "raw-growing": run_raw_growing,
+    "raw-reporting": run_raw_reporting,
+    "replay": run_replay,
+    "supervisor": run_supervisor,
     "torchrun": run_torchrun,
 }
 
