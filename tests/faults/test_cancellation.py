@@ -82,9 +82,9 @@ def _cancel_and_watch(run: DeployedRun, ledger: str) -> None:
     ("flow_name", "arguments"),
     [
         pytest.param("fault test", {}, id="called"),
-        pytest.param("fault test", {"submit": True}, id="submitted"),
+        pytest.param("fault test", {"submit": True}, id="submitted", marks=pytest.mark.soak),
         pytest.param("fault test", {"within": "a submitted task"}, id="in a submitted task", marks=pytest.mark.soak),
-        pytest.param("async fault test", {}, id="async"),
+        pytest.param("async fault test", {}, id="async", marks=pytest.mark.soak),
     ],
 )
 def test_cancel_under_serve(
@@ -219,7 +219,7 @@ def test_cluster_that_waits_for_the_next_attempt_is_guarded_and_ends_with_a_canc
         pytest.param({"timeout_seconds": 30, "asynchronous": True}, id="training-async", marks=pytest.mark.soak),
         pytest.param({"flow_timeout": 32}, id="flow", marks=pytest.mark.soak),
         pytest.param({"flow_timeout": 32, "submit": True}, id="flow-submitted", marks=pytest.mark.soak),
-        pytest.param({"flow_timeout": 32, "asynchronous": True}, id="flow-async"),
+        pytest.param({"flow_timeout": 32, "asynchronous": True}, id="flow-async", marks=pytest.mark.soak),
     ],
 )
 def test_training_that_is_out_of_time_ends_as_timed_out(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import psutil
+import pytest
 
 from tests.support.processes import FlowProcess, commits, steps_of, titled, wait_for
 
 Start = Callable[..., FlowProcess]
 
 
+@pytest.mark.soak
 def test_local_cluster_that_dies_is_replaced_and_the_run_resumes(start: Start, ledger: str) -> None:
     flow = start(
         loop="tests.support.loops:counting_loop",

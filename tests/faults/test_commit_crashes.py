@@ -56,7 +56,7 @@ def crashing_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing
     ("step", "dies"),
     [
         pytest.param("before the upload", "worker", marks=pytest.mark.soak),
-        ("mid-upload", "worker"),
+        pytest.param("mid-upload", "worker", marks=pytest.mark.soak),
         pytest.param("before the commit", "controller", marks=pytest.mark.soak),
         ("in the middle of the commit", "controller"),
         pytest.param("before Ray's file", "controller", marks=pytest.mark.soak),

@@ -14,6 +14,7 @@ from tests.support.processes import (
     FlowProcess,
     RayHead,
     alive,
+    assert_each_rank_knew_its_run,
     attempts,
     commits,
     read_ledger,
@@ -49,6 +50,7 @@ def _assert_resumed_once_and_right(
     assert repeated(steps_of(ledger_file)) <= 2 * CHECKPOINT_EVERY
     assert sorted(set(steps_of(ledger_file))) == list(range(1, STEPS + 1))
     assert same_weights(final_weights(result["checkpoint_uri"]), reference)
+    assert_each_rank_knew_its_run(ledger_file, flow.run, flow.flow_run_id)
 
 
 def test_killed_driver_of_a_local_cluster_resumes_at_the_last_commit_with_the_same_weights(

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from prefect.client.orchestration import get_client
 
 from prefect_elastic_train.driver.events import (
+    AttemptStarted,
     CheckpointCommitted,
     Event,
     WaitingForCapacity,
@@ -24,6 +27,7 @@ from prefect_elastic_train.runs.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
 from tests.support.loops import hash_after
 from tests.support.processes import FlowProcess, commits, read_ledger, repeated, steps_of, wait_for
+from tests.support.reports import report_of, run_events, table_below
 
 Start = Callable[..., FlowProcess]
 
@@ -164,7 +168,82 @@ def test_a_lost_node_is_replaced_below_the_minimum(start: Start, cluster: Elasti
     assert (result["attempts"], result["worker_failures"]) == (1, 1)
 
 
-@pytest.mark.parametrize("ask", [True, False], ids=["a loop that asks", "a plain loop"])
+def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_three(
+    start: Start, cluster: ElasticCluster, tmp_path: Path, api: str
+) -> None:
+    cluster.add_gpus(2)
+    config = {"checkpoint_every": 20, "sleep": 0.1}
+    training = Training(start, cluster, tmp_path, scaling={"max_workers": 3}, config=config)
+    training.wait_for_size(2)
+    psutil.Process(next(line["pid"] for line in read_ledger(training.ledger) if line["rank"] == 1)).kill()
+    wait_for(lambda: training.sizes == [2, 2], 60, "two workers again")
+    training.wait_for_size(2)
+    driver = training.flow.driver()
+    assert driver is not None
+    driver.kill()
+    wait_for(lambda: training.sizes == [2, 2, 2], 120, "a new driver's workers")
+    training.wait_for_size(2)
+    cluster.add_gpus(1)
+    training.wait_for_size(3)
+    result = training.end()
+
+    counted = {name: result[name] for name in ("attempts", "worker_failures", "preemptions", "resizes")}
+    assert counted == {"attempts": 2, "worker_failures": 1, "preemptions": 0, "resizes": 1}
+    with get_client(sync_client=True) as client:
+        report = report_of(client, training.flow.flow_run_id)
+        told = run_events(client, training.flow.flow_run_id)
+    assert "1 worker failure, 1 driver restart, 1 resize" in report
+    happened = table_below(report, "What happened")
+    assert [row["what"].strip("*").partition(":")[0] for row in reversed(happened)] == [
+        "attempt 1 starts from the beginning",
+        "worker failure",
+        "attempt 2",
+        "from 2 to 3 workers; nothing is done again",
+        "completed",
+    ]
+    _, failure, restart, resize, _ = [row["why"] for row in reversed(happened)]
+    assert "rank 1: " in failure
+    assert "died" in failure
+    assert "was ended by signal 9 (SIGKILL)" in restart
+    assert "there is room for 3 workers" in resize
+    troubles = {"worker-failed", "preempted", "driver-restarted", "resized", "waiting-for-capacity", "storage-waited"}
+    names = [event["event"].removeprefix("elastic-train.run.") for event in told]
+    assert [name for name in names if name in troubles] == ["worker-failed", "driver-restarted", "resized"]
+    assert (names[0], names[-1]) == ("started", "completed")
+    payloads = {name: event["payload"] for name, event in zip(names, told, strict=True)}
+    assert payloads["worker-failed"]["ranks"][-1] == 1
+    assert "SIGKILL" in payloads["driver-restarted"]["reason"]
+    assert (payloads["resized"]["old_size"], payloads["resized"]["new_size"]) == (2, 3)
+
+    spent = result["time"]
+    assert payloads["completed"]["time"] == spent
+    history = training.events()
+    begun = [event for event in history if isinstance(event, AttemptStarted)]
+    wall = history[-1].at - begun[0].driver_started_at
+    assert spent["wall_seconds"] == pytest.approx(wall, rel=0.01)
+    parts = {name: seconds for name, seconds in spent.items() if name not in ("wall_seconds", "stopped_seconds")}
+    assert sum(parts.values()) == pytest.approx(spent["wall_seconds"], rel=0.01)
+    assert (spent["stopped_seconds"], spent["waiting_for_capacity_seconds"]) == (0, 0)
+    # The ledger has its own view of the same: the gaps in which no step was taken, by their cause.
+    steps = [line for line in read_ledger(training.ledger) if line["rank"] == 0]
+    gaps = [
+        (one["at"], other["at"] - one["at"]) for one, other in itertools.pairwise(steps) if one["pid"] != other["pid"]
+    ]
+    assert len(gaps) == 3
+    assert spent["restart_seconds"] == pytest.approx(gaps[0][1] + gaps[1][1], abs=3)
+    assert spent["resize_seconds"] == pytest.approx(gaps[2][1], abs=1.5)
+    assert spent["startup_seconds"] >= steps[0]["at"] - begun[0].driver_started_at - 1
+    trained = sum(other["at"] - one["at"] for one, other in itertools.pairwise(steps) if one["pid"] == other["pid"])
+    kept_or_lost = spent["productive_seconds"] + spent["lost_seconds"] + spent["checkpoint_stall_seconds"]
+    assert kept_or_lost == pytest.approx(trained, abs=3)
+    assert spent["lost_seconds"] <= 2 * 20 * trained / len(steps) + 1, "two intervals between checkpoints"
+    assert result["goodput"] == pytest.approx(spent["productive_seconds"] / spent["wall_seconds"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [pytest.param(True, id="a loop that asks"), pytest.param(False, id="a plain loop", marks=pytest.mark.soak)],
+)
 def test_a_healthy_group_grows_without_losing_a_step(
     start: Start, cluster: ElasticCluster, tmp_path: Path, ask: bool
 ) -> None:
@@ -355,6 +434,7 @@ def test_a_slice_goes_whole_when_one_of_its_hosts_is_drained(
     assert (result["preemptions"], result["worker_failures"], result["attempts"]) == (1, 0, 1)
 
 
+@pytest.mark.soak
 def test_a_slice_of_another_job_and_one_without_a_host_are_waited_for(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:

@@ -11,7 +11,16 @@ import pytest
 
 from tests.support.clusters import ElasticCluster
 from tests.support.jax_loops import PRECISIONS, read_weights
-from tests.support.processes import FlowProcess, commits, generations, read_ledger, repeated, steps_of, wait_for
+from tests.support.processes import (
+    FlowProcess,
+    assert_each_rank_knew_its_run,
+    commits,
+    generations,
+    read_ledger,
+    repeated,
+    steps_of,
+    wait_for,
+)
 
 Start = Callable[..., FlowProcess]
 
@@ -89,6 +98,7 @@ def test_killed_process_is_replaced_and_all_are_joined_again_with_the_same_weigh
     assert [len(generations(ledger, rank)) for rank in (0, 1)] == [2, 2], "one process each, and one more"
     assert repeated(steps_of(ledger)) <= CHECKPOINT_EVERY
     assert {(line["world"], line["sum"]) for line in read_ledger(ledger)} == {(2, 3.0)}
+    assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
     fit = fit_of(ledger, outcome)
     assert fit.losses == undisturbed.losses
     for precision in PRECISIONS:
@@ -96,6 +106,7 @@ def test_killed_process_is_replaced_and_all_are_joined_again_with_the_same_weigh
             assert np.array_equal(fit.weights[precision][name], array), (precision, name)
 
 
+@pytest.mark.soak
 def test_fewer_and_more_processes_fit_along_the_same_curve(
     start: Start, ledger: str, undisturbed: Fit, cluster: ElasticCluster
 ) -> None:

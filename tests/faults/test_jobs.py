@@ -28,6 +28,7 @@ from tests.support.processes import (
     FlowProcess,
     RayHead,
     alive,
+    assert_each_rank_knew_its_run,
     assert_every_step_counts_once,
     attempts,
     commits,
@@ -136,6 +137,7 @@ def test_the_job_of_a_killed_flow_process_goes_on_and_is_followed_by_the_resumed
     assert len(told()) <= steps // CHECKPOINT_EVERY + 6, "those of two seconds may be told twice"
 
 
+@pytest.mark.soak
 def test_the_digits_pipeline_trains_as_a_job_from_any_directory(
     api_url: str, jobs_head: RayHead, tmp_path: Path
 ) -> None:
@@ -170,6 +172,7 @@ def test_killed_driver_of_a_job_is_followed_by_another_job(start: Start, ledger:
     print(f"attempt 2 began {time.monotonic() - killed_at:.1f} s after the kill")
     _assert_complete(flow, flow.wait(120), ledger, attempts=2)
     assert [job["status"] for job in _jobs_of(jobs_head, flow)] == ["FAILED", "SUCCEEDED"]
+    assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
 
 
 @pytest.mark.parametrize("seconds", [pytest.param(90.0, marks=pytest.mark.soak)])

@@ -22,6 +22,7 @@ from tests.support.processes import (
     FlowProcess,
     RayHead,
     alive,
+    assert_each_rank_knew_its_run,
     assert_every_step_counts_once,
     attempts,
     commits,
@@ -198,6 +199,7 @@ def _repairs(run: Path) -> list[str]:
     return [repair for attempt in attempts(run) for repair in attempt["repairs"]]
 
 
+@pytest.mark.soak
 def test_budget_of_attempts_holds_over_all_resumes_and_says_which_it_was(
     start: Start, ledger: str, head: RayHead
 ) -> None:
@@ -257,6 +259,7 @@ def test_killed_flow_process_of_a_deployment_is_resumed_by_the_automation(
     assert run.wait_for_end(120).type == StateType.COMPLETED
     assert len(attempts(run.folder)) == 2
     assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
+    assert_each_rank_knew_its_run(ledger, run.folder, str(run.id), DEPLOYMENT)
 
 
 def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_says(

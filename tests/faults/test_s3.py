@@ -68,7 +68,7 @@ def _in_mid_training(bucket: Bucket) -> None:
     wait_for(lambda: len(bucket.records("commits")) >= 2, 120, "two commits")
 
 
-@pytest.mark.soak  # make test has the digits pipeline, over a killed driver too
+@pytest.mark.soak  # make test kills a driver whose run is in a bucket in test_secrets.py
 def test_killed_driver_resumes_from_the_bucket_and_leaves_no_parts_of_uploads(
     start: Start, ledger: str, bucket: Bucket, head: RayHead
 ) -> None:
@@ -128,7 +128,7 @@ def _no_bucket(bucket: Bucket) -> None:
 @pytest.mark.parametrize(
     ("break_it", "word"),
     [
-        (_expired, "credentials expired"),
+        pytest.param(_expired, "credentials expired", marks=pytest.mark.soak),
         pytest.param(_wrong_key, "credentials", marks=pytest.mark.soak),
         pytest.param(_read_only, "credentials", marks=pytest.mark.soak),
         pytest.param(_no_bucket, "no such bucket", marks=pytest.mark.soak),
@@ -178,7 +178,8 @@ def test_what_the_store_refuses_from_the_beginning_is_said_before_anything_start
     assert bucket.all_keys() == []
 
 
-@pytest.mark.parametrize("races", [2, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("races", [20])
 def test_of_two_flow_runs_that_want_one_run_name_in_a_bucket_one_wins(
     start: Start, ledger: str, bucket: Bucket, head: RayHead, races: int
 ) -> None:
@@ -200,6 +201,7 @@ def test_of_two_flow_runs_that_want_one_run_name_in_a_bucket_one_wins(
         assert _is_right(bucket, outcomes[winner], 20)
 
 
+@pytest.mark.soak
 def test_uploads_in_the_background_survive_a_kill_wait_at_the_end_and_do_not_pile_up(
     start: Start, ledger: str, bucket: Bucket, head: RayHead, tmp_path: Path
 ) -> None:
@@ -232,6 +234,7 @@ def test_uploads_in_the_background_survive_a_kill_wait_at_the_end_and_do_not_pil
     assert len(kept) == 1, "what the policy does not keep is deleted"
 
 
+@pytest.mark.soak
 def test_the_digits_pipeline_runs_on_a_bucket_over_a_killed_driver(
     api_url: str, bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -7,14 +7,19 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import PrefectHTTPStatusError
 
 from prefect_elastic_train import (
     CheckpointPolicy,
@@ -23,6 +28,7 @@ from prefect_elastic_train import (
     LocalStorage,
     RayCluster,
     S3Storage,
+    automations,
     checkpoint_directory,
 )
 from prefect_elastic_train.blocks.lookup import storage_named
@@ -32,6 +38,7 @@ from prefect_elastic_train.runs.reading import newest_commit
 from prefect_elastic_train.runs.snapshots import checkpoint_names
 from tests.support.buckets import BUCKET
 from tests.support.processes import ROOT, wait_for
+from tests.support.reports import run_events
 from tests.support.s3 import MotoServer
 
 pytestmark = pytest.mark.usefixtures("api")
@@ -52,6 +59,7 @@ def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         "PREFECT_API_URL": api_url,
         "PYTHONPATH": str(ROOT),
         "PREFECT_RUNNER_POLL_FREQUENCY": "1",
+        "ELASTIC_TRAIN_RUNS": str(folder / "runs"),
     }
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
@@ -163,6 +171,7 @@ def test_deployments_run_with_blocks_by_reference_import_path_and_config(
     assert [folder.name for folder in runs] == [f"train-{str(run.id)[:8]}"]
 
 
+@pytest.mark.soak
 def test_a_deployment_takes_a_bucket_by_reference_and_its_result_reads_from_it(
     client: SyncPrefectClient, served: Path, tmp_path: Path
 ) -> None:
@@ -236,7 +245,6 @@ def test_secret_that_is_given_inline_is_refused_with_the_way_out(
 
 
 def test_schedule_of_a_deployment_makes_runs(client: SyncPrefectClient, served: Path) -> None:
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
     from prefect.client.schemas.schedules import CronSchedule
 
     deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
@@ -279,7 +287,22 @@ def test_demo_ends_completed_and_says_where_everything_is(api_url: str, tmp_path
     assert (Path(folder[1]) / ".elastic_train" / "run.json").exists()
 
 
-def test_digits_deployment_learns_to_read(client: SyncPrefectClient, served: Path) -> None:
+@pytest.fixture
+def evaluated(client: SyncPrefectClient, served: Path) -> Iterator[Any]:
+    """An automation that evaluates the best checkpoints of the digits deployment; gives what deployment it starts."""
+    evaluation = wait_for(lambda: _deployment_id(client, "evaluate/digits"), 60, "the deployment")
+    wanted = automations.scopes(client, ["digits/digits"], [])
+    for what in ("created", "unchanged"):
+        changes = automations.apply(client, wanted, evaluate_with="evaluate/digits")
+        assert [change.what for change in changes] == [what] * 3
+    time.sleep(2)  # a server takes up to a second to load them
+    yield evaluation
+    assert len(automations.delete(client, ["digits/digits"])) == 3
+
+
+def test_digits_deployment_learns_to_read_and_its_best_checkpoints_are_evaluated(
+    client: SyncPrefectClient, served: Path, evaluated: Any
+) -> None:
     deployment = wait_for(lambda: _deployment_id(client, "digits/digits"), 60, "the deployment")
     run = client.create_flow_run_from_deployment(deployment)
     ended = _end_of(client, run, 240)
@@ -288,8 +311,127 @@ def test_digits_deployment_learns_to_read(client: SyncPrefectClient, served: Pat
     artifacts = client.request("POST", "/artifacts/filter", json={"flow_runs": {"id": {"any_": [str(run.id)]}}}).json()
     matrix = next(artifact for artifact in artifacts if artifact["key"] == "digits-confusion-matrix")
     assert "data:image/svg+xml;base64," in matrix["data"]
-    runs = list((served / ".demo" / "runs").glob("digits-*"))
+    runs = list((served / "runs").glob("digits-*"))
     assert len(runs) == 1
     accuracy = re.search(r"\*\*([\d.]+)%\*\* of the held-out images are read correctly", matrix["data"])
     assert accuracy is not None
     assert float(accuracy[1]) >= 95
+    told = run_events(client, str(run.id))
+    best = told[-1]["payload"]["best_checkpoint_uri"]
+    bests = [event for event in told if event["event"] == "elastic-train.run.best-checkpoint"]
+    assert bests[-1]["payload"]["checkpoint_uri"] == best
+    assert {related["prefect.resource.role"] for related in bests[-1]["related"]} >= {"flow-run", "flow", "deployment"}
+    its_runs = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[evaluated]))
+    evaluations = wait_for(
+        lambda: [found for found in [client.read_flow_runs(flow_run_filter=its_runs)] if len(found) == len(bests)],
+        30,
+        "an evaluation of each",
+    )[0]
+    parameters = {(made.parameters["checkpoint_uri"], made.parameters["storage"]) for made in evaluations}
+    uris = [event["payload"]["checkpoint_uri"] for event in bests]
+    assert parameters == {(uri, "training-storage-directory/tests") for uri in uris}
+    [of_best] = [made for made in evaluations if made.parameters["checkpoint_uri"] == best]
+    assert _end_of(client, of_best, 120).state.type == StateType.COMPLETED
+    for made in evaluations:
+        # A checkpoint that is not kept may be gone before its evaluation starts.
+        assert _end_of(client, made, 120).state.type in (StateType.COMPLETED, StateType.CANCELLED)
+
+
+#: What the profiles take from the environment; nothing answers there, and nothing asks.
+PROFILE_VARIABLES = {
+    "ELASTIC_TRAIN_SPOT_GPU_ADDRESS": "http://ray.example.com:8265",
+    "ELASTIC_TRAIN_SPOT_GPU_TOKEN": "seven sisters",
+    "ELASTIC_TRAIN_TPU_V6E_ADDRESS": "10.0.0.5:6379",
+    "ELASTIC_TRAIN_S3_BUCKET_PATH": "bucket/runs",
+    "ELASTIC_TRAIN_IMAGE": "registry.example.com/trainings:1",
+}
+
+
+@pytest.fixture(scope="module")
+def deployed(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DeploymentResponse]:
+    """All of `prefect.yaml` and its Kubernetes variant, from a clone: work pools, blocks, deployments."""
+    environment = {
+        **os.environ,
+        **PROFILE_VARIABLES,
+        "PREFECT_API_URL": api_url,
+        "ELASTIC_TRAIN_RUNS": str(tmp_path_factory.mktemp("deployed")),
+    }
+
+    def prefect(*command: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "seven sisters" not in done.stdout + done.stderr
+
+    with httpx.Client(base_url=api_url) as http:
+        template = json.loads((ROOT / "kubernetes" / "base-job-template.json").read_text())
+        for pool in (
+            {"name": "elastic-train", "type": "process"},
+            {"name": "elastic-train-kubernetes", "type": "kubernetes", "base_job_template": template},
+        ):
+            http.post("/work_pools/", json=pool).raise_for_status()
+        prefect("blocks.apply")
+        prefect("prefect", "--no-prompt", "deploy", "--all")
+        prefect("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", "kubernetes/prefect.yaml")
+        pools = {"work_pools": {"name": {"any_": ["elastic-train", "elastic-train-kubernetes"]}}}
+        found = DeploymentResponse.model_validate_list(http.post("/deployments/filter", json=pools).json())
+        flows = {flow["id"]: flow["name"] for flow in http.post("/flows/filter", json={}).json()}
+    return {f"{flows[str(deployment.flow_id)]}/{deployment.name}": deployment for deployment in found}
+
+
+def test_all_of_prefect_yaml_is_deployed_and_runs_are_accepted(
+    client: SyncPrefectClient, deployed: dict[str, DeploymentResponse]
+) -> None:
+    assert sorted(deployed) == [
+        "digits-jax/laptop",
+        "digits-jax/tpu-v6e",
+        "digits/laptop",
+        "digits/spot-gpu",
+        "evaluate/laptop",
+        "pipeline-in-one/laptop",
+        "pipeline/laptop",
+        "prepare/laptop",
+        "train/laptop",
+        "train/spot-gpu",
+        "train/spot-gpu-kubernetes",
+        "train/tpu-v6e",
+        "train/tpu-v6e-kubernetes",
+    ]
+    needed = {"train": {"train_loop": "my_project.loops:train_loop"}, "evaluate": {"checkpoint_uri": "/runs/a/b"}}
+    for name, deployment in deployed.items():
+        assert deployment.enforce_parameter_schema
+        assert not any(schedule.active for schedule in deployment.schedules)
+        run = client.create_flow_run_from_deployment(deployment.id, parameters=needed.get(name.split("/")[0]))
+        client.delete_flow_run(run.id)
+
+
+def test_deployments_refer_to_blocks_and_hold_no_copy_of_them(
+    client: SyncPrefectClient, deployed: dict[str, DeploymentResponse]
+) -> None:
+    document = client.read_block_document_by_name("spot-gpu", "ray-cluster-training")
+    assert document.data["auth_token"] == "seven sisters"
+    for name in ("train/spot-gpu", "digits/spot-gpu", "train/spot-gpu-kubernetes"):
+        assert deployed[name].parameters["cluster"] == {"$ref": {"block_document_id": str(document.id)}}
+        assert "seven sisters" not in deployed[name].model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("train/laptop", {"train_loop": "not a path"}),
+        ("train/spot-gpu", {"train_loop": "a:b", "scaling": {"max_workers": 0}}),
+        ("train/tpu-v6e-kubernetes", {}),
+        ("digits/laptop", {"epochs": 0}),
+        ("digits-jax/tpu-v6e", {"epochs": "many"}),
+        ("evaluate/laptop", {"checkpoint": "/runs/a/b"}),
+    ],
+)
+def test_a_bad_parameter_is_refused_and_no_run_is_made(
+    client: SyncPrefectClient, deployed: dict[str, DeploymentResponse], name: str, bad: dict[str, Any]
+) -> None:
+    with pytest.raises(PrefectHTTPStatusError) as refused:
+        client.create_flow_run_from_deployment(deployed[name].id, parameters=bad)
+    assert 400 <= refused.value.response.status_code < 500
+    its_runs = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployed[name].id]))
+    assert client.read_flow_runs(flow_run_filter=its_runs) == []

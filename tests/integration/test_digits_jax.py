@@ -15,25 +15,43 @@ from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster, Trai
 pytestmark = pytest.mark.usefixtures("api")
 
 
-def test_digits_are_learned_by_two_processes_and_trained_on_by_one(tmp_path: Path, joined: RayCluster) -> None:
-    where: dict[str, Any] = {"storage": LocalStorage(path=str(tmp_path / "runs")), "cluster": joined}
-    scaling = ElasticScaling(min_workers=2, max_workers=2)
-    summary = DigitsSummary.model_validate(digits_jax(data_dir=str(tmp_path / "data"), scaling=scaling, **where))
+def _where(tmp_path: Path, joined: RayCluster) -> dict[str, Any]:
+    return {"storage": LocalStorage(path=str(tmp_path / "runs")), "cluster": joined}
+
+
+def _learn(tmp_path: Path, joined: RayCluster, workers: int, epochs: int) -> DigitsSummary:
+    scaling = ElasticScaling(min_workers=workers, max_workers=workers)
+    data_dir = str(tmp_path / "data")
+    summary = digits_jax(epochs=epochs, data_dir=data_dir, scaling=scaling, **_where(tmp_path, joined))
+    return DigitsSummary.model_validate(summary)
+
+
+def test_digits_are_learned_by_two_processes(tmp_path: Path, joined: RayCluster) -> None:
+    summary = _learn(tmp_path, joined, workers=2, epochs=30)
     assert summary.accuracy > REQUIRED_ACCURACY
     assert summary.epochs == 30
     assert summary.world_sizes == [2]
     assert {file.name for file in Path(summary.checkpoint_uri).iterdir()} >= {"weights.npz", "progress.json"}
 
+
+@pytest.mark.soak
+def test_what_two_processes_have_learned_is_trained_on_by_one(tmp_path: Path, joined: RayCluster) -> None:
+    summary = _learn(tmp_path, joined, workers=2, epochs=10)
+
     @flow
     def train_on() -> TrainingResult:
-        config = {"epochs": 32, "seed": 0, "batch_size": 64, "learning_rate": 0.01}
+        config = {"epochs": 12, "seed": 0, "batch_size": 64, "learning_rate": 0.01}
         config["train_path"] = str(tmp_path / "data" / "train.parquet")
         return elastic_train(
-            train_loop, train_loop_config=config, framework="jax", resume_from=summary.run_name, **where
+            train_loop,
+            train_loop_config=config,
+            framework="jax",
+            resume_from=summary.run_name,
+            **_where(tmp_path, joined),
         )
 
     more = train_on()
     assert [size.size for size in more.world_sizes] == [1]
-    assert list(more.metrics_dataframe()["epoch"]) == [31, 32]
+    assert list(more.metrics_dataframe()["epoch"]) == [11, 12]
     assert summary.loss is not None
     assert more.metrics["loss"] < 2 * summary.loss, "it goes on from what the two had learned"

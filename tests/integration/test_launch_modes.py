@@ -30,7 +30,11 @@ pytestmark = pytest.mark.usefixtures("api")
 TWO = ElasticScaling(min_workers=2, max_workers=2)
 
 
-@pytest.fixture(params=["a local cluster", "a joined cluster", "a job"])
+# Most other tests train on a local or a joined cluster.
+_OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in ("a local cluster", "a joined cluster")]
+
+
+@pytest.fixture(params=[*_OTHERS, "a job"])
 def launched(request: pytest.FixtureRequest, head: RayHead) -> RayCluster:
     """The cluster, and with it the place of the driver."""
     if request.param == "a local cluster":
@@ -120,7 +124,9 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, l
     assert (told()["Attempt"], told()["Checkpoint"]) == (1, 6)
     kinds = _lifecycle(result.run_uri)
     assert [kinds[0], kinds[1], kinds[-1]] == ["attempt_started", "worker_group_started", "attempt_ended"]
-    assert Counter(kinds[2:-1]) == {"reported": 6, "checkpoint_committed": 6}
+    told_besides = Counter(kinds[2:-1])
+    assert told_besides.pop("checkpoint_stalled", 0) <= 6, "how long the loop stood still, if that is worth a word"
+    assert told_besides == {"reported": 6, "checkpoint_committed": 6}
 
 
 @pytest.mark.parametrize(

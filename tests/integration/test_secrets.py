@@ -109,7 +109,9 @@ def _driver(flow: FlowProcess, cluster: RayHead, *, job: bool) -> psutil.Process
     return cluster.job_driver() if job else flow.driver()
 
 
-@pytest.mark.parametrize("job", [False, True], ids=["joined cluster", "job"])
+@pytest.mark.parametrize(
+    "job", [pytest.param(False, id="joined cluster"), pytest.param(True, id="job", marks=pytest.mark.soak)]
+)
 def test_the_secrets_of_a_storage_are_nowhere_to_be_read(
     tmp_path: Path, server: tuple[str, Path], cluster: RayHead, job: bool
 ) -> None:

@@ -1,11 +1,14 @@
 """Flows that train with the arguments of a JSON file or of a deployment's run, and write how that ended.
 
+With the argument ``flow`` (``module:name``) that one is run instead, with ``parameters``.
+
 As a script: ``python -m tests.support.flow_script <arguments file>``, optionally for a flow run that exists.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -113,14 +116,18 @@ def _run(arguments: dict[str, Any]) -> Any:
     from prefect.client.orchestration import get_client
     from prefect.flow_engine import run_flow
 
-    chosen = atrain if arguments.get("asynchronous") else train
+    chosen: Any = atrain if arguments.get("asynchronous") else train
+    parameters = {"arguments": arguments}
+    if "flow" in arguments:
+        module, _, name = arguments["flow"].partition(":")
+        chosen, parameters = getattr(importlib.import_module(module), name), arguments["parameters"]
     if arguments.get("flow_timeout"):
         chosen = chosen.with_options(timeout_seconds=arguments["flow_timeout"])
     existing = None
     if arguments.get("flow_run_id"):
         with get_client(sync_client=True) as client:
             existing = client.read_flow_run(UUID(arguments["flow_run_id"]))
-    state = run_flow(chosen, flow_run=existing, parameters={"arguments": arguments}, return_type="state")
+    state = run_flow(chosen, flow_run=existing, parameters=parameters, return_type="state")
     return asyncio.run(state) if arguments.get("asynchronous") else state
 
 
@@ -129,6 +136,7 @@ def main() -> None:
     arguments = json.loads(Path(sys.argv[1]).read_text())
     state = _run(arguments)
     outcome: dict[str, Any] = {"state": state.type.value, "name": state.name, "message": state.message or ""}
+    outcome["flow_run_id"] = str(state.state_details.flow_run_id)
     if state.is_completed():
         outcome["result"] = state.result()
     else:

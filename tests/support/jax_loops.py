@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.loops import write_ledger
+from tests.support.loops import run_known_here, write_ledger
 
 ROWS, INPUTS = 8, 16
 PRECISIONS = ("float64", "float32")
@@ -71,7 +71,7 @@ def fitting_loop(config: dict[str, Any]) -> None:
         assert total == sum(range(1, world + 1)), "every rank sees what all of them gave"
         step += 1
         time.sleep(config["sleep"][str(world)])
-        line = {"rank": rank, "world": world, "step": step, "resumed_from": resumed_from}
+        line = {"rank": rank, "world": world, "step": step, "resumed_from": resumed_from, "run": run_known_here()}
         write_ledger(config["ledger"], **line, sum=total, **losses)
         if step % config["checkpoint_every"] == 0 or step == config["steps"] or resize_requested():
             with tempfile.TemporaryDirectory() as folder:

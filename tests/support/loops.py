@@ -50,7 +50,9 @@ def ledger_loop(config: dict[str, Any]) -> None:
         optimizer.step()
         step += 1
         time.sleep(config.get("sleep", 0.0))
-        write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
+        write_ledger(
+            config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from, run=run_known_here()
+        )
         saved = None
         if step % config["checkpoint_every"] == 0 or step == config["steps"]:
             folder = tempfile.mkdtemp()
@@ -181,7 +183,15 @@ def hashing_loop(config: dict[str, Any]) -> None:
         if step == 6 and not resumed_from:
             time.sleep(config.get("sleep_once", 0.0))
         state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
-        write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from, **where)
+        write_ledger(
+            config["ledger"],
+            rank=rank,
+            world=world,
+            step=step,
+            resumed_from=resumed_from,
+            run=run_known_here(),
+            **where,
+        )
         saved = None
         asked = config.get("ask") and resize_requested()
         if asked or step % config["checkpoint_every"] == 0 or step == steps:
@@ -271,6 +281,15 @@ def asking_loop(config: dict[str, Any]) -> None:
 
 def two_argument_loop(config: dict[str, Any], other: int) -> None:
     """A loop that no trainer can call."""
+
+
+def run_known_here() -> dict[str, Any]:
+    """Give what this worker knows of its run."""
+    from dataclasses import asdict
+
+    from prefect_elastic_train.loop import run_context
+
+    return asdict(run_context())
 
 
 def write_ledger(path: str, **line: Any) -> None:

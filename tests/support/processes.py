@@ -135,6 +135,31 @@ def assert_every_step_counts_once(path: Path | str, steps: int, checkpoint_every
         assert own == list(range(resumed_from + 1, resumed_from + 1 + len(own)))
 
 
+def assert_each_rank_knew_its_run(path: Path | str, run: Path | None, flow_run_id: str, deployment: str = "") -> None:
+    """Check what the ranks of a ledger knew of their run: the same id in all attempts, and which attempt it was.
+
+    Args:
+        path: The ledger.
+        run: The run directory.
+        flow_run_id: The flow run that all attempts were for.
+        deployment: Name of its deployment, ``<flow>/<deployment>``; empty for none.
+    """
+    assert run is not None
+    record = json.loads((run / ".elastic_train" / "run.json").read_text())
+    told = [(line["rank"], line["run"]) for line in read_ledger(path)]
+    numbers = {attempt["attempt"] for attempt in attempts(run)}
+    ranks = {rank for rank, _ in told}
+    assert {(rank, known["attempt"]) for rank, known in told} == {(rank, n) for rank in ranks for n in numbers}
+    same = {json.dumps({**known, "attempt": None}, sort_keys=True) for _, known in told}
+    assert len(same) == 1, "all but the number of the attempt stays"
+    known = told[0][1]
+    assert (known["run_id"], known["run_name"]) == (record["id"], run.name)
+    assert (known["storage_uri"], known["run_uri"]) == (str(run.parent), str(run))
+    assert (known["flow_run_id"], known["flow_name"]) == (flow_run_id, record["creator"]["flow_name"])
+    assert known["deployment_name"] == deployment.partition("/")[2]
+    assert bool(known["deployment_id"]) == bool(deployment)
+
+
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Give the processes that still run; one that is only waiting to be reaped does not."""
     found = []
@@ -467,31 +492,34 @@ class RayHead:
 
 @contextlib.contextmanager
 def prefect_server(folder: Path, port: int = 0) -> Iterator[str]:
-    """Run a real Prefect server and give the URL of its API.
+    """Run a real Prefect server, with its UI, and give the URL of its API.
 
     Args:
         folder: Keeps its database, for a server that is started again.
         port: Where it listens; default a free one.
     """
     port = port or free_port()
+    url = f"http://127.0.0.1:{port}/api"
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
         "PREFECT_HOME": str(folder),
+        # Its pages would ask for the API at the default port.
+        "PREFECT_UI_API_URL": url,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "WARNING",
         "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
+        "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
     }
     environment.pop("PREFECT_API_URL", None)
     with (folder / "server.log").open("ab") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"],
+            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}/api"
     try:
         wait_for(lambda: _answers(url), 90, "the Prefect server")
         yield url

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,14 +25,14 @@ from prefect_elastic_train.driver.events import (
     WorkersPreempted,
 )
 from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting.accounts import Accounts, add_up
+from prefect_elastic_train.reporting.accounts import Accounts, Tally, add_up
 
 #: When the runs of these tests begin, in seconds since the epoch.
 T = 1_700_000_000.0
 
 
-def started(at: float, attempt: int = 1) -> AttemptStarted:
-    return AttemptStarted(at=T + at, attempt=attempt, run_name="mnist", run_uri="/runs/mnist")
+def started(at: float, attempt: int = 1, checkpoint: str = "") -> AttemptStarted:
+    return AttemptStarted(at=T + at, attempt=attempt, run_name="mnist", run_uri="/runs/mnist", checkpoint=checkpoint)
 
 
 def group(at: float, size: int = 2) -> WorkerGroupStarted:
@@ -66,24 +68,29 @@ def ended(at: float, outcome: Outcome) -> AttemptEnded:
     return AttemptEnded(at=T + at, outcome=outcome)
 
 
+def spent(accounts: Accounts) -> dict[str, float]:
+    """Give the parts of the time that are more than nothing, without ``_seconds``."""
+    return {name.removesuffix("_seconds"): seconds for name, seconds in accounts.time.model_dump().items() if seconds}
+
+
 def test_a_run_with_a_failure_a_resize_and_a_lost_driver() -> None:
     accounts = add_up(
         [
             started(100),
-            group(110, size=2),  # 20 s of it are kept: until the commit at 130
+            group(110, size=2),  # until the commit at 130 it is kept
             report(120, 1),
             *commit(130, 2),
             report(140, 3),
             report(150, 4),
             failed(155, lost=2),
-            group(165, size=1),  # 20 s, until the commit at 185
+            group(165, size=1),  # until the commit at 185
             report(175, 5),
             *commit(185, 6),
             resized(190),
             group(200, size=2),  # nothing is kept: the driver dies after one report
             report(210, 7),
-            started(300, attempt=2),
-            group(310, size=2),  # 20 s: training completes, so all is kept until the last report
+            started(300, attempt=2, checkpoint="checkpoint-1-6"),
+            group(310, size=2),  # training completes, so all is kept
             *commit(320, 1, attempt=2),
             report(330, 2, attempt=2, loss=0.5),
             ended(340, Outcome.COMPLETED),
@@ -94,7 +101,15 @@ def test_a_run_with_a_failure_a_resize_and_a_lost_driver() -> None:
     assert accounts.preemptions == 0
     assert accounts.resizes == 1
     assert accounts.steps_lost == 2 + 0 + 1
-    assert accounts.goodput == pytest.approx(60 / 240)
+    assert spent(accounts) == {
+        "wall": 240,
+        "productive": 20 + 20 + 30,
+        "startup": 10,
+        "restart": 10 + 90 + 10,
+        "resize": 10,
+        "lost": 25 + 5 + 10,
+    }
+    assert accounts.time.goodput == pytest.approx(70 / 240, abs=1e-4)
     assert [(size.at - T, size.size) for size in accounts.world_sizes] == [(110, 2), (165, 1), (200, 2), (310, 2)]
     assert accounts.last_metrics == {"loss": 0.5}
 
@@ -102,7 +117,8 @@ def test_a_run_with_a_failure_a_resize_and_a_lost_driver() -> None:
 def test_a_run_without_a_fault_loses_nothing() -> None:
     accounts = add_up([started(0), group(10), *commit(60, 1), *commit(110, 2), ended(110, Outcome.COMPLETED)])
     assert accounts.steps_lost == 0
-    assert accounts.goodput == pytest.approx(100 / 110, abs=1e-4)
+    assert spent(accounts) == {"wall": 110, "productive": 100, "startup": 10}
+    assert accounts.time.goodput == pytest.approx(100 / 110, abs=1e-4)
 
 
 def test_a_later_group_of_an_attempt_loses_only_its_own_reports() -> None:
@@ -147,9 +163,10 @@ def test_a_resize_loses_the_reports_since_the_last_checkpoint() -> None:
 
 def test_a_completed_attempt_keeps_the_reports_after_its_last_checkpoint() -> None:
     events = [started(0), group(0), *commit(50, 1), report(100, 2), ended(100, Outcome.COMPLETED)]
-    assert add_up(events).goodput == 1.0
+    assert add_up(events).time.goodput == 1.0
     assert add_up(events).steps_lost == 0
-    assert add_up([*events[:-1], ended(100, Outcome.USER_ERROR)]).goodput == 0.5
+    given_up = add_up([*events[:-1], ended(100, Outcome.USER_ERROR)])
+    assert spent(given_up) == {"wall": 100, "productive": 50, "lost": 50}
 
 
 def test_a_finished_run_that_is_continued_by_a_person_loses_nothing_of_what_it_had() -> None:
@@ -160,7 +177,7 @@ def test_a_finished_run_that_is_continued_by_a_person_loses_nothing_of_what_it_h
 def test_an_empty_history_adds_up_to_nothing() -> None:
     assert add_up([]) == Accounts()
     assert add_up([started(5)]) == Accounts(attempts=1)
-    assert add_up([ClusterConnected(at=1, address="x"), StateChanged(at=3, state="RUNNING")]).goodput == 0
+    assert add_up([ClusterConnected(at=1, address="x"), StateChanged(at=3, state="RUNNING")]) == Accounts()
 
 
 def test_each_report_is_a_row_with_where_and_when() -> None:
@@ -171,14 +188,30 @@ def test_each_report_is_a_row_with_where_and_when() -> None:
     ]
 
 
-@pytest.mark.parametrize("reports", [1999, 2000, 2001, 5000])
-def test_a_long_history_is_thinned_evenly_with_first_and_last(reports: int) -> None:
-    history = add_up([report(index, index, step=index) for index in range(reports)]).history
+@pytest.mark.parametrize("reports", [1, 2, 1999, 2000, 2001, 4000, 4001, 4002, 5000, 12_001, 50_000])
+def test_a_long_history_is_thinned_evenly_within_a_factor_of_two_with_first_and_last(reports: int) -> None:
+    history = add_up(report(index, index, step=index) for index in range(reports)).history
     steps = [row["step"] for row in history]
-    assert len(steps) == min(reports, 2000)
+    assert len(steps) == reports if reports <= 2000 else 1000 <= len(steps) <= 2000
     assert (steps[0], steps[-1]) == (0, reports - 1)
-    gaps = {later - earlier for earlier, later in itertools.pairwise(steps)}
-    assert max(gaps) - min(gaps) <= 1
+    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    assert all(gap > 0 for gap in gaps), "in order, none twice"
+    assert max(gaps[:-1], default=1) <= 2 * min(gaps[:-1], default=1)
+
+
+def test_a_long_history_is_thinned_as_it_is_read() -> None:
+    def endless() -> Iterator[Event]:
+        for index in range(100_000):
+            yield report(index, index, step=index, loss=0.5)
+
+    tracemalloc.start()
+    try:
+        rows = len(add_up(endless()).history)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert rows <= 2000
+    assert peak < 10_000_000
 
 
 @st.composite
@@ -210,10 +243,24 @@ def histories(draw: st.DrawFn) -> list[Event]:
 @given(events=histories())
 def test_goodput_is_a_share_and_losses_are_never_more_than_was_reported(events: list[Event]) -> None:
     accounts = add_up(events)
-    assert 0 <= accounts.goodput <= 1
+    assert 0 <= accounts.time.goodput <= 1
     told = sum(event.reports_lost for event in events if isinstance(event, WorkerFailed | WorkersPreempted))
     reports = sum(isinstance(event, Reported) for event in events)
     assert 0 <= accounts.steps_lost <= reports + told
     assert len(accounts.history) == reports
     assert accounts.attempts == len({event.attempt for event in events if isinstance(event, AttemptStarted)})
     assert accounts == Accounts.model_validate_json(accounts.model_dump_json())
+
+
+@given(events=histories(), data=st.data())
+def test_a_tally_that_goes_on_from_its_state_comes_to_the_same(events: list[Event], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(events)))
+    whole, parted = Tally(), Tally()
+    for event in events:
+        whole.take(event)
+    for event in events[:place]:
+        parted.take(event)
+    parted = Tally.model_validate_json(parted.model_dump_json())
+    for event in events[place:]:
+        parted.take(event)
+    assert parted == whole

@@ -169,6 +169,8 @@ def test_on_its_own_machine_a_driver_is_alive_while_its_process_is(
     assert is_alive(store, record)
     error = _refused(store, claim(OTHER_FLOW_RUN, resume=True))
     assert f"pid {old_driver.pid}" in str(error)
+    with pytest.raises(AttemptFailedError, match="is being trained right now by"):
+        peek(store, claim(OTHER_FLOW_RUN, resume=True))  # before it starts or joins a cluster
     assert old_driver.poll() is None, "another flow run's driver was ended"
     old_driver.kill()
     wait_for(lambda: psutil.Process(old_driver.pid).status() == psutil.STATUS_ZOMBIE, 5, "its death")

@@ -396,6 +396,17 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
         "resizes": 1,
         "steps_lost": 2,
         "goodput": 0.25,
+        "time": {
+            "wall_seconds": 40,
+            "productive_seconds": 10,
+            "startup_seconds": 0,
+            "waiting_for_capacity_seconds": 0,
+            "restart_seconds": 20,  # neither of the later groups has reported
+            "resize_seconds": 0,
+            "checkpoint_stall_seconds": 0,
+            "lost_seconds": 10,
+            "stopped_seconds": 0,
+        },
         "storage_wait_seconds": 4.5,
         "world_sizes": [2, 1],
     }

@@ -24,6 +24,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.events import (
     CheckpointCommitted,
+    CheckpointStalled,
     ControllerAlive,
     Event,
     Reported,
@@ -39,6 +40,7 @@ from prefect_elastic_train.elastic.checkpoints import readable
 from prefect_elastic_train.elastic.failures import RunFailurePolicy
 from prefect_elastic_train.elastic.growth import Reason
 from prefect_elastic_train.elastic.policy import GrowthDecision
+from prefect_elastic_train.elastic.stalls import reporting, stalling, take_stall
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
 from prefect_elastic_train.elastic.worker_group import RunWorkerGroup
 from prefect_elastic_train.filesystems.run_filesystem import run_filesystem
@@ -206,7 +208,9 @@ def test_a_failure_is_told_with_the_errors_of_the_ranks_and_what_it_costs(contro
     failure = controller.heard()[-1]
     assert isinstance(failure, WorkerFailed)
     assert failure.errors.keys() == {"0", "3"}
-    assert failure.errors["0"] == "nan"
+    assert failure.errors["0"] == "ValueError: nan"
+    assert failure.errors["3"] == f"WorkerHealthCheckFailedError: {died}"
+    assert failure.also == {}
     assert (failure.retried, failure.reports_lost, failure.droppable) == (True, 3, False)
 
 
@@ -440,3 +444,22 @@ def test_a_worker_group_that_gave_back_what_it_held_is_none_to_the_controller() 
     assert group.get_latest_poll_status() is None
     group.shutdown()
     group.abort()
+
+
+def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others() -> None:
+    take_stall()
+    with reporting(), stalling(only_in_report=True):
+        time.sleep(0.05)
+    with stalling(only_in_report=True):  # another thread's upload
+        time.sleep(0.5)
+    with stalling():
+        time.sleep(0.05)
+    assert 0.1 <= take_stall() < 0.5
+    assert take_stall() == 0
+
+
+def test_standing_still_is_told_when_it_is_worth_a_word(controller: Controller) -> None:
+    for seconds in (0.0, 0.004, 0.004, 0.004, 2.5):
+        controller.callback.tell_stall(seconds)
+    told = [event.seconds for event in controller.heard() if isinstance(event, CheckpointStalled)]
+    assert told == [0.012, 2.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -15,13 +16,17 @@ from prefect_elastic_train.driver.events import (
     AttemptEnded,
     AttemptStarted,
     ControllerAlive,
+    Event,
     Reported,
+    RunRecalled,
     StateChanged,
+    WorkerFailed,
+    WorkerGroupStarted,
 )
 from prefect_elastic_train.filesystems.opening import Storage, open_storage
 from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.reporting.accounts import Accounts
-from prefect_elastic_train.result import TrainingResult
+from prefect_elastic_train.result import TimeAccount, TrainingResult
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.reading import make_result, newest_commit
@@ -67,9 +72,10 @@ def test_a_lifecycle_event_is_written_soon_and_without_closing(store: LocalRunSt
     writer.close()
 
 
-def test_signs_of_life_are_no_history(store: LocalRunStore) -> None:
+def test_signs_of_life_and_what_the_history_adds_up_to_are_no_history(store: LocalRunStore) -> None:
     writer = HistoryWriter(store, 1)
     writer.add(ControllerAlive(doing="RUNNING", seconds=1))
+    writer.add(RunRecalled(report={"run_name": "mnist"}))
     writer.add(STARTED)
     writer.close()
     assert list(read_history(store)) == [STARTED]
@@ -96,6 +102,65 @@ def test_most_reports_of_a_long_run_are_left_out_but_none_with_a_checkpoint(stor
     assert indices[:2000] == list(range(1, 2001))
     assert {2500, 3000, 3500, 4000} <= set(indices)
     assert 2018 <= len(indices) <= 2030
+
+
+def _write(store: LocalRunStore, *events: Event) -> list[int]:
+    """Write events and give the numbers of the reports that are read again."""
+    writer = HistoryWriter(store, 1)
+    for event in events:
+        writer.add(event)
+    writer.close()
+    return _indices(store)
+
+
+def test_the_longer_an_attempt_the_fewer_of_its_reports_are_kept_up_to_a_bound(store: LocalRunStore) -> None:
+    kept = _write(store, *(_report(index, at=1000 + index / 2) for index in range(1, 140_001)))
+    pauses = [(later - earlier) / 2 for earlier, later in itertools.pairwise(kept)]
+    assert kept[:2000] == list(range(1, 2001))
+    assert set(pauses[2000:3998]) == {1.0}
+    assert set(pauses[4000:5998]) == {2.0}
+    assert set(pauses[6000:7998]) == {4.0}
+    assert set(pauses[8000:]) == {8.0}
+
+
+def test_what_a_worker_group_reports_first_is_kept_in_full(store: LocalRunStore) -> None:
+    many = [_report(index, at=index / 100) for index in range(1, 3001)]
+    later = [_report(index, at=index / 100) for index in range(3001, 3101)]
+    kept = _write(store, *many, WorkerGroupStarted(at=30, world_size=2), *later)
+    assert set(range(3001, 3011)) <= set(kept)
+    assert len([index for index in kept if index > 3010]) <= 2
+
+
+def test_how_far_the_training_was_is_known_when_something_happens(store: LocalRunStore) -> None:
+    many = [_report(index, at=index / 100) for index in range(1, 3051)]
+    failure = WorkerFailed(at=30.5, errors={}, retried=True)
+    kept = _write(store, *many, failure, failure, _report(3051, at=30.51, checkpoint="a"), failure)
+    assert kept[-3:] == [3000, 3050, 3051]
+    events = list(read_history(store))
+    assert [getattr(event, "index", event.kind) for event in events[-5:]] == [
+        3050,
+        "worker_failed",
+        "worker_failed",
+        3051,
+        "worker_failed",
+    ]
+    assert kept == sorted(set(kept)), "in order, none twice"
+
+
+def test_a_checkpoint_makes_the_report_before_it_that_was_left_out_dispensable(store: LocalRunStore) -> None:
+    many = [_report(index, at=index / 100) for index in range(1, 3051)]
+    kept = _write(store, *many, _report(3051, at=30.51, checkpoint="a"), WorkerFailed(errors={}, retried=True))
+    assert kept[-2:] == [3000, 3051]
+
+
+def test_the_newest_report_is_kept_when_the_history_ends_without_a_last_word(store: LocalRunStore) -> None:
+    assert _write(store, *(_report(index, at=index / 100) for index in range(1, 3051)))[-1] == 3050
+
+
+def test_a_clock_that_is_put_back_does_not_stop_the_reports(store: LocalRunStore) -> None:
+    ahead = [_report(index, at=100_000 + index) for index in range(1, 2101)]
+    behind = [_report(index, at=index) for index in range(2101, 2201)]
+    assert len([index for index in _write(store, *ahead, *behind) if index > 2100]) >= 25
 
 
 def test_a_torn_line_is_passed_over(store: LocalRunStore) -> None:
@@ -249,7 +314,8 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
     training = Training(store, begin(store).attempt)
     training.report("a", {"loss": 0.5})
     training.report("b", {"loss": 0.25})
-    accounts = Accounts(attempts=2, steps_lost=3, goodput=0.5, last_metrics={"loss": 9})
+    spent = TimeAccount(wall_seconds=10, productive_seconds=5, lost_seconds=5)
+    accounts = Accounts(attempts=2, steps_lost=3, time=spent, last_metrics={"loss": 9})
     result = make_result(store, "mnist", accounts, storage_block="training-storage-directory/shared")
     assert result.checkpoint_uri == f"{store.path}/b"
     assert result.metrics == {"loss": 0.25}
@@ -257,7 +323,7 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
         (f"{store.path}/a", {"loss": 0.5}),
         (f"{store.path}/b", {"loss": 0.25}),
     ]
-    assert (result.attempts, result.steps_lost, result.goodput) == (2, 3, 0.5)
+    assert (result.attempts, result.steps_lost, result.goodput, result.time) == (2, 3, 0.5, spent)
     assert (result.run_name, result.run_uri, result.storage_block) == (
         "mnist",
         store.path,

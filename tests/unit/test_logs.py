@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -24,6 +23,8 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
+from prefect_elastic_train.reporting.errors import distinct
+from prefect_elastic_train.reporting.log_limits import OutputLimits
 from prefect_elastic_train.reporting.logs import RunLog, without_colours
 
 
@@ -60,26 +61,223 @@ def _log(lines_per_second: float = 1000) -> RunLog:
     return log
 
 
-def test_output_is_limited_to_a_burst_and_then_a_rate_and_what_is_left_out_is_counted(lines: Lines) -> None:
-    log = _log(lines_per_second=20)
-    lines.records.clear()
-    for number in range(1000):
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _let_through(limits: OutputLimits, source: str, texts: Iterable[str]) -> list[str]:
+    return [text for text in texts if limits.lets_through(source, text)]
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"line {number}" for number in range(count)]
+
+
+TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "/work/train.py", line 31, in loop',
+    "    step(batch)",
+    "    ~~~~^^^^^^^",
+    '  File "/work/model.py", line 7, in step',
+    "    raise ValueError(number)",
+    "ValueError: bad batch 17",
+]
+CHAINED = [
+    *TRACEBACK,
+    "",
+    "During handling of the above exception, another exception occurred:",
+    "",
+    *TRACEBACK[:-1],
+    "RuntimeError: CUDA error: device-side assert triggered",
+    "CUDA kernel errors might be asynchronously reported at some other API call.",
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1",
+    "",
+    "Device-side assertions were explicitly omitted for this error check.",
+    "",
+    "The above exception was the direct cause of the following exception:",
+    "",
+    *TRACEBACK,
+]
+GROUP = [
+    "  + Exception Group Traceback (most recent call last):",
+    '  |   File "/work/train.py", line 1, in <module>',
+    '  |     raise ExceptionGroup("two", [a, b])',
+    "  | ExceptionGroup: two (2 sub-exceptions)",
+    "  +-+---------------- 1 ----------------",
+    "    | ValueError: a",
+    "    +---------------- 2 ----------------",
+    "    | ValueError: b",
+    "    +------------------------------------",
+]
+ALL_TRACEBACKS = pytest.mark.parametrize("traceback", [TRACEBACK, CHAINED, GROUP], ids=["plain", "chained", "group"])
+
+
+def test_output_is_limited_to_a_burst_and_then_a_rate_and_what_is_left_out_is_counted() -> None:
+    clock = Clock()
+    limits = OutputLimits(20, clock)
+    assert len(_let_through(limits, "driver", _numbered(1000))) == 200, "a burst is ten seconds' worth"
+    assert limits.notice() == "", "a notice comes at most each ten seconds"
+    clock.now += 10
+    assert limits.notice() == "[800 lines of output left out: 800 of driver]"
+    assert limits.notice() == ""
+    assert len(_let_through(limits, "driver", _numbered(1000))) == 200
+    assert limits.notice(at_once=True) == "[800 lines of output left out: 800 of driver]"
+    clock.now += 1
+    assert len(_let_through(limits, "driver", _numbered(1000))) == 20
+
+
+def test_the_count_of_what_was_left_out_is_a_line_of_the_log(lines: Lines) -> None:
+    log = _log(lines_per_second=2)
+    for number in range(100):
         log.line("driver", f"line {number}")
-    burst = len(lines.texts)
-    assert 200 <= burst <= 210, "a burst is ten seconds' worth"
-    time.sleep(0.3)
-    log.line("driver", "later")
-    notice, later = lines.texts[burst:]
-    assert notice == f"[{1000 - burst} lines of output left out: more than 20 a second]"
-    assert later.endswith("later")
+    let_through = sum("line " in text and "left out" not in text for text in lines.texts)
+    assert 20 <= let_through <= 25
+    log.close()
+    left = 100 - let_through
+    assert lines.texts[-1] == f"[{left} lines of output left out: {left} of driver]"
+    log.close()
+    assert sum("left out" in text for text in lines.texts) == 1
+
+
+def test_rank_0_is_let_through_in_full_whatever_the_others_print() -> None:
+    clock = Clock()
+    limits = OutputLimits(1, clock)
+    for _ in range(60):
+        for rank in range(1, 20):
+            _let_through(limits, f"rank {rank}", _numbered(50))
+        _let_through(limits, "driver", _numbered(50))
+        assert len(_let_through(limits, "rank 0", _numbered(500))) == 500
+        clock.now += 1
+    assert "rank 0" not in limits.notice(at_once=True)
+
+
+def test_the_other_ranks_share_what_a_source_has() -> None:
+    clock = Clock()
+    limits = OutputLimits(10, clock)
+    told = {rank: len(_let_through(limits, f"rank {rank}", _numbered(1000))) for rank in range(1, 100)}
+    assert sum(told.values()) == told[1] == 100
+    clock.now += 10
+    told = {rank: len(_let_through(limits, f"rank {rank}", _numbered(3))) for rank in range(1, 100)}
+    assert sum(told.values()) == 100
+    assert _let_through(limits, "driver", ["x"]) == ["x"], "the driver has its own"
+    assert _let_through(limits, "TrainController", ["x"]) == ["x"]
+
+
+def test_what_was_left_out_is_told_for_each_source() -> None:
+    limits = OutputLimits(1, Clock())
+    for number in range(1, 9):
+        _let_through(limits, f"Actor{number}", _numbered(10 + number))
+    assert limits.notice(at_once=True) == (
+        "[36 lines of output left out: 8 of Actor8, 7 of Actor7, 6 of Actor6, 5 of Actor5, 4 of Actor4 and 3 others]"
+    )
+
+
+@ALL_TRACEBACKS
+def test_a_traceback_is_told_whole_when_nothing_else_is(traceback: list[str]) -> None:
+    limits = OutputLimits(1, Clock())
+    _let_through(limits, "rank 1", _numbered(1000))
+    assert _let_through(limits, "rank 1", traceback) == traceback
+
+
+@ALL_TRACEBACKS
+def test_tracebacks_of_a_thousand_ranks_are_told_whole_or_not_at_all(traceback: list[str]) -> None:
+    limits = OutputLimits(1, Clock())
+    for rank in range(1, 1001):
+        _let_through(limits, f"rank {rank}", _numbered(20))
+    told = [_let_through(limits, f"rank {rank}", traceback) for rank in range(1, 1001)]
+    assert all(one in ([], traceback) for one in told)
+    assert sum(map(bool, told)) == 20
+    assert _let_through(limits, "rank 0", traceback) == traceback, "in full, whatever the others say"
+
+
+@ALL_TRACEBACKS
+def test_tracebacks_that_come_line_by_line_in_turn_are_told_whole_or_not_at_all(traceback: list[str]) -> None:
+    clock = Clock()
+    limits = OutputLimits(1, clock)
+    told: dict[int, list[str]] = {rank: [] for rank in range(1, 61)}
+    for text in traceback:
+        clock.now += 0.001
+        for rank, one in told.items():
+            one += _let_through(limits, f"rank {rank}", [text])
+    assert all(one in ([], traceback) for one in told.values())
+    assert sum(map(bool, told.values())) == 20
+
+
+def test_tracebacks_that_come_fast_after_one_another_are_limited() -> None:
+    """A loop that logs an exception at each step is no reason to let everything through."""
+    clock = Clock()
+    limits = OutputLimits(1, clock)
+    told = 0
+    for _ in range(100 * 20):  # 20 a second for 100 seconds
+        told += len(_let_through(limits, "rank 1", TRACEBACK))
+        clock.now += 0.05
+    assert told <= (20 + 0.5 * 100 + 2) * len(TRACEBACK) + 110
+
+
+def test_what_follows_a_traceback_that_was_left_out_is_not_lost_with_it() -> None:
+    clock = Clock()
+    limits = OutputLimits(10, clock)
+    for rank in range(2, 22):
+        _let_through(limits, f"rank {rank}", TRACEBACK)
+    assert _let_through(limits, "driver", TRACEBACK) == []
+    clock.now += 1
+    assert _let_through(limits, "driver", _numbered(5)) == _numbered(5)
+
+
+def test_a_message_of_many_lines_is_a_part_of_its_traceback(lines: Lines) -> None:
+    log = _log(lines_per_second=0.1)
     for number in range(50):
-        log.line("driver", f"more {number}")
-    let_through = sum("more" in text and "left out" not in text for text in lines.texts)
-    log.close()
-    assert lines.texts[-1] == f"[{50 - let_through} lines of output left out]"
-    log.close()
-    assert lines.texts[-1] == f"[{50 - let_through} lines of output left out]"
-    assert sum("lines of output left out" in text for text in lines.texts) == 2
+        log.line("driver", f"noise {number}")
+    lines.records.clear()
+    for text in CHAINED:
+        log.line("driver", text)
+    assert lines.texts == [f"[attempt 3 driver] {text}" for text in CHAINED if text.strip()]
+
+
+def test_a_worker_s_traceback_with_empty_lines_is_told_whole(lines: Lines) -> None:
+    log = _log(lines_per_second=0.1)
+    log.event(WorkerGroupStarted(world_size=3, ranks=RANKS))
+    for number in range(50):
+        log.line("driver", f"(RayTrainWorker pid=78) noise {number}")
+    lines.records.clear()
+    for text in CHAINED:
+        log.line("driver", f"(RayTrainWorker pid=78) {text}")
+    told = [line.removeprefix("[attempt 3 rank 2] ") for line in lines.texts]
+    assert [text for text in told if text.strip()] == [text for text in CHAINED if text.strip()]
+
+
+def test_sources_without_end_are_forgotten() -> None:
+    limits = OutputLimits(1, Clock())
+    for number in range(20_000):
+        limits.lets_through(f"worker {number}", "hello")
+    assert len(limits._sources) <= 5000
+
+
+def test_the_error_of_a_thousand_ranks_is_told_once_with_its_ranks(lines: Lines) -> None:
+    texts, also = distinct({rank: f"RuntimeError: rank {rank} failed\nat {rank}" for rank in range(1000)})
+    log = _log()
+    lines.records.clear()
+    log.event(WorkerFailed(errors=texts, also=also, retried=True, reports_lost=3))
+    (text,) = lines.texts
+    assert "[ranks 0-999] RuntimeError: rank 0 failed\nat 0" in text
+
+
+def test_the_different_errors_of_a_failure_are_told_whole_up_to_a_few(lines: Lines) -> None:
+    log = _log()
+    lines.records.clear()
+    errors = {str(rank): "\n".join([*TRACEBACK, f"end {rank}"]) for rank in range(12)}
+    log.event(WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
+    assert len(lines.texts) == 6
+    for rank in range(5):
+        assert errors[str(rank)] in lines.texts[rank]
+    assert "[ranks 3, 20-21]" in lines.texts[3]
+    assert lines.texts[5] == "and 7 other errors of other ranks"
 
 
 def test_nothing_is_said_of_lines_left_out_when_none_was(lines: Lines) -> None:
@@ -237,7 +435,7 @@ def test_progress_is_no_line_for_a_person(lines: Lines, event: Event) -> None:
         (1024, "1.0 KiB"),
         (1536, "1.5 KiB"),
         (5 * 1024**3, "5.0 GiB"),
-        (3 * 1024**4, "3072.0 GiB"),
+        (3 * 1024**4, "3.0 TiB"),
     ],
 )
 def test_sizes_are_told_in_units_a_person_reads(lines: Lines, size: int, text: str) -> None:
@@ -255,6 +453,8 @@ os.dup2(write_end, 1)
 os.dup2(write_end, 2)
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect_elastic_train.driver.events import AttemptStarted
+from prefect_elastic_train.reporting.errors import distinct
+from prefect_elastic_train.reporting.log_limits import OutputLimits
 from prefect_elastic_train.reporting.logs import RunLog
 logger = logging.getLogger("run")
 logger.addHandler(PrefectConsoleHandler(sys.stderr))

@@ -15,6 +15,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollSt
 
 from prefect_elastic_train.config import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, policy, start, worker_group
+from prefect_elastic_train.elastic import policy as policy_module
 from prefect_elastic_train.elastic.capacity import Node
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError
 from prefect_elastic_train.elastic.growth import Reason
@@ -110,6 +111,23 @@ def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
         assert decision.num_workers == size
 
 
+@pytest.fixture
+def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait is told of in its first moment."""
+    monkeypatch.setattr(policy_module, "_WORTH_TELLING_SECONDS", 0.0)
+
+
+def test_a_wait_that_is_over_in_a_moment_is_not_told(callback: Callback) -> None:
+    policy = _policy(2, 4)
+    policy.fits = 1
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    policy.fits = 2
+    policy._looked_at = -1.0
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
+    assert callback.waiting == [], "what a lost group held was being given back"
+
+
+@pytest.mark.usefixtures("told_at_once")
 def test_below_the_minimum_it_waits_and_says_what_is_missing_once_in_a_while(callback: Callback) -> None:
     policy = _policy(3, 4)
     policy.fits = 1
@@ -120,6 +138,7 @@ def test_below_the_minimum_it_waits_and_says_what_is_missing_once_in_a_while(cal
     assert "2 more worker(s) with CPU=1 each" in missing
 
 
+@pytest.mark.usefixtures("told_at_once")
 def test_a_cluster_that_does_not_answer_is_waited_for(callback: Callback) -> None:
     policy = _policy(1, 4)
     policy.fits = None
@@ -254,6 +273,7 @@ def test_what_goes_wrong_in_a_look_before_a_start_does_not_end_the_training(
     assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
 
 
+@pytest.mark.usefixtures("told_at_once")
 def test_free_nodes_that_are_reserved_for_another_training_are_told_as_such(
     callback: Callback, monkeypatch: pytest.MonkeyPatch
 ) -> None:

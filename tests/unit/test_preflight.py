@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -207,6 +208,32 @@ def test_a_store_that_is_away_is_said_after_some_seconds_and_not_after_minutes(
         pass
     assert (refused.value.kind, refused.value.permanent) == ("connection", False)
     assert "Is it up and reachable from this machine?" in str(refused.value)
+
+
+class Away(MemoryFileSystem):  # type: ignore[misc]
+    """A store that does not answer, and counts what it is asked."""
+
+    protocol = "away"
+    asked: ClassVar[list[str]] = []
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        self.asked.append("write")
+        raise ConnectionRefusedError
+
+    def rm_file(self, path: str) -> None:
+        self.asked.append("delete")
+        raise ConnectionRefusedError
+
+
+@pytest.mark.parametrize("unfit", [Away], indirect=True)
+def test_a_store_that_is_away_is_not_asked_to_delete_what_it_did_not_take(unfit: FsspecStorageSettings) -> None:
+    Away.asked.clear()
+    started = time.monotonic()
+    with pytest.raises(StorageFaultError, match="Is it up and reachable"), preflight(unfit, retry_seconds=0.5):
+        pass
+    assert time.monotonic() - started < 5, "repeated for as long as a training repeats it"
+    assert len(Away.asked) > 1
+    assert set(Away.asked) == {"write"}
 
 
 def test_a_store_that_makes_some_trouble_passes(s3: Storage, proxy: FaultProxy) -> None:

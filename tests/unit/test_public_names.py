@@ -30,7 +30,12 @@ PUBLIC_NAMES = [
     "elastic_train",
 ]
 
-MODULES = ["prefect_elastic_train", "prefect_elastic_train.blocks", "prefect_elastic_train.training"]
+MODULES = [
+    "prefect_elastic_train",
+    "prefect_elastic_train.loop",
+    "prefect_elastic_train.blocks",
+    "prefect_elastic_train.training",
+]
 
 _LOAD_ONE_AFTER_THE_OTHER = """
 import importlib, json

@@ -50,6 +50,38 @@ def test_a_url_that_names_no_storage_is_refused_with_what_was_typed(text: str) -
     assert repr(text) in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"sftp://ada:{SECRET}@host/runs",
+        f"sftp://ada:x/{SECRET}@lace@host:22/runs",
+        f"gs://:{SECRET}@my-bucket/runs",
+        f"s3://AKIA:x/{SECRET}/x@my-bucket/runs",
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        storage_named(text)
+    assert SECRET not in str(refused.value)
+    assert "***@" in str(refused.value)
+    if not text.startswith("s3"):
+        assert "secret_options" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "abfs://container@account.dfs.core.windows.net/runs",
+        "sftp://ada@host:22/runs",
+        "sftp://host:22/runs",
+        "gs://my-bucket/runs@home",
+        "gs://my-bucket/a:b@c",
+    ],
+)
+def test_a_url_with_an_at_sign_and_no_password_is_a_storage(url: str) -> None:
+    assert storage_named(url) == FsspecStorageSettings(url=url)
+
+
 @pytest.mark.parametrize("text", ["prod", "training-storage-s3/prod"])
 def test_a_name_that_cannot_be_looked_up_is_refused_with_why(text: str) -> None:
     # No Prefect API is configured here: that is not the same as a name that nobody has saved.
@@ -135,6 +167,8 @@ def test_half_of_the_credentials_is_refused(kind: Any, keys: dict[str, str], say
         (FsspecStorage, {"url": "gs://", "secret_options": f'{{"token": "{SECRET}"}}'}),
         (FsspecStorage, {"url": "gs://my-bucket/runs", "secret_options": f'{{"token": "{SECRET}"'}),
         (FsspecStorage, {"url": "gs://my-bucket/runs", "options": f'{{"token": "{SECRET}"'}),
+        (S3Storage, {"bucket_path": f"s3://AKIA:x/{SECRET}/x@my-bucket/runs"}),
+        (FsspecStorage, {"url": f"sftp://ada:{SECRET}@host/runs"}),
         (FsspecStorage, {"url": f"ftp:/ada:{SECRET}@host"}),
         (FsspecStorage, {"url": f"FTP://ada:{SECRET}@host/runs"}),
     ],

@@ -1,0 +1,55 @@
+"""What Prefect shows of a training: its report, and the run's events."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterType
+from prefect.client.schemas.objects import Artifact
+
+from tests.support.processes import wait_for
+
+PREFIX = "elastic-train.run."
+_ENDINGS = {f"{PREFIX}{name}" for name in ("completed", "failed", "cancelled", "timed-out", "interrupted")}
+
+
+def artifacts_of(client: SyncPrefectClient, flow_run_id: str, kind: str) -> list[Artifact]:
+    """Give the artifacts of a type that a flow run has."""
+    return client.read_artifacts(
+        artifact_filter=ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(flow_run_id)]), type=ArtifactFilterType(any_=[kind])
+        )
+    )
+
+
+def report_of(client: SyncPrefectClient, flow_run_id: str) -> str:
+    """Give the report of a flow run's only training."""
+    [artifact] = artifacts_of(client, flow_run_id, "markdown")
+    return str(artifact.data)
+
+
+def table_below(report: str, heading: str) -> list[dict[str, str]]:
+    """Give the rows of the table below a heading, by the names of their columns."""
+    section = report.split(f"### {heading}\n\n", 1)[1].split("\n\n", 1)[0]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in section.splitlines()]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+
+
+def run_events(client: SyncPrefectClient, flow_run_id: str = "", run_name: str = "") -> list[dict[str, Any]]:
+    """Give the events of a flow run's training, or of a run, in their order, once the last one is there."""
+    related = {"related": {"id": [f"prefect.flow-run.{flow_run_id}"]}} if flow_run_id else {}
+    resource = {"resource": {"id": [f"elastic-train.run.{run_name}"]}} if run_name else {}
+    wanted = {"event": {"prefix": [PREFIX]}, "order": "ASC", **related, **resource}
+
+    def read() -> list[dict[str, Any]]:
+        page = client.request("POST", "/events/filter", json={"filter": wanted, "limit": 50}).json()
+        events: list[dict[str, Any]] = page["events"]
+        while page.get("next_page"):
+            page = client._client.get(page["next_page"]).json()
+            events += page["events"]
+        return events if _ENDINGS & {event["event"] for event in events} else []
+
+    return wait_for(read, 30, "the last event")

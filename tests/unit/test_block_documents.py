@@ -1,0 +1,227 @@
+"""Block documents as code: what counts as a difference, how it is told, and the profiles of this repository."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.actions import BlockDocumentUpdate
+
+from blocks.apply import chosen_documents
+from blocks.profiles import PROFILES
+from prefect_elastic_train import (
+    CheckpointPolicy,
+    ConfigurationError,
+    ElasticScaling,
+    FailureBudget,
+    FsspecStorage,
+    LocalStorage,
+    RayCluster,
+    S3Storage,
+)
+from prefect_elastic_train.blocks.documents import Change, FieldChange, _carry_out, _Plan, apply, difference
+from prefect_elastic_train.blocks.steps import saved_blocks
+
+SCALING = ElasticScaling(max_workers=4)
+JOINED = "10.0.0.5:6379"
+
+#: All variables that the profiles need, and only those.
+ENVIRONMENT = {
+    "ELASTIC_TRAIN_SPOT_GPU_ADDRESS": "https://ray.example.com",
+    "ELASTIC_TRAIN_TPU_V6E_ADDRESS": JOINED,
+    "ELASTIC_TRAIN_S3_BUCKET_PATH": "bucket/runs",
+}
+
+
+def _told(block: Any, stored: dict[str, Any]) -> list[str]:
+    return [str(change) for change in difference(block, stored)[1]]
+
+
+def test_a_document_with_the_same_values_does_not_differ() -> None:
+    stored, _ = difference(SCALING, {})
+    assert difference(SCALING, stored) == (stored, ())
+
+
+def test_each_changed_field_is_told_with_both_values() -> None:
+    stored, _ = difference(SCALING, {})
+    stored |= {"max_workers": 2, "resources_per_worker": {"CPU": 2.0}}
+    assert _told(SCALING, stored) == ["max_workers: 2 -> 4", 'resources_per_worker: {"CPU": 2.0} -> {}']
+
+
+def test_what_the_ui_leaves_out_or_stores_in_its_own_form_is_no_difference() -> None:
+    block = ElasticScaling(max_workers=4, resources_per_worker={"CPU": 2})
+    wrapped = {"__prefect_kind": "json", "value": '{"CPU": 2}'}
+    assert _told(block, {"max_workers": 4, "resources_per_worker": wrapped}) == []
+
+
+def test_a_missing_value_counts_as_the_default_of_the_type() -> None:
+    assert _told(CheckpointPolicy(keep=3), {}) == ["keep: null -> 3"]
+    assert _told(LocalStorage(path="/runs"), {}) == ['path: (nothing) -> "/runs"']
+
+
+@pytest.mark.parametrize("bad", [0, True, "many", None, {"a": 1}])
+def test_a_value_that_is_not_allowed_is_a_difference_and_is_replaced(bad: Any) -> None:
+    stored, _ = difference(SCALING, {})
+    data, changes = difference(SCALING, {**stored, "max_workers": bad})
+    assert data == stored
+    assert [change.field for change in changes] == ["max_workers"]
+
+
+def test_values_that_only_do_not_fit_together_are_told_as_they_are() -> None:
+    stored, _ = difference(SCALING, {})
+    assert _told(SCALING, {**stored, "min_workers": 9}) == ["min_workers: 9 -> 1"]
+
+
+def test_a_field_that_the_type_does_not_know_is_dropped_without_showing_its_value() -> None:
+    stored, _ = difference(SCALING, {})
+    data, changes = difference(SCALING, {**stored, "auth_tokn": "sesame", "block_type_slug": "elastic-scaling"})
+    assert data == stored
+    assert [str(change) for change in changes] == ["auth_tokn: dropped, the block type has no such field"]
+
+
+def test_secrets_are_stored_but_never_told() -> None:
+    cluster = RayCluster(address=JOINED, auth_token="sesame")
+    data, changes = difference(cluster, {"address": JOINED, "auth_token": "older"})
+    assert data["auth_token"] == "sesame"
+    assert changes == (FieldChange("auth_token", "changed"),)
+
+
+def test_a_secret_that_the_code_leaves_empty_is_kept() -> None:
+    data, changes = difference(RayCluster(address=JOINED), {"address": JOINED, "auth_token": "sesame"})
+    assert data["auth_token"] == "sesame"
+    assert changes == ()
+
+
+def test_a_secret_that_is_stored_as_something_else_than_text_is_neither_overwritten_nor_shown() -> None:
+    stored = {"url": "gs://bucket/runs", "secret_options": {"token": "sesame"}}
+    with pytest.raises(ConfigurationError, match=r"server has secret_options.*valid string.*in the UI") as refused:
+        difference(FsspecStorage(url="gs://bucket/runs"), stored)
+    assert "sesame" not in str(refused.value)
+
+
+class _Server:
+    """Has one document, whose token somebody has changed since the plan was made."""
+
+    def __init__(self, token: Any) -> None:
+        self.data = {"address": JOINED, "auth_token": token, "num_cpus": 3}
+        self.written: dict[str, Any] | None = None
+
+    def read_block_document(self, block_document_id: UUID) -> SimpleNamespace:
+        return SimpleNamespace(id=block_document_id, data=self.data)
+
+    def update_block_document(self, block_document_id: UUID, update: BlockDocumentUpdate) -> None:
+        self.written = update.data
+
+
+def _planned(monkeypatch: pytest.MonkeyPatch) -> _Plan:
+    """The plan to change another field of a document whose token was an older one."""
+    for name in ("_block_type_id", "_block_schema_id"):
+        monkeypatch.setattr(RayCluster, name, uuid4())
+    block = RayCluster(address=JOINED)
+    data, changes = difference(block, {"address": JOINED, "auth_token": "older", "num_cpus": 3})
+    document: Any = SimpleNamespace(id=uuid4())
+    return _Plan(block, "lab", document, data, Change("ray-cluster-training/lab", "updated", changes))
+
+
+@pytest.mark.parametrize("token", ["typed in the UI meanwhile", ""])
+def test_a_secret_that_is_typed_or_emptied_after_the_plan_stays_so(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server: Any = _Server(token)
+    _carry_out(server, _planned(monkeypatch))
+    assert server.written["auth_token"] == token
+    assert server.written["num_cpus"] == 0
+
+
+def test_a_secret_that_does_not_fit_any_more_after_the_plan_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    server: Any = _Server({"a": 1})
+    with pytest.raises(ConfigurationError, match=r"cannot update ray-cluster-training/lab: the server has auth_token"):
+        _carry_out(server, _planned(monkeypatch))
+    assert server.written is None
+
+
+def test_a_kept_secret_that_does_not_fit_is_refused_without_showing_it() -> None:
+    stored = {"bucket_path": "bucket/runs", "access_key_id": "AKIASESAME"}
+    with pytest.raises(ConfigurationError, match=r"server has access_key_id.*belong together.*in the UI") as refused:
+        difference(S3Storage(bucket_path="bucket/runs"), stored)
+    assert "AKIASESAME" not in str(refused.value)
+
+
+def test_a_password_in_a_bad_url_is_not_told() -> None:
+    stored = {"bucket_path": "bucket/runs", "endpoint_url": "https://me:se/s@me@store.example.com"}
+    assert _told(S3Storage(bucket_path="bucket/runs"), stored) == [
+        'endpoint_url: "https://***@store.example.com" -> ""',
+    ]
+
+
+def test_a_change_of_what_is_masked_is_a_change() -> None:
+    stored = {"url": "abfs://old@account/runs"}
+    assert _told(FsspecStorage(url="abfs://new@account/runs"), stored) == ["url: changed"]
+
+
+def test_a_change_is_a_line_for_each_field_or_one_for_the_document() -> None:
+    two = (FieldChange("min_workers", "1 -> 2"), FieldChange("max_workers", "2 -> 4"))
+    assert Change("elastic-scaling/lab", "updated", two).lines() == [
+        "~ elastic-scaling/lab  min_workers: 1 -> 2",
+        "~ elastic-scaling/lab  max_workers: 2 -> 4",
+    ]
+    assert Change("failure-budget/lab", "unchanged").lines() == ["= failure-budget/lab  unchanged"]
+    assert Change("failure-budget/lab", "created").lines() == ["+ failure-budget/lab"]
+    created = Change("elastic-scaling/lab", "created", (FieldChange("max_workers", "4"),))
+    assert created.lines() == ["+ elastic-scaling/lab  max_workers: 4"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "why"),
+    [
+        ({"My lab": [SCALING]}, "'My lab' cannot be the name of a block"),
+        ({"lab": [SCALING, ElasticScaling()]}, "'lab' has several blocks of the type elastic-scaling"),
+    ],
+)
+def test_documents_that_cannot_be_saved_are_refused(documents: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        apply(documents)
+
+
+def test_without_a_prefect_api_nothing_is_saved() -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: None}), pytest.raises(ConfigurationError, match="PREFECT_API_URL is not"):
+        apply({"lab": [SCALING]})
+
+
+def test_the_step_of_a_deployment_knows_the_types_of_blocks() -> None:
+    with pytest.raises(ConfigurationError, match=r"'elastic/lab' is no block.*elastic-scaling"):
+        saved_blocks(scaling="elastic/lab")
+
+
+def test_every_profile_makes_its_blocks_from_the_variables_that_it_needs() -> None:
+    documents, skipped = chosen_documents([], ENVIRONMENT)
+    assert list(documents) == list(PROFILES) == ["laptop", "spot-gpu", "tpu-v6e", "s3"]
+    assert skipped == []
+    spot = {type(block): block for block in documents["spot-gpu"]}
+    assert spot[FailureBudget].max_preemption_failures == -1
+    assert (spot[ElasticScaling].min_workers, spot[ElasticScaling].max_workers) == (1, 8)
+
+
+def test_profiles_without_their_variables_are_skipped_with_what_to_set() -> None:
+    documents, skipped = chosen_documents([], {"ELASTIC_TRAIN_TPU_V6E_ADDRESS": " "})
+    assert list(documents) == ["laptop"]
+    assert [line.partition(", for example")[0] for line in skipped] == [
+        "- spot-gpu  skipped: set ELASTIC_TRAIN_SPOT_GPU_ADDRESS",
+        "- tpu-v6e  skipped: set ELASTIC_TRAIN_TPU_V6E_ADDRESS",
+        "- s3  skipped: set ELASTIC_TRAIN_S3_BUCKET_PATH",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("profile", "environment", "why"),
+    [
+        ("spot-gpu", {}, "profile spot-gpu: set ELASTIC_TRAIN_SPOT_GPU_ADDRESS"),
+        ("spot-gpu", {"ELASTIC_TRAIN_SPOT_GPU_ADDRESS": "nowhere"}, "profile spot-gpu has a bad value: address: "),
+        ("desktop", {}, "there is no profile 'desktop'; profiles are laptop, spot-gpu, tpu-v6e, s3"),
+    ],
+)
+def test_a_profile_that_was_named_is_made_or_refused(profile: str, environment: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        chosen_documents([profile], environment)

@@ -1,0 +1,442 @@
+"""`resume_from="latest"`: which run a night starts from, on every storage, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from prefect_elastic_train.cli import app
+from prefect_elastic_train.filesystems.opening import Storage
+from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.ancestry import ancestors, started_from
+from prefect_elastic_train.runs.attempts import Begun, Claim, begin_attempt, end_attempt, host_id, peek
+from prefect_elastic_train.runs.commits import newest_attempt
+from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.runs.inspecting import PRUNER
+from prefect_elastic_train.runs.pruning import AwaitedSources, RunChangedError, carry_out, plan_run
+from prefect_elastic_train.runs.records import AttemptRecord, Owner, RunRecord, decode, encode
+from prefect_elastic_train.runs.retrying_store import RetryingStore
+from prefect_elastic_train.runs.seeding import Source, choose_source, parse_source, seed_from_source
+from prefect_elastic_train.training import _request
+from tests.support.s3 import FaultProxy
+from tests.unit.support import Training, begin, claim
+
+DAY = 86400.0
+
+on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
+
+
+@dataclass
+class Nights:
+    """Runs of one deployment in a storage, each a day after the one before, and each by a flow run of its own."""
+
+    storage: Storage
+    number: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+
+    def claim(self, name: str, **more: str) -> Claim:
+        """Give what the driver of another night wants."""
+        owner = Owner(
+            flow_run_id=str(uuid.uuid4()),
+            flow_name=more.pop("flow_name", "nightly"),
+            deployment_id=more.pop("deployment_id", "deployment-a"),
+            host="elsewhere/1",
+        )
+        marks = fingerprint(more.pop("loop", "train:loop"), "torch", None)
+        return replace(claim(name=name), owner=owner, fingerprint=marks, part="nightly", resume_from="latest", **more)
+
+    def add(self, name: str, outcome: str = "completed", scores: tuple[float, ...] = (0.5,), **more: str) -> RunRecord:
+        """Train a run from the beginning; without an outcome it has not ended."""
+        self.number += 1
+        store = self.storage.run(name)
+        wanted = replace(self.claim(name, **more), resume_from="")
+        training = Training(store, begin(store, wanted).attempt)
+        for number, score in enumerate(scores):
+            training.report(f"checkpoint_{number}", {"acc": score})
+            _rank_by_score(training)
+        if outcome:
+            end_attempt(store, newest_attempt(store), outcome)
+        record = decode(RunRecord, store.read(layout.RUN))
+        assert record is not None
+        dated = record.model_copy(update={"created_at": time.time() - 100 * DAY + self.number * DAY})
+        store.replace(layout.RUN, encode(dated))
+        return dated
+
+    def source(self, wanted: Claim) -> Source:
+        """Give what a night's driver finds before it begins."""
+        return choose_source(self.storage, wanted, self.storage.run(wanted.name))
+
+    def start(self, wanted: Claim) -> tuple[Begun, list[str]]:
+        """Begin a run as a driver does; give what the user is told, too."""
+        source = self.source(wanted)
+        notes = list(source.notes)
+        wanted = replace(wanted, source=source.checkpoint)
+        store = self.storage.run(wanted.name)
+        begun = begin(store, wanted, seed=lambda: notes.extend(seed_from_source(self.storage, wanted, store)))
+        return begun, notes
+
+
+def _rank_by_score(training: Training) -> None:
+    """Keep the results as Ray does: the best last. The next commit has them in this order."""
+    results, indices = training.snapshot["checkpoint_results"], training.snapshot["checkpoint_report_indices"]
+    pairs = sorted(zip(results, indices, strict=True), key=lambda pair: pair[0]["metrics"]["acc"])
+    training.snapshot["checkpoint_results"] = [result for result, _ in pairs]
+    training.snapshot["checkpoint_report_indices"] = [index for _, index in pairs]
+    training.log.commit(json.dumps(training.snapshot).encode())
+
+
+@pytest.fixture
+def nights(storage: Storage) -> Nights:
+    return Nights(storage)
+
+
+@pytest.fixture
+def on_disk(disk: Storage) -> Nights:
+    return Nights(disk)
+
+
+@on_all_storages
+def test_a_night_starts_from_the_best_checkpoint_of_the_newest_completed_run(nights: Nights, storage: Storage) -> None:
+    prefix = f"n{uuid.uuid4().hex[:8]}"
+    deployment = {"deployment_id": prefix}
+    nights.add(f"{prefix}-1", scores=(0.9,), **deployment)
+    nights.add(f"{prefix}-2", scores=(0.1, 0.7, 0.4), **deployment)
+    before = {name: storage.run(f"{prefix}-2").file_sizes(name) for name in storage.run(f"{prefix}-2").folders()}
+    begun, notes = nights.start(nights.claim(f"{prefix}-3", **deployment))
+    store = storage.run(f"{prefix}-3")
+    assert begun.point.checkpoint == f"from-{prefix}-2-checkpoint_1"
+    assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of checkpoint_1"
+    assert notes == []
+    assert started_from(store) == f"{storage.uri}/{prefix}-2/checkpoint_1"
+    assert {name: storage.run(f"{prefix}-2").file_sizes(name) for name in before} == before, "the source is untouched"
+
+
+@pytest.mark.parametrize(
+    ("resume_from", "parsed"),
+    [
+        ("latest", ("latest", "best")),
+        ("latest@latest", ("latest", "latest")),
+        ("latest@best", ("latest", "best")),
+        ("mnist", ("mnist", "latest")),
+        ("mnist@best", ("mnist", "best")),
+    ],
+)
+def test_latest_is_the_newest_run_whose_best_checkpoint_is_meant_unless_one_is_named(
+    resume_from: str, parsed: tuple[str, str]
+) -> None:
+    assert parse_source(resume_from) == parsed
+
+
+def test_the_newest_checkpoint_of_the_newest_run_can_be_asked_for(on_disk: Nights) -> None:
+    on_disk.add("night-1", scores=(0.9, 0.5))
+    wanted = replace(on_disk.claim("night-2"), resume_from="latest@latest")
+    assert on_disk.source(wanted) == Source("night-1@checkpoint_1")
+
+
+def test_no_run_can_be_named_latest() -> None:
+    with pytest.raises(ConfigurationError, match="give the run another name"):
+        _request(lambda: None, run_name="latest")
+
+
+def test_runs_that_are_no_base_are_passed_over_and_named_with_the_reason(on_disk: Nights) -> None:
+    on_disk.add("night-1")
+    on_disk.add("damaged")
+    on_disk.storage.run("damaged").delete_folder("checkpoint_0")
+    on_disk.add("failed", outcome="user_error")
+    on_disk.add("cancelled", outcome="cancelled")
+    on_disk.add("training", outcome="")
+    on_disk.add("empty", scores=())
+    source = on_disk.source(on_disk.claim("night-2"))
+    assert source.checkpoint == "night-1@checkpoint_0"
+    (note,) = source.notes
+    for words in (
+        "resume_from='latest' passed over",
+        "empty has no committed checkpoint",
+        "'training' has not ended",
+        "'cancelled' ended as cancelled",
+        "'failed' ended as user_error",
+        "'checkpoint_0' of run 'damaged' is damaged: its folder is missing",
+    ):
+        assert words in note
+    for number in range(10):
+        on_disk.add(f"failed-{number}", outcome="user_error")
+    (note,) = on_disk.source(on_disk.claim("night-2")).notes
+    assert note.count("ended as") == 5
+    assert note.endswith("and 10 more")
+
+
+def test_only_runs_of_the_same_training_of_the_same_deployment_count(on_disk: Nights) -> None:
+    on_disk.add("night-1")
+    on_disk.add("other-deployment", deployment_id="deployment-b")
+    on_disk.add("by-hand", deployment_id="")
+    on_disk.add("other-loop", loop="train:other_loop")
+    second = on_disk.add("second-training")
+    on_disk.storage.run("second-training").replace(layout.RUN, encode(second.model_copy(update={"part": "nightly-2"})))
+    assert on_disk.source(on_disk.claim("night-2")).checkpoint == "night-1@checkpoint_0"
+    # Without a deployment the flow's name decides.
+    on_disk.add("by-hand-of-another-flow", deployment_id="", flow_name="weekly")
+    assert on_disk.source(on_disk.claim("by-hand-2", deployment_id="")).checkpoint == "by-hand@checkpoint_0"
+    # A flow run does not start from what it has trained itself.
+    mine = on_disk.claim("mine")
+    record = decode(RunRecord, on_disk.storage.run("night-1").read(layout.RUN))
+    assert record is not None
+    assert on_disk.source(replace(mine, owner=record.creator)).checkpoint == ""
+
+
+@pytest.mark.parametrize("storage", ["disk", "memory"], indirect=True)
+def test_the_first_night_trains_from_the_beginning_says_so_and_keeps_to_it(nights: Nights, storage: Storage) -> None:
+    wanted = nights.claim("night-1")
+    begun, (note,) = nights.start(wanted)
+    assert begun.point.checkpoint == ""
+    assert "holds no completed run with a checkpoint of training 'nightly'" in note
+    assert "it trains from the beginning" in note
+    nights.add("night-0")
+    end_attempt(storage.run("night-1"), 1, Outcome.DRIVER_LOST.value)
+    again, notes = nights.start(wanted)
+    assert (again.attempt, again.point.checkpoint, notes) == (2, "", [])
+    assert started_from(storage.run("night-1")) == ""
+
+
+def test_what_a_retry_starts_from_is_never_looked_up_anew(on_disk: Nights) -> None:
+    on_disk.add("night-1")
+    wanted = on_disk.claim("night-3")
+    store = on_disk.storage.run("night-3")
+    source = on_disk.source(wanted)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin_attempt(store, replace(wanted, source=source.checkpoint), seed=die)
+    on_disk.add("night-2")
+    begun, notes = on_disk.start(wanted)
+    assert (begun.point.checkpoint, notes) == ("from-night-1-checkpoint_0", [])
+    # Once it is copied, the other run may go.
+    on_disk.storage.run("night-1").delete_folder("")
+    end_attempt(store, 1, Outcome.DRIVER_LOST.value)
+    again = begin(store, wanted, seed=lambda: pytest.fail("copied again"))
+    assert again.point.checkpoint == "from-night-1-checkpoint_0"
+
+
+def test_a_run_that_was_asked_to_start_from_another_does_not_start_from_the_newest(on_disk: Nights) -> None:
+    on_disk.start(on_disk.claim("night-1"))
+    wanted = replace(on_disk.claim("night-1"), resume_from="other")
+    with pytest.raises(AttemptFailedError, match="did not start from 'other'"):
+        begin_attempt(on_disk.storage.run("night-1"), wanted)
+
+
+def test_loops_of_the_same_name_from_two_places_are_two_trainings(on_disk: Nights) -> None:
+    on_disk.add("other", loop="my.vision:train_loop")
+    on_disk.add("by-value", loop="train_loop")
+    assert on_disk.source(on_disk.claim("night-1", loop="my.text:train_loop")).checkpoint == ""
+    on_disk.add("same", loop="my.text:train_loop")
+    on_disk.add("other-2", loop="my.vision:train_loop")
+    assert on_disk.source(on_disk.claim("night-2", loop="my.text:train_loop")).run == "same"
+
+
+def _of(nights: Nights, name: str, region: str, part: str, flow_run_id: str) -> Claim:
+    """Give what a training of a region wants, in a flow run that trains several at a time."""
+    wanted = nights.claim(name)
+    owner = wanted.owner.model_copy(update={"flow_run_id": flow_run_id})
+    return replace(wanted, owner=owner, part=part, fingerprint=fingerprint("train:loop", "torch", {"region": region}))
+
+
+@pytest.mark.parametrize(("region", "part", "run"), [("eu", "b", "eu-1"), ("us", "a", "us-1"), ("asia", "b", "us-1")])
+def test_of_several_trainings_of_a_night_the_one_with_the_same_configuration_is_meant_else_the_one_in_its_place(
+    on_disk: Nights, region: str, part: str, run: str
+) -> None:
+    for name, place in (("eu-1", "a"), ("us-1", "b")):
+        store = on_disk.storage.run(name)
+        wanted = replace(_of(on_disk, name, name[:2], place, "first-night"), resume_from="")
+        training = Training(store, begin(store, wanted).attempt)
+        training.report("checkpoint_0", {"acc": 0.5})
+        end_attempt(store, newest_attempt(store), "completed")
+    assert on_disk.source(_of(on_disk, "new", region, part, "second-night")).run == run
+
+
+def test_folders_that_are_no_runs_or_cannot_be_read_are_passed_over(
+    on_disk: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk.add("night-1")
+    on_disk.add("private")
+    on_disk.add("torn")
+    on_disk.storage.run("torn").replace(layout.RUN, b"{")
+    refused = PermissionError(13, "Permission denied")
+    read = RetryingStore.read
+    asked = []
+
+    def refuse_some(self: RetryingStore, name: str) -> bytes | None:
+        asked.append(self.uri)
+        if "private" in self.uri or "lost" in self.uri:
+            raise refused
+        return read(self, name)
+
+    monkeypatch.setattr(RetryingStore, "read", refuse_some)
+    on_disk.storage.run("lost+found").replace("file", b"")
+    source = on_disk.source(on_disk.claim("night-2"))
+    assert source.run == "night-1"
+    assert "run 'private', which cannot be read" in source.notes[0]
+    assert "run 'torn', whose record is torn" in source.notes[0]
+    assert not [uri for uri in asked if "lost" in uri]
+
+    monkeypatch.setattr(RetryingStore, "read", lambda self, name: None if "night-2" in self.uri else _raise(refused))
+    with pytest.raises(PermissionError):
+        on_disk.source(on_disk.claim("night-2"))
+
+
+def _raise(error: Exception) -> bytes:
+    raise error
+
+
+def test_a_recorded_source_stays_though_its_run_goes_on_and_fails(on_disk: Nights) -> None:
+    on_disk.add("night-0")
+    on_disk.add("night-1")
+    wanted = on_disk.claim("night-2")
+    store = on_disk.storage.run("night-2")
+    with pytest.raises(KeyboardInterrupt):
+        begin_attempt(store, replace(wanted, source=on_disk.source(wanted).checkpoint), seed=_interrupt)
+    begin(on_disk.storage.run("night-1"), replace(on_disk.claim("night-1"), resume_from="", resume=True, named=True))
+    assert on_disk.source(wanted) == Source("night-1@checkpoint_0")
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_is_taken_over_before_its_first_attempt_starts_from_what_was_chosen_for_it(on_disk: Nights) -> None:
+    on_disk.add("night-1")
+    first = on_disk.claim("night-2")
+    store = on_disk.storage.run("night-2")
+    with pytest.raises(KeyboardInterrupt):
+        begin_attempt(store, replace(first, source=on_disk.source(first).checkpoint), seed=_interrupt)
+    other = replace(on_disk.claim("night-2"), resume_from="", resume=True, named=True)
+    begun = begin(store, other, seed=lambda: seed_from_source(on_disk.storage, other, store))
+    assert begun.point.checkpoint == "from-night-1-checkpoint_0"
+
+
+def test_a_run_that_another_driver_is_starting_is_refused_before_anything_starts(on_disk: Nights) -> None:
+    on_disk.add("night-1")
+    alive = psutil.Process()
+    first = on_disk.claim("night-2")
+    owner = first.owner.model_copy(
+        update={"host": host_id(), "pid": alive.pid, "process_started_at": alive.create_time()}
+    )
+    first = replace(first, owner=owner, source="night-1@checkpoint_0")
+    store = on_disk.storage.run("night-2")
+    with pytest.raises(KeyboardInterrupt):
+        begin_attempt(store, first, seed=_interrupt)
+    with pytest.raises(AttemptFailedError, match=r"belongs to .* it has not begun an attempt yet"):
+        peek(store, on_disk.claim("night-2"))
+    wants_it = replace(on_disk.claim("night-2"), resume=True, named=True)
+    with pytest.raises(AttemptFailedError, match="is being started right now by"):
+        peek(store, wants_it)
+    with pytest.raises(AttemptFailedError, match="is being started right now by"):
+        begin(store, wants_it)
+    assert peek(store, first) is None
+
+
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+def test_among_hundreds_of_runs_one_is_found_with_a_request_for_each(
+    nights: Nights, storage: Storage, proxy: FaultProxy
+) -> None:
+    prefix = f"n{uuid.uuid4().hex[:8]}"
+    first = nights.add(f"{prefix}-0", deployment_id=prefix)
+    others = [first.model_copy(update={"creator": Owner(flow_run_id="x"), "name": f"{prefix}-{n}"}) for n in range(200)]
+    for record in others[1:]:
+        storage.run(record.name).replace(layout.RUN, encode(record))
+    runs = len(storage.run_names())
+    proxy.reset_counters()
+    begun = time.monotonic()
+    source = nights.source(nights.claim(f"{prefix}-new", deployment_id=prefix))
+    assert source.checkpoint == f"{prefix}-0@checkpoint_0"
+    assert runs <= len(proxy.requests) <= runs + 15
+    assert time.monotonic() - begun < 20
+
+
+@pytest.fixture
+def claimed(on_disk: Nights) -> Claim:
+    """A night that has recorded what it will start from, and waits before it copies that."""
+    on_disk.add("night-1", scores=(0.3,))
+    on_disk.add("night-2")
+    wanted = on_disk.claim("night-3")
+    wanted = replace(wanted, source=on_disk.source(wanted).checkpoint)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin_attempt(on_disk.storage.run("night-3"), wanted, seed=die)
+    assert wanted.source == "night-2@checkpoint_0"
+    return wanted
+
+
+def _prune(nights: Nights, name: str) -> list[str]:
+    """Plan the deletion of a run as if nobody awaited it, and carry it out."""
+    store = nights.storage.run(name)
+    planned = plan_run(store, name, older_than_seconds=0, now=time.time() + DAY / 2)
+    assert planned.whole is not None, planned.kept
+    return [deletion.run for deletion in carry_out(store, planned, AwaitedSources(nights.storage, 0))]
+
+
+def test_prune_leaves_a_run_alone_that_was_chosen_after_the_plan(on_disk: Nights, claimed: Claim) -> None:
+    with pytest.raises(RunChangedError, match="night-3 is about to start from its checkpoint"):
+        _prune(on_disk, "night-2")
+    assert _prune(on_disk, "night-1") == ["night-1"]
+    begun, notes = on_disk.start(claimed)
+    assert (begun.point.checkpoint, notes) == ("from-night-2-checkpoint_0", [])
+    assert _prune(on_disk, "night-2") == ["night-2"], "it is awaited no more"
+
+
+def _is_deleted(store: RetryingStore, number: int = 2) -> None:
+    """Have prune take the fence of a run, as it does before it deletes anything."""
+    owner = Owner(flow_run_id=PRUNER, flow_run_name=PRUNER)
+    assert store.create(layout.attempt_name(number), encode(AttemptRecord(attempt=number, owner=owner)))
+
+
+def test_a_night_chooses_another_run_when_prune_was_first(on_disk: Nights, claimed: Claim) -> None:
+    _is_deleted(on_disk.storage.run("night-2"))
+    store = on_disk.storage.run("night-3")
+    notes: list[str] = []
+    begun = begin(store, claimed, seed=lambda: notes.extend(seed_from_source(on_disk.storage, claimed, store)))
+    assert begun.point.checkpoint == "from-night-1-checkpoint_0"
+    assert "it was to start from night-2@checkpoint_0, but run 'night-2' is being deleted" in notes[0]
+    assert started_from(store).endswith("/night-1/checkpoint_0")
+
+
+def test_a_named_run_that_is_being_deleted_is_refused(on_disk: Nights) -> None:
+    on_disk.add("base")
+    _is_deleted(on_disk.storage.run("base"))
+    with pytest.raises(AttemptFailedError, match=r"resume_from='base@best': run 'base' is being deleted by") as error:
+        on_disk.source(replace(on_disk.claim("tuned"), resume_from="base@best"))
+    assert error.value.outcome is Outcome.INVALID
+
+
+def test_lineage_over_many_nights_is_shown_and_names_of_copies_do_not_grow(on_disk: Nights) -> None:
+    on_disk.add("night-0")
+    for number in range(1, 6):  # none of which trains anything better
+        store = on_disk.storage.run(f"night-{number}")
+        begun, _ = on_disk.start(on_disk.claim(f"night-{number}"))
+        assert begun.point.checkpoint == f"from-night-{number - 1}-checkpoint_0"
+        end_attempt(store, 1, "completed")
+        time.sleep(0.01)
+    on_disk.storage.run("night-0").delete_folder("")
+    found = ancestors(on_disk.storage, "night-5")
+    assert [(one.run, one.there) for one in found] == [(f"night-{n}", n > 0) for n in (4, 3, 2, 1, 0)]
+    assert found[0].checkpoint == "from-night-3-checkpoint_0"
+    assert os.path.isfile(f"{found[0].uri}/model.pt")
+    shown = CliRunner().invoke(app, ["runs", "show", on_disk.storage.uri, "night-5"]).stdout
+    assert "started from: night-4@from-night-3-checkpoint_0, which started from night-3@" in shown
+    assert "which started from 2 more" in shown
+    details = json.loads(CliRunner().invoke(app, ["runs", "show", on_disk.storage.uri, "night-5", "--json"]).stdout)
+    assert details["resume_from"] == "latest"
+    assert details["ancestors"] == [one.model_dump() for one in found]
+    last = CliRunner().invoke(app, ["runs", "show", on_disk.storage.uri, "night-1"]).stdout
+    assert "night-0@checkpoint_0 (deleted)" in last

@@ -1,0 +1,62 @@
+"""Whose a run is: how `elastic-train resume` finds the flow run by the name of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from uuid import UUID
+
+import pytest
+
+from prefect_elastic_train.dead_runs import flow_run_of
+from prefect_elastic_train.filesystems.opening import Storage, open_storage
+from prefect_elastic_train.outcomes import ConfigurationError, Outcome
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.attempts import end_attempt
+from prefect_elastic_train.runs.inspecting import PRUNER
+from prefect_elastic_train.storages import LocalStorageSettings
+from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, begin, claim, private_folder, tear
+
+
+@pytest.fixture
+def storages() -> Iterator[list[Storage]]:
+    """Two directories, the first with a run."""
+    with private_folder() as first, private_folder() as second:
+        found = [open_storage(LocalStorageSettings(path=folder)) for folder in (first, second)]
+        begin(found[0].run("mnist"))
+        yield found
+
+
+def test_a_run_belongs_to_the_flow_run_of_its_newest_attempt(storages: list[Storage]) -> None:
+    assert flow_run_of("mnist", storages) == UUID(FLOW_RUN)
+    store = storages[0].run("mnist")
+    end_attempt(store, 1, Outcome.CANCELLED.value, "")
+    begin(store, claim(OTHER_FLOW_RUN, resume=True))
+    assert flow_run_of("mnist", storages) == UUID(OTHER_FLOW_RUN)
+
+
+def test_a_run_whose_attempt_is_torn_belongs_to_the_flow_run_that_claimed_it(storages: list[Storage]) -> None:
+    tear(storages[0].run("mnist"), layout.attempt_name(1))
+    assert flow_run_of("mnist", storages) == UUID(FLOW_RUN)
+
+
+def test_a_run_that_no_storage_has_is_refused_with_where_was_looked(storages: list[Storage]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        flow_run_of("cifar", storages)
+    for part in ("'cifar'", *(storage.uri for storage in storages)):
+        assert part in str(refused.value)
+    with pytest.raises(ConfigurationError, match="--storage"):
+        flow_run_of("cifar", [])
+
+
+def test_runs_of_one_name_in_two_storages_are_not_confused(storages: list[Storage]) -> None:
+    begin(storages[1].run("mnist"), claim(OTHER_FLOW_RUN))
+    with pytest.raises(ConfigurationError, match="in several of"):
+        flow_run_of("mnist", storages)
+    assert flow_run_of("mnist", storages[1:]) == UUID(OTHER_FLOW_RUN)
+
+
+@pytest.mark.parametrize("owner", [{"flow_run": "3" * 32, "flow_run_name": ""}, {"flow_run": PRUNER}])
+def test_a_run_of_no_flow_run_is_refused_with_the_way_to_go_on(storages: list[Storage], owner: dict[str, str]) -> None:
+    begin(storages[1].run("cifar"), claim(**owner))
+    with pytest.raises(ConfigurationError, match="run_name='cifar' and resume=True"):
+        flow_run_of("cifar", storages)

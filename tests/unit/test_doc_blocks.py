@@ -1,0 +1,128 @@
+"""Every code block of the documentation is of a language that is known, and is run unless it says why not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.doc_blocks import LANGUAGES, DocBlock, blocks_of, markers_of, pages, run_block
+from tests.support.processes import ROOT
+
+each_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem.lower())
+
+SAMPLE = """
+# A page
+
+<!-- not run: needs several machines -->
+```bash
+ray start --head
+```
+
+<!-- not run: stands too far away -->
+
+```python title="loop.py"
+print(1)
+```
+
+1. In a list:
+
+   ```console
+   $ echo one \\
+       two
+   one two
+   ```
+
+~~~
+a diagram
+~~~
+"""
+
+
+def test_blocks_are_found_with_language_line_and_the_reason_for_not_running_them() -> None:
+    found = blocks_of(ROOT / "docs/page.md", SAMPLE)
+    assert [(block.line, block.language, block.not_run) for block in found] == [
+        (5, "bash", "needs several machines"),
+        (11, "python", None),
+        (17, "console", None),
+        (23, "", None),
+    ]
+    assert [block.is_run for block in found] == [False, True, True, False]
+    assert str(found[0]) == "docs/page.md:5"
+    assert found[2].code == "$ echo one \\\n    two\none two\n"
+
+
+@pytest.mark.parametrize(
+    ("language", "code"),
+    [("python", "raise ValueError('of the block')"), ("bash", "ls\nls /of/the/block\necho not reached")],
+)
+def test_a_block_that_fails_is_named_with_its_line_and_what_it_said(language: str, code: str, tmp_path: Path) -> None:
+    block = DocBlock("docs/page.md", 7, language, code, None)
+    with pytest.raises(AssertionError, match=r"(?s)the block at docs/page\.md:7 fails: .*of.the.block") as failure:
+        run_block(block, tmp_path, "http://127.0.0.1:9/api")
+    assert "not reached" not in str(failure.value)
+
+
+_IMPORTS = "from prefect_elastic_train import ElasticScaling, aelastic_train, elastic_train\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("elastic_train('a:b', framwork='none')", "framwork"),
+        ("elastic_train.submit('a:b', run_nam='x')", "run_nam"),
+        ("[elastic_train('a:b', resum=True) for _ in range(3)]", "resum"),
+        ("aelastic_train(train_loop_config={})", "train_loop"),
+        ("elastic_train('a:b', scaling=ElasticScaling(max_wrokers=3))", "max_wrokers"),
+        ("from prefect.deployments import run_deployment; run_deployment('a/b', idempotency='x')", "idempotency"),
+        ("from prefect_elastic_train.loop import resize_request", "resize_request"),
+        ("import prefect_elastic_train.lop", "lop"),
+        ("import prefect_elastic_train.loop; prefect_elastic_train.loop.run_contxt()", "run_contxt"),
+        ("load(arguments)", "load, which the block does not define"),
+    ],
+)
+def test_a_mistake_in_a_function_that_nobody_calls_is_found(body: str, said: str, tmp_path: Path) -> None:
+    block = DocBlock("docs/page.md", 7, "python", f"{_IMPORTS}def nightly(arguments):\n    {body}\n", None)
+    with pytest.raises(AssertionError, match=rf"the block at docs/page\.md:7 fails: .*{said}"):
+        run_block(block, tmp_path, "http://127.0.0.1:9/api")
+
+
+def test_a_function_without_mistakes_is_left_uncalled(tmp_path: Path) -> None:
+    body = """
+    import os.path
+    futures = [elastic_train.submit(name, run_name=f"{number}", **arguments) for number, name in enumerate(loops)]
+    os.path.join("a", *loops)
+    return [future.result() for future in futures], helper(1)
+
+
+def helper(number: int) -> int:
+    raise AssertionError("called")
+"""
+    block = DocBlock("docs/page.md", 7, "python", f"{_IMPORTS}def nightly(loops, arguments):{body}", None)
+    run_block(block, tmp_path, "http://127.0.0.1:9/api")
+
+
+@each_page
+def test_each_block_has_a_known_language_and_is_what_it_says(page: Path) -> None:
+    for block in blocks_of(page):
+        assert block.language in LANGUAGES, f"the block at {block} is {block.language!r}; known are {LANGUAGES}"
+        block.parse()
+
+
+@each_page
+def test_each_block_that_is_not_run_says_why_directly_above_its_fence(page: Path) -> None:
+    marked = [block for block in blocks_of(page) if block.not_run is not None]
+    assert len(marked) == markers_of(page), "a marker has to stand on the line above the fence of a block"
+    for block in marked:
+        assert block.is_code, f"the block at {block} would not be run anyway"
+        assert len(block.not_run.split()) >= 3, f"the block at {block} has no reason"
+
+
+@each_page
+def test_tests_that_are_named_as_covering_a_block_exist(page: Path) -> None:
+    named = {name for block in blocks_of(page) for name in re.findall(r"\btest_\w+(?:\.py)?", block.not_run or "")}
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    there = {file.name for file in files}
+    there |= {name for file in files for name in re.findall(r"\bdef (test_\w+)\(", file.read_text())}
+    assert named <= there

@@ -1,0 +1,154 @@
+"""What failed ranks say, once and in short."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_elastic_train.reporting.errors import all_ranks, causes, distinct, ranks_in_words
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/work/train.py", line 31, in loop
+    step(batch)
+  File "/work/model.py", line 7, in step
+    raise ValueError(f"bad batch {number}")
+ValueError: bad batch 17
+"""
+
+DEATH = """ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+\tclass_name: RayTrainWorker
+\tactor_id: 2f0a
+The actor is dead because its worker process has died.
+"""
+
+CONNECTION = """Traceback (most recent call last):
+  File "/torch/distributed.py", line 1, in all_reduce
+    work.wait()
+RuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.3]:3412
+"""
+
+
+def test_different_errors_are_all_told() -> None:
+    errors = {1: "ValueError: a", 0: "KeyError: b"}
+    assert distinct(errors) == ({"0": "KeyError: b", "1": "ValueError: a"}, {})
+    assert distinct({}) == ({}, {})
+
+
+def test_the_error_of_a_thousand_ranks_that_differs_in_numbers_only_is_told_once() -> None:
+    errors = {
+        rank: f"RuntimeError: rank {rank} (pid {4000 + rank}) lost its peer 10.0.{rank // 256}.{rank % 256} at "
+        f"0x{rank * 4096:012x}, object {rank:040x}"
+        for rank in range(1000)
+    }
+    texts, also = distinct(errors)
+    assert texts == {"0": errors[0]}
+    assert also == {"0": list(range(1, 1000))}
+    assert all_ranks(texts, also) == list(range(1000))
+    (cause,) = causes(texts, also)
+    assert cause.startswith("ranks 0-999: RuntimeError: rank 0")
+
+
+def test_the_lowest_rank_speaks_for_the_others_in_whatever_order_they_come() -> None:
+    texts, also = distinct({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
+    assert texts == {"2": "y", "3": "x 3"}
+    assert also == {"3": [5, 7], "2": [11]}
+
+
+def test_an_error_is_kept_whole_up_to_a_bound_and_beyond_that_its_beginning_and_end() -> None:
+    whole = "x" * 50_000 + "\nValueError: the end"
+    assert distinct({0: whole})[0]["0"] == whole
+    (cut,) = distinct({0: "y" * 1_000_000 + "\nValueError: the end"})[0].values()
+    assert len(cut) <= 200_010
+    assert cut.startswith("yyy")
+    assert cut.endswith("ValueError: the end")
+
+
+@pytest.mark.parametrize("size", [100, 3_000, 30_000])
+def test_the_different_errors_of_a_thousand_ranks_are_of_a_bounded_size_and_no_rank_is_forgotten(size: int) -> None:
+    letters = "ghijklmnopqrstuvwxyz"
+    errors = {rank: letters[rank // 400] * (rank % 400 + 1) + " " + "z" * size for rank in range(1000)}
+    texts, also = distinct(errors)
+    assert sum(map(len, texts.values())) <= 1_000_000
+    assert all_ranks(texts, also) == list(range(1000))
+
+
+def test_the_cause_is_the_last_exception_of_a_traceback() -> None:
+    assert causes({"3": TRACEBACK}, {}) == ["rank 3: ValueError: bad batch 17"]
+    chained = f"{TRACEBACK}\nDuring handling of the above exception, another exception occurred:\n\n{CONNECTION}"
+    assert causes({"0": chained}, {})[0].startswith("rank 0: RuntimeError: [/gloo/pair.cc:534]")
+
+
+def test_the_cause_of_a_message_with_several_lines_is_the_line_of_the_exception() -> None:
+    text = "Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA out of memory.\nsee the docs\n"
+    assert causes({"0": text}, {}) == ["rank 0: torch.OutOfMemoryError: CUDA out of memory."]
+
+
+@pytest.mark.parametrize(("text", "cause"), [("", "no reason given"), (" \n\n", "no reason given"), ("a\nb\n", "b")])
+def test_an_error_without_an_exception_is_told_by_its_last_line(text: str, cause: str) -> None:
+    assert causes({"0": text}, {}) == [f"rank 0: {cause}"]
+
+
+def test_deaths_are_told_rather_than_what_the_survivors_report() -> None:
+    found = causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
+    assert found == [
+        "ranks 3-4: ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
+    ]
+
+
+def test_only_so_many_causes_are_told_and_the_rest_counted() -> None:
+    errors = {str(rank): f"{'ABCDEFGHIJ'[rank]}Error: x" for rank in range(10)}
+    found = causes(errors, {})
+    assert found == ["rank 0: AError: x", "rank 1: BError: x", "rank 2: CError: x", "and 7 other errors"]
+    assert causes({}, {}) == []
+
+
+def test_causes_are_short_whatever_the_errors() -> None:
+    errors = {str(rank): f"{'ABCDEFGHIJ'[rank % 10] * (rank + 1)}Error: {'x' * 20_000}" for rank in range(0, 800, 2)}
+    assert sum(map(len, causes(errors, {"0": list(range(3, 2000, 3))}))) < 2_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "node " * 12_000,
+        "a." * 30_000,
+        "A" * 60_000,
+        "Error" * 12_000,
+        "node died" * 6_000,
+        "worker is " * 6_000,
+        "node x\n" * 8_000,
+    ],
+    ids=["node", "dots", "capitals", "errors", "died", "worker", "lines"],
+)
+def test_no_text_takes_long_to_look_through(text: str) -> None:
+    began = time.process_time()
+    causes({"0": text}, {})
+    distinct({0: text})
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([4], "rank 4"),
+        ([0, 1], "ranks 0-1"),
+        ([7, 3, 2, 1, 0], "ranks 0-3, 7"),
+        ([0, 2, 4], "ranks 0, 2, 4"),
+        (range(1000), "ranks 0-999"),
+        (range(0, 1000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 490 more"),
+    ],
+)
+def test_ranks_are_told_in_spans(ranks: list[int], words: str) -> None:
+    assert ranks_in_words(ranks) == words
+
+
+@given(st.dictionaries(st.integers(0, 2000), st.text(max_size=50), max_size=30))
+def test_every_rank_is_told_once(errors: dict[int, str]) -> None:
+    texts, also = distinct(errors)
+    assert all_ranks(texts, also) == sorted(errors)
+    assert sum(map(len, also.values())) + len(texts) == len(errors)
+    assert also.keys() <= texts.keys()
+    causes(texts, also)

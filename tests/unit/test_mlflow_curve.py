@@ -1,0 +1,84 @@
+"""The MLflow run of the example flow: one for all its writers, whatever the one before got done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from flows.mlflow_curve import METRICS_OF_A_CALL, Point, TrackedRun, open_client
+from prefect_elastic_train.loop import RunContext
+from tests.unit.support import private_folder
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+RUN = RunContext(
+    run_name="mnist",
+    run_id="a" * 32,
+    attempt=1,
+    storage_uri="/runs",
+    run_uri="/runs/mnist",
+    flow_run_id="11111111-aaaa-bbbb-cccc-000000000001",
+    flow_name="nightly",
+)
+PARAMETERS = {"steps": 6, "learning_rate": 0.1}
+
+
+@pytest.fixture(params=["file", "sqlite"])
+def client(request: pytest.FixtureRequest) -> Iterator[MlflowClient]:
+    """Give an empty MLflow store."""
+    with private_folder() as folder:
+        yield open_client(f"{folder}/mlflow" if request.param == "file" else f"sqlite:///{folder}/mlflow.db")
+
+
+def _points(first: int, last: int, attempt: int = 1) -> list[Point]:
+    """Give steps with two metrics; what they amount to depends on who did them."""
+    return [Point(n, 1000 * attempt + n, {"loss": attempt + 1 / n, "rate": 0.1}) for n in range(first, last + 1)]
+
+
+def _values(client: MlflowClient, run_id: str, name: str) -> list[tuple[int, float]]:
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+
+
+def test_the_next_writer_goes_on_with_the_run_and_with_what_the_one_before_left_undone(client: MlflowClient) -> None:
+    first = TrackedRun(client, "nightly", RUN, PARAMETERS)
+    first.log(_points(1, 2))
+    # It dies in the middle of logging steps 3 and 4, which are committed.
+    committed = _points(3, 4)
+    client.log_metric(first.mlflow_run_id, "loss", committed[0].metrics["loss"], committed[0].at, 3)
+
+    second = TrackedRun(client, "nightly", RUN, PARAMETERS)
+    assert second.mlflow_run_id == first.mlflow_run_id
+    second.log(committed)
+    second.log(committed)
+    second.log(_points(5, 6, attempt=2))
+    second.finish()
+
+    run = client.get_run(second.mlflow_run_id)
+    steps = [*_points(1, 4), *_points(5, 6, attempt=2)]
+    assert _values(client, run.info.run_id, "loss") == [(point.step, point.metrics["loss"]) for point in steps]
+    assert _values(client, run.info.run_id, "rate") == [(point.step, 0.1) for point in steps]
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "mnist")
+    assert run.data.params == {"steps": "6", "learning_rate": "0.1"}
+    assert run.data.tags["elastic_train.run_id"] == RUN.run_id
+    assert run.data.tags["prefect.flow_run_id"] == RUN.flow_run_id
+
+
+def test_a_finished_run_that_is_trained_on_runs_again_with_the_parameters_that_it_began_with(
+    client: MlflowClient,
+) -> None:
+    first = TrackedRun(client, "nightly", RUN, PARAMETERS)
+    first.finish()
+    second = TrackedRun(client, "nightly", RUN, {**PARAMETERS, "steps": 9, "seed": 1})
+    run = client.get_run(second.mlflow_run_id)
+    assert run.info.run_id == first.mlflow_run_id
+    assert run.info.status == "RUNNING"
+    assert run.data.params == {"steps": "6", "learning_rate": "0.1", "seed": "1"}
+
+
+def test_more_points_than_mlflow_takes_at_once_arrive(client: MlflowClient) -> None:
+    tracked = TrackedRun(client, "nightly", RUN, PARAMETERS)
+    tracked.log(_points(1, METRICS_OF_A_CALL))
+    assert [step for step, _ in _values(client, tracked.mlflow_run_id, "loss")] == list(range(1, METRICS_OF_A_CALL + 1))

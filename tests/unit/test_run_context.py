@@ -1,0 +1,111 @@
+"""The ids of a run: which of them stay over what, and how a train loop gets at them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from prefect_elastic_train.elastic.run_contexts import RunContextCallback
+from prefect_elastic_train.loop import RunContext, run_context, use_run_context
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.attempts import end_attempt
+from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from tests.unit.support import (
+    OTHER_FLOW_RUN,
+    Training,
+    begin,
+    claim,
+    neighbour,
+    on_disk_and_in_memory,
+    private_folder,
+    python,
+    tear,
+)
+
+CONTEXT = RunContext(
+    run_name="mnist",
+    run_id="0" * 32,
+    attempt=3,
+    storage_uri="s3://runs",
+    run_uri="s3://runs/mnist",
+    flow_name="nightly",
+)
+
+
+@on_disk_and_in_memory
+def test_the_run_id_stays_over_drivers_flow_runs_and_changed_configurations(store: RunStore) -> None:
+    first = begin(store)
+    Training(store, first.attempt).report("a")
+    end_attempt(store, first.attempt, "driver_lost")
+    restarted = begin(store)
+    end_attempt(store, restarted.attempt, "completed")
+    resumed = begin(store, claim(OTHER_FLOW_RUN, resume=True, config={"lr": 0.2}), observe_seconds=0)
+    assert [begun.attempt for begun in (first, restarted, resumed)] == [1, 2, 3]
+    assert {begun.run_id for begun in (first, restarted, resumed)} == {first.run_id}
+    assert re.fullmatch("[0-9a-f]{32}", first.run_id)
+
+
+@pytest.mark.parametrize("lose", [tear, lambda store, name: store.delete(name)], ids=["torn", "gone"])
+def test_the_run_id_stays_when_the_run_record_is_lost(store: RunStore, lose: Any) -> None:
+    first = begin(store)
+    Training(store, first.attempt).report("a")
+    lose(store, layout.RUN)
+    second = begin(store)
+    lose(store, layout.RUN)
+    assert {second.run_id, begin(store).run_id} == {first.run_id}
+
+
+def test_a_run_that_an_earlier_version_began_has_an_id_that_stays_too(store: RunStore) -> None:
+    Training(store, begin(store).attempt).report("a")
+    record = json.loads(store.read(layout.RUN) or b"")
+    del record["id"]
+    store.replace(layout.RUN, json.dumps(record).encode())
+    second = begin(store)
+    tear(store, layout.RUN)
+    assert begin(store).run_id == second.run_id
+    assert re.fullmatch("[0-9a-f]{32}", second.run_id)
+
+
+def test_a_run_elsewhere_one_begun_anew_and_one_that_starts_from_it_have_ids_of_their_own(store: RunStore) -> None:
+    ids = [begin(store).run_id, begin(neighbour(store, "elsewhere")).run_id]
+    ids.append(begin(neighbour(store, "seeded"), claim(resume_from="mnist")).run_id)
+    with private_folder() as folder:
+        ids.append(begin(LocalRunStore(f"{folder}/runs/mnist")).run_id)
+    with private_folder() as folder:
+        ids.append(begin(LocalRunStore(f"{folder}/runs/mnist")).run_id)
+    assert len(set(ids)) == 5
+
+
+def test_outside_of_a_training_the_error_says_so_and_what_a_test_can_do() -> None:
+    with pytest.raises(RuntimeError, match=r"outside of a training.*use_run_context\(RunContext\(\.\.\.\)\)"):
+        run_context()
+
+
+def test_a_loop_can_be_tried_out_without_a_training() -> None:
+    with use_run_context(CONTEXT):
+        assert run_context() == CONTEXT
+    with pytest.raises(RuntimeError):
+        run_context()
+
+
+def test_nobody_changes_the_context() -> None:
+    with pytest.raises(FrozenInstanceError):
+        CONTEXT.attempt = 4  # type: ignore[misc]
+
+
+def test_the_context_reaches_the_worker_with_the_callback() -> None:
+    callback = pickle.loads(pickle.dumps(RunContextCallback(CONTEXT)))
+    with use_run_context(RunContext("of an earlier test", "", 0, "", "")):
+        callback.after_init_train_context()
+        assert run_context() == CONTEXT
+
+
+def test_importing_what_loops_import_loads_none_of_the_heavy_packages() -> None:
+    code = "import json, sys, prefect_elastic_train.loop; print(json.dumps([name for name in sys.modules]))"
+    loaded = json.loads(python(code).stdout)
+    assert not {"ray", "torch", "jax", "prefect", "pydantic", "pyarrow"} & set(loaded)

@@ -1,0 +1,30 @@
+"""The deployable flow: which blocks it trains with."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_elastic_train import ElasticScaling, RayCluster, train_flow
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> ElasticScaling:
+    """A scaling as it was loaded from a server that has it as ``lab``."""
+    monkeypatch.setattr(train_flow, "load_block", lambda kind, name: kind(max_workers=4))
+    block = ElasticScaling(max_workers=4)
+    block._block_document_name = "lab"
+    block._is_anonymous = False
+    return block
+
+
+def test_a_saved_block_is_trained_with_by_name_and_another_as_it_is(saved: ElasticScaling) -> None:
+    assert train_flow._by_name(saved) == "elastic-scaling/lab"
+    unsaved = RayCluster()
+    assert train_flow._by_name(unsaved) is unsaved
+
+
+def test_a_saved_block_that_was_changed_since_is_trained_with_as_it_is(saved: ElasticScaling) -> None:
+    copy = saved.model_copy(update={"max_workers": 8})
+    assert train_flow._by_name(copy) is copy
+    saved.max_workers = 16
+    assert train_flow._by_name(saved) is saved

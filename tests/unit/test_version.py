@@ -1,0 +1,118 @@
+"""Where the version comes from: from the tag to what an import says, in a job's package, too."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import prefect_elastic_train
+from prefect_elastic_train.config import ClusterSettings
+from prefect_elastic_train.driver.jobs.package import make_runtime_env
+from prefect_elastic_train.version import UNKNOWN
+from tests.support.distribution import PATCH, TAG, VERSION, call, commit_tree
+from tests.support.processes import ROOT
+from tests.unit.test_following import SPEC
+
+_SAY_IT = "import prefect_elastic_train; print(prefect_elastic_train.__version__)"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What of this repository its version depends on, without what git knows of it."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", ".git_archival.txt", ".gitattributes"):
+        (tree / name).write_bytes((ROOT / name).read_bytes())
+    return tree
+
+
+def _version_of(tree: Path) -> str:
+    """Give the version that a build of a tree has."""
+    return call(sys.executable, "-W", "ignore", "-m", "setuptools_scm", folder=tree).splitlines()[-1].strip()
+
+
+def test_the_version_of_a_commit_is_its_tag(tree: Path) -> None:
+    commit_tree(tree, TAG)
+    assert _version_of(tree) == VERSION
+
+
+def test_a_commit_after_a_tag_is_a_development_version_of_the_next_release(tree: Path) -> None:
+    commit_tree(tree, TAG)
+    (tree / "more").touch()
+    commit_tree(tree)
+    assert re.fullmatch(rf"7\.8\.{PATCH + 1}\.dev1\+g[0-9a-f]+", _version_of(tree))
+
+
+def test_a_clone_without_tags_has_a_version_before_the_first_release(tree: Path) -> None:
+    commit_tree(tree)
+    assert re.fullmatch(r"0\.1(\.0)?\.dev1\+g[0-9a-f]+", _version_of(tree))
+
+
+def test_an_archive_of_a_tag_has_its_version_without_git(tree: Path, tmp_path: Path) -> None:
+    commit_tree(tree, TAG)
+    call("git", "archive", "--output", tmp_path / "archive.tar", TAG, folder=tree)
+    with tarfile.open(tmp_path / "archive.tar") as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert _version_of(tmp_path / "unpacked") == VERSION
+
+
+def test_a_tree_that_git_knows_nothing_of_has_the_version_that_stands_in_the_configuration(tree: Path) -> None:
+    assert _version_of(tree) == "0.1.0.dev0"
+
+
+def _said_by(package: Path, *metadata: Path) -> str:
+    """Give the version that a package in a folder says it has, in a Python without anything installed.
+
+    Args:
+        package: The package.
+        metadata: Folders with the metadata of installed packages.
+    """
+    path = f"import sys; sys.path[:0] = {[str(package.parent), *map(str, metadata)]!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", path + _SAY_IT], capture_output=True, text=True, timeout=60, check=True, cwd="/"
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def another_version(tmp_path: Path) -> Path:
+    """A folder that has the metadata of another version, as the image of a cluster may."""
+    metadata = tmp_path / "site-packages" / "prefect_elastic_train-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: prefect-elastic-train\nVersion: 99.0\n")
+    return tmp_path / "site-packages"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """The package, as far as its version goes, in a folder without metadata."""
+    package = tmp_path / "source" / "prefect_elastic_train"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "version.py"):
+        (package / name).write_bytes((ROOT / "prefect_elastic_train" / name).read_bytes())
+    return package
+
+
+def test_the_version_is_that_of_the_installed_package(source: Path, another_version: Path) -> None:
+    assert prefect_elastic_train.__version__ == version("prefect-elastic-train")
+    assert _said_by(source, another_version) == "99.0"
+
+
+def test_a_source_tree_that_nobody_installed_says_so(source: Path) -> None:
+    assert _said_by(source) == UNKNOWN
+
+
+def test_the_package_of_a_job_says_the_version_of_the_flow_whatever_the_cluster_has(
+    tmp_path: Path, another_version: Path
+) -> None:
+    cluster = ClusterSettings(address="http://head:8265")
+    *_, package, _ = make_runtime_env(replace(SPEC, cluster=cluster), tmp_path)["py_modules"]
+    assert _said_by(Path(package)) == prefect_elastic_train.__version__
+    assert _said_by(Path(package), another_version) == prefect_elastic_train.__version__
