@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import ObjectNotFound
 from typer.testing import CliRunner
 
 from flows.chained import TRAIN_LOOP, pipeline_in_one, run_to_end
@@ -27,7 +25,7 @@ from prefect_elastic_train import (
     automations,
 )
 from prefect_elastic_train.cli import app
-from tests.support.deployments import Program, api_client, flow_run_log
+from tests.support.deployments import api_client, flow_run_log, project_served
 from tests.support.processes import wait_for
 from tests.support.reports import report_of, run_events
 
@@ -53,18 +51,12 @@ def served(
     storage = LocalStorage(path=str(folder / "runs"))
     for block in (storage, ElasticScaling(min_workers=1, max_workers=1), POLICY, joined.model_copy()):
         block.save("chaining", overwrite=True)
-    program = Program(["flows.serve", "--blocks", "chaining"], folder, api_url)
-    yield folder / "runs"
-    program.close()
+    with project_served(folder, api_url, "chaining"):
+        yield folder / "runs"
 
 
 def _deployment(client: SyncPrefectClient, name: str) -> UUID:
-    def found() -> UUID | None:
-        with contextlib.suppress(ObjectNotFound):
-            return client.read_deployment_by_name(name).id
-        return None
-
-    return wait_for(found, 60, f"deployment {name}")
+    return client.read_deployment_by_name(name).id
 
 
 def _completed(client: SyncPrefectClient, flow_run_id: UUID, timeout: float) -> dict[str, Any]:

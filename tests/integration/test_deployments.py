@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
@@ -37,6 +36,7 @@ from prefect_elastic_train.runs.layout import ended_name
 from prefect_elastic_train.runs.reading import newest_commit
 from prefect_elastic_train.runs.snapshots import checkpoint_names
 from tests.support.buckets import BUCKET
+from tests.support.deployments import Program, project_served
 from tests.support.processes import ROOT, wait_for
 from tests.support.reports import run_events
 from tests.support.s3 import MotoServer
@@ -51,41 +51,11 @@ def client() -> Iterator[SyncPrefectClient]:
 
 
 @pytest.fixture(scope="module")
-def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """`python -m flows.serve`, as a user starts it, in a folder of its own."""
+def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """The deployments that come with the project."""
     folder = tmp_path_factory.mktemp("served")
-    environment = {
-        **os.environ,
-        "PREFECT_API_URL": api_url,
-        "PYTHONPATH": str(ROOT),
-        "PREFECT_RUNNER_POLL_FREQUENCY": "1",
-        "ELASTIC_TRAIN_RUNS": str(folder / "runs"),
-    }
-    with (folder / "serve.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows.serve", "--blocks", "tests"],
-            cwd=folder,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    yield folder
-    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    process.terminate()
-    _, alive = psutil.wait_procs(tree, timeout=20)
-    for left in alive:
-        left.kill()
-    process.wait(10)
-
-
-def _deployment_id(client: SyncPrefectClient, name: str) -> Any:
-    from prefect.exceptions import ObjectNotFound
-
-    try:
-        return client.read_deployment_by_name(name).id
-    except ObjectNotFound:
-        return None
+    with project_served(folder, api_url, "tests", ELASTIC_TRAIN_RUNS=str(folder / "runs")) as program:
+        yield program
 
 
 def _end_of(client: SyncPrefectClient, run: FlowRun, timeout: float) -> FlowRun:
@@ -147,9 +117,9 @@ def test_bad_block_data_fails_at_load_naming_field_value_and_rule(client: SyncPr
 
 
 def test_deployments_run_with_blocks_by_reference_import_path_and_config(
-    client: SyncPrefectClient, served: Path, tmp_path: Path
+    client: SyncPrefectClient, served: Program, tmp_path: Path
 ) -> None:
-    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    deployment = client.read_deployment_by_name("train/train").id
     storage = LocalStorage(path=str(tmp_path / "runs"))
     storage.save("referenced", overwrite=True)
     scaling = ElasticScaling(min_workers=1, max_workers=1)
@@ -166,16 +136,16 @@ def test_deployments_run_with_blocks_by_reference_import_path_and_config(
     )
     ended = _end_of(client, run, 180)
     assert ended.state is not None
-    assert ended.state.type == StateType.COMPLETED, (served / "serve.log").read_text()[-3000:]
+    assert ended.state.type == StateType.COMPLETED, served.log[-3000:]
     runs = list((tmp_path / "runs").iterdir())
     assert [folder.name for folder in runs] == [f"train-{str(run.id)[:8]}"]
 
 
 @pytest.mark.soak
 def test_a_deployment_takes_a_bucket_by_reference_and_its_result_reads_from_it(
-    client: SyncPrefectClient, served: Path, tmp_path: Path
+    client: SyncPrefectClient, served: Program, tmp_path: Path
 ) -> None:
-    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    deployment = client.read_deployment_by_name("train/train").id
     with MotoServer() as moto:
         moto.create_bucket(BUCKET)
         storage = S3Storage(
@@ -197,7 +167,7 @@ def test_a_deployment_takes_a_bucket_by_reference_and_its_result_reads_from_it(
         )
         ended = _end_of(client, run, 180)
         assert ended.state is not None
-        assert ended.state.type == StateType.COMPLETED, (served / "serve.log").read_text()[-3000:]
+        assert ended.state.type == StateType.COMPLETED, served.log[-3000:]
         loaded = storage_named("bucket")
         assert open_storage(loaded).run_names() == [f"train-{str(run.id)[:8]}"]
         commit = newest_commit(open_storage(loaded).run(f"train-{str(run.id)[:8]}"))
@@ -209,8 +179,8 @@ def test_a_deployment_takes_a_bucket_by_reference_and_its_result_reads_from_it(
             assert json.loads((directory / "step.json").read_text()) == {"step": 3}
 
 
-def test_server_refuses_bad_parameters_of_a_deployment(client: SyncPrefectClient, served: Path) -> None:
-    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+def test_server_refuses_bad_parameters_of_a_deployment(client: SyncPrefectClient, served: Program) -> None:
+    deployment = client.read_deployment_by_name("train/train").id
     for parameters in (
         {"train_loop": "not a path"},
         {"train_loop": "a:b", "framework": "tensorflow"},
@@ -222,9 +192,9 @@ def test_server_refuses_bad_parameters_of_a_deployment(client: SyncPrefectClient
 
 
 def test_secret_that_is_given_inline_is_refused_with_the_way_out(
-    client: SyncPrefectClient, served: Path, tmp_path: Path
+    client: SyncPrefectClient, served: Program, tmp_path: Path
 ) -> None:
-    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    deployment = client.read_deployment_by_name("train/train").id
     run = client.create_flow_run_from_deployment(
         deployment,
         parameters={
@@ -240,14 +210,14 @@ def test_secret_that_is_given_inline_is_refused_with_the_way_out(
     assert ended.state.type == StateType.FAILED
     assert "RayCluster.auth_token is masked" in (ended.state.message or "")
     assert "Save the block" in (ended.state.message or "")
-    assert "seven sisters" not in (served / "serve.log").read_text()
+    assert "seven sisters" not in served.log
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
-def test_schedule_of_a_deployment_makes_runs(client: SyncPrefectClient, served: Path) -> None:
+def test_schedule_of_a_deployment_makes_runs(client: SyncPrefectClient, served: Program) -> None:
     from prefect.client.schemas.schedules import CronSchedule
 
-    deployment = wait_for(lambda: _deployment_id(client, "train/train"), 60, "the deployment")
+    deployment = client.read_deployment_by_name("train/train").id
     nightly = CronSchedule(cron="0 3 * * *", timezone="UTC")
     (schedule,) = client.create_deployment_schedules(deployment, [(nightly, True)])
     its_runs = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
@@ -288,9 +258,9 @@ def test_demo_ends_completed_and_says_where_everything_is(api_url: str, tmp_path
 
 
 @pytest.fixture
-def evaluated(client: SyncPrefectClient, served: Path) -> Iterator[Any]:
+def evaluated(client: SyncPrefectClient, served: Program) -> Iterator[Any]:
     """An automation that evaluates the best checkpoints of the digits deployment; gives what deployment it starts."""
-    evaluation = wait_for(lambda: _deployment_id(client, "evaluate/digits"), 60, "the deployment")
+    evaluation = client.read_deployment_by_name("evaluate/digits").id
     wanted = automations.scopes(client, ["digits/digits"], [])
     for what in ("created", "unchanged"):
         changes = automations.apply(client, wanted, evaluate_with="evaluate/digits")
@@ -301,17 +271,17 @@ def evaluated(client: SyncPrefectClient, served: Path) -> Iterator[Any]:
 
 
 def test_digits_deployment_learns_to_read_and_its_best_checkpoints_are_evaluated(
-    client: SyncPrefectClient, served: Path, evaluated: Any
+    client: SyncPrefectClient, served: Program, evaluated: Any
 ) -> None:
-    deployment = wait_for(lambda: _deployment_id(client, "digits/digits"), 60, "the deployment")
+    deployment = client.read_deployment_by_name("digits/digits").id
     run = client.create_flow_run_from_deployment(deployment)
     ended = _end_of(client, run, 240)
     assert ended.state is not None
-    assert ended.state.type == StateType.COMPLETED, (served / "serve.log").read_text()[-3000:]
+    assert ended.state.type == StateType.COMPLETED, served.log[-3000:]
     artifacts = client.request("POST", "/artifacts/filter", json={"flow_runs": {"id": {"any_": [str(run.id)]}}}).json()
     matrix = next(artifact for artifact in artifacts if artifact["key"] == "digits-confusion-matrix")
     assert "data:image/svg+xml;base64," in matrix["data"]
-    runs = list((served / "runs").glob("digits-*"))
+    runs = list((served.log_file.parent / "runs").glob("digits-*"))
     assert len(runs) == 1
     accuracy = re.search(r"\*\*([\d.]+)%\*\* of the held-out images are read correctly", matrix["data"])
     assert accuracy is not None

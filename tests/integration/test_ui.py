@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
 from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
 from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, marked_processes
 from tests.support.browser import PrefectUI, prefect_ui, require_chromium
-from tests.support.deployments import Program, api_client
+from tests.support.deployments import Program, api_client, project_served
 from tests.support.processes import generations, steps_of, wait_for
 from tests.support.ui_loops import CHECKPOINT_EVERY, ERROR, FAILING_STEP
 
@@ -74,11 +74,8 @@ def client(api_url: str) -> Iterator[SyncPrefectClient]:
 @pytest.fixture(scope="module")
 def served(client: SyncPrefectClient, api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     """The deployments that come with the project."""
-    program = Program(["flows.serve", "--blocks", "browser"], tmp_path_factory.mktemp("served-for-ui"), api_url)
-    # Until then it writes to the server, which answers some others "busy" (503).
-    wait_for(lambda: "deployments are being served" in program.log, 60, "the deployments")
-    yield program
-    program.close()
+    with project_served(tmp_path_factory.mktemp("served-for-ui"), api_url, "browser") as program:
+        yield program
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +102,7 @@ def scaling(ui: PrefectUI) -> str:
     form.fill("Maximum workers (Optional)", 2)
     form.fill_json("Resources per worker (Optional)", {"CPU": 1})
     ui.screenshot("block-form")
-    form.save(ui.main.get_by_role("term").filter(has_text="Maximum workers"))
+    form.submit("Save", ui.main.get_by_role("term").filter(has_text="Maximum workers"))
     return SCALING
 
 
@@ -137,8 +134,7 @@ def training(
     form.choose("cluster (Optional)", CLUSTER)
     form.fill("run_name (Optional)", RUN)
     ui.screenshot("run-form")
-    form.press("Submit")
-    expect(ui.main.get_by_role("tab", name="Runs")).to_be_visible()
+    form.submit("Submit", ui.main.get_by_role("tab", name="Runs"))
     ui.open_run(RUN)
     (run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"name": {"any_": [RUN]}}))
     training = StartedRun(client, run.id, ledger)

@@ -78,20 +78,16 @@ class Form:
         self.page.get_by_role("option", name=option, exact=True).click()
         expect(button).to_have_text(option)
 
-    def press(self, button: str) -> None:
-        """Press one of the form's buttons."""
-        self.page.get_by_role("main").get_by_role("button", name=button, exact=True).click()
+    def submit(self, button: str, then: Locator) -> None:
+        """Press a button until the next page is there: the form stays when a busy server answers "try again" (503)."""
 
-    def save(self, then: Locator) -> None:
-        """Press Save until the next page is there: the form stays when a busy server answers "try again" (503)."""
-
-        def saved() -> bool:
-            self.press("Save")
+        def submitted() -> bool:
+            self.page.get_by_role("main").get_by_role("button", name=button, exact=True).click()
             with contextlib.suppress(AssertionError):
                 expect(then).to_be_visible(timeout=10_000)
             return then.is_visible()
 
-        wait_for(saved, 2 * PATIENCE, "the saved block")
+        wait_for(submitted, 2 * PATIENCE, f"what comes after {button}")
 
 
 class PrefectUI:

@@ -17,6 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import LogFilter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Pending, Running
 
 from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, marked_processes
@@ -29,13 +30,13 @@ SERVED, WORKED = "served", "worked"
 class Program:
     """A program of Prefect in the background, with all that it starts."""
 
-    def __init__(self, command: list[str], folder: Path, api_url: str, **environment: str) -> None:
+    def __init__(self, command: list[str], folder: Path, api_url: str, *, cwd: Path = ROOT, **environment: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_file = folder / "program.log"
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command],
-                cwd=ROOT,
+                cwd=cwd,
                 env={
                     **os.environ,
                     "PREFECT_API_URL": api_url,
@@ -79,6 +80,25 @@ def flow_run_log(client: SyncPrefectClient, flow_run_id: UUID | str) -> list[str
     while page := client.read_logs(this_run, limit=200, offset=len(messages)):
         messages += [log.message for log in page]
     return messages
+
+
+@contextlib.contextmanager
+def project_served(folder: Path, api_url: str, blocks: str, **environment: str) -> Iterator[Program]:
+    """Run `python -m flows.serve`, as its user does, with blocks of a name; its deployments are new, and go with it.
+
+    Several modules of tests have them on the server that they share, and each looks at the runs of its own.
+    """
+    program = Program(["flows.serve", "--blocks", blocks], folder, api_url, cwd=folder, **environment)
+    try:
+        # Until then it writes to the server, which answers some others "busy" (503).
+        wait_for(lambda: "deployments are being served" in program.log, 60, "the deployments")
+        yield program
+    finally:
+        program.close()
+        with temporary_settings({PREFECT_API_URL: api_url}), api_client() as client:
+            for deployment in client.read_deployments():
+                if blocks in deployment.tags:
+                    client.delete_deployment(deployment.id)
 
 
 def serve_flows(folder: Path, api_url: str, name: str = SERVED, **environment: str) -> Program:
