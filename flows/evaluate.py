@@ -11,6 +11,7 @@ from prefect import State, flow
 from prefect.states import Cancelled
 
 from flows.digits import DEFAULT_DATA_DIRECTORY, evaluate_digits, prepare_digits
+from prefect_elastic_train import CheckpointGoneError
 
 
 @flow(name="evaluate", persist_result=True, result_serializer="json")
@@ -31,6 +32,6 @@ def evaluate(
     data = prepare_digits(data_dir)
     try:
         return evaluate_digits(checkpoint_uri, data.test_path, storage or None).model_dump(mode="json")
-    except FileNotFoundError as error:
+    except CheckpointGoneError as error:
         # The training keeps only its best checkpoints, and was faster.
         return Cancelled(message=f"Nothing to evaluate any more: {error}")

@@ -267,7 +267,7 @@ def mlflow_curve(
         The fields of `TrainingResult`, JSON-safe.
     """
     # Workers have folders of their own to work in.
-    is_uri = ":" in tracking_uri
+    is_uri = ":" in tracking_uri or tracking_uri in ("databricks", "databricks-uc", "uc")
     result = elastic_train(
         train_loop,
         train_loop_config={

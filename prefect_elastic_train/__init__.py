@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from prefect_elastic_train.outcomes import (
         AttemptFailedError,
+        CheckpointGoneError,
         ConfigurationError,
         ElasticTrainError,
         Outcome,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AttemptFailedError": "outcomes",
+    "CheckpointGoneError": "outcomes",
     "CheckpointPolicy": "blocks",
     "ConfigurationError": "outcomes",
     "ElasticScaling": "blocks",
@@ -54,6 +56,7 @@ _MODULES = {
 
 __all__ = [
     "AttemptFailedError",
+    "CheckpointGoneError",
     "CheckpointPolicy",
     "ConfigurationError",
     "ElasticScaling",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -46,11 +47,14 @@ class Place:
         owner: The root, which its trainings belong to.
         flow_run_ids: The flow run, the one that called it, and so on up to the root.
         calls: The calls of subflows that lead from the root to it; none for the root.
+        related: What the events of a subflow's training relate to besides what Prefect finds itself, which is the
+            subflow's own: the root, its deployment and its tags. None for the root.
     """
 
     owner: Owner
     flow_run_ids: tuple[str, ...]
     calls: tuple[Call, ...] = ()
+    related: tuple[dict[str, str], ...] = ()
 
 
 def current_place(context: FlowRunContext) -> Place:
@@ -143,7 +147,20 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
     for level, (name, key, child_id) in enumerate(reversed(found)):
         parent_id = ids[-1 - level]
         calls.append(Call(name, _number(owner, flow_run.run_count, calls, name, key, parent_id, child_id)))
-    return Place(owner, tuple(ids), tuple(calls))
+    return Place(owner, tuple(ids), tuple(calls), tuple(_related(owner, flow_run.tags)) if len(ids) > 1 else ())
+
+
+def _related(root: Owner, tags: list[str]) -> Iterator[dict[str, str]]:
+    yield _resource("flow-run", root.flow_run_id, root.flow_run_name)
+    if root.deployment_id:
+        yield _resource("deployment", root.deployment_id, root.deployment_name)
+    for tag in sorted(tags):
+        yield _resource("tag", tag)
+
+
+def _resource(role: str, identity: str, name: str = "") -> dict[str, str]:
+    named = {"prefect.resource.name": name} if name else {}
+    return {"prefect.resource.id": f"prefect.{role}.{identity}", "prefect.resource.role": role, **named}
 
 
 def _number(owner: Owner, run_count: int, calls: list[Call], name: str, key: str, parent_id: str, child_id: str) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttemptFailedError",
+    "CheckpointGoneError",
     "ConfigurationError",
     "ElasticTrainError",
     "Outcome",
@@ -103,6 +104,10 @@ class StorageFaultError(ElasticTrainError, OSError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_fault, (str(self), self.kind, self.permanent)
+
+
+class CheckpointGoneError(ElasticTrainError, FileNotFoundError):
+    """The run is there and the checkpoint is not, or no longer: runs keep as many as their policy says."""
 
 
 def _rebuild_fault(message: str, kind: str, permanent: bool) -> StorageFaultError:

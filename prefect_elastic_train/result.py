@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.outcomes import CheckpointGoneError, ConfigurationError
+from prefect_elastic_train.runs import layout
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -174,7 +175,8 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
         The checkpoint itself on a disk; a copy that is removed afterwards from anywhere else.
 
     Raises:
-        FileNotFoundError: There is no such checkpoint.
+        CheckpointGoneError: The run has no such checkpoint, or no longer.
+        FileNotFoundError: There is no such run.
         ConfigurationError: The storage block cannot be loaded, or holds another place.
         StorageFaultError: The storage refuses, or was away for too long.
     """
@@ -183,15 +185,27 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
     settings = _storage_of(uri, storage)
     if isinstance(settings, LocalStorageSettings):
         if not Path(uri).is_dir():
-            raise FileNotFoundError(f"{uri}: there is no such checkpoint")
+            raise _missing(uri, Path(uri).parent.joinpath(layout.RUN).exists())
         yield Path(uri)
         return
     from prefect_elastic_train.filesystems.object_filesystem import ObjectFilesystem
     from prefect_elastic_train.filesystems.objects import open_client
 
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
-        ObjectFilesystem(open_client(settings)).download_folder(uri.partition("://")[2], directory)
+        client, path = open_client(settings), uri.partition("://")[2].strip("/")
+        try:
+            ObjectFilesystem(client).download_folder(path, directory)
+        except FileNotFoundError as error:
+            record = f"{path.rpartition('/')[0]}/{layout.RUN}"
+            is_of_run = client.retries.call(f"look for {record}", lambda: client.size(record)) is not None
+            raise _missing(uri, is_of_run) from error
         yield Path(directory)
+
+
+def _missing(uri: str, is_of_run: bool) -> FileNotFoundError:
+    if is_of_run:
+        return CheckpointGoneError(f"{uri}: the run has no such checkpoint, or no longer")
+    return FileNotFoundError(f"{uri}: there is no such checkpoint, and no run that it could be of")
 
 
 def _storage_of(uri: str, given: StorageBlock | str | None) -> StorageSettings:

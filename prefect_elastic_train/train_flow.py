@@ -65,7 +65,8 @@ def train(
         storage: Where the run and its checkpoints are kept; with several nodes, one that all reach.
         train_loop_config: What the loop is called with. Shown in the UI: no secrets.
         framework: What the workers are set up for; "none" is a plain Python loop.
-        scaling: How many workers train, and on what.
+        scaling: How many workers train, and on what. What is left as it is here, as with the next three, is the
+            default block of the settings, if they name one.
         failures: How many failures the training may survive.
         checkpoints: Which checkpoints are kept.
         cluster: Where the training runs; by default a local cluster.
@@ -83,17 +84,24 @@ def train(
         named_loop(train_loop),
         train_loop_config=train_loop_config,
         framework=framework,
-        scaling=_by_name(scaling),
-        failures=_by_name(failures),
-        checkpoints=_by_name(checkpoints),
+        scaling=_given(scaling, DEFAULT_SCALING),
+        failures=_given(failures, DEFAULT_FAILURES),
+        checkpoints=_given(checkpoints, DEFAULT_CHECKPOINTS),
         storage=_by_name(storage),
-        cluster=_by_name(cluster),
+        cluster=_given(cluster, DEFAULT_CLUSTER),
         run_name=run_name or None,
         resume=resume,
         resume_from=resume_from or None,
         timeout_seconds=timeout_seconds or None,
     )
     return result.model_dump(mode="json")
+
+
+def _given(block: AnyBlock, default: AnyBlock) -> AnyBlock | str | None:
+    """Give a block by its name if it is saved, and nothing for the flow's own default."""
+    if not saved_name(block) and _same_values(block, default):
+        return None
+    return _by_name(block)
 
 
 def _by_name(block: AnyBlock) -> AnyBlock | str:
@@ -104,6 +112,8 @@ def _by_name(block: AnyBlock) -> AnyBlock | str:
     name = saved_name(block)
     if not name:
         return block
-    saved = load_block(type(block), name)
-    changed = any(getattr(saved, field) != getattr(block, field) for field in type(block).model_fields)
-    return block if changed else name
+    return name if _same_values(block, load_block(type(block), name)) else block
+
+
+def _same_values(block: AnyBlock, other: AnyBlock) -> bool:
+    return all(getattr(block, field) == getattr(other, field) for field in type(block).model_fields)

@@ -13,7 +13,7 @@ from typing import Any
 from prefect.exceptions import ScriptError
 from prefect.utilities.importtools import load_script_as_module
 
-from prefect_elastic_train.driver.training import check_loop, function_in, resolve_loop
+from prefect_elastic_train.driver.training import check_loop, ends_at_import, function_in, resolve_loop
 from prefect_elastic_train.outcomes import ConfigurationError
 
 __all__ = ["LOOP_PATTERN", "absolute", "check", "named_loop"]
@@ -69,6 +69,8 @@ def _module_of(file: str) -> ModuleType:
     _search(os.path.dirname(file))
     try:
         return load_script_as_module(file)
+    except SystemExit as error:
+        raise ConfigurationError(f"{file} {ends_at_import(error)}") from error
     except ScriptError as error:
         cause = error.user_exc
         raise ConfigurationError(f"{file} cannot be imported: {type(cause).__name__}: {cause}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -133,6 +134,8 @@ class _Request:
     called_at: datetime
     #: The flow run that trains, the one that called it, and so on up to the owner; none outside of flows.
     flow_run_ids: tuple[str, ...]
+    #: What its events relate to besides what Prefect finds itself.
+    related: tuple[dict[str, str], ...]
     submitted: bool
     interruptions: int
     #: Those of them that were SIGTERM.
@@ -256,7 +259,7 @@ class _ElasticTrain:
         except _NothingToSayError as error:
             raise Abort(str(error)) from error
         finally:
-            _close_waiting(request)
+            _close_waiting(request, sys.exc_info()[1])
         return result
 
     def submit(self, train_loop: TrainLoop, **arguments: Any) -> PrefectFuture[TrainingResult]:
@@ -289,21 +292,25 @@ async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingRes
             raise KeyboardInterrupt from None
         raise
     finally:
-        await asyncio.to_thread(_close_waiting, request)
+        await asyncio.to_thread(_close_waiting, request, sys.exc_info()[1])
     return result
 
 
-def _close_waiting(request: _Request) -> None:
-    """End a cluster that was kept for an attempt which did not come, as when a retry delay was interrupted."""
+def _close_waiting(request: _Request, error: BaseException | None = None) -> None:
+    """End a cluster that was kept for an attempt which did not come, as when a retry delay was interrupted.
+
+    Args:
+        request: The training.
+        error: What ended the wait, as far as that is known.
+    """
     with _waiting_lock:
         runtime = _waiting.pop(request.key, None)
-        _stopped_waiting.pop(request.key, None)
-        publisher = _publishers.pop(request.key, None)
+        stopped = _stopped_waiting.pop(request.key, None)
+        is_shown = request.key in _publishers
     if runtime is not None:
         runtime.close()
-    if publisher is not None:
-        publisher.end("interrupted", "ended while it waited for its next attempt")
-        publisher.close()
+    if is_shown:
+        _publish_failure(request, stopped or error or _Stop(), detached=False)
 
 
 def _watch_waiting(request: _Request, runtime: Runtime, around: FlowsAround) -> None:
@@ -569,6 +576,7 @@ def _publisher(request: _Request, spec: DriverSpec, log: RunLog) -> Publisher | 
                 storage_block=spec.storage_block,
                 flow_run_id=request.flow_run_ids[0] if request.flow_run_ids else "",
                 task_run_id=str(task_run.task_run.id) if task_run is not None else "",
+                related=request.related,
             )
         publisher.on_trouble = log.note
     return publisher
@@ -773,6 +781,7 @@ def _request(
         asked_at=time.monotonic(),
         called_at=datetime.now(timezone.utc),
         flow_run_ids=identity.flow_run_ids,
+        related=identity.related,
         submitted=False,
         interruptions=interruptions(),
         terminations=interruptions(signal.SIGTERM),
@@ -891,6 +900,7 @@ class _Identity:
     default_name: str
     part: str
     resumed: bool = False
+    related: tuple[dict[str, str], ...] = ()
 
 
 def _identity(train_loop: TrainLoop) -> _Identity:
@@ -910,4 +920,5 @@ def _identity(train_loop: TrainLoop) -> _Identity:
         default_run_name(flow_name, place.owner.flow_run_id, ordinal, place.calls),
         training_part(flow_name, ordinal, place.calls),
         resumed=(flow_run.run_count or 0) > 1,
+        related=place.related,
     )

@@ -159,7 +159,10 @@ def difference(block: TrainingBlock, stored: Mapping[str, Any]) -> tuple[dict[st
     for field in wanted:
         if field in _secret_fields(block):
             secret = stored.get(field)
-            if not wanted[field] and secret:
+            partner = _GOES_WITH.get(field, field)
+            if not wanted[field] and secret and wanted[partner] and wanted[partner] != stored.get(partner):
+                changes.append(FieldChange(field, f"dropped, as the code gives another {partner}"))
+            elif not wanted[field] and secret:
                 data[field] = secret
                 kept.append(field)
             elif (secret or "") != wanted[field]:
@@ -173,9 +176,17 @@ def difference(block: TrainingBlock, stored: Mapping[str, Any]) -> tuple[dict[st
     # Their values are not shown: one may be a secret under a misspelt name.
     unknown = [field for field in stored if field not in wanted and field not in BOOKKEEPING]
     changes += [FieldChange(field, "dropped, the block type has no such field") for field in unknown]
+    changed = {change.field for change in changes}
+    changes += [FieldChange(field, "kept, and sent there") for field in kept if _SENT_TO.get(field) in changed]
     if kept:
         _check_kept(block, data, kept)
     return data, tuple(changes)
+
+
+#: Secrets that are worth nothing beside another one than theirs.
+_GOES_WITH = {"session_token": "secret_access_key"}
+#: Where secrets are sent to.
+_SENT_TO = {"auth_token": "address", "secret_access_key": "endpoint_url", "session_token": "endpoint_url"}
 
 
 def _check_names(documents: Mapping[str, Sequence[TrainingBlock]]) -> None:

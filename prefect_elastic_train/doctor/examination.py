@@ -94,7 +94,7 @@ class Examination:
             else:
                 yield fail(
                     f"no block is saved as {self.profile!r}",
-                    "see `prefect block ls`, or save the blocks of the profile with `python -m blocks.apply`",
+                    "see `prefect block ls` for the names that there are, or run the file that saves your blocks",
                 )
 
     def _storage_is_saved(self) -> bool:

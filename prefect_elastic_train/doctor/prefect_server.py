@@ -12,6 +12,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import get_settings_context
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 
 from prefect_elastic_train.doctor.findings import Finding, fail, ok, warn
 
@@ -58,9 +59,13 @@ def _answer_of_server() -> Finding:
     with asking_prefect() as client:
         url = str(client.api_url).rstrip("/")
         try:
-            server = None if client.server_type is ServerType.CLOUD else Version(client.api_version())
-            _ask_as_ourselves(client)
+            server = _version_of_server(client)
         except PrefectHTTPStatusError as error:
+            if _is_busy(error):
+                return fail(
+                    f"the server at {url} answers HTTP {error.response.status_code}: it is busy, or broken",
+                    "try again, and see the server's log; on SQLite it is soon busy, on PostgreSQL later",
+                )
             return _refusal(url, error.response.status_code, client.server_type is ServerType.CLOUD)
         except httpx.HTTPError as error:
             return fail(
@@ -84,6 +89,23 @@ def _answer_of_server() -> Finding:
             f"install Prefect {ours} or newer on the server",
         )
     return ok(f"the server at {url} runs Prefect {server}, here is {ours}; profile {profile!r}")
+
+
+@retry(
+    retry=retry_if_exception(lambda error: isinstance(error, PrefectHTTPStatusError) and _is_busy(error)),
+    stop=stop_after_attempt(3),
+    wait=wait_fixed(1),
+    reraise=True,
+)
+def _version_of_server(client: SyncPrefectClient) -> Version | None:
+    """Give the version of the server, if it lets us in; None for Prefect Cloud."""
+    version = None if client.server_type is ServerType.CLOUD else Version(client.api_version())
+    _ask_as_ourselves(client)
+    return version
+
+
+def _is_busy(error: PrefectHTTPStatusError) -> bool:
+    return error.response.status_code == 429 or error.response.status_code >= 500
 
 
 def _ask_as_ourselves(client: SyncPrefectClient) -> None:

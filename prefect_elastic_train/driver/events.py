@@ -148,6 +148,8 @@ class WorkerFailed(_Event):
     errors: dict[str, str]
     also: dict[str, list[int]] = Field(default_factory=dict)
     retried: bool
+    #: Why not, if it is not.
+    gives_up: str = "the budget is used up"
     #: Reports since the last checkpoint, which are done again.
     reports_lost: int = 0
 
@@ -159,6 +161,8 @@ class WorkersPreempted(_Event):
     errors: dict[str, str]
     also: dict[str, list[int]] = Field(default_factory=dict)
     retried: bool
+    #: Why not, if it is not.
+    gives_up: str = "the budget is used up"
     #: Reports since the last checkpoint, which are done again.
     reports_lost: int = 0
 

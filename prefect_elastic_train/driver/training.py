@@ -140,11 +140,21 @@ def resolve_loop(path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     try:
         found = importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ConfigurationError(f"train loop {path!r}: module {module_name!r} {ends_at_import(error)}") from error
     except Exception as error:
         raise ConfigurationError(
             f"train loop {path!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     return function_in(found, function_name, path)
+
+
+def ends_at_import(error: SystemExit) -> str:
+    """Say in words that a script ended the program while its functions were looked for."""
+    return (
+        f"ends the program while it is imported (exit code {error.code}); put what it does as a program below "
+        '`if __name__ == "__main__":`'
+    )
 
 
 def function_in(module: ModuleType, function_name: str, path: str) -> Callable[..., Any]:

@@ -408,9 +408,13 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def _tell_failure(self, failure_decision: FailureDecision) -> None:
         from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 
+        from prefect_elastic_train.elastic.failures import worst_fault
+
         errors = self._last_errors
         if not errors and not self.is_draining:
             return
+        fault = worst_fault(errors.values())
+        why = {"gives_up": "the storage refuses for good"} if fault is not None and fault.permanent else {}
         preempted = self.is_draining or any(_is_preempted_actor(e) for e in errors.values())
         event_type = WorkersPreempted if preempted else WorkerFailed
         texts, also = distinct({rank: self._in_words(rank, error) for rank, error in errors.items()})
@@ -420,6 +424,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 also=also,
                 retried=failure_decision is FailureDecision.RETRY,
                 reports_lost=self._reports_since_checkpoint,
+                **why,
             )
         )
         self._world_size = 0

@@ -6,6 +6,8 @@ no public way to bring a failure policy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import ray.exceptions
 from ray.train import PreemptionInfo
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
@@ -15,7 +17,7 @@ from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, Wo
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.outcomes import StorageFaultError
 
-__all__ = ["CapacityTimeoutError", "RunFailurePolicy", "is_death", "storage_fault"]
+__all__ = ["CapacityTimeoutError", "RunFailurePolicy", "is_death", "storage_fault", "worst_fault"]
 
 
 class CapacityTimeoutError(Exception):
@@ -45,7 +47,12 @@ def storage_fault(error: Exception) -> StorageFaultError | None:
     """Give what the storage refused to a rank, the permanent first; None if no rank failed by that."""
     if not isinstance(error, WorkerGroupError):
         return None
-    causes = (getattr(failure, "_base_exc", failure) for failure in error.worker_failures.values())
+    return worst_fault(error.worker_failures.values())
+
+
+def worst_fault(failures: Iterable[Exception]) -> StorageFaultError | None:
+    """Give what the storage refused, the permanent first; None if no failure of a rank is that."""
+    causes = (getattr(failure, "_base_exc", failure) for failure in failures)
     faults = [cause for cause in causes if isinstance(cause, StorageFaultError)]
     return min(faults, key=lambda fault: not fault.permanent, default=None)
 

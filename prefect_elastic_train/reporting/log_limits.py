@@ -76,8 +76,8 @@ class OutputLimits:
                 self._sources.clear()
             rate = _IN_FULL if source == "rank 0" else self._rate
             known = self._sources[source] = _Source(self._bucket(rate))
-        let = None if source == "rank 0" else self._of_traceback(known, text)
-        if let is None:
+        let = self._of_traceback(known, text)
+        if let is None or (source == "rank 0" and not let):
             let = known.bucket.take() and (not _is_other_rank(source) or self._ranks.take())
         if not let:
             self._left_out[source] += 1

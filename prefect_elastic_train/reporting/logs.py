@@ -138,7 +138,7 @@ class RunLog:
             )
         elif isinstance(event, WorkerFailed | WorkersPreempted):
             what = "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure"
-            then = "the worker group is restarted" if event.retried else "the budget is used up"
+            then = "the worker group is restarted" if event.retried else event.gives_up
             errors = _errors(event)
             first = errors[0] if errors else ""
             log.warning("%s: %s; %d reports since the last checkpoint\n%s", what, then, event.reports_lost, first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -161,13 +161,14 @@ def ending(report: RunReport, name: str, at: float, message: str, common: Mappin
     return RunEvent(f"{PREFIX}{name}", at, payload, f"{report.attempt}-end-{at}")
 
 
-def send(event: RunEvent, report_name: str, flow_run_id: str) -> None:
-    """Hand an event to Prefect's own queue. What the event relates to, such as the deployment, Prefect adds itself.
+def send(event: RunEvent, report_name: str, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
+    """Hand an event to Prefect's own queue. Prefect adds the flow run, the task run and what these relate to itself.
 
     Args:
         event: What is told.
         report_name: Name of the run.
         flow_run_id: Whose run it is; tells runs of one name in different storages apart.
+        related: What the event relates to besides.
     """
     from prefect.events import emit_event
 
@@ -179,6 +180,7 @@ def send(event: RunEvent, report_name: str, flow_run_id: str) -> None:
             "elastic-train.run-uri": str(event.payload.get("run_uri", ""))[:500],
         },
         occurred=datetime.fromtimestamp(event.at, timezone.utc),
+        related=[dict(resource) for resource in related],
         payload=event.payload,
         id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{event.payload.get('run_uri')}|{event.name}|{event.key}"),
     )

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,7 @@ class Publisher:
         storage_block: The saved storage block, for whoever reads the checkpoints.
         flow_run_id: Of the flow run that trains; empty outside of flows.
         task_run_id: Of the task run that trains, if there is one.
+        related: Resources that the events relate to besides those that Prefect finds itself.
         on_trouble: Called once with why nothing can be written, when that begins.
     """
 
@@ -110,6 +111,7 @@ class Publisher:
         storage_block: str = "",
         flow_run_id: str = "",
         task_run_id: str = "",
+        related: Sequence[Mapping[str, str]] = (),
         on_trouble: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._report = report
@@ -117,6 +119,7 @@ class Publisher:
         self._common: Mapping[str, Any] = {"storage_block": storage_block}
         self._flow_run_id = flow_run_id
         self._task_run_id = task_run_id
+        self._related = related
         self.on_trouble = on_trouble
         self._lock = threading.Lock()
         self._outbox: deque[RunEvent] = deque(maxlen=_MAX_OUTBOX)
@@ -263,7 +266,7 @@ class Publisher:
             self._send(self._ending)
 
     def _send(self, event: RunEvent) -> None:
-        send(event, self._report.run_name, self._flow_run_id)
+        send(event, self._report.run_name, self._flow_run_id, self._related)
 
     def _is_due(self, closing: bool) -> bool:
         if closing:
@@ -332,9 +335,6 @@ class Publisher:
             artifact.id, artifact.before = (found.id, found.data) if found is not None else (None, None)
         if artifact.before is not None and not self._report.attempt:
             # An earlier process knew more than this one does until its driver has spoken.
-            if not self._closing.is_set():
-                artifact.written_at = self._artifact_at = time.monotonic()
-                return
             if isinstance(data, str):
                 data = f"{data.partition(_SEPARATOR)[0][:_MAX_NEWS]}{_SEPARATOR}{_last_part(artifact.before)}"
             else:

@@ -45,12 +45,13 @@ _MAX_BESTS = 20
 #: A storage that waits for less says nothing: a request was repeated.
 WORTH_TELLING_SECONDS = 3.0
 
-#: Metrics that tell how far the training is rather than how good, in the order in which they are asked.
-_COUNTERS = ("step", "global_step", "iteration", "epoch")
+#: Metrics that tell how far the training is rather than how good, in the order in which they are asked: a ``step``
+#: beside a ``global_step`` begins anew with each epoch.
+_COUNTERS = ("global_step", "iteration", "step", "epoch")
 _TOTALS: Mapping[str, tuple[str, ...]] = {
-    "step": ("total_steps", "max_steps", "num_steps"),
     "global_step": ("total_steps", "max_steps", "num_steps"),
     "iteration": ("total_iterations", "max_iterations", "num_iterations"),
+    "step": ("total_steps", "max_steps", "num_steps"),
     "epoch": ("total_epochs", "max_epochs", "num_epochs"),
 }
 _NO_CURVE = {"progress", *_COUNTERS, *(name for names in _TOTALS.values() for name in names)}
@@ -123,18 +124,25 @@ class RunReport(BaseModel):
     position: int = 0
     kept_position: int = 0
     metrics: dict[str, Any] = Field(default_factory=dict)
+    #: How far the last report that told it was, from 0 to 1, and in words.
+    done: tuple[float, str] | None = None
     last_event_at: float = 0.0
     tally: Tally = Field(default_factory=Tally)
     incidents: list[Incident] = Field(default_factory=list)
     incidents_left_out: int = 0
     checkpoints: list[Checkpoint] = Field(default_factory=list)
     checkpoints_made: int = 0
-    #: The checkpoints that were the best when they were made; the last one is it.
+    #: The checkpoints that were the best when they were made; the last one is it, as Ray Train counts: of two with
+    #: the same score the later.
     bests: list[Checkpoint] = Field(default_factory=list)
     #: Number of the worker group, over all attempts.
     segment: int = 0
     #: Which counter of the loop the curves are drawn over; empty for the number of the report.
     axis: str = ""
+    #: Whether no counter will do, since it begins anew within a worker group.
+    by_position: bool = False
+    #: Where the worker group's newest report stands on that axis.
+    axis_at: float | None = None
     curves: dict[str, Curve] = Field(default_factory=dict)
     world_sizes: Steps = Field(default_factory=Steps)
     #: Time and fraction, since the last restart, and the pace before it in fractions a second.
@@ -193,6 +201,7 @@ class RunReport(BaseModel):
         self.outcome = event.outcome.value
         self.last_end = f"{event.outcome.value}: {first_line(event.message)}"[:_MAX_TEXT]
         if event.outcome is Outcome.COMPLETED:
+            self._settle_best(event)
             self._set_state("completed")
         elif event.outcome.retryable and not event.final:
             self._set_state("restarting the driver", first_line(event.message))
@@ -229,10 +238,9 @@ class RunReport(BaseModel):
     @property
     def progress(self) -> Progress | None:
         """How far the training is, if the loop reports a total or ``progress``."""
-        found = _fraction(self.metrics)
-        if found is None:
+        if self.done is None:
             return None
-        fraction, words = found
+        fraction, words = self.done
         if self.state == "completed":  # many loops count from 0
             return Progress(fraction=1.0, words=words)
         pace = self.pace
@@ -307,6 +315,21 @@ class RunReport(BaseModel):
             score=score if score is not None and not math.isnan(score) else None,
         )
 
+    def _settle_best(self, event: AttemptEnded) -> None:
+        """Take the best checkpoint from the result: an asynchronous validation scores one after its commit."""
+        best = ((event.result or {}).get("best_checkpoints") or [None])[-1]
+        if not self.score_attribute or not isinstance(best, dict):
+            return
+        name = str(best.get("uri", "")).rpartition("/")[2]
+        if not name or (self.best is not None and self.best.name == name):
+            return
+        metrics = best.get("metrics") or {}
+        made = next((made for made in self.checkpoints if made.name == name), None)
+        at, attempt, size = (made.at, made.attempt, made.size_bytes) if made is not None else (event.at, 0, 0)
+        found = self._checkpoint(name, at, attempt, size, metrics)
+        if found.score is not None:
+            self.bests = [*self.bests[-_MAX_BESTS + 1 :], found]
+
     def _wait_for_storage(self, event: StorageWaited) -> None:
         """Tell of a wait; those that follow each other are one incident."""
         if event.seconds < WORTH_TELLING_SECONDS:
@@ -340,6 +363,7 @@ class RunReport(BaseModel):
             if progress is not None and progress.remaining_seconds:
                 self.pace = (1 - progress.fraction) / progress.remaining_seconds
         self.samples, self.sample_stride, self.samples_seen = [], 1, 0
+        self.axis_at = None
         self.segment += 1
         self.position = self.kept_position
         self._set_world(event.at, event.world_size)
@@ -354,9 +378,7 @@ class RunReport(BaseModel):
         if self.state != "training" and self.state != "draining":
             self._set_state("training")
         self._sample(event.at)
-        if not self.axis and not self.curves:
-            self.axis = next((name for name in _COUNTERS if _number(self.metrics.get(name)) is not None), "")
-        x = _number(self.metrics.get(self.axis)) if self.axis else self.position
+        x = self._place_on_axis()
         if x is None:
             return
         for name, value in self.metrics.items():
@@ -367,11 +389,24 @@ class RunReport(BaseModel):
                 continue
             self.curves.setdefault(name, Curve()).add(self.segment, x, number)
 
+    def _place_on_axis(self) -> float | None:
+        """Give where a report stands on the axis; one that does not say stands where the one before it does."""
+        if not self.axis and not self.curves and not self.by_position:
+            self.axis = next((name for name in _COUNTERS if _number(self.metrics.get(name)) is not None), "")
+        x = _number(self.metrics.get(self.axis)) if self.axis else None
+        if x is not None and self.axis_at is not None and x < self.axis_at:
+            self.axis, self.by_position, self.curves = "", True, {}
+        if not self.axis:
+            return float(self.position)
+        self.axis_at = self.axis_at if x is None else x
+        return self.axis_at
+
     def _sample(self, at: float) -> None:
         """Remember how far the training is now and then, at growing distances."""
         found = _fraction(self.metrics)
         if found is None:
             return
+        self.done = found
         self.samples_seen += 1
         if self.samples_seen % self.sample_stride == 0 or not self.samples:
             self.samples.append((at, found[0]))
@@ -391,7 +426,7 @@ class RunReport(BaseModel):
     def _fail(self, event: WorkerFailed | WorkersPreempted) -> None:
         preempted = isinstance(event, WorkersPreempted)
         what = "preemption" if preempted else "worker failure"
-        then = "the workers are restarted" if event.retried else "the budget is used up"
+        then = "the workers are restarted" if event.retried else event.gives_up
         lost = f"; {event.reports_lost} reports are done again" if event.reports_lost else ""
         why = "; ".join(causes(event.errors, event.also)) or ("a node was drained or reclaimed" if preempted else "")
         self._tell(event.at, "preemption" if preempted else "failure", f"{what}: {then}{lost}", why)
@@ -436,12 +471,15 @@ _OUTCOMES = {
 
 
 def is_better(made: Checkpoint, best: Checkpoint | None, order: str) -> bool:
-    """Tell whether a checkpoint is the best so far; one without a score never is."""
+    """Tell whether a checkpoint is the best so far; one without a score never is.
+
+    Of two with the same score the later is: it is the one that Ray Train keeps.
+    """
     if made.score is None:
         return False
     if best is None or best.score is None:
         return True
-    return made.score > best.score if order == "max" else made.score < best.score
+    return made.score >= best.score if order == "max" else made.score <= best.score
 
 
 def first_line(text: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import inspect
 import json
+import os
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +129,23 @@ def _loop_path(train_loop: Callable[..., Any] | str) -> str:
     return "" if is_by_value or not module else f"{module}:{_qualified_name(train_loop)}"
 
 
+def _loop_file(train_loop: Callable[..., Any] | str) -> str:
+    """Give the file of a loop that is in no package; nothing if there is none, as for one typed into a notebook."""
+    module = train_loop.partition(":")[0] if isinstance(train_loop, str) else getattr(train_loop, "__module__", "")
+    if "." in (module or "."):
+        return ""
+    if isinstance(train_loop, str):
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            return ""
+        file = (spec.origin if spec is not None else None) or ""
+    else:
+        code = getattr(inspect.unwrap(train_loop), "__code__", None)
+        file = getattr(code, "co_filename", "")
+    return os.path.realpath(file) if os.path.isfile(file) else ""
+
+
 def _qualified_name(train_loop: Callable[..., Any]) -> str:
     return str(getattr(train_loop, "__qualname__", type(train_loop).__qualname__))
 
@@ -138,6 +158,7 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
     return Fingerprint(
         loop=loop_name(train_loop),
         path=_loop_path(train_loop),
+        file=_loop_file(train_loop),
         framework=framework,
         config={str(key): _digest(value) for key, value in (config or {}).items()},
     )

@@ -247,7 +247,7 @@ def describe(store: RunStore, name: str, *, now: float | None = None) -> RunDeta
         return None
     view = RunView(store)
     run = decode(RunRecord, view.read(layout.RUN))
-    events = list(read_history(view))
+    events = _ended(list(read_history(view)), summary.state)
     commit = usable_commit(view)
     attempts = [_attempt_view(view, number) for number in all_attempts(view)]
     details = RunDetails(
@@ -272,6 +272,21 @@ def describe(store: RunStore, name: str, *, now: float | None = None) -> RunDeta
     )
 
 
+def _ended(events: list[Event], state: RunState) -> list[Event]:
+    """Add the end that a driver could not tell of: what it trained since its last commit is nobody's."""
+    told = [event for event in events if isinstance(event, AttemptStarted | AttemptEnded)]
+    if not told or isinstance(told[-1], AttemptEnded) or state not in _WITHOUT_A_WORD:
+        return events
+    last = events[-1]
+    end = AttemptEnded(at=last.at, attempt=told[-1].attempt, outcome=_WITHOUT_A_WORD[state], final=True)
+    return [*events, end]
+
+
+_WITHOUT_A_WORD = {
+    RunState.DIED: Outcome.DRIVER_LOST,
+    RunState.FAILED: Outcome.DRIVER_LOST,
+    RunState.CANCELLED: Outcome.CANCELLED,
+}
 _STATE_OF_LIFE = {Life.ALIVE: RunState.TRAINING, Life.DEAD: RunState.DIED, Life.UNKNOWN: RunState.UNKNOWN}
 
 

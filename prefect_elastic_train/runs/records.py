@@ -68,6 +68,8 @@ class Fingerprint(_Record):
     #: Where the loop is imported from, ``<module or file>:<function>``; empty if it went by value. Only for telling
     #: loops of the same name apart: one that is moved is the same.
     path: str = ""
+    #: The file of a loop that is in no package, where that is known. Modules of that kind are called `train` anywhere.
+    file: str = ""
     framework: str
     config: dict[str, str] = Field(default_factory=dict)
 
@@ -75,6 +77,10 @@ class Fingerprint(_Record):
         """Tell whether the loop may be that of ``other``, as far as names and places tell."""
         paths = {path for path in (self.path, other.path) if path}
         return (self.loop, self.framework) == (other.loop, other.framework) and len(paths) <= 1
+
+    def may_be_in_file_of(self, other: Fingerprint) -> bool:
+        """Tell whether the loop may be in the file that ``other`` is in. It is not where a file is fetched anew."""
+        return len({file for file in (self.file, other.file) if file}) <= 1
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Say in words what differs in ``other``; empty if nothing does."""

@@ -219,7 +219,11 @@ def _newest_run(storage: Storage, claim: Claim, choice: str) -> Source:
     flow_runs: dict[str, list[tuple[str, RunRecord]]] = {}
     for name, record in sorted(earlier, key=lambda one: (one[1].created_at, one[0]), reverse=True):
         flow_runs.setdefault(record.creator.flow_run_id, []).append((name, record))
-    for name in (name for runs in flow_runs.values() for name in _same_training(runs, claim)):
+    config = claim.fingerprint.config
+    several = any(len(runs) > 1 for runs in flow_runs.values())
+    by_config = several and any(record.fingerprint.config == config for _, record in earlier)
+    same = (one for runs in flow_runs.values() for one in _same_training(runs, claim, by_config))
+    for name, record in same:
         view = RunView(storage.run(name))
         try:
             _check_completed(view, name)
@@ -227,7 +231,11 @@ def _newest_run(storage: Storage, claim: Claim, choice: str) -> Source:
         except _UnfitError as error:
             passed_over.append(str(error))
             continue
-        return Source(f"{name}@{folder}", _notes(claim, passed_over))
+        notes = _notes(claim, passed_over)
+        if differences := record.fingerprint.differences(claim.fingerprint):
+            words = _some(differences, "; ")
+            notes.append(f"resume_from={claim.resume_from!r}: run {name!r} had another configuration: {words}")
+        return Source(f"{name}@{folder}", notes)
     owner = claim.owner
     of = "this deployment" if owner.deployment_id else f"flow {owner.flow_name!r}" if owner.flow_name else "no flow"
     nothing = (
@@ -266,14 +274,21 @@ def _records(storage: Storage, besides: str) -> tuple[list[tuple[str, RunRecord]
     return records, unreadable
 
 
-def _same_training(runs: Sequence[tuple[str, RunRecord]], claim: Claim) -> list[str]:
+def _same_training(runs: Sequence[tuple[str, RunRecord]], claim: Claim, by_config: bool) -> list[tuple[str, RunRecord]]:
     """Give those runs of one earlier flow run that are of the same training in it.
 
-    A flow run that trains several models may begin them in another order the next night: the one with the same
-    configuration is meant, if just one has it, else the one that took the same place.
+    A flow run that trains several models may begin them in another order the next night, or not all of them: the one
+    with the same configuration is meant, if just one has it, else the one that took the same place.
+
+    Args:
+        runs: Of the flow run.
+        claim: Of the training.
+        by_config: Some flow run trained several models, and the configuration tells which is meant.
     """
-    alike = [name for name, record in runs if record.fingerprint.config == claim.fingerprint.config]
-    return alike if len(alike) == 1 < len(runs) else [name for name, record in runs if record.part == claim.part]
+    alike = [one for one in runs if one[1].fingerprint.config == claim.fingerprint.config]
+    if by_config and (len(alike) == 1 or len(runs) == 1):
+        return alike
+    return [one for one in runs if one[1].part == claim.part]
 
 
 def _may_be_same_training(record: RunRecord, claim: Claim) -> bool:
@@ -282,17 +297,26 @@ def _may_be_same_training(record: RunRecord, claim: Claim) -> bool:
     return (
         theirs.flow_run_id != ours.flow_run_id
         and theirs.deployment_id == ours.deployment_id
-        and (bool(ours.deployment_id) or theirs.flow_name == ours.flow_name)
+        and (bool(ours.deployment_id) or _is_same_flow(record, claim))
         and record.fingerprint.may_be_loop_of(claim.fingerprint)
     )
+
+
+def _is_same_flow(record: RunRecord, claim: Claim) -> bool:
+    """Tell whether a run without a deployment is of the same flow, and its loop of the same file."""
+    same_file = record.fingerprint.may_be_in_file_of(claim.fingerprint)
+    return record.creator.flow_name == claim.owner.flow_name and same_file
 
 
 def _notes(claim: Claim, passed_over: list[str]) -> list[str]:
     if not passed_over:
         return []
-    more = len(passed_over) - _MAX_NAMED
-    words = [*passed_over[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
-    return [f"resume_from={claim.resume_from!r} passed over {'; '.join(words)}"]
+    return [f"resume_from={claim.resume_from!r} passed over {_some(passed_over, '; ')}"]
+
+
+def _some(words: Sequence[str], separator: str) -> str:
+    more = len(words) - _MAX_NAMED
+    return separator.join([*words[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _check_completed(source: RunStore, name: str) -> None:

@@ -78,13 +78,14 @@ def _cancel_and_watch(run: DeployedRun, ledger: str) -> None:
     assert run.state.type == StateType.CANCELLED
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("flow_name", "arguments"),
     [
         pytest.param("fault test", {}, id="called"),
-        pytest.param("fault test", {"submit": True}, id="submitted", marks=pytest.mark.soak),
-        pytest.param("fault test", {"within": "a submitted task"}, id="in a submitted task", marks=pytest.mark.soak),
-        pytest.param("async fault test", {}, id="async", marks=pytest.mark.soak),
+        pytest.param("fault test", {"submit": True}, id="submitted"),
+        pytest.param("fault test", {"within": "a submitted task"}, id="in a submitted task"),
+        pytest.param("async fault test", {}, id="async"),
     ],
 )
 def test_cancel_under_serve(
@@ -133,7 +134,7 @@ def test_cancel_while_the_worker_group_starts(deployed: Deploy, served: Program,
     "arguments",
     [
         pytest.param({}, id="called", marks=pytest.mark.soak),
-        pytest.param({"submit": True}, id="submitted"),
+        pytest.param({"submit": True}, id="submitted", marks=pytest.mark.soak),
         pytest.param({"within": "a subflow"}, id="in a subflow"),
     ],
 )

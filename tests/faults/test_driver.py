@@ -67,6 +67,7 @@ def test_killed_driver_of_a_local_cluster_resumes_at_the_last_commit_with_the_sa
     assert not flow.private_folder.exists()
 
 
+@pytest.mark.soak
 def test_killed_driver_of_a_joined_cluster_resumes_at_once_and_leaves_it_running(
     start: Start, ledger: str, undisturbed: dict[str, Any], head: RayHead
 ) -> None:
@@ -108,6 +109,7 @@ def test_killed_head_is_waited_for_and_the_run_resumes_on_the_new_one(
     wait_for(lambda: not head.train_processes(), 20, "the workers to leave the new cluster")
 
 
+@pytest.mark.soak
 def test_killed_worker_is_recovered_in_the_cluster_without_a_new_driver(
     start: Start, ledger: str, undisturbed: dict[str, Any]
 ) -> None:

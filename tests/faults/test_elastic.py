@@ -156,6 +156,7 @@ def test_gpu_workers_follow_the_nodes_from_none_to_all(
     assert first_growth.at - arrived <= 1.5 * (INTERVAL + STABILITY) + commit_interval, "at the next commit"
 
 
+@pytest.mark.soak
 def test_a_lost_node_is_replaced_below_the_minimum(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
     nodes = [cluster.add_gpus(1), cluster.add_gpus(1)]
     training = Training(start, cluster, tmp_path, scaling={"min_workers": 2, "max_workers": 2})

@@ -22,7 +22,9 @@ Start = Callable[..., FlowProcess]
     ("number", "arguments", "message"),
     [
         pytest.param(signal.SIGTERM, {}, "a termination signal", id="SIGTERM", marks=pytest.mark.soak),
-        pytest.param(signal.SIGTERM, {"submit": True}, "a termination signal", id="SIGTERM-submitted"),
+        pytest.param(
+            signal.SIGTERM, {"submit": True}, "a termination signal", id="SIGTERM-submitted", marks=pytest.mark.soak
+        ),
         pytest.param(
             signal.SIGTERM,
             {"within": "a submitted task"},

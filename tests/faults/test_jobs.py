@@ -326,6 +326,7 @@ def test_a_driver_that_hangs_is_replaced(start: Start, ledger: str, jobs_head: R
     _assert_nothing_left(jobs_head)
 
 
+@pytest.mark.soak
 def test_a_driver_that_somebody_ends_is_replaced_and_a_job_that_somebody_stops_is_not(
     start: Start, ledger: str, jobs_head: RayHead
 ) -> None:

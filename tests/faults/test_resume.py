@@ -120,7 +120,7 @@ def _remove_oldest_checkpoint(run: Path) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(("empty commit", "cut file"), id="two cases"),
+        pytest.param(("cut file",), id="one case"),
         pytest.param(
             ("cut snapshot", "empty commit", "both", "cut file", "lost checkpoint"),
             id="all cases",
@@ -175,7 +175,8 @@ def test_torn_run_state_is_repaired_told_and_trained_on_from(
     assert flow_run_id == first.flow_run_id
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_trainings_of_subflows_go_on_when_the_flow_run_that_called_them_does(
     start: Start, ledger: str, head: RayHead, number: signal.Signals
 ) -> None:

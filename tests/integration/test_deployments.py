@@ -116,6 +116,7 @@ def test_bad_block_data_fails_at_load_naming_field_value_and_rule(client: SyncPr
         ElasticScaling.load("bad")
 
 
+@pytest.mark.soak
 def test_deployments_run_with_blocks_by_reference_import_path_and_config(
     client: SyncPrefectClient, served: Program, tmp_path: Path
 ) -> None:

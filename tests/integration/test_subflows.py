@@ -8,15 +8,17 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from prefect import flow, task
+from prefect import flow, tags, task
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_elastic_train import flow_runs
+from prefect_elastic_train.runs.records import Owner
 from prefect_elastic_train.training import _request
 
 asked: list[tuple[str, str, str]] = []
+related: dict[str, tuple[dict[str, str], ...]] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,7 @@ def _ask(where: str) -> None:
     """Do what elastic_train does first."""
     request = _request(train_loop=_loop)
     asked.append((where, request.run_name, request.owner.describe()))
+    related[where] = request.related
 
 
 @flow(name="child")
@@ -68,7 +71,8 @@ def _parent(tries: list[int]) -> str:
 
 
 def test_trainings_of_subflows_keep_owner_and_name_over_a_retry_and_differ_from_each_other() -> None:
-    flow_run_id = _parent.with_options(validate_parameters=False)([])
+    with tags("nightly"):
+        flow_run_id = _parent.with_options(validate_parameters=False)([])
     half = len(asked) // 2
     assert asked[:half] == asked[half:], "the retry asks for the same runs"
     names = {where: name for where, name, _ in asked}
@@ -79,6 +83,27 @@ def test_trainings_of_subflows_keep_owner_and_name_over_a_retry_and_differ_from_
     assert names["first"] == f"child-{short}.1"
     assert names["second, again"] == f"child-{short}.2-2"
     assert names["second in a task"] == f"child-{short}.t2"
+    assert related["parent"] == (), "Prefect finds what a flow run relates to itself"
+    root = ("flow-run", f"prefect.flow-run.{flow_run_id}")
+    for where in ("first", "deep", "first in a task"):
+        told = {(one["prefect.resource.role"], one["prefect.resource.id"]) for one in related[where]}
+        assert told == {root, ("tag", "prefect.tag.nightly")}
+
+
+def test_the_events_of_a_subflow_relate_to_the_deployment_of_its_root() -> None:
+    root = Owner(flow_run_id="1", flow_run_name="eager-otter", deployment_id="2", deployment_name="nightly")
+    assert list(flow_runs._related(root, [])) == [
+        {
+            "prefect.resource.id": "prefect.flow-run.1",
+            "prefect.resource.role": "flow-run",
+            "prefect.resource.name": "eager-otter",
+        },
+        {
+            "prefect.resource.id": "prefect.deployment.2",
+            "prefect.resource.role": "deployment",
+            "prefect.resource.name": "nightly",
+        },
+    ]
 
 
 def _is_timed(flow_run_id: str) -> bool:

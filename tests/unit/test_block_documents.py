@@ -94,6 +94,31 @@ def test_a_secret_that_the_code_leaves_empty_is_kept() -> None:
     assert changes == ()
 
 
+_KEYS = {"access_key_id": "AKIATEMPORARY", "secret_access_key": "older", "session_token": "of the older"}
+
+
+def test_a_session_token_goes_with_the_keys_that_it_is_of() -> None:
+    new = S3Storage(bucket_path="bucket/runs", access_key_id="AKIAPERMANENT", secret_access_key="newer")
+    stored = {**difference(new, {})[0], **_KEYS}
+    data, changes = difference(new, stored)
+    assert data["session_token"] == ""
+    assert "session_token: dropped, as the code gives another secret_access_key" in map(str, changes)
+    same = S3Storage(bucket_path="bucket/runs", access_key_id="AKIATEMPORARY", secret_access_key="older")
+    assert difference(same, stored) == (stored, ())
+    none = S3Storage(bucket_path="bucket/runs")
+    assert difference(none, stored)[0]["session_token"] == "of the older"
+
+
+def test_a_secret_that_is_kept_while_the_place_that_gets_it_changes_is_told() -> None:
+    data, changes = difference(RayCluster(address="10.0.0.6:6379"), {"address": JOINED, "auth_token": "sesame"})
+    assert data["auth_token"] == "sesame"
+    assert [str(change) for change in changes] == [
+        'address: "10.0.0.5:6379" -> "10.0.0.6:6379"',
+        "auth_token: kept, and sent there",
+    ]
+    assert difference(RayCluster(address="10.0.0.6:6379"), data)[1] == ()
+
+
 def test_a_secret_that_is_stored_as_something_else_than_text_is_neither_overwritten_nor_shown() -> None:
     stored = {"url": "gs://bucket/runs", "secret_options": {"token": "sesame"}}
     with pytest.raises(ConfigurationError, match=r"server has secret_options.*valid string.*in the UI") as refused:

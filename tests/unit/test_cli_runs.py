@@ -423,6 +423,24 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     assert "checkpoint b was dropped: its folder is missing" in text
 
 
+@pytest.mark.parametrize("outcome", [None, Outcome.DRIVER_LOST, Outcome.CANCELLED])
+def test_what_a_driver_trained_before_it_died_without_a_word_is_lost(storage: Storage, outcome: Outcome | None) -> None:
+    store = _trained(storage, "mnist", **_own_process(pid=2**22 + 1))
+    if outcome is not None:
+        _end(store, outcome)
+    at = time.time() - 1000
+    events = [
+        AttemptStarted(attempt=1, at=at, run_name="mnist", run_uri=store.uri),
+        WorkerGroupStarted(attempt=1, at=at, world_size=1),
+        *(Reported(attempt=1, at=at + 10 * number, index=number, metrics={}, world_size=1) for number in range(1, 11)),
+        CheckpointCommitted(attempt=1, at=at + 100, checkpoint="a", size_bytes=3, metrics={}),
+        Reported(attempt=1, at=at + 400, index=11, metrics={}, world_size=1),
+    ]
+    store.create(f"{layout.EVENTS}/0001-000.jsonl", b"\n".join(encode_event(event).encode() for event in events))
+    time_spent = _json("show", storage.uri, "mnist")["accounts"]["time"]
+    assert (time_spent["productive_seconds"], time_spent["lost_seconds"]) == (100, 300)
+
+
 def test_show_tells_the_lineage_and_the_best_checkpoint(storage: Storage) -> None:
     store = _local(storage, "tuned")
     begun = begin(store, claim(name="tuned", resume_from="mnist@best"))

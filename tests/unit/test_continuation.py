@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -254,12 +255,56 @@ def test_of_several_trainings_of_a_night_the_one_with_the_same_configuration_is_
     on_disk: Nights, region: str, part: str, run: str
 ) -> None:
     for name, place in (("eu-1", "a"), ("us-1", "b")):
-        store = on_disk.storage.run(name)
-        wanted = replace(_of(on_disk, name, name[:2], place, "first-night"), resume_from="")
-        training = Training(store, begin(store, wanted).attempt)
-        training.report("checkpoint_0", {"acc": 0.5})
-        end_attempt(store, newest_attempt(store), "completed")
-    assert on_disk.source(_of(on_disk, "new", region, part, "second-night")).run == run
+        _train_of(on_disk, name, place, "first-night")
+    source = on_disk.source(_of(on_disk, "new", region, part, "second-night"))
+    assert source.run == run
+    told = f"run '{run}' had another configuration: train_loop_config['region'] changed"
+    assert [told in note for note in source.notes] == ([] if run.startswith(region) else [True])
+
+
+def _train_of(nights: Nights, name: str, part: str, flow_run_id: str) -> None:
+    """Train for the region that a run's name begins with."""
+    store = nights.storage.run(name)
+    wanted = replace(_of(nights, name, name[:2], part, flow_run_id), resume_from="")
+    training = Training(store, begin(store, wanted).attempt)
+    training.report("checkpoint_0", {"acc": 0.5})
+    end_attempt(store, newest_attempt(store), "completed")
+
+
+@pytest.mark.parametrize(("region", "part", "run"), [("eu", "a", "eu-1"), ("us", "b", "us-2"), ("asia", "a", "us-2")])
+def test_a_night_that_trained_one_of_several_models_is_that_models(
+    on_disk: Nights, region: str, part: str, run: str
+) -> None:
+    _train_of(on_disk, "eu-1", "a", "first-night")
+    _train_of(on_disk, "us-1", "b", "first-night")
+    _train_of(on_disk, "us-2", "a", "second-night")
+    assert on_disk.source(_of(on_disk, "new", region, part, "third-night")).run == run
+
+
+def test_another_configuration_is_no_other_training_where_a_night_has_one(on_disk: Nights) -> None:
+    _train_of(on_disk, "eu-1", "a", "first-night")
+    _train_of(on_disk, "us-2", "a", "second-night")
+    source = on_disk.source(_of(on_disk, "new", "eu", "a", "third-night"))
+    assert source.run == "us-2", "last night's"
+    assert "another configuration" in source.notes[0]
+
+
+def test_without_a_deployment_loops_of_two_files_are_two_trainings(on_disk: Nights, tmp_path: Path) -> None:
+    def of(name: str, file: str, deployment_id: str = "") -> Claim:
+        wanted = on_disk.claim(name, deployment_id=deployment_id)
+        return replace(wanted, fingerprint=wanted.fingerprint.model_copy(update={"file": file}))
+
+    for name, file in (("mnist-1", "/mnist/train.py"), ("cifar-1", "/cifar/train.py")):
+        for deployment_id in ("", "a"):
+            store = on_disk.storage.run(f"{name}{deployment_id}")
+            wanted = replace(of(f"{name}{deployment_id}", file, deployment_id), resume_from="")
+            training = Training(store, begin(store, wanted).attempt)
+            training.report("checkpoint_0")
+            end_attempt(store, newest_attempt(store), "completed")
+    assert on_disk.source(of("mnist-2", "/mnist/train.py")).run == "mnist-1"
+    assert on_disk.source(of("other", "/other/train.py")).checkpoint == ""
+    assert on_disk.source(of("installed", "")).run == "cifar-1", "nothing tells them apart"
+    assert on_disk.source(of("fetched", "/tmp/a1b2/train.py", "a")).run == "cifar-1a", "the deployment does"
 
 
 def test_folders_that_are_no_runs_or_cannot_be_read_are_passed_over(

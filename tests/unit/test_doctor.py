@@ -40,12 +40,13 @@ from tests.support.processes import free_port
 
 @contextmanager
 def _answering(answers: dict[str, Any]) -> Iterator[str]:
-    """Run a server that answers some paths with JSON and all others with 404; give its URL."""
+    """Run a server that answers some paths with JSON or an HTTP status, all others with 404; give its URL."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(answers.get(self.path)).encode()
-            self.send_response(200 if self.path in answers else 404)
+            answer = answers.get(self.path, 404)
+            body = json.dumps(answer).encode()
+            self.send_response(answer if isinstance(answer, int) else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -224,6 +225,8 @@ def test_a_private_folder_without_processes_is_left_over(tmp_path: Path) -> None
         ({}, Level.FAIL, ["is no Prefect API (HTTP 404)", "ends with /api"]),
         ({"/admin/version": {"no": "version"}}, Level.FAIL, ["is no Prefect API", "ends with /api"]),
         ({"/admin/version": "2.20.0"}, Level.FAIL, ["runs Prefect 2.20.0", "install Prefect 3 on the server"]),
+        ({"/admin/version": 503}, Level.FAIL, ["HTTP 503: it is busy, or broken", "the server's log"]),
+        ({"/admin/version": 429}, Level.FAIL, ["HTTP 429: it is busy, or broken", "the server's log"]),
         ({"/admin/version": "3.0.0"}, Level.WARN, ["runs Prefect 3.0.0, older than", version("prefect")]),
         ({"/admin/version": "3.99.0"}, Level.OK, ["runs Prefect 3.99.0", version("prefect")]),
     ],
@@ -234,6 +237,16 @@ def test_a_server_of_another_kind_or_version_is_told(answers: dict[str, Any], le
     assert found.level is level
     for part in [url, *parts]:
         assert part in f"{found.message} {found.remedy}"
+
+
+def test_a_server_that_is_busy_for_a_moment_is_asked_again() -> None:
+    answers: dict[str, Any] = {"/admin/version": 503}
+    with _answering(answers) as url, temporary_settings({PREFECT_API_URL: url}):
+        timer = threading.Timer(0.5, answers.update, [{"/admin/version": version("prefect")}])
+        timer.start()
+        [found] = check_server()
+        timer.join()
+    assert found.level is Level.OK
 
 
 def test_a_flow_without_any_server_is_told_which_setting_to_change() -> None:

@@ -74,9 +74,16 @@ EVENTS: list[Event] = [
         **BASE,
     ),
     WorkerFailed(
-        errors={"0": "Traceback\n  …\nValueError: ümlaut"}, also={"0": [1, 2]}, retried=True, reports_lost=3, **BASE
+        errors={"0": "Traceback\n  …\nValueError: ümlaut"},
+        also={"0": [1, 2]},
+        retried=True,
+        gives_up="no",
+        reports_lost=3,
+        **BASE,
     ),
-    WorkersPreempted(errors={"1": "node drained"}, also={"1": [7]}, retried=False, reports_lost=1, **BASE),
+    WorkersPreempted(
+        errors={"1": "node drained"}, also={"1": [7]}, retried=False, gives_up="no", reports_lost=1, **BASE
+    ),
     Reported(index=9, metrics={"loss": 0.5, "text": "x", "none": None}, world_size=4, checkpoint="a", **BASE),
     CheckpointCommitted(checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, **BASE),
     CheckpointStalled(seconds=2.5, **BASE),

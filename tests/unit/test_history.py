@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
 )
 from prefect_elastic_train.filesystems.opening import Storage, open_storage
-from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.outcomes import AttemptFailedError, CheckpointGoneError, ConfigurationError, Outcome
 from prefect_elastic_train.reporting.accounts import Accounts
-from prefect_elastic_train.result import TimeAccount, TrainingResult
+from prefect_elastic_train.result import TimeAccount, TrainingResult, checkpoint_directory
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.reading import make_result, newest_commit
@@ -352,6 +353,24 @@ def test_the_checkpoints_of_a_result_are_read_from_its_storage_alone(store: Loca
         result.checkpoint(storage=elsewhere)
     assert result.checkpoint_uri in str(refused.value)
     assert elsewhere.path in str(refused.value)
+
+
+@pytest.mark.parametrize("storage", ["disk", "memory"], indirect=True)
+def test_a_checkpoint_that_is_gone_is_told_from_a_run_that_nobody_sees(storage: Storage) -> None:
+    name = f"r{uuid.uuid4().hex}"
+    store = storage.run(name)
+    Training(store, begin(store).attempt).report("a")
+    with checkpoint_directory(f"{storage.uri}/{name}/a") as directory:
+        assert (directory / "model.pt").exists()
+    with (
+        pytest.raises(CheckpointGoneError, match=f"{name}/b: the run has no such checkpoint, or no longer"),
+        checkpoint_directory(f"{storage.uri}/{name}/b"),
+    ):
+        pass
+    with pytest.raises(FileNotFoundError) as missing, checkpoint_directory(f"{storage.uri}/not-mounted/a"):
+        pass
+    assert not isinstance(missing.value, CheckpointGoneError)
+    assert "no run that it could be of" in str(missing.value)
 
 
 def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: LocalRunStore) -> None:

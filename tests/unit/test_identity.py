@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,28 @@ def test_a_name_that_is_no_folder_everywhere_is_refused_with_the_rule(name: Any)
         check_run_name(name)
     assert repr(name) in str(refused.value)
     assert "letters, digits, '.', '_' and '-'" in str(refused.value)
+
+
+def test_a_loop_that_is_in_no_package_is_known_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "fitting_alone.py"
+    file.write_text("def train_loop():\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded: dict[str, Any] = {"__name__": "fitting_alone"}
+    exec(compile(file.read_text(), str(file), "exec"), loaded)
+    wrapper = functools.wraps(loaded["train_loop"])(lambda: None)
+    for loop in ("fitting_alone:train_loop", loaded["train_loop"], wrapper):
+        assert fingerprint(loop, "torch", None).file == str(file)
+    typed = compile("def train_loop():\n    pass\n", "/tmp/ipykernel_7/123.py", "exec")
+    exec(typed, loaded)
+    for loop in (
+        loaded["train_loop"],
+        "not_there:train_loop",
+        "os.path:join",
+        fingerprint,
+        functools.partial(print),
+        len,
+    ):
+        assert fingerprint(loop, "torch", None).file == ""
 
 
 @pytest.mark.parametrize("name", ["a", "7", "mnist-1.5_b", "v1.2.3", "x" * 128, "A.", "a-"])

@@ -186,6 +186,14 @@ def test_a_traceback_is_told_whole_when_nothing_else_is(traceback: list[str]) ->
 
 
 @ALL_TRACEBACKS
+def test_a_traceback_of_a_rank_0_that_floods_the_log_is_told_whole(traceback: list[str]) -> None:
+    limits = OutputLimits(1, Clock())
+    assert len(_let_through(limits, "rank 0", _numbered(12_000))) < 12_000
+    assert _let_through(limits, "rank 0", traceback) == traceback
+    assert len(_let_through(limits, "rank 0", _numbered(100))) < 30, "its message may have more lines"
+
+
+@ALL_TRACEBACKS
 def test_tracebacks_of_a_thousand_ranks_are_told_whole_or_not_at_all(traceback: list[str]) -> None:
     limits = OutputLimits(1, Clock())
     for rank in range(1, 1001):

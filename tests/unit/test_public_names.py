@@ -11,6 +11,7 @@ from tests.unit.support import python
 
 PUBLIC_NAMES = [
     "AttemptFailedError",
+    "CheckpointGoneError",
     "CheckpointPolicy",
     "ConfigurationError",
     "ElasticScaling",

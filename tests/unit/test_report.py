@@ -135,6 +135,7 @@ def test_a_report_says_what_the_run_does(events: list[Event], state: str, live: 
         (started(checkpoint="x"), "begin", "attempt 1 starts from checkpoint x", ""),
         (failed(reports_lost=3), "failure", "restarted; 3 reports are done again", "rank 1: ValueError: nan"),
         (failed(retried=False), "failure", "worker failure: the budget is used up", "rank 1: ValueError: nan"),
+        (failed(retried=False, gives_up="no"), "failure", "worker failure: no", "rank 1: ValueError: nan"),
         (PREEMPTED, "preemption", "preemption: the workers are restarted; 2 reports", "a node was drained"),
         (RESIZED, "resize", "from 4 to 6 workers; nothing is done again", "room for 6 workers; waited 12 s"),
         (capacity(60), "capacity", "waiting for capacity", "1 of at least 2 workers fit; lacking: 1 GPU"),
@@ -270,6 +271,14 @@ def test_without_a_total_there_is_no_progress(metrics: dict[str, Any]) -> None:
     assert headline(report) == "Training"
 
 
+def test_a_report_that_does_not_say_how_far_it_is_leaves_the_progress_as_it_was() -> None:
+    report = report_of(started(), group(), reported(30, step=99, total_steps=100), reported(31, val_accuracy=0.9))
+    assert report.progress is not None
+    assert (report.progress.fraction, report.progress.words) == (0.99, "step 99 of 100")
+    report.take(ended(Outcome.COMPLETED))
+    assert report.progress.fraction == 1.0
+
+
 def test_the_time_that_is_left_follows_from_the_pace() -> None:
     report = report_of(started(), group(), *_steps(1, 101, 201, seconds=2))
     assert report.progress is not None
@@ -340,6 +349,47 @@ def test_the_state_goes_through_json_with_diverged_metrics() -> None:
     assert math.isnan(recalled.metrics["loss"])
 
 
+# What the curves are drawn over.
+
+
+def _points(report: RunReport, name: str) -> list[list[tuple[float, float]]]:
+    return list(report.curves[name].segments().values())
+
+
+def test_a_step_that_begins_anew_with_each_epoch_is_no_axis_beside_a_global_one() -> None:
+    steps = [reported(30 + n, epoch=n // 10, step=n % 10, global_step=n, loss=n) for n in range(40)]
+    report = report_of(started(), group(), *steps)
+    assert report.axis == "global_step"
+    assert _points(report, "loss") == [[(n, n) for n in range(40)]]
+
+
+def test_a_counter_that_begins_anew_within_a_group_gives_way_to_the_number_of_the_report() -> None:
+    steps = [reported(30 + n, "kept" if n == 19 else "", step=n % 10, loss=n) for n in range(25)]
+    report = report_of(started(), group(), *steps, failed(), group(70), *steps[20:])
+    assert report.axis == ""
+    before, after = _points(report, "loss")
+    assert before == [(n + 1, n) for n in range(10, 25)]
+    assert after == before[-5:], "only what was done again goes back"
+
+
+def test_a_counter_that_goes_back_with_a_new_group_stays_the_axis() -> None:
+    steps = [reported(30 + n, step=n, loss=n) for n in range(5)]
+    report = report_of(started(), group(), *steps, failed(), group(70), *steps[2:])
+    assert report.axis == "step"
+    assert _points(report, "loss") == [[(n, n) for n in range(5)], [(n, n) for n in range(2, 5)]]
+
+
+def test_a_metric_that_comes_without_the_counter_stands_where_the_report_before_it_does() -> None:
+    validated = reported(33, epoch=1, val_loss=0.5)
+    report = report_of(started(), group(), validated, *(reported(34 + n, step=n, loss=n) for n in range(3)))
+    assert report.axis == "epoch", "the first that was told"
+    report = report_of(started(), group(), *(reported(30 + n, step=n, loss=n) for n in range(3)), validated)
+    assert _points(report, "val_loss") == [[(2, 0.5)]]
+    report.take(group(70))
+    report.take(validated)
+    assert _points(report, "val_loss") == [[(2, 0.5)]], "nothing tells where a group begins"
+
+
 # The best checkpoint.
 
 
@@ -353,8 +403,31 @@ def test_the_best_checkpoint_is_the_best_by_the_score(order: str, best: str) -> 
     assert f"`{best}`" in row
 
 
-def test_the_first_of_two_equals_stays_the_best() -> None:
-    report = report_of(committed(30, "a", acc=0.5), committed(40, "b", acc=0.5), score_attribute="acc")
+@pytest.mark.parametrize("order", ["max", "min"])
+def test_the_later_of_two_equals_is_the_best_since_ray_keeps_that(order: str) -> None:
+    report = report_of(
+        committed(30, "a", acc=0.5), committed(40, "b", acc=0.5), score_attribute="acc", score_order=order
+    )
+    assert report.best is not None
+    assert report.best.name == "b"
+
+
+def test_a_checkpoint_that_was_validated_after_its_commit_is_the_best_in_the_end() -> None:
+    made = [committed(30, "a", loss=3), committed(40, "b", loss=2), committed(50, "c", loss=1)]
+    kept = [{"uri": f"/runs/llama/{name}", "metrics": {"acc": acc}} for name, acc in (("c", 0.1), ("b", 0.9))]
+    report = report_of(started(), *made, score_attribute="acc")
+    assert report.best is None
+    report.take(ended(Outcome.COMPLETED, result={"best_checkpoints": kept}))
+    assert report.best is not None
+    assert (report.best.name, report.best.score) == ("b", 0.9)
+
+
+@pytest.mark.parametrize(
+    "result", [None, {}, {"best_checkpoints": []}, {"best_checkpoints": [{"uri": "/runs/llama/b"}]}]
+)
+def test_a_result_without_scores_leaves_the_best_as_it_is(result: dict[str, Any] | None) -> None:
+    report = report_of(started(), committed(30, "a", acc=0.5), committed(40, "b"), score_attribute="acc")
+    report.take(ended(Outcome.COMPLETED, result=result))
     assert report.best is not None
     assert report.best.name == "a"
 

@@ -23,6 +23,16 @@ def test_a_saved_block_is_trained_with_by_name_and_another_as_it_is(saved: Elast
     assert train_flow._by_name(unsaved) is unsaved
 
 
+def test_what_is_left_as_it_is_in_the_form_is_for_the_settings_to_say(saved: ElasticScaling) -> None:
+    given, default = train_flow._given, train_flow.DEFAULT_SCALING
+    assert given(default, default) is None
+    assert given(ElasticScaling(), default) is None, "as it comes back from a server"
+    other = ElasticScaling(max_workers=2)
+    assert given(other, default) is other
+    assert given(saved, default) == "elastic-scaling/lab"
+    assert given(saved, saved) == "elastic-scaling/lab", "somebody has picked it"
+
+
 def test_a_saved_block_that_was_changed_since_is_trained_with_as_it_is(saved: ElasticScaling) -> None:
     copy = saved.model_copy(update={"max_workers": 8})
     assert train_flow._by_name(copy) is copy

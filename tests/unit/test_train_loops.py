@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_elastic_train.train_loops import LOOP_PATTERN, absolute, named_loop
+from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.train_loops import LOOP_PATTERN, absolute, check, named_loop
 from tests.unit.support import python
 
 
@@ -35,6 +36,14 @@ def test_a_function_of_a_file_is_given_with_what_lies_beside_the_file() -> None:
     assert callable(loop)
     assert loop({}) == "beside"
     assert named_loop("scripts/train-it.py:Loops.loop") is loop, "the file is run once"
+
+
+@pytest.mark.parametrize("name", ["ending_as_file.py:train_loop", "ending_as_module:train_loop"])
+def test_a_script_that_ends_the_program_is_refused(folder: Path, name: str) -> None:
+    file = f"{name.partition(':')[0].removesuffix('.py')}.py"
+    (folder / file).write_text("import sys\n\n\ndef train_loop():\n    pass\n\n\nsys.exit(0)\n")
+    with pytest.raises(ConfigurationError, match=r"ends the program while it is imported .exit code 0.*__main__"):
+        check(name)
 
 
 def test_only_the_name_of_a_file_depends_on_the_folder(folder: Path) -> None:
