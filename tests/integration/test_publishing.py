@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -145,6 +146,27 @@ def test_report_of_an_earlier_process_stays_until_a_driver_has_spoken(
     assert len(report) < 100_000
 
 
+def test_a_later_process_whose_driver_does_not_speak_tells_so_above_what_there_was(
+    make: Make, client: SyncPrefectClient, flow_run_id: str
+) -> None:
+    first = make()
+    _begin(first)
+    for event in _report(250, checkpoint="checkpoint-1"):
+        first.take(event)
+    first.close()
+    later = make()  # the flow run was resumed, and its cluster is away
+    why = "no Ray cluster answers at 10.0.0.1:6379"
+    later.take(AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=why))
+    report = wait_for(lambda: [text for text in [report_of(client, flow_run_id)] if why in text], 20, "the news")[0]
+    assert report.startswith("## Restarting the driver")
+    assert report.count("Training: step 250 of 1,000") == 1, "what the run had is still there"
+    _begin(later)
+    told = wait_for(
+        lambda: [text for text in [report_of(client, flow_run_id)] if text.startswith("## Training")], 20, "its word"
+    )[0]
+    assert "Before that" not in told, "its driver has told all that there was"
+
+
 def test_end_is_told_after_an_error_of_the_api(make: Make, client: SyncPrefectClient, flow_run_id: str) -> None:
     publisher = make("bumpy")
     _begin(publisher)
@@ -210,9 +232,9 @@ def test_many_events_of_many_workers_are_few_writes(
         writes.append((time.monotonic(), "artifact"))
         put(self, client, artifact, data, text)  # type: ignore[arg-type]
 
-    def counted_send(event: RunEvent, run_name: str, flow_run_id: str) -> None:
+    def counted_send(event: RunEvent, *arguments: Any) -> None:
         writes.append((time.monotonic(), "event"))
-        send(event, run_name, flow_run_id)
+        send(event, *arguments)
 
     monkeypatch.setattr(Publisher, "_put", counted_put)
     monkeypatch.setattr(publishing, "send", counted_send)
