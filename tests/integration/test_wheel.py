@@ -114,7 +114,7 @@ def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_
 
         wait_for(lambda: "this is only a test" in somebody["inbox"].log, 30, "the alert")
         made = _ask(port, "automations/filter")
-        assert sum(one["name"].startswith("alert: ") for one in made) == 3
+        assert sum(one["name"].startswith("alert: ") for one in made) == 4
         assert sum(one["name"].startswith("elastic-train: ") for one in made) == 2
 
         triggered = re.search(r"^(\S+) is scheduled$", said["python trigger.py\n"], re.MULTILINE)
