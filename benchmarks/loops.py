@@ -31,6 +31,7 @@ class LoopSettings:
             divides.
         asks: Ask at each step whether the worker group is about to be restarted, and report a checkpoint if so.
             Only in a Ray Train loop under elastic_train.
+        work_seconds: Processor time that each step takes besides, in seconds; in the loop that only reports.
         lines_per_second: Lines of output of a run that is only simulated.
         ledger: The file that takes a line for every step of every rank; each run gets its own.
     """
@@ -40,6 +41,7 @@ class LoopSettings:
     checkpoint_every: int
     checkpoint_offset: int = 0
     asks: bool = False
+    work_seconds: float = 0.0
     lines_per_second: float = 0.0
     ledger: str = ""
 
@@ -174,6 +176,7 @@ def metrics_loop(config: dict[str, Any]) -> None:
     ledger = Ledger(settings.ledger, context.get_world_rank(), context.get_world_size(), 0)
     for step in range(1, settings.steps + 1):
         time.sleep(settings.step_seconds)
+        _work(settings.work_seconds)
         ledger.mark(step)
         metrics = {"step": step, "total_steps": settings.steps, "loss": 1 / step}
         if not is_first or settings.steps_after_checkpoint(step):
@@ -182,6 +185,13 @@ def metrics_loop(config: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / CHECKPOINT_FILE).write_text(str(step))
             train.report(metrics, checkpoint=train.Checkpoint.from_directory(directory))
+
+
+def _work(seconds: float) -> None:
+    """Take so much processor time, however long that takes: whoever else uses the processor makes it longer."""
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
 
 
 def torchrun_loop(settings: LoopSettings, storage: str) -> None:
