@@ -45,7 +45,7 @@ def examine(
             max=45,
             help="Seconds that the checks of blocks, storage and cluster may take each; they run beside each other.",
         ),
-    ] = 30.0,
+    ] = 45.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Try all that a training needs, and say what to do about what is wrong. Leaves nothing behind.

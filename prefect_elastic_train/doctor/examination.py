@@ -47,7 +47,7 @@ class Examination:
     storage: str = ""
     cluster: str = ""
     profile: str = ""
-    seconds: float = 30.0
+    seconds: float = 45.0
 
     def findings(self) -> Iterator[Finding]:
         """Run all checks, beside each other as far as they need nothing of each other, and give what they find."""

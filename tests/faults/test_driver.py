@@ -153,6 +153,7 @@ def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(
     assert flow.marked() == []
 
 
+@pytest.mark.soak
 def test_driver_that_dies_before_its_first_checkpoint_each_time_is_given_up(start: Start, ledger: str) -> None:
     flow = start(
         loop="tests.support.loops:sleeping_loop",

@@ -263,6 +263,7 @@ def test_killed_flow_process_of_a_deployment_is_resumed_by_the_automation(
     assert_each_rank_knew_its_run(ledger, run.folder, str(run.id), DEPLOYMENT)
 
 
+@pytest.mark.soak
 def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_says(
     deployed: Deploy, resuming: Callable[[int], None]
 ) -> None:

@@ -86,11 +86,14 @@ def test_killed_driver_resumes_from_the_bucket_and_leaves_no_parts_of_uploads(
     assert not [key for key in bucket.all_keys() if ".preflight" in key]
 
 
-@pytest.mark.parametrize("outage_seconds", [15.0, pytest.param(60.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("outage_seconds", "fault_rate"),
+    [pytest.param(15.0, 0.05, id="15 s"), pytest.param(60.0, 0.1, id="60 s", marks=pytest.mark.soak)],
+)
 def test_requests_that_fail_and_an_outage_cost_time_and_nothing_else(
-    start: Start, ledger: str, bucket: Bucket, head: RayHead, outage_seconds: float
+    start: Start, ledger: str, bucket: Bucket, head: RayHead, outage_seconds: float, fault_rate: float
 ) -> None:
-    bucket.proxy.faults(rate=0.1, kinds=("503", "reset", "stall"), stall_seconds=5.0, seed=7)
+    bucket.proxy.faults(rate=fault_rate, kinds=("503", "reset", "stall"), stall_seconds=5.0, seed=7)
     flow = _train(start, bucket, ledger, head, config={"ballast_bytes": 24 * 2**20})
     _in_mid_training(bucket)
     with bucket.proxy.outage():

@@ -26,6 +26,7 @@ def _learn(tmp_path: Path, joined: RayCluster, workers: int, epochs: int) -> Dig
     return DigitsSummary.model_validate(summary)
 
 
+@pytest.mark.soak
 def test_digits_are_learned_by_two_processes(tmp_path: Path, joined: RayCluster) -> None:
     summary = _learn(tmp_path, joined, workers=2, epochs=30)
     assert summary.accuracy > REQUIRED_ACCURACY

@@ -98,4 +98,5 @@ def bare_environment(folder: Path) -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
+        "UV_COMPILE_BYTECODE": "1",  # as pip does
     }
