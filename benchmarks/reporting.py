@@ -44,12 +44,13 @@ PARTS = ("throughput", "supervisor", "memory")
 
 THROUGHPUT_LOOPS = {
     "paced by the polls": LoopSettings(steps=350, step_seconds=0.01, checkpoint_every=50),
-    "paced by its work": LoopSettings(steps=120, step_seconds=0, work_seconds=0.3, checkpoint_every=40),
+    "paced by its work": LoopSettings(steps=300, step_seconds=0, work_seconds=0.3, checkpoint_every=50),
 }
 """A report waits for the controller's poll. A loop that works for longer than that keeps all cores of the machine busy,
 so that whatever reporting takes is missing there."""
 
-UNMEASURED_STEPS = 20
+UNMEASURED_STEPS = 60
+"""In the first half minute matplotlib is imported and the first pictures are drawn."""
 ON = Side("reporting on", "ours-reporting", needs_prefect=True)
 OFF = Side("reporting off", "ours-reporting", {"PREFECT_ELASTIC_TRAIN_REPORTING": "false"}, needs_prefect=True)
 RAW = Side("raw-same-poll", "raw-reporting", SAME_POLL)
