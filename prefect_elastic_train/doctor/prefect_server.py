@@ -93,7 +93,7 @@ def _answer_of_server() -> Finding:
 
 @retry(
     retry=retry_if_exception(lambda error: isinstance(error, PrefectHTTPStatusError) and _is_busy(error)),
-    stop=stop_after_attempt(3),
+    stop=stop_after_attempt(2),
     wait=wait_fixed(1),
     reraise=True,
 )
