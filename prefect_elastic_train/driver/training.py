@@ -32,6 +32,7 @@ __all__ = [
     "Prepared",
     "check_loop",
     "classify",
+    "ends_at_import",
     "fit",
     "function_in",
     "make_datasets",

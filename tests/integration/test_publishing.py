@@ -56,9 +56,9 @@ def make(flow_run_id: str) -> Iterator[Make]:
     """Makes publishers, and ends them."""
     made: list[Publisher] = []
 
-    def make_publisher(run_name: str = "mnist") -> Publisher:
+    def make_publisher(run_name: str = "mnist", **more: Any) -> Publisher:
         report = RunReport(run_name=run_name, score_attribute="loss", score_order="min")
-        made.append(Publisher(report, flow_run_id=flow_run_id, storage_block="training-storage-local/prod"))
+        made.append(Publisher(report, flow_run_id=flow_run_id, storage_block="training-storage-local/prod", **more))
         return made[-1]
 
     yield make_publisher
@@ -85,14 +85,18 @@ def _report(index: int, total: int = 1000, checkpoint: str = "") -> list[Event]:
     return [reported, committed]
 
 
+def _train_in_an_earlier_process(make: Make) -> None:
+    publisher = make()
+    _begin(publisher)
+    for event in _report(250, checkpoint="checkpoint-1"):
+        publisher.take(event)
+    publisher.close()
+
+
 def test_one_report_and_one_progress_are_updated_in_place_also_by_a_later_process(
     make: Make, client: SyncPrefectClient, flow_run_id: str
 ) -> None:
-    first = make()
-    _begin(first)
-    for event in _report(250, checkpoint="checkpoint-1"):
-        first.take(event)
-    first.close()
+    _train_in_an_earlier_process(make)
     [progress] = artifacts_of(client, flow_run_id, "progress")
     assert progress.data == 25.0
     assert progress.key == artifact_key("mnist", "progress") == "elastic-train-progress-mnist"
@@ -113,6 +117,17 @@ def test_one_report_and_one_progress_are_updated_in_place_also_by_a_later_proces
     assert found["total"] == 0, "an event at each update would carry all of the report"
 
 
+def test_events_relate_to_what_their_training_belongs_to(make: Make, client: SyncPrefectClient) -> None:
+    nightly = {"prefect.resource.id": "prefect.deployment.nightly", "prefect.resource.role": "deployment"}
+    publisher = make("related", related=[nightly])
+    _begin(publisher)
+    publisher.end("completed")
+    publisher.close()
+    told = run_events(client, run_name="related")
+    assert len(told) == 3
+    assert all(nightly in event["related"] for event in told)
+
+
 def test_report_that_somebody_has_deleted_is_made_anew(make: Make, client: SyncPrefectClient, flow_run_id: str) -> None:
     publisher = make()
     _begin(publisher)
@@ -129,11 +144,7 @@ def test_report_that_somebody_has_deleted_is_made_anew(make: Make, client: SyncP
 def test_report_of_an_earlier_process_stays_until_a_driver_has_spoken(
     make: Make, client: SyncPrefectClient, flow_run_id: str
 ) -> None:
-    first = make()
-    _begin(first)
-    for event in _report(250, checkpoint="checkpoint-1"):
-        first.take(event)
-    first.close()
+    _train_in_an_earlier_process(make)
     for reason in ("there is no cluster at 10.0.0.1:6379", "there is still no cluster"):
         later = make()  # the flow run was retried
         time.sleep(1)
@@ -149,11 +160,7 @@ def test_report_of_an_earlier_process_stays_until_a_driver_has_spoken(
 def test_a_later_process_whose_driver_does_not_speak_tells_so_above_what_there_was(
     make: Make, client: SyncPrefectClient, flow_run_id: str
 ) -> None:
-    first = make()
-    _begin(first)
-    for event in _report(250, checkpoint="checkpoint-1"):
-        first.take(event)
-    first.close()
+    _train_in_an_earlier_process(make)
     later = make()  # the flow run was resumed, and its cluster is away
     why = "no Ray cluster answers at 10.0.0.1:6379"
     later.take(AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=why))

@@ -44,6 +44,7 @@ from prefect_elastic_train.elastic.stalls import reporting, stalling, take_stall
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
 from prefect_elastic_train.elastic.worker_group import RunWorkerGroup
 from prefect_elastic_train.filesystems.run_filesystem import run_filesystem
+from prefect_elastic_train.outcomes import StorageFaultError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -212,6 +213,20 @@ def test_a_failure_is_told_with_the_errors_of_the_ranks_and_what_it_costs(contro
     assert failure.errors["3"] == f"WorkerHealthCheckFailedError: {died}"
     assert failure.also == {}
     assert (failure.retried, failure.reports_lost, failure.droppable) == (True, 3, False)
+
+
+@pytest.mark.parametrize(
+    ("permanent", "why"), [(True, "the storage refuses for good"), (False, "the budget is used up")]
+)
+def test_a_failure_that_ends_the_training_is_told_with_the_reason(
+    controller: Controller, permanent: bool, why: str
+) -> None:
+    fault = StorageFaultError("expired", kind="credentials", permanent=permanent)
+    controller.callback.after_worker_group_poll_status(_failing({0: ValueError("nan"), 3: fault}))
+    controller.callback.before_controller_execute_failure_decision(FailureDecision.RAISE)
+    failure = controller.heard()[-1]
+    assert isinstance(failure, WorkerFailed)
+    assert (failure.retried, failure.gives_up) == (False, why)
 
 
 def test_a_resize_is_told_of_a_healthy_group_only(controller: Controller) -> None:
