@@ -298,6 +298,11 @@ class FailureSettings(_Settings):
         title="Stall timeout (seconds)",
         description="No report for so long is a failure of the worker group. 0: off.",
     )
+    ignored_checkpoint: Literal["warn", "fail"] = Field(
+        default="warn",
+        title="Ignored checkpoint",
+        description="What happens when a restarted loop begins again although a checkpoint is there.",
+    )
 
 
 class CheckpointSettings(_Settings):

@@ -92,7 +92,7 @@ class TrainingResult(BaseModel):
         preemptions: Preemptions that were recovered in the cluster.
         resizes: Healthy worker groups that were restarted with another size.
         world_sizes: Size of each worker group and when it started.
-        steps_lost: Reports that were done again because a fault came before their checkpoint.
+        steps_lost: Reports that were done again, because a fault came before their checkpoint or the loop ignored it.
         goodput: Share of the wall time, 0 to 1, in which workers trained and their work was kept.
         time: What the wall time went into, in seconds.
         storage_wait_seconds: Time in which the controller or a rank waited for a storage that did not answer.

@@ -18,6 +18,7 @@ class FailureBudget(TrainingBlock, FailureSettings):
         relax_collectives_on_preemption: Commit without the preempted ranks. Default False.
         max_attempts_without_progress: Attempts in a row without a new checkpoint. Default 2.
         stall_timeout_seconds: Seconds without a report that fail the worker group; 0 off. Default 0.
+        ignored_checkpoint: ``"warn"`` of a restarted loop that ignores its checkpoint, or ``"fail"``. Default "warn".
 
     Example:
         Allow many driver restarts for a run of several weeks::

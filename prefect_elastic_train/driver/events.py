@@ -21,10 +21,12 @@ __all__ = [
     "AttemptStarted",
     "CheckpointCommitted",
     "CheckpointStalled",
+    "CheckpointTaken",
     "ClusterConnected",
     "ClusterWanted",
     "ControllerAlive",
     "Event",
+    "LoopWarned",
     "Reported",
     "RunRecalled",
     "StateChanged",
@@ -118,6 +120,31 @@ class WorkerGroupStarted(_Event):
     world_size: int
     checkpoint: str = ""
     ranks: dict[str, int] = Field(default_factory=dict)
+
+
+class CheckpointTaken(_Event):
+    """The loop goes on from the checkpoint that its worker group was offered; ``where`` is its first report's place."""
+
+    kind: Literal["checkpoint_taken"] = "checkpoint_taken"
+    checkpoint: str
+    where: str = ""
+
+
+class LoopWarned(_Event):
+    """Something is wrong with the loop itself.
+
+    ``problem`` is ``"checkpoint-ignored"`` (it began again although a checkpoint is there), ``"no-checkpoint"`` (it
+    has never saved one), or ``"ranks-missing"`` (only some of its ranks report; ``ranks`` do not).
+    """
+
+    kind: Literal["loop_warned"] = "loop_warned"
+    problem: Literal["checkpoint-ignored", "no-checkpoint", "ranks-missing"]
+    #: What is wrong and the way out.
+    message: str
+    checkpoint: str = ""
+    #: Share of the work up to the checkpoint that is done again, 0 to 1.
+    again: float = 0.0
+    ranks: list[int] = Field(default_factory=list)
 
 
 class WorkerGroupResized(_Event):
@@ -243,9 +270,11 @@ Event = Annotated[
     | AttemptStarted
     | CheckpointCommitted
     | CheckpointStalled
+    | CheckpointTaken
     | ClusterConnected
     | ClusterWanted
     | ControllerAlive
+    | LoopWarned
     | Reported
     | RunRecalled
     | StateChanged

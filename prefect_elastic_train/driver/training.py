@@ -261,6 +261,7 @@ def fit(
         spec.scaling.min_workers,
         resources_per_worker(spec.scaling),
         spec.failures.preemption_grace_seconds,
+        spec.failures.ignored_checkpoint == "fail",
     )
     setup = ControllerSetup(
         requester_id=requester_id(store),
@@ -313,7 +314,12 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.elastic.failures import CapacityTimeoutError, is_death, storage_fault
+    from prefect_elastic_train.elastic.failures import (
+        CapacityTimeoutError,
+        ignored_checkpoint,
+        is_death,
+        storage_fault,
+    )
 
     def failed(outcome: Outcome, message: str) -> AttemptFailedError:
         return AttemptFailedError(message, outcome=outcome, attempt=attempt)
@@ -327,6 +333,9 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
         fault = storage_fault(error)
         if fault is not None:
             return failed(Outcome.DRIVER_LOST if is_passing(fault) else Outcome.STORAGE_ERROR, str(fault))
+        ignored = ignored_checkpoint(error)
+        if ignored is not None:
+            return failed(Outcome.USER_ERROR, f"{ignored} (FailureBudget.ignored_checkpoint is 'fail')")
         # When a rank dies, the others fail in their collectives: then its death is the cause.
         if not any(is_death(failure) for failure in error.worker_failures.values()):
             return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows.\n{error}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
     ReportCallback,
@@ -43,13 +44,20 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.driver.relay import EventSender, Receiving
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, readable
+from prefect_elastic_train.elastic.loop_watch import (
+    IgnoredCheckpointError,
+    LoopWatch,
+    note_checkpoints,
+    note_report,
+    waiting_for_others,
+)
 from prefect_elastic_train.elastic.notice import hold_after_report, saw_checkpoint
 from prefect_elastic_train.elastic.stalls import reporting, stalling
 from prefect_elastic_train.filesystems.faults import Waits, take_waits, waiting_since
 from prefect_elastic_train.filesystems.run_filesystem import uploading
 from prefect_elastic_train.reporting.errors import distinct
 from prefect_elastic_train.runs.commits import check_fence
-from prefect_elastic_train.runs.resume import attempt_snapshot, remove_interrupted_uploads
+from prefect_elastic_train.runs.resume import SEED_COMMIT, attempt_commit, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import RunStore
 
@@ -106,9 +114,10 @@ class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     """
 
     def after_init_train_context(self) -> None:
-        """Let checkpoints be read and written by the run filesystem."""
+        """Let checkpoints be read and written by the run filesystem, and note what the loop asks for."""
         try:
             context = get_train_context()
+            note_checkpoints(context)
             context.checkpoint = readable(context.checkpoint)
             context.storage_context = RunStorageContext(context.storage_context)
         except Exception:
@@ -117,6 +126,7 @@ class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     @contextmanager
     def on_report(self) -> Iterator[None]:
         """Wrap a report."""
+        note_report()
         try:
             with stalling():
                 _wait_for_uploads(get_train_context())
@@ -128,6 +138,12 @@ class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
             hold_after_report()
         except Exception:
             logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
+
+    @contextmanager
+    def on_checkpoint_sync(self) -> Iterator[None]:
+        """Wrap the moment of a report in which all ranks meet."""
+        with waiting_for_others():
+            yield
 
     @contextmanager
     def on_checkpoint_transfer(self) -> Iterator[None]:
@@ -165,6 +181,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         min_workers: Fewest workers to train with.
         resources_per_worker: What each worker needs, for messages.
         preemption_grace_seconds: How long Ray lets a worker group go on past the deadline of a drain.
+        fails_on_ignored: Whether a loop that ignores its checkpoint ends the training.
 
     Attributes:
         errors: Exceptions that this callback has passed over.
@@ -181,6 +198,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         min_workers: int,
         resources_per_worker: dict[str, float],
         preemption_grace_seconds: float = 0.0,
+        fails_on_ignored: bool = False,
     ) -> None:
         self._receiving = receiving
         self._store = store
@@ -189,6 +207,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._resources_per_worker = resources_per_worker
         self._preemption_grace_seconds = preemption_grace_seconds
         self._worker_group: Any = None
+        self._loops = LoopWatch(fails_on_ignored, self._send)
         self._commits_of_turn = 0
         self._last_commit_at = 0.0
         self.groups_started = 0
@@ -285,14 +304,32 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._world_size = len(workers)
         self._commits_of_turn = self._reports_since_checkpoint = 0
         self._last_commit_at = time.time()
-        snapshot = attempt_snapshot(self._store, self._attempt)
-        latest = latest_checkpoint(snapshot) if snapshot else None
+        commit = attempt_commit(self._store, self._attempt)
+        latest = latest_checkpoint(commit.snapshot) if commit is not None else None
         self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
+        # What another run has counted says nothing of this one.
+        is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
+        self._loops.begin(workers, self._checkpoint, latest["metrics"] if latest and is_own else {})
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in workers
         }
         self._send(WorkerGroupStarted(world_size=len(workers), checkpoint=self._checkpoint, ranks=ranks))
+
+    def look_at_reports(self, statuses: Sequence[Any]) -> None:
+        """Look at what a poll has found before Ray Train does.
+
+        Raises:
+            WorkerGroupError: The loop ignores its checkpoint, and that ends the training.
+        """
+        try:
+            self._loops.look(statuses)
+        except WorkerGroupError as error:
+            self.remember_errors(error.worker_failures)
+            raise
+        except Exception:
+            self.errors += 1
+            logger.warning("What the loop does cannot be seen; training goes on", exc_info=True)
 
     @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -415,6 +452,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             return
         fault = worst_fault(errors.values())
         why = {"gives_up": "the storage refuses for good"} if fault is not None and fault.permanent else {}
+        if any(isinstance(error, IgnoredCheckpointError) for error in errors.values()):
+            why = {"gives_up": "the training ends, as ignored_checkpoint='fail' asks for"}
         preempted = self.is_draining or any(_is_preempted_actor(e) for e in errors.values())
         event_type = WorkersPreempted if preempted else WorkerFailed
         texts, also = distinct({rank: self._in_words(rank, error) for rank, error in errors.items()})

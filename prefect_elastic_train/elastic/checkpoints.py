@@ -20,6 +20,7 @@ from pyarrow import fs
 from ray.train import Checkpoint
 from ray.train.v2._internal.execution.storage import StorageContext
 
+from prefect_elastic_train.elastic.loop_watch import note_opened
 from prefect_elastic_train.filesystems.local_filesystem import LocalRunFilesystem
 from prefect_elastic_train.filesystems.object_filesystem import ObjectFilesystem, ObjectRunFilesystem
 from prefect_elastic_train.filesystems.objects import open_client
@@ -61,7 +62,24 @@ class RunStorageContext(StorageContext):  # type: ignore[misc]
         return RunCheckpoint(path, self.storage_filesystem)
 
 
-class RunCheckpoint(Checkpoint):  # type: ignore[misc]
+class _NotedCheckpoint(Checkpoint):  # type: ignore[misc]
+    """A checkpoint that notes, once it is offered to a loop, whether that looks into it."""
+
+    is_offered = False
+
+    @property
+    def path(self) -> str:
+        """Where it is; whatever reads a checkpoint asks for that."""
+        if self.is_offered:
+            note_opened()
+        return self._path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        self._path = path
+
+
+class RunCheckpoint(_NotedCheckpoint):
     """A checkpoint in a run directory: read where it is, or fetched once for all readers on a machine.
 
     Ray fetches it from any filesystem but pyarrow's own local one into a folder that the ranks of a machine share,
@@ -100,9 +118,11 @@ def readable(checkpoint: Checkpoint | None) -> Checkpoint | None:
     if isinstance(handler, LocalRunFilesystem):
         if not os.path.isdir(checkpoint.path):
             return checkpoint
-        return Checkpoint(checkpoint.path, fs.LocalFileSystem())
-    found = RunCheckpoint(checkpoint.path, checkpoint.filesystem)
-    found._uuid = checkpoint._uuid  # one for all ranks, by which those of a machine share what they fetch
+        found = _NotedCheckpoint(checkpoint.path, fs.LocalFileSystem())
+    else:
+        found = RunCheckpoint(checkpoint.path, checkpoint.filesystem)
+        found._uuid = checkpoint._uuid  # one for all ranks, by which those of a machine share what they fetch
+    found.is_offered = True
     return found
 
 

@@ -15,9 +15,10 @@ from ray.train.v2._internal.execution.failure_handling import DefaultFailurePoli
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
 from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError
 from prefect_elastic_train.outcomes import StorageFaultError
 
-__all__ = ["CapacityTimeoutError", "RunFailurePolicy", "is_death", "storage_fault", "worst_fault"]
+__all__ = ["CapacityTimeoutError", "RunFailurePolicy", "ignored_checkpoint", "is_death", "storage_fault", "worst_fault"]
 
 
 class CapacityTimeoutError(Exception):
@@ -29,18 +30,25 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
 
     A node may go before its deadline, and what the surviving ranks see first is a broken connection. Ray would charge
     ``max_failures`` with that. A loop with a fault of its own raises again after the restart. And a storage that
-    refuses for good refuses after a restart too: then training ends at once.
+    refuses for good refuses after a restart too, and a loop that ignores its checkpoint ignores it again: then
+    training ends at once.
     """
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Decide whether to go on, and from which budget."""
         fault = storage_fault(training_failed_error)
-        if fault is not None and fault.permanent:
+        if (fault is not None and fault.permanent) or ignored_checkpoint(training_failed_error) is not None:
             return FailureDecision.RAISE
         callback = callbacks.current()
         if isinstance(training_failed_error, WorkerGroupError) and callback is not None and callback.is_draining:
             training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
         return super().make_decision(training_failed_error)
+
+
+def ignored_checkpoint(error: Exception) -> IgnoredCheckpointError | None:
+    """What the loop has done wrong that makes it fail, None if it is anything else."""
+    failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
+    return next((failure for failure in failures if isinstance(failure, IgnoredCheckpointError)), None)
 
 
 def storage_fault(error: Exception) -> StorageFaultError | None:

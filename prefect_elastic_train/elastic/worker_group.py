@@ -24,6 +24,7 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
+from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.capacity import Demand, Node, Slice, free_slices, head_resource
 from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
 
@@ -164,6 +165,14 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def __len__(self) -> int:
         """Give the number of workers; the controller takes a group of none for no group."""
         return len(self.get_workers())
+
+    def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
+        """Poll the workers, and look at what they report before any callback handles it."""
+        statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
+        callback = callbacks.current()
+        if callback is not None:
+            callback.look_at_reports(statuses)
+        return statuses
 
     def get_latest_poll_status(self) -> Any:
         """Give what the last poll found, also after the end."""

@@ -11,6 +11,7 @@ from prefect_elastic_train.driver.events import (
     AttemptEnded,
     AttemptStarted,
     Event,
+    LoopWarned,
     Reported,
     StorageWaited,
     WorkerFailed,
@@ -53,6 +54,8 @@ class _GroupReports(BaseModel):
 
     last: int
     kept: int
+    #: Reports of the run that were kept when the group started.
+    before: int = 0
 
 
 class Tally(_Counts):
@@ -63,6 +66,8 @@ class Tally(_Counts):
     group: _GroupReports | None = None
     #: Number of the attempt's last report.
     index: int = 0
+    #: Reports that checkpoints have kept, without those that were done again.
+    kept: int = 0
     #: Reports that are lost if another attempt follows.
     pending: int = 0
 
@@ -77,13 +82,18 @@ class Tally(_Counts):
             self.attempt = event.attempt
         elif isinstance(event, WorkerGroupStarted):
             self._close(None)
-            self.group = _GroupReports(last=self.index, kept=self.index)
+            self.group = _GroupReports(last=self.index, kept=self.index, before=self.kept)
         elif isinstance(event, Reported):
             self.index = event.index
             if self.group is not None:
                 self.group.last = event.index
                 if event.checkpoint:
+                    self.kept += event.index - self.group.kept
                     self.group.kept = event.index
+        elif isinstance(event, LoopWarned) and self.group is not None:
+            again = round(self.group.before * event.again)
+            self.kept -= again
+            self.steps_lost += again
         elif isinstance(event, StorageWaited):
             self.storage_wait_seconds = round(self.storage_wait_seconds + event.seconds, 3)
         elif isinstance(event, WorkerFailed | WorkersPreempted):

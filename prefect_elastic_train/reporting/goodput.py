@@ -17,6 +17,7 @@ from prefect_elastic_train.driver.events import (
     ClusterWanted,
     ControllerAlive,
     Event,
+    LoopWarned,
     Reported,
     RunRecalled,
     StateChanged,
@@ -82,6 +83,8 @@ class GoodputMeter(BaseModel):
     #: Typical seconds between reports of an earlier group.
     typical: float | None = None
     commits: list[_Commit] = Field(default_factory=list)
+    #: What was preserved when the worker group started.
+    at_start: float = 0.0
     #: When the newest attempt began, and what was given up last, and when.
     attempt_at: float = 0.0
     given_up: float = 0.0
@@ -143,7 +146,7 @@ class GoodputMeter(BaseModel):
     def _take(self, event: Event) -> None:
         if isinstance(event, WorkerGroupStarted):
             self._close_group()
-            self.given_up = 0.0
+            self.given_up, self.at_start = 0.0, self.productive
             self.first = _FirstReport(commits_before=len(self.commits))
             self.phase = "first"
         elif isinstance(event, Reported):
@@ -160,6 +163,8 @@ class GoodputMeter(BaseModel):
             self._commit(event.checkpoint)
         elif isinstance(event, CheckpointStalled):
             self._stall(event.seconds)
+        elif isinstance(event, LoopWarned):
+            self._give_up(min(self.productive, self.at_start * event.again))
         elif isinstance(event, WorkerFailed | WorkersPreempted | WorkerGroupResized):
             self._close_group()
             self.setup = "resize" if isinstance(event, WorkerGroupResized) else "restart"
@@ -282,6 +287,13 @@ class GoodputMeter(BaseModel):
             self.mark = max(self.mark, event.checkpoint_at)
         self.productive += kept
         self.commits.append(_Commit(checkpoint=event.checkpoint, productive=self.productive))
+
+    def _give_up(self, seconds: float) -> None:
+        """Give up what was preserved and is done again all the same."""
+        self.productive -= seconds
+        for commit in self.commits:
+            commit.productive = max(0.0, commit.productive - seconds)
+        self._spend("lost", seconds)
 
     def _roll_back(self, checkpoint: str) -> None:
         """Give up what lies between the commit that an attempt goes on from and the newest."""

@@ -9,8 +9,10 @@ from prefect_elastic_train.driver.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointTaken,
     ClusterConnected,
     Event,
+    LoopWarned,
     StateChanged,
     StorageWaited,
     WaitingForCapacity,
@@ -124,8 +126,13 @@ class RunLog:
                 log.warning("Run %s: %s", event.run_name, note)
         elif isinstance(event, WorkerGroupStarted):
             self._know(event.ranks)
-            where = f"from checkpoint {event.checkpoint}" if event.checkpoint else "from the beginning"
-            log.info("%d workers train %s", event.world_size, where)
+            where = f"; checkpoint {event.checkpoint} is offered" if event.checkpoint else " from the beginning"
+            log.info("%d workers train%s", event.world_size, where)
+        elif isinstance(event, CheckpointTaken):
+            where = f"; its first report is {event.where}" if event.where else ""
+            log.info("The loop goes on from checkpoint %s%s", event.checkpoint, where)
+        elif isinstance(event, LoopWarned):
+            log.warning("%s", event.message[:1].upper() + event.message[1:])
         elif isinstance(event, WorkerGroupResized):
             cost = f"{event.reports_lost} reports ({event.seconds_lost:.1f} s) since the last checkpoint are done again"
             when = {"commit": "at a checkpoint", "patience": f"without a checkpoint, which did not come; {cost}"}

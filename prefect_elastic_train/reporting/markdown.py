@@ -125,7 +125,7 @@ def _incidents(report: RunReport, now: float) -> str:
 
 def _what(incident: Incident) -> str:
     text = plain(incident.what)
-    return f"**{text}**" if incident.kind in ("failure", "preemption", "driver", "end") else text
+    return f"**{text}**" if incident.kind in ("failure", "preemption", "driver", "loop", "end") else text
 
 
 def _time(account: TimeAccount) -> str:

@@ -128,12 +128,12 @@ def _draw_life(report: RunReport, now: float) -> Figure:
     times = [datetime.fromtimestamp(at, timezone.utc) for at, _ in points]
     sizes.step(times, [size for _, size in points], where="post", color=_LINE, linewidth=1.3)
     sizes.fill_between(times, [size for _, size in points], step="post", color=_LINE, alpha=0.15, linewidth=0)
-    bad = [incident.at for incident in report.incidents if incident.kind in ("failure", "preemption", "driver")]
+    bad = [incident.at for incident in report.incidents if incident.kind in ("failure", "preemption", "driver", "loop")]
     for at in bad:
         sizes.axvline(datetime.fromtimestamp(at, timezone.utc), color=_BAD, linewidth=0.8, linestyle=(0, (3, 2)))
     sizes.set_ylim(bottom=0)
     sizes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    _title(sizes, "workers (red: a failure, a preemption or a new driver)" if bad else "workers")
+    _title(sizes, "workers (red: a failure, a preemption, a new driver or a loop gone wrong)" if bad else "workers")
     _style(sizes)
     _use_times(sizes)
     _draw_time(spent, report, now)

@@ -13,6 +13,7 @@ from prefect_elastic_train.driver.events import (
     AttemptStarted,
     CheckpointCommitted,
     Event,
+    LoopWarned,
     StorageWaited,
     WaitingForCapacity,
     WorkerFailed,
@@ -99,6 +100,13 @@ def translate(event: Event, report: RunReport, common: Mapping[str, Any]) -> Ite
             reports_lost=event.reports_lost,
             worker_failures=report.tally.worker_failures,
             preemptions=report.tally.preemptions,
+        )
+    elif isinstance(event, LoopWarned):
+        yield told(
+            event.problem,
+            message=event.message[:_MAX_TEXT],
+            checkpoint=event.checkpoint,
+            ranks=event.ranks[:_MAX_RANKS],
         )
     elif isinstance(event, WaitingForCapacity):
         if report.waits_anew:

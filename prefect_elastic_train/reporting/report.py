@@ -15,6 +15,7 @@ from prefect_elastic_train.driver.events import (
     ClusterConnected,
     ControllerAlive,
     Event,
+    LoopWarned,
     Reported,
     RunRecalled,
     StateChanged,
@@ -28,7 +29,7 @@ from prefect_elastic_train.driver.events import (
 from prefect_elastic_train.outcomes import Outcome
 from prefect_elastic_train.reporting.accounts import Tally
 from prefect_elastic_train.reporting.curves import Curve, Steps
-from prefect_elastic_train.reporting.errors import causes
+from prefect_elastic_train.reporting.errors import causes, ranks_in_words
 
 __all__ = ["WORTH_TELLING_SECONDS", "Checkpoint", "Incident", "Progress", "RunReport", "is_better"]
 
@@ -56,7 +57,7 @@ _TOTALS: Mapping[str, tuple[str, ...]] = {
 }
 _NO_CURVE = {"progress", *_COUNTERS, *(name for names in _TOTALS.values() for name in names)}
 
-Kind = Literal["begin", "failure", "preemption", "resize", "driver", "capacity", "storage", "repair", "end"]
+Kind = Literal["begin", "failure", "preemption", "resize", "driver", "capacity", "storage", "repair", "loop", "end"]
 
 
 class Incident(BaseModel):
@@ -190,6 +191,8 @@ class RunReport(BaseModel):
             self._fail(event)
         elif isinstance(event, WorkerGroupResized):
             self._resize(event)
+        elif isinstance(event, LoopWarned):
+            self._warn(event)
         elif isinstance(event, StorageWaited):
             self._wait_for_storage(event)
         elif isinstance(event, AttemptEnded):
@@ -432,6 +435,16 @@ class RunReport(BaseModel):
         self._tell(event.at, "preemption" if preempted else "failure", f"{what}: {then}{lost}", why)
         self._set_world(event.at, 0)
         self._set_state("restarting workers", first_line(why))
+
+    def _warn(self, event: LoopWarned) -> None:
+        what = {
+            "checkpoint-ignored": f"the loop ignores checkpoint {event.checkpoint}",
+            "no-checkpoint": "the loop saves no checkpoint",
+            "ranks-missing": f"{ranks_in_words(event.ranks)} did not report",
+        }[event.problem]
+        again = round(self.kept_position * event.again)
+        self.position, self.kept_position = self.position - again, self.kept_position - again
+        self._tell(event.at, "loop", what, event.message)
 
     def _resize(self, event: WorkerGroupResized) -> None:
         lost = f"; {event.reports_lost} reports are done again" if event.reports_lost else "; nothing is done again"

@@ -300,3 +300,50 @@ def write_ledger(path: str, **line: Any) -> None:
         os.write(handle, data.encode())
     finally:
         os.close(handle)
+
+
+def habitual_loop(config: dict[str, Any]) -> None:
+    """Report steps with a checkpoint at each fourth, die once after the eighth, and go on as the habit is.
+
+    Config: ``habit`` (see the branches); ``died`` (file that tells of the death); ``steps``.
+    """
+    import tempfile
+
+    import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
+
+    habit, rank, step = config["habit"], ray.train.get_context().get_world_rank(), 0
+    if habit == "lets rank 0 load for all":
+        checkpoint = ray.train.get_checkpoint() if rank == 0 else None
+        step = broadcast_from_rank_zero(_saved_step(checkpoint.to_directory()) if checkpoint else 0)
+    elif habit == "asks and does not load":
+        ray.train.get_checkpoint()
+    elif habit != "never asks":
+        checkpoint = ray.train.get_checkpoint()
+        step = _saved_step(checkpoint.path) if checkpoint else 0
+    while step < config["steps"]:
+        step += 1
+        time.sleep(0.05)
+        if habit == "rank 1 stops" and step == 6 and rank == 1:
+            time.sleep(40)
+        metrics = {
+            "lets rank 0 load for all": {"global_step": step},
+            "counts steps of an epoch": {"step": (step - 1) % 8},
+            "counts nothing": {"loss": 1 / step},
+        }.get(habit, {"step": step})
+        saved = None
+        if step % 4 == 0 and habit != "saves no checkpoint":
+            folder = tempfile.mkdtemp()
+            with open(os.path.join(folder, "step.json"), "w") as file:
+                json.dump(step, file)
+            saved = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report(metrics, checkpoint=saved)
+        if step == 8 and rank == 0 and not os.path.exists(config["died"]):
+            time.sleep(1)  # until the checkpoint is committed
+            open(config["died"], "w").close()
+            os._exit(1)
+
+
+def _saved_step(folder: str) -> int:
+    with open(os.path.join(folder, "step.json")) as file:
+        return int(json.load(file))

@@ -25,6 +25,7 @@ from pydantic_core import PydanticUndefined
 import prefect_elastic_train
 from prefect_elastic_train import loop, training
 from prefect_elastic_train.cli import app
+from prefect_elastic_train.driver.events import LoopWarned
 from prefect_elastic_train.reporting import prefect_events
 from prefect_elastic_train.result import BestCheckpoint, TimeAccount, WorldSize
 from prefect_elastic_train.settings import ElasticTrainSettings
@@ -161,7 +162,8 @@ def _events() -> set[str]:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "told":
             first = call.args[0]
             either = (first.body, first.orelse) if isinstance(first, ast.IfExp) else (first,)
-            named |= {ast.literal_eval(name) for name in either}
+            named |= {name.value for name in either if isinstance(name, ast.Constant)}
+    named |= set(get_args(LoopWarned.model_fields["problem"].annotation))
     ended = re.findall(r'(?:_publish_end[(,] ?request, |publisher\.end\()"([a-z ]+)"', inspect.getsource(training))
     ends = {end.replace(" ", "-") for end in ended} - {"left-to-its-job"}  # which is no end
     return {f"{prefect_events.PREFIX}{name}" for name in named | ends}

@@ -17,6 +17,7 @@ from prefect_elastic_train.driver.events import (
     CheckpointCommitted,
     ClusterConnected,
     Event,
+    LoopWarned,
     Reported,
     StateChanged,
     WorkerFailed,
@@ -119,6 +120,24 @@ def test_a_run_without_a_fault_loses_nothing() -> None:
     assert accounts.steps_lost == 0
     assert spent(accounts) == {"wall": 110, "productive": 100, "startup": 10}
     assert accounts.time.goodput == pytest.approx(100 / 110, abs=1e-4)
+
+
+@pytest.mark.parametrize(("again", "lost"), [(1.0, 4), (0.5, 2)])
+def test_what_a_loop_does_again_although_a_checkpoint_kept_it_is_lost(again: float, lost: int) -> None:
+    accounts = add_up(
+        [
+            started(0),
+            group(0),
+            *[event for n in range(1, 5) for event in commit(10 * n, n)],
+            failed(40, lost=0),
+            group(50),
+            LoopWarned(at=T + 60, problem="checkpoint-ignored", message="it began again", again=again),
+            *[event for n in range(5, 9) for event in commit(10 * n + 10, n)],
+            ended(90, Outcome.COMPLETED),
+        ]
+    )
+    assert accounts.steps_lost == lost
+    assert spent(accounts) == {"wall": 90, "productive": 80 - 10 * lost, "restart": 10, "lost": 10 * lost}
 
 
 def test_a_later_group_of_an_attempt_loses_only_its_own_reports() -> None:

@@ -12,9 +12,11 @@ import pytest
 from prefect_elastic_train.driver.events import (
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointTaken,
     ClusterConnected,
     ControllerAlive,
     Event,
+    LoopWarned,
     Reported,
     StateChanged,
     WaitingForCapacity,
@@ -387,6 +389,9 @@ SAID: list[tuple[Event, int, list[str]]] = [
         ["Attempt 2", "mnist", "from checkpoint ckpt-7", "/runs/mnist"],
     ),
     (WorkerGroupStarted(world_size=4), logging.INFO, ["4 workers", "from the beginning"]),
+    (WorkerGroupStarted(world_size=4, checkpoint="a"), logging.INFO, ["4 workers", "checkpoint a is offered"]),
+    (CheckpointTaken(checkpoint="a", where="step 9"), logging.INFO, ["goes on from checkpoint a", "step 9"]),
+    (LoopWarned(problem="no-checkpoint", message="the loop never saves"), logging.WARNING, ["The loop never saves"]),
     (WorkerGroupResized(old_size=2, new_size=4), logging.INFO, ["from 2 to 4"]),
     (
         WorkerFailed(errors={"1": "ValueError: nan"}, retried=True, reports_lost=3),

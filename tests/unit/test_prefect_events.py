@@ -17,6 +17,7 @@ from prefect_elastic_train.driver.events import (
     ClusterWanted,
     ControllerAlive,
     Event,
+    LoopWarned,
     Reported,
     RunRecalled,
     StateChanged,
@@ -120,6 +121,11 @@ ERRORS = {"1": "The actor died", "0": "RuntimeError: Connection closed"}
             {"possible_workers": 1, "min_workers": 2, "resources_per_worker": {"GPU": 1.0}, "missing": "1 GPU"},
         ),
         (
+            LoopWarned(problem="checkpoint-ignored", message="it began again", checkpoint="c1", again=1.0),
+            "checkpoint-ignored",
+            {"message": "it began again", "checkpoint": "c1", "ranks": []},
+        ),
+        (
             StorageWaited(who="ranks", seconds=4.5, tries=7, last="SlowDown"),
             "storage-waited",
             {"who": "ranks", "seconds": 4.5, "tries": 7, "last": "SlowDown"},
@@ -196,6 +202,7 @@ EXTREME: list[Event] = [
                  also={"0": list(range(200, 20_000))}, retried=True),
     WorkersPreempted(errors={"0": BIG}, also={"0": list(range(1, 20_000, 2))}, retried=True),
     WaitingForCapacity(possible_workers=0, min_workers=1, resources_per_worker={"GPU": 1.0}, missing=BIG),
+    LoopWarned(problem="ranks-missing", message=BIG, ranks=list(range(3000))),
     StorageWaited(who="ranks", seconds=4, last=BIG),
     committed(1, **{f"metric {number}": 0.5 for number in range(5000)}),
     committed(1, **{BIG: 0.5, "acc": 0.5}),

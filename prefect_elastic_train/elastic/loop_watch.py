@@ -1,0 +1,400 @@
+"""What the loops of a worker group make of the checkpoint that they are offered, and whether all of them report.
+
+A loop that begins again although a checkpoint is there trains on as if nothing were wrong, and so does one that never
+saves. The controller looks at each report before Ray Train handles it, so that a loop can be stopped before it
+replaces a checkpoint that it has ignored.
+
+Uses ``ray.train.v2._internal``: what a loop asks for goes through the private context of its worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train import WorkerGroupError
+
+from prefect_elastic_train.driver.events import CheckpointTaken, Event, LoopWarned
+from prefect_elastic_train.reporting.errors import ranks_in_words
+
+__all__ = [
+    "IgnoredCheckpointError",
+    "LoopState",
+    "LoopWatch",
+    "Offer",
+    "Verdict",
+    "missing_ranks",
+    "note_checkpoints",
+    "note_opened",
+    "note_report",
+    "waiting_for_others",
+]
+
+logger = logging.getLogger(__name__)
+
+#: How long a rank waits in a report before those that keep it waiting are named.
+_MISSING_SECONDS = 30.0
+#: Between two questions who waits; a second more for every hundred ranks.
+_ASK_SECONDS = 5.0
+#: How long the ranks may take to say what their loops have asked for.
+_ANSWER_SECONDS = 5.0
+#: A loop without any checkpoint is told of after so many reports, or so many seconds.
+_UNSAVED_REPORTS = 10
+_UNSAVED_SECONDS = 600.0
+#: Counters that may begin anew with each epoch.
+_OF_AN_EPOCH = ("iteration", "step")
+
+
+class IgnoredCheckpointError(Exception):
+    """The loop began again although a checkpoint was there, and the failure budget does not allow that."""
+
+
+@dataclass
+class LoopState:
+    """What the loop of this worker process has done so far.
+
+    Attributes:
+        asked: It has asked for its checkpoint.
+        opened: It has looked into that.
+        reports: Reports that it has begun.
+        waits_since: When it began to wait for the other ranks in a report, by the monotonic clock; None if it does not.
+    """
+
+    asked: bool = False
+    opened: bool = False
+    reports: int = 0
+    waits_since: float | None = None
+
+
+_state = LoopState()
+
+
+def note_checkpoints(context: Any) -> None:
+    """Note from now on whether the loop of this worker asks for a checkpoint.
+
+    Args:
+        context: Ray's ``TrainContext``.
+    """
+    global _state
+    _state = LoopState()
+    get_checkpoint, get_all = context.get_checkpoint, context.get_all_reported_checkpoints
+
+    def noted_checkpoint() -> Any:
+        _state.asked = True
+        return get_checkpoint()
+
+    def noted_all(*arguments: Any, **more: Any) -> Any:
+        _state.asked = _state.opened = True
+        return get_all(*arguments, **more)
+
+    context.get_checkpoint, context.get_all_reported_checkpoints = noted_checkpoint, noted_all
+
+
+def note_opened() -> None:
+    """Note that the loop has looked into its checkpoint."""
+    _state.opened = True
+
+
+def note_report() -> None:
+    """Note that the loop has begun a report."""
+    _state.reports += 1
+
+
+@contextmanager
+def waiting_for_others() -> Iterator[None]:
+    """Note for as long as the ``with`` lasts that the loop waits for the other ranks."""
+    _state.waits_since = time.monotonic()
+    try:
+        yield
+    finally:
+        _state.waits_since = None
+
+
+def _loop_state() -> tuple[LoopState, float]:
+    """The state of this worker's loop, and for how many seconds it has waited for others."""
+    waits = 0.0 if _state.waits_since is None else time.monotonic() - _state.waits_since
+    return _state, waits
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a loop goes on from the checkpoint that it was offered.
+
+    Attributes:
+        ignored: It does not.
+        where: Where its first report stands, such as ``"step 23"``; empty if it counts nothing.
+        message: What is wrong and the way out; empty if nothing is.
+        again: Share of the work up to the checkpoint that is done again, 0 to 1.
+    """
+
+    ignored: bool
+    where: str = ""
+    message: str = ""
+    again: float = 0.0
+
+
+class Offer:
+    """A checkpoint that a worker group is offered, until it is clear whether its loop takes it.
+
+    Where the loop counts, its counters decide: a loop may restore its state by means of its own. A counter of steps
+    without one of epochs may begin anew with each epoch. If such a one is below the checkpoint's although the loop
+    has read the checkpoint, it shows later which it is: one of the whole training rises beyond the checkpoint's.
+
+    Args:
+        checkpoint: Its name.
+        metrics: What was reported with it; empty if it is another run's.
+    """
+
+    def __init__(self, checkpoint: str, metrics: Mapping[str, Any]) -> None:
+        self._checkpoint = checkpoint
+        self._before = _position(metrics)
+        self._first: dict[str, float] | None = None
+        self._last: tuple[float, ...] = ()
+        self._reported = False
+
+    def judge(self, metrics: Mapping[str, Any], has_checkpoint: bool, state: Callable[[], LoopState]) -> Verdict | None:
+        """Return the verdict after another report, None while it is not clear.
+
+        Args:
+            metrics: What rank 0 reports.
+            has_checkpoint: Whether a checkpoint comes with it.
+            state: Returns what the loops have done so far, on any rank.
+        """
+        here = _position(metrics)
+        if not here or here.keys() != self._before.keys():
+            if self._first is not None:
+                return None
+            if state().opened:
+                return Verdict(False)
+            # A loop may report something before it asks.
+            is_first, self._reported = not self._reported, True
+            return None if is_first and not has_checkpoint else self._ignored(here, state())
+        at, before = tuple(here.values()), tuple(self._before.values())
+        if self._first is not None:
+            begins_anew, self._last = at < self._last, at
+            if begins_anew:
+                return Verdict(False, _in_words(self._first))
+            return self._ignored(self._first, state()) if at > before else None
+        if at >= before:
+            return Verdict(False, _in_words(here))
+        self._first, self._last = here, at
+        may_begin_anew = len(here) == 1 and next(iter(here)) in _OF_AN_EPOCH
+        return None if may_begin_anew and state().opened else self._ignored(here, state())
+
+    def _ignored(self, first: dict[str, float], state: LoopState) -> Verdict:
+        if not state.asked:
+            why = "it never called ray.train.get_checkpoint()"
+        elif not state.opened:
+            why = "it called ray.train.get_checkpoint() and never read what it got"
+        else:
+            why = "it read the checkpoint and did not go on where that ends"
+        where = _in_words(first)
+        begun = f" at {where}" if where else ""
+        of = f" of {_in_words(self._before)}" if self._before else ""
+        message = (
+            f"the loop began again{begun} although the checkpoint{of} is there ({self._checkpoint}): {why}. Restore "
+            "model, optimizer and step from ray.train.get_checkpoint() before the loop's first step; what it had done "
+            "is done again"
+        )
+        return Verdict(True, where, message, _done_again(self._before, first))
+
+
+def missing_ranks(
+    answers: Mapping[int, tuple[LoopState, float]], world_size: int, least_seconds: float = _MISSING_SECONDS
+) -> tuple[list[int], list[int]]:
+    """Ranks that wait in a report, and those that keep them waiting; two empty lists if none has waited long.
+
+    Args:
+        answers: State of each rank's loop that has answered, and for how long it has waited.
+        world_size: Number of ranks.
+        least_seconds: How long is long.
+    """
+    waiting = [rank for rank, (_, seconds) in answers.items() if seconds >= least_seconds]
+    if not waiting:
+        return [], []
+    reports = max(answers[rank][0].reports for rank in waiting)
+    missing = [rank for rank in range(world_size) if rank not in answers or answers[rank][0].reports < reports]
+    return (waiting, missing) if missing else ([], [])
+
+
+class LoopWatch:
+    """Watches the loops of one worker group after the other. Lives in the controller; for one thread.
+
+    Args:
+        fails: Whether a loop that ignores its checkpoint ends the training.
+        tell: Takes the events.
+    """
+
+    def __init__(self, fails: bool, tell: Callable[[Event], None]) -> None:
+        self._fails = fails
+        self._tell = tell
+        self._workers: Sequence[Any] = []
+        self._checkpoint = ""
+        self._offer: Offer | None = None
+        self._reports = 0
+        self._has_saved = False
+        self._began = self._quiet_since = self._asked_at = 0.0
+        self._asked: list[Any] = []
+        self._has_told_of_missing = False
+
+    def begin(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
+        """Begin with a new worker group.
+
+        Args:
+            workers: Its workers, by rank.
+            checkpoint: The checkpoint that it is offered, empty for none.
+            metrics: What was reported with that.
+        """
+        self._workers, self._checkpoint, self._asked = workers, checkpoint, []
+        self._offer = Offer(checkpoint, metrics) if checkpoint else None
+        self._has_saved = self._has_saved or bool(checkpoint)
+        self._began = self._quiet_since = time.monotonic()
+        self._reports, self._has_told_of_missing = 0, False
+
+    def look(self, statuses: Sequence[Any]) -> None:
+        """Look at what a poll has found, before Ray Train does.
+
+        Args:
+            statuses: Ray's ``WorkerStatus`` of each rank.
+
+        Raises:
+            WorkerGroupError: The loop ignores its checkpoint, and that ends the training.
+        """
+        reports = [status.training_report for status in statuses if status.training_report is not None]
+        if reports:
+            self._quiet_since, self._asked = time.monotonic(), []
+            has_checkpoint = any(report.checkpoint is not None for report in reports)
+            if has_checkpoint:
+                self._has_saved = True
+        if statuses and statuses[0].training_report is not None:
+            self._reports += 1
+            self._judge(statuses[0].training_report.metrics, has_checkpoint)
+        elif not reports and time.monotonic() - self._quiet_since >= _MISSING_SECONDS:
+            self._look_for_missing(statuses)
+        self._look_for_checkpoints()
+
+    def _judge(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> None:
+        verdict = self._offer.judge(metrics, has_checkpoint, self._state) if self._offer is not None else None
+        if verdict is None:
+            return
+        self._offer = None
+        if not verdict.ignored:
+            self._tell(CheckpointTaken(checkpoint=self._checkpoint, where=verdict.where))
+            return
+        self._tell(
+            LoopWarned(
+                problem="checkpoint-ignored", message=verdict.message, checkpoint=self._checkpoint, again=verdict.again
+            )
+        )
+        if self._fails:
+            error = IgnoredCheckpointError(verdict.message)
+            raise WorkerGroupError(verdict.message, {0: error})
+
+    def _state(self) -> LoopState:
+        """What the loops have done on any rank; a rank that does not answer may have done all."""
+        answers = self._answers(self._ask(), _ANSWER_SECONDS)
+        states = [state for state, _ in answers.values()]
+        if len(states) < len(self._workers):
+            return LoopState(asked=True, opened=True)
+        return LoopState(asked=any(s.asked for s in states), opened=any(s.opened for s in states))
+
+    def _ask(self) -> list[Any]:
+        return [worker.execute_async(_loop_state) for worker in self._workers]
+
+    @staticmethod
+    def _answers(asked: list[Any], timeout_seconds: float) -> dict[int, tuple[LoopState, float]]:
+        done = set(ray.wait(asked, num_returns=len(asked), timeout=timeout_seconds)[0])
+        answers = {}
+        for rank, reference in enumerate(asked):
+            try:
+                answers.update({rank: ray.get(reference, timeout=1)} if reference in done else {})
+            except Exception as error:  # noqa: BLE001 - a rank that is gone has no answer
+                logger.debug("rank %d does not say what its loop does: %s", rank, error)
+        return answers
+
+    def _look_for_missing(self, statuses: Sequence[Any]) -> None:
+        now = time.monotonic()
+        if self._has_told_of_missing or now - self._asked_at < _ASK_SECONDS + len(self._workers) / 100:
+            return
+        if not self._asked:
+            self._asked, self._asked_at = self._ask(), now
+            return
+        answers, self._asked = self._answers(self._asked, 0), []
+        waiting, missing = missing_ranks(answers, len(self._workers))
+        if not missing:
+            return
+        self._has_told_of_missing = True
+        returned = [rank for rank in missing if not statuses[rank].running]
+        how = f"; the loop of {ranks_in_words(returned)} has returned" if returned else ""
+        seconds = max(answers[rank][1] for rank in waiting)
+        self._tell(
+            LoopWarned(
+                problem="ranks-missing",
+                ranks=missing,
+                message=(
+                    f"{ranks_in_words(missing)} did not call ray.train.report() for {seconds:.0f} s, in which "
+                    f"{ranks_in_words(waiting)} waited in it{how}. Training stands still until all ranks report: each "
+                    "of them must report equally often. FailureBudget(stall_timeout_seconds=…) ends such a wait"
+                ),
+            )
+        )
+
+    def _look_for_checkpoints(self) -> None:
+        seconds = time.monotonic() - self._began
+        if self._has_saved or not self._reports:
+            return
+        if self._reports < _UNSAVED_REPORTS and seconds < _UNSAVED_SECONDS:
+            return
+        self._has_saved = True  # told once
+        self._tell(
+            LoopWarned(
+                problem="no-checkpoint",
+                message=(
+                    f"the loop has reported {self._reports} times in {seconds:.0f} s and never with a checkpoint: "
+                    "whatever ends the workers begins the training from the beginning. Save with "
+                    "ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(…))"
+                ),
+            )
+        )
+
+
+def _position(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """How far a training is by its own counters, the most significant first; empty if it counts nothing."""
+    found = {name: _number(metrics.get(name)) for name in ("global_step", "epoch", *_OF_AN_EPOCH)}
+    counters = {name: value for name, value in found.items() if value is not None}
+    if "global_step" in counters:
+        return {"global_step": counters["global_step"]}
+    inner = next((name for name in _OF_AN_EPOCH if name in counters), None)
+    return {name: value for name, value in counters.items() if name in ("epoch", inner)}
+
+
+def _number(value: Any) -> float | None:
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        number = None if isinstance(value, bool | str) or value is None else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _in_words(position: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:,.10g}" for name, value in position.items())
+
+
+def _done_again(before: Mapping[str, float], first: Mapping[str, float]) -> float:
+    """Share of the work up to a checkpoint that a loop does again which begins at `first`."""
+    if not first or first.keys() != before.keys():
+        return 1.0
+    (*outer, then), (*_, now) = before.values(), first.values()
+    if outer:
+        epoch, begun = outer[0], next(iter(first.values()))
+        if begun < epoch:  # counted from 0 or from 1
+            return 1.0 if begun <= 1 else (epoch - begun) / epoch
+        return (then - now) / then / (epoch + 1) if then > 0 else 0.0
+    return 1.0 if now <= 1 or then <= 0 else (then - now) / then
