@@ -44,11 +44,12 @@ def _warnings(run_uri: str) -> list[dict[str, Any]]:
 
 
 def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, joined: RayCluster) -> None:
-    def arguments(habit: str) -> dict[str, Any]:
+    def arguments(habit: str, run_name: str = "") -> dict[str, Any]:
+        name = run_name or habit.replace(" ", "-")
         return {
-            "run_name": habit.replace(" ", "-"),
+            "run_name": name,
             "framework": "none",
-            "train_loop_config": {"habit": habit, "died": str(tmp_path / habit), "steps": STEPS},
+            "train_loop_config": {"habit": habit, "died": str(tmp_path / name), "steps": STEPS},
             "storage": LocalStorage(path=str(tmp_path / "runs")),
             "cluster": joined,
             "scaling": ElasticScaling(min_workers=2, max_workers=2, resources_per_worker={"CPU": 0.1}),
@@ -59,14 +60,18 @@ def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, j
         futures = {habit: elastic_train.submit(LOOP, **arguments(habit)) for habit in HABITS}
         strict = elastic_train.submit(
             LOOP,
-            **{**arguments("never asks"), "run_name": "strict"},
+            **arguments("never asks", "strict"),
             failures=FailureBudget(ignored_checkpoint="fail"),
             checkpoints=CheckpointPolicy(keep=1),
         )
-        return {**{habit: future.result() for habit, future in futures.items()}, "strict": strict.result(False)}
+        returns = elastic_train.submit(
+            LOOP, **arguments("rank 1 returns"), failures=FailureBudget(stall_timeout_seconds=45, max_failures=0)
+        )
+        ended = {"strict": strict.result(raise_on_failure=False), "returns": returns.result(raise_on_failure=False)}
+        return {**{habit: future.result() for habit, future in futures.items()}, **ended}
 
     results = trains()
-    strict = results.pop("strict")
+    strict, returns = results.pop("strict"), results.pop("returns")
     found = {
         habit: ([warned["problem"] for warned in _warnings(result.run_uri)], result.steps_lost)
         for habit, result in results.items()
@@ -81,6 +86,8 @@ def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, j
     assert "never read what it got" in asked["message"]
     assert missing["ranks"] == [1]
     assert "rank 0 waited in it" in missing["message"]
+    assert isinstance(returns, AttemptFailedError)
+    assert "the loop of rank 1 has returned" in _warnings(str(tmp_path / "runs" / "rank-1-returns"))[0]["message"]
     assert isinstance(strict, AttemptFailedError)
     assert strict.outcome is Outcome.USER_ERROR
     assert "it never called ray.train.get_checkpoint()" in str(strict)
