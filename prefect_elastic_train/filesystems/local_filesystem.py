@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +24,14 @@ from pyarrow import fs
 from prefect_elastic_train.filesystems.faults import Retries
 from prefect_elastic_train.filesystems.objects import files_below, run_all
 from prefect_elastic_train.filesystems.run_filesystem import RunFilesystem
-from prefect_elastic_train.runs.store import TEMPORARY_PREFIX, RunStore, open_folder
+from prefect_elastic_train.runs.store import (
+    TEMPORARY_PREFIX,
+    RunStore,
+    make_folder,
+    open_folder,
+    sync_folder,
+    sync_tree,
+)
 
 __all__ = ["LocalRunFilesystem"]
 
@@ -52,47 +61,52 @@ class LocalRunFilesystem(RunFilesystem):
             self._inner.delete_file(file)
 
     def move(self, src: str, dest: str) -> None:
-        """Move a file or folder, unless another attempt has taken over."""
+        """Move a file or folder, unless another attempt has taken over. It may come from outside of the run."""
         with self._fenced(src) as source, self._fenced(dest) as target:
             self._inner.move(source, target)
+            sync_tree(Path(target))
+            sync_folder(Path(source).parent)
 
     def copy_file(self, src: str, dest: str) -> None:
         """Copy a file, unless another attempt has taken over."""
-        with self._fenced(dest) as target:
-            self._inner.copy_file(src, target)
-
-    def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
-        """Open a file for appending."""
-        with self._fenced(path) as file:
-            return self._inner.open_append_stream(file, metadata=metadata)
+        self._copy(src, dest)
+        sync_folder(Path(dest).parent)
 
     def upload_folder(self, source: str, target: str) -> None:
-        """See :meth:`RunFilesystem.upload_folder`. The kernel copies; a file has its name once it is whole."""
+        """See :meth:`RunFilesystem.upload_folder`. The kernel copies; a file has its name once it is on the disk."""
         if os.path.isfile(source):
-            self._copy(source, target)
+            self.copy_file(source, target)
             return
         jobs: list[Callable[[], None]] = []
+        made = []
         for relative, folders, files in files_below(source):
             parent, below = (f"{root}/{relative}".rstrip("/") for root in (source, target))
-            for folder in folders:
-                self._make_folder(f"{below}/{folder}", recursive=True)
+            made.append(below)
+            for path in (f"{below}/{folder}" for folder in folders):
+                self._retries.call(f"make {path}", partial(self._inner.create_dir, path))
             jobs += [
                 lambda file=f"{parent}/{file}", path=f"{below}/{file}": self._copy(file, path)  # type: ignore[misc]
                 for file in files
             ]
         with ThreadPoolExecutor(_COPIES, thread_name_prefix="elastic-train-copy") as pool:
             run_all(pool, [pool.submit(job) for job in jobs])
+            run_all(pool, [pool.submit(sync_folder, folder) for folder in made])
 
     def _copy(self, source: str, target: str) -> None:
         def copy() -> None:
             with self._fenced_folder(target) as (folder, name):
-                partial = f"/proc/self/fd/{folder}/{_temporary_name()}"
+                unfinished = f"/proc/self/fd/{folder}/{_temporary_name()}"
                 try:
-                    shutil.copyfile(source, partial)
-                    os.replace(partial, f"/proc/self/fd/{folder}/{name}")
+                    shutil.copyfile(source, unfinished)
+                    with open(unfinished, "rb+") as file:
+                        with suppress(OSError):  # some mounts know no modes
+                            os.fchmod(file.fileno(), os.stat(source).st_mode & 0o777)
+                        # In here: after an error of the disk all of it is to be written anew.
+                        os.fsync(file.fileno())
+                    os.replace(unfinished, f"/proc/self/fd/{folder}/{name}")
                 except BaseException:
                     with suppress(OSError):
-                        os.unlink(partial)
+                        os.unlink(unfinished)
                     raise
 
         self._retries.call(f"write {target}", copy)
@@ -102,7 +116,7 @@ class LocalRunFilesystem(RunFilesystem):
         return info
 
     def _make_folder(self, path: str, recursive: bool) -> None:
-        self._retries.call(f"make {path}", lambda: self._inner.create_dir(path, recursive=recursive))
+        self._retries.call(f"make {path}", lambda: make_folder(Path(path)))
 
     def _delete_outside(self, path: str, *, with_itself: bool, missing_ok: bool) -> None:
         if with_itself:
@@ -172,13 +186,15 @@ class _PartialFile(io.RawIOBase):
             return
         super().close()
         try:
-            descriptor, self._descriptor = self._descriptor, -1
             with _naming(self._path):
+                os.fsync(self._descriptor)
+                descriptor, self._descriptor = self._descriptor, -1
                 os.close(descriptor)  # a network mount says here what it could not write
                 self._retries.call(
                     f"write {self._path}",
                     lambda: os.replace(self._name, self._final_name, src_dir_fd=self._folder, dst_dir_fd=self._folder),
                 )
+                sync_folder(f"/proc/self/fd/{self._folder}")
         finally:
             self._discard()
 

@@ -117,10 +117,6 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
         with self._open_input(src) as source, self._open_output(dest) as target:
             shutil.copyfileobj(source, target, _READ_BYTES)
 
-    def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
-        """Refused: the objects of a store are written as a whole."""
-        raise io.UnsupportedOperation(f"an object store cannot append to {path}; write another object")
-
     def upload_folder(self, source: str, target: str) -> None:
         """See :meth:`RunFilesystem.upload_folder`."""
         target = target.strip("/")

@@ -402,9 +402,15 @@ def files_below(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
         raise error
 
     for parent, folders, files in os.walk(folder, followlinks=True, onerror=fail):
-        for name in files:
-            if not os.path.isfile(os.path.join(parent, name)):
-                raise ValueError(f"{os.path.join(parent, name)} is no file; a checkpoint holds files and folders only")
+        for path in (os.path.join(parent, name) for name in files):
+            if os.path.isfile(path):
+                continue
+            if os.path.islink(path):
+                raise ValueError(
+                    f"{path} is a link to {os.readlink(path)!r}, where there is no file; put the file itself "
+                    "into the checkpoint, or remove the link"
+                )
+            raise ValueError(f"{path} is no file; a checkpoint holds files and folders only")
         relative = os.path.relpath(parent, folder)
         yield "" if relative == "." else relative, folders, files
 

@@ -7,12 +7,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from prefect_elastic_train.filesystems.faults import Retries
 from prefect_elastic_train.filesystems.objects import TransferFile, open_client
 from prefect_elastic_train.runs.object_store import ObjectRunStore
 from prefect_elastic_train.runs.retrying_store import RetryingStore
-from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from prefect_elastic_train.runs.store import LocalRunStore, RunStore, sync_tree
 from prefect_elastic_train.storages import LocalStorageSettings, StorageSettings
 
 __all__ = ["Storage", "open_storage"]
@@ -56,7 +57,12 @@ class Storage:
         """
         inner = self._open(source)
         if not isinstance(inner, ObjectRunStore):
-            self.retries.call(f"copy {source}", lambda: shutil.copytree(source, target, dirs_exist_ok=True))
+
+            def copy() -> None:
+                shutil.copytree(source, target, dirs_exist_ok=True)
+                sync_tree(Path(target))
+
+            self.retries.call(f"copy {source}", copy)
             return
         client = inner.client
         sizes = self.retries.call(f"list {source}", lambda: client.find(source))

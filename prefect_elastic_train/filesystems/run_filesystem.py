@@ -154,9 +154,13 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
             return pa.PythonFile(_SnapshotSink(self._log), mode="w")
         return self._open_output(path)
 
+    def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
+        """Refused: files of a run are written as a whole."""
+        raise io.UnsupportedOperation(f"nothing is appended to {path}, as files are written whole; write another file")
+
     @abc.abstractmethod
     def upload_folder(self, source: str, target: str) -> None:
-        """Copy a folder or a file of this machine's disk into the run directory, with all below it.
+        """Copy a folder or a file of this machine's disk into the run directory, with all below it; durable on return.
 
         Args:
             source: On the disk.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["TEMPORARY_PREFIX", "LocalRunStore", "RunStore", "open_folder"]
+__all__ = ["TEMPORARY_PREFIX", "LocalRunStore", "RunStore", "make_folder", "open_folder", "sync_folder", "sync_tree"]
 
 #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
 TEMPORARY_PREFIX = ".tmp-"
@@ -131,7 +131,7 @@ class LocalRunStore:
             return self._create_without_links(target, data)
         finally:
             temporary.unlink(missing_ok=True)
-        self._sync_folder(target.parent)
+        sync_folder(target.parent)
         return True
 
     def replace(self, name: str, data: bytes) -> None:
@@ -143,7 +143,7 @@ class LocalRunStore:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        self._sync_folder(target.parent)
+        sync_folder(target.parent)
 
     def read(self, name: str) -> bytes | None:
         """See :meth:`RunStore.read`."""
@@ -225,7 +225,7 @@ class LocalRunStore:
                         raise
         finally:
             os.close(handle)
-        self._sync_folder(path.parent)
+        sync_folder(path.parent)
         return True
 
     def _empty(self, handle: int) -> None:
@@ -258,7 +258,7 @@ class LocalRunStore:
             return []
 
     def _write_temporary(self, target: Path, data: bytes) -> Path:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -281,21 +281,46 @@ class LocalRunStore:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        self._sync_folder(target.parent)
+        sync_folder(target.parent)
         return True
 
-    @staticmethod
-    def _sync_folder(folder: Path) -> None:
-        try:
-            handle = os.open(folder, os.O_RDONLY)
-        except OSError:
-            return
-        try:
-            os.fsync(handle)
-        except OSError:  # some network mounts cannot sync a directory; the file itself is synced
-            pass
-        finally:
-            os.close(handle)
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those that it is in, where there are none, so that they outlast a power cut."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: str | Path) -> None:
+    """Write the names in a folder to the disk."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:  # some network mounts cannot sync a directory; the files in it are synced
+        pass
+    finally:
+        os.close(handle)
+
+
+def sync_tree(path: Path) -> None:
+    """Write a file, or a folder with all below it, to the disk, then its own name.
+
+    Raises:
+        OSError: The disk has lost some of it. A second try would not notice: write it anew.
+    """
+    for entry in [*sorted(path.rglob("*"), reverse=True), path]:  # what is in a folder comes before it
+        if entry.is_dir():
+            sync_folder(entry)
+            continue
+        with entry.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(path.parent)
 
 
 def open_folder(path: str | Path) -> int:

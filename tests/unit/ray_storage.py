@@ -68,7 +68,10 @@ class Ray:
 
     def report(self, name: str, files: dict[str, bytes] | None = None, **metrics: Any) -> None:
         """Report a checkpoint, as all ranks have."""
-        checkpoint = self.upload(name, files or {"model.pt": name.encode(), "rank-0/optim.pt": b"12"})
+        self.register(self.upload(name, files or {"model.pt": name.encode(), "rank-0/optim.pt": b"12"}), **metrics)
+
+    def register(self, checkpoint: Checkpoint, **metrics: Any) -> None:
+        """Take a checkpoint that is in the run directory as reported by all ranks."""
 
         async def register() -> None:
             self.manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))

@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
+import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from prefect_elastic_train.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.runs.commits import FencedOffError, marks
 from prefect_elastic_train.runs.object_store import ObjectRunStore
 from prefect_elastic_train.runs.retrying_store import RetryingStore
+from prefect_elastic_train.runs.seeding import copy_checkpoint
 from tests.support.processes import wait_for
 from tests.support.s3 import FaultProxy
 from tests.unit.ray_storage import Ray
@@ -102,6 +105,26 @@ def test_what_a_loop_reports_is_read_back_by_whoever_it_is_sent_to(
     assert _read(source) == FILES, "the loop's own is as it was"
 
 
+@pytest.mark.parametrize("storage", ["disk"], indirect=True)
+def test_files_keep_their_permissions_in_a_run_and_in_copies(run: RetryingStore, source: Path, tmp_path: Path) -> None:
+    begin(run)
+    (source / "model.pt").chmod(0o755)
+    (source / "empty").chmod(0o400)
+    reported = _report(run, source)
+    for folder in (reported.path, reported.to_directory(tmp_path / "copy")):
+        assert [stat.S_IMODE(Path(folder, name).stat().st_mode) for name in FILES] == [0o755, 0o644, 0o400]
+
+
+@pytest.mark.parametrize("storage", ["disk"], indirect=True)
+def test_a_link_that_leads_nowhere_is_refused_with_where_it_points_and_what_to_do(
+    run: RetryingStore, source: Path
+) -> None:
+    begin(run)
+    (source / "rank-0/latest").symlink_to("step-7.pt")
+    with pytest.raises(ValueError, match=r"rank-0/latest is a link to 'step-7.pt', where .* or remove"):
+        _report(run, source)
+
+
 @on_all_storages
 def test_a_checkpoint_that_is_not_on_the_disk_is_said_by_its_path(run: RetryingStore, tmp_path: Path) -> None:
     begin(run)
@@ -145,6 +168,81 @@ def test_a_checkpoint_of_another_filesystem_is_copied_as_ray_does(run: RetryingS
         reported = _worker(run).persist_current_checkpoint(elsewhere, "ckpt")
     assert reported.path == f"{run.path}/ckpt"
     assert run.file_sizes("ckpt") == {name: len(data) for name, data in FILES.items()}
+
+
+class Disk:
+    """What a power cut would leave: a file as it was when it was synced, a folder with the names that it had then."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self._files: dict[int, int] = {}
+        self._folders: dict[int, dict[str, int]] = {}
+        self._fsync = os.fsync
+        patched.setattr(os, "fsync", self._sync)
+
+    def _sync(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            with os.scandir(descriptor) as entries:
+                self._folders[found.st_ino] = {entry.name: entry.inode() for entry in entries}
+        else:
+            self._files[found.st_ino] = found.st_size
+
+    def left_below(self, folder: str, path: str) -> dict[str, int]:
+        """Give path and size of the files that are left of a path in a folder that was always there."""
+        inode: int | None = os.stat(folder).st_ino
+        for name in path.split("/"):
+            inode = self._folders.get(inode or 0, {}).get(name)
+        return dict(self._walk(inode or 0, ""))
+
+    def _walk(self, inode: int, path: str) -> Iterator[tuple[str, int]]:
+        if inode in self._files:
+            yield path, self._files[inode]
+        for name, below in self._folders.get(inode, {}).items():
+            yield from self._walk(below, f"{path}/{name}".lstrip("/"))
+
+
+def _by_streams(ray: Ray, source: Path) -> Checkpoint:
+    return ray.storage.persist_current_checkpoint(Checkpoint(str(source)), "epochs/1")
+
+
+def _file_by_file(ray: Ray, source: Path) -> Checkpoint:
+    return RunStorageContext(ray.storage).persist_current_checkpoint(Checkpoint(str(source)), "epochs/1")
+
+
+def _by_a_move(ray: Ray, source: Path) -> Checkpoint:
+    filesystem, path = ray.storage.storage_filesystem, ray.storage.build_checkpoint_path_from_name("epochs/1")
+    shutil.copytree(source, f"{ray.storage.experiment_fs_path}-outside")
+    filesystem.create_dir(os.path.dirname(path))
+    filesystem.move(f"{ray.storage.experiment_fs_path}-outside", path)
+    return Checkpoint(path, filesystem)
+
+
+@pytest.mark.parametrize("write", [_file_by_file, _by_streams, _by_a_move])
+@pytest.mark.parametrize("storage", ["disk"], indirect=True)
+def test_a_checkpoint_is_on_the_disk_before_its_commit(
+    storage: Storage, source: Path, write: Callable[[Ray, Path], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top, disk, link = os.path.dirname(storage.uri), Disk(monkeypatch), os.link
+    left = []
+
+    def look_and_link(temporary: Path, target: Path) -> None:
+        if target.parent.name == "commits":
+            left.append(disk.left_below(top, f"runs/{'base/epochs/1' if not left else 'copy/from-base-epochs-1'}"))
+        link(temporary, target)
+
+    monkeypatch.setattr(os, "link", look_and_link)
+    run, copy = storage.run("base"), storage.run("copy")
+    ray = Ray(run, begin(run).attempt).start()
+    with uploading():
+        reported = write(ray, source)
+    ray.register(reported)
+    copy_checkpoint(storage, "base", copy)
+    assert left == [{name: len(data) for name, data in FILES.items()}] * 2
+    for name in ("base", "copy"):
+        commits = storage.run(name).file_sizes(".elastic_train/commits")
+        assert commits is not None
+        assert disk.left_below(top, f"runs/{name}/.elastic_train/commits").keys() >= commits.keys(), "nor is it"
 
 
 # Read

@@ -218,11 +218,6 @@ def _write(filesystem: Any, path: str) -> None:
         stream.write(b"late")
 
 
-def _append(filesystem: Any, path: str) -> None:
-    with filesystem.open_append_stream(path) as stream:
-        stream.write(b"late")
-
-
 CHANGES: dict[str, Callable[[Any, str], None]] = {
     "delete a folder": lambda filesystem, run: filesystem.delete_dir(f"{run}/a"),
     "empty a folder": lambda filesystem, run: filesystem.delete_dir_contents(f"{run}/a"),
@@ -234,7 +229,6 @@ CHANGES: dict[str, Callable[[Any, str], None]] = {
     "copy onto": lambda filesystem, run: filesystem.copy_file(f"{run}/a/model.pt", f"{run}/a/rank-0/optim.pt"),
     "write": lambda filesystem, run: _write(filesystem, f"{run}/a/model.pt"),
     "write another": lambda filesystem, run: _write(filesystem, f"{run}/a/another.pt"),
-    "append": lambda filesystem, run: _append(filesystem, f"{run}/a/model.pt"),
     "create a folder": lambda filesystem, run: filesystem.create_dir(f"{run}/a/folder"),
 }
 
@@ -401,7 +395,6 @@ def test_everything_else_goes_to_the_disk(store: LocalRunStore, tmp_path: Path) 
     filesystem = run_filesystem(store, 1)
     with filesystem.open_output_stream(f"{store.path}/file") as stream:
         stream.write(b"12")
-    with filesystem.open_append_stream(f"{store.path}/file") as stream:
         stream.write(b"34")
     with filesystem.open_input_file(f"{store.path}/file") as stream:
         assert stream.read_at(2, 1) == b"23"
