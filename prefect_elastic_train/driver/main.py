@@ -57,6 +57,7 @@ from prefect_elastic_train.runs.attempts import (
     end_attempt,
     host_id,
     peek,
+    process_start,
 )
 from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter
@@ -327,12 +328,11 @@ class _Driver:
 
     def _claim(self) -> Claim:
         spec = self.spec
-        process = psutil.Process()
         owner = spec.owner.model_copy(
             update={
                 "host": host_id(),
-                "pid": process.pid,
-                "process_started_at": process.create_time(),
+                "pid": os.getpid(),
+                "process_started_at": process_start(os.getpid()),
             }
         )
         versions = {"ray": version("ray"), "prefect-elastic-train": __version__}

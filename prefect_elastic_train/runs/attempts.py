@@ -35,7 +35,7 @@ from prefect_elastic_train.runs.resume import (
 )
 from prefect_elastic_train.runs.store import RunStore
 
-__all__ = ["Begun", "Claim", "Finished", "begin_attempt", "end_attempt", "host_id", "is_alive", "peek"]
+__all__ = ["Begun", "Claim", "Finished", "begin_attempt", "end_attempt", "host_id", "is_alive", "peek", "process_start"]
 
 #: Bound of the take-over loop. It turns again only when somebody else took a step in between.
 _MAX_TURNS = 20
@@ -257,6 +257,20 @@ def host_id() -> str:
     except OSError:
         return socket.gethostname()
     return f"{socket.gethostname()}/{boot}/{namespace}"
+
+
+def process_start(pid: int) -> float:
+    """When a process of this machine began, in clock ticks since boot: a time of day moves when the clock is set.
+
+    Without ``/proc`` it is in seconds since the epoch.
+
+    Raises:
+        psutil.NoSuchProcess: There is none.
+    """
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:
+        return psutil.Process(pid).create_time()
 
 
 def is_alive(store: RunStore, record: AttemptRecord, observe_seconds: float | None = None) -> bool:
@@ -506,7 +520,7 @@ def _check_budgets(store: RunStore, claim: Claim, past: list[_Past], counted: in
 def _same_process(owner: Owner) -> psutil.Process | None:
     try:
         process = psutil.Process(owner.pid)
-        if abs(process.create_time() - owner.process_started_at) > 1.0:
+        if process_start(owner.pid) != owner.process_started_at:
             return None
         return None if process.status() == psutil.STATUS_ZOMBIE else process
     except (psutil.Error, ValueError):

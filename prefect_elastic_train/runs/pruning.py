@@ -13,12 +13,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import psutil
-
 from prefect_elastic_train.filesystems.opening import Storage
 from prefect_elastic_train.outcomes import AttemptFailedError, ElasticTrainError, Outcome
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import end_attempt, host_id
+from prefect_elastic_train.runs.attempts import end_attempt, host_id, process_start
 from prefect_elastic_train.runs.checking import find_leftovers
 from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage, newest_attempt
 from prefect_elastic_train.runs.inspecting import PRUNER, RunState, RunSummary, summarize
@@ -341,11 +339,10 @@ def _delete_run(store: RunStore, planned: RunPlan, awaited: AwaitedSources | Non
 
 
 def _pruner() -> Owner:
-    process = psutil.Process(os.getpid())
     return Owner(
         flow_run_id=PRUNER,
         flow_run_name=PRUNER,
         host=host_id(),
-        pid=process.pid,
-        process_started_at=process.create_time(),
+        pid=os.getpid(),
+        process_started_at=process_start(os.getpid()),
     )

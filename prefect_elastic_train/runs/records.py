@@ -43,6 +43,7 @@ class Owner(_Record):
     deployment_name: str = ""
     host: str = ""
     pid: int = 0
+    #: As :func:`runs.attempts.process_start` says, by which a process is told from a later one of the same id.
     process_started_at: float = 0.0
     #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
     supervisor: str = ""

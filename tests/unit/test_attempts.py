@@ -17,7 +17,15 @@ import pytest
 
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Finished, begin_attempt, end_attempt, host_id, is_alive, peek
+from prefect_elastic_train.runs.attempts import (
+    Finished,
+    begin_attempt,
+    end_attempt,
+    host_id,
+    is_alive,
+    peek,
+    process_start,
+)
 from prefect_elastic_train.runs.commits import all_attempts
 from prefect_elastic_train.runs.heartbeat import HeartbeatWriter
 from prefect_elastic_train.runs.records import AttemptRecord, EndedRecord, Heartbeat, RunRecord, decode, encode
@@ -47,8 +55,7 @@ def old_driver() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _claim_of(process: subprocess.Popen[bytes], **arguments: Any) -> Any:
-    started_at = psutil.Process(process.pid).create_time()
-    return claim(host=host_id(), pid=process.pid, process_started_at=started_at, **arguments)
+    return claim(host=host_id(), pid=process.pid, process_started_at=process_start(process.pid), **arguments)
 
 
 def test_the_first_attempt_is_number_one_and_starts_from_the_beginning(store: LocalRunStore) -> None:
@@ -179,6 +186,16 @@ def test_on_its_own_machine_a_driver_is_alive_while_its_process_is(
     assert not is_alive(store, record)
 
 
+def test_a_driver_lives_on_although_the_clock_is_set(
+    store: LocalRunStore, old_driver: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(store, _claim_of(old_driver))
+    boot_time = psutil._psplatform.boot_time  # the kernel's answer moves with the clock
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_time() + 3600)
+    assert f"pid {old_driver.pid}" in str(_refused(store, claim(OTHER_FLOW_RUN, resume=True)))
+    assert begin(store).notes == [f"the driver of attempt 1 (pid {old_driver.pid}) was still alive and was ended"]
+
+
 def test_another_process_with_the_same_id_is_not_the_driver(
     store: LocalRunStore, old_driver: subprocess.Popen[bytes]
 ) -> None:
@@ -210,7 +227,7 @@ def test_a_driver_that_has_ended_its_attempt_is_left_alone(
 
 
 def test_a_driver_does_not_end_itself(store: LocalRunStore) -> None:
-    own = claim(host=host_id(), pid=os.getpid(), process_started_at=psutil.Process().create_time())
+    own = claim(host=host_id(), pid=os.getpid(), process_started_at=process_start(os.getpid()))
     assert begin(store, own).attempt == 1
     assert begin(store, own).attempt == 2
 

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import Result
 from pyarrow import fs
@@ -36,7 +35,7 @@ from prefect_elastic_train.driver.events import (
 from prefect_elastic_train.filesystems.opening import Storage, open_storage
 from prefect_elastic_train.outcomes import AttemptFailedError, ElasticTrainError, Outcome
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, host_id
+from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, host_id, process_start
 from prefect_elastic_train.runs.commits import (
     FencedOffError,
     all_attempts,
@@ -137,8 +136,7 @@ def _interrupt_upload(store: LocalRunStore, name: str = "d") -> None:
 
 
 def _own_process(**arguments: Any) -> Any:
-    process = psutil.Process()
-    return {"host": host_id(), "pid": process.pid, "process_started_at": process.create_time(), **arguments}
+    return {"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid()), **arguments}
 
 
 def _everything(storage: Storage) -> dict[str, bytes]:

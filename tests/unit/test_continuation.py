@@ -9,7 +9,6 @@ import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -18,7 +17,7 @@ from prefect_elastic_train.filesystems.opening import Storage
 from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import ancestors, started_from
-from prefect_elastic_train.runs.attempts import Begun, Claim, begin_attempt, end_attempt, host_id, peek
+from prefect_elastic_train.runs.attempts import Begun, Claim, begin_attempt, end_attempt, host_id, peek, process_start
 from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.inspecting import PRUNER
@@ -369,10 +368,9 @@ def test_a_run_that_is_taken_over_before_its_first_attempt_starts_from_what_was_
 
 def test_a_run_that_another_driver_is_starting_is_refused_before_anything_starts(on_disk: Nights) -> None:
     on_disk.add("night-1")
-    alive = psutil.Process()
     first = on_disk.claim("night-2")
     owner = first.owner.model_copy(
-        update={"host": host_id(), "pid": alive.pid, "process_started_at": alive.create_time()}
+        update={"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid())}
     )
     first = replace(first, owner=owner, source="night-1@checkpoint_0")
     store = on_disk.storage.run("night-2")
