@@ -293,7 +293,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         removed = remove_interrupted_uploads(self._store, self._attempt)
         self._store.abandon_uploads()
         if removed:
-            logger.warning("Removed checkpoints whose upload was interrupted: %s", ", ".join(removed))
+            told = ", ".join(f"{name} ({why})" for name, why in removed.items())
+            logger.warning("Removed checkpoints that no commit needs: %s", told)
 
     @_never_raises
     def after_worker_group_start(self, worker_group: Any) -> None:

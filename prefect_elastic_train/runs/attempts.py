@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.reporting.words import clock, duration
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS
@@ -124,10 +125,19 @@ class _Past:
     def flow_run_id(self) -> str:
         return self.owner.flow_run_id if self.owner else ""
 
-    @property
-    def state(self) -> str:
-        how = f"ended as {self.ended.outcome}" if self.ended is not None else "may still be running"
-        return f"attempt {self.number} {how}" + (" (its record is torn)" if self.record is None else "")
+    def state(self, store: RunStore) -> str:
+        """How it is with the attempt, in words; their times are by the clock of the driver's machine."""
+        torn = " (its record is torn)" if self.record is None else ""
+        if self.ended is not None:
+            return f"attempt {self.number} ended as {self.ended.outcome}{torn}"
+        begun = seen = ""
+        if self.record is not None:
+            host = self.record.owner.host.partition("/")[0]
+            begun = f", begun {clock(self.record.started_at)} UTC on {host or 'an unknown machine'},"
+        beat = decode(Heartbeat, store.read(layout.HEARTBEAT))
+        if beat is not None and beat.attempt == self.number:
+            seen = f" (last sign of life {duration(time.time() - beat.at)} ago)"
+        return f"attempt {self.number}{begun} may still be running{seen}{torn}"
 
 
 def begin_attempt(
@@ -365,7 +375,7 @@ def _as_begun(store: RunStore, claim: Claim, record: RunRecord) -> RunRecord:
         ids = [record.id, *(attempt.run_id for attempt in begun if attempt.run_id)]
         return record.model_copy(update={"creator": begun[0].owner, "fingerprint": fingerprint, "id": ids[-1]})
     if past and not claim.resume:
-        raise _owned(store, claim, None, past[-1].state)
+        raise _owned(store, claim, None, past[-1].state(store))
     return record
 
 
@@ -413,7 +423,7 @@ def _has_finished(claim: Claim, last: _Past) -> bool:
 def _check_takeover(store: RunStore, claim: Claim, last: _Past, observe_seconds: float | None) -> None:
     """Refuse another flow run's run unless the user wants it and nobody works on it."""
     if not claim.resume:
-        raise _owned(store, claim, last.owner, last.state)
+        raise _owned(store, claim, last.owner, last.state(store))
     if last.ended is not None:
         return
     if last.record is None:

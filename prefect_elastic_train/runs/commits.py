@@ -252,9 +252,14 @@ class Mark:
         """Name of its object."""
         return f"{layout.UPLOADS}/{self.attempt:04d}-{quote(self.checkpoint, safe='')}"
 
-    def set(self, store: RunStore) -> None:
-        """Create it, if it is not there yet."""
-        store.create(self.name, encode(UploadMark(attempt=self.attempt)))
+    def set(self, store: RunStore, *, damaged: bool = False) -> None:
+        """Create it, if it is not there yet; for a damaged checkpoint, so that its folder goes."""
+        store.create(self.name, encode(UploadMark(attempt=self.attempt, damaged=damaged)))
+
+    def is_of_damage(self, store: RunStore) -> bool:
+        """Whether it was set for a damaged checkpoint."""
+        record = decode(UploadMark, store.read(self.name))
+        return record is not None and record.damaged
 
 
 def marks(store: RunStore) -> list[Mark]:

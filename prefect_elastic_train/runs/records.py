@@ -184,6 +184,8 @@ class UploadMark(_Record):
     """``uploads/<attempt>-<checkpoint>``: the checkpoint's upload has begun, and no second commit has named it yet."""
 
     attempt: int
+    #: It stands for a checkpoint that was found damaged, whose folder is to go before its name is used again.
+    damaged: bool = False
 
 
 class Heartbeat(_Record):

@@ -254,7 +254,7 @@ def _read_commit(store: RunStore, commit: tuple[int, int]) -> CommitRecord | Non
 def mark_dropped(store: RunStore, point: ResumePoint, attempt: int) -> None:
     """Mark the folders of dropped checkpoints, so that they are gone before anything takes their names."""
     for checkpoint in point.dropped:
-        Mark(attempt, checkpoint).set(store)
+        Mark(attempt, checkpoint).set(store, damaged=True)
 
 
 def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
@@ -321,7 +321,7 @@ def seed_run(store: RunStore, checkpoint_name: str, metrics: dict[str, Any], ray
     return store.create(layout.commit_name(*SEED_COMMIT), encode(record))
 
 
-def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
+def remove_interrupted_uploads(store: RunStore, attempt: int) -> dict[str, str]:
     """Remove checkpoint folders that no commit needs: interrupted uploads, and what was to be deleted.
 
     No worker may be running. Marks of what is committed stay until the next commit: should this one be lost, they
@@ -332,7 +332,7 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
         attempt: The attempt that is about to start workers; what later ones upload is left alone.
 
     Returns:
-        The names of the folders.
+        By the names of the folders, why each was there and not needed.
 
     Raises:
         FencedOffError: Another attempt has taken over; nothing that it needs was removed.
@@ -347,19 +347,21 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
     if not _goes_on_from_readable(store, attempt):
         snapshot = parse_snapshot(store.read(layout.SNAPSHOT))
         if snapshot is None:
-            return []
+            return {}
         needed.update(checkpoint_names(snapshot))
     own_marks = [mark for mark in marks(store) if mark.attempt <= attempt]
-    unfinished = {mark.checkpoint for mark in own_marks} | set(commit.condemned if commit is not None else [])
-    removed = []
-    for checkpoint in sorted(unfinished):
+    condemned = set(commit.condemned if commit is not None else [])
+    removed = {}
+    for checkpoint in sorted({mark.checkpoint for mark in own_marks} | condemned):
         if _overlaps(checkpoint, needed):
             continue
+        of_it = [mark for mark in own_marks if mark.checkpoint == checkpoint]
+        damaged = any(mark.is_of_damage(store) for mark in of_it)
         if store.delete_folder(checkpoint, check):
-            removed.append(checkpoint)
-        for mark in own_marks:
-            if mark.checkpoint == checkpoint:
-                store.delete(mark.name)
+            why = "no longer kept" if checkpoint in condemned else "damaged" if damaged else "upload interrupted"
+            removed[checkpoint] = why
+        for mark in of_it:
+            store.delete(mark.name)
     return removed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -56,6 +57,14 @@ def old_driver() -> Iterator[subprocess.Popen[bytes]]:
 
 def _claim_of(process: subprocess.Popen[bytes], **arguments: Any) -> Any:
     return claim(host=host_id(), pid=process.pid, process_started_at=process_start(process.pid), **arguments)
+
+
+def test_a_refusal_says_since_when_and_where_the_attempt_runs(store: LocalRunStore) -> None:
+    begin(store, claim(host="gpu-7/boot/1"))
+    store.replace(layout.HEARTBEAT, encode(Heartbeat(attempt=1, beat=3, interval_seconds=5, at=time.time() - 12)))
+    begun = r"attempt 1, begun \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC on gpu-7,"
+    error = str(_refused(store, claim(OTHER_FLOW_RUN)))
+    assert re.search(rf"{begun} may still be running \(last sign of life 12 s ago\)\.", error), error
 
 
 def test_the_first_attempt_is_number_one_and_starts_from_the_beginning(store: LocalRunStore) -> None:

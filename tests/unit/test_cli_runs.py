@@ -776,7 +776,7 @@ def test_the_mark_of_a_pruned_upload_stays_for_what_is_written_there_since(stora
     assert "d" in [mark.checkpoint for mark in marks(store)]
     Path(store.path, "d").mkdir()
     Path(store.path, "d", "late.pt").write_bytes(b"late")
-    assert remove_interrupted_uploads(store, begin(store).attempt) == ["d"]
+    assert remove_interrupted_uploads(store, begin(store).attempt) == {"d": "upload interrupted"}
 
 
 @pytest.mark.parametrize("whole", [True, False])

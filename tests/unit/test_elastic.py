@@ -323,13 +323,17 @@ def test_a_growth_is_told_with_its_reason_and_its_cost(controller: Controller) -
     assert event.seconds_lost == pytest.approx(60, abs=5)
 
 
-def test_uploads_that_were_interrupted_are_gone_before_a_worker_group_starts(
-    controller: Controller, store: LocalRunStore
+def test_what_no_commit_needs_is_gone_before_a_worker_group_starts_and_told_by_why(
+    controller: Controller, store: LocalRunStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Training(store, 1).upload("half")
+    training = Training(store, 1, keep=1)
+    for name in ("old", "new"):
+        training.report(name)
+    training.upload("half")
     controller.callback.before_worker_group_start(None)
     assert controller.callback.errors == 0
-    assert "half" not in store.folders()
+    assert store.folders() == [layout.STATE_FOLDER, "new"]
+    assert "no commit needs: half (upload interrupted), old (no longer kept)" in caplog.text
 
 
 class Scalar:

@@ -553,7 +553,7 @@ def test_what_a_successor_finds_unfinished_it_abandons_and_the_old_one_is_told_t
         if taken_over.acquire(blocking=False):
             self._begin()
             second = begin(run).attempt
-            assert remove_interrupted_uploads(run, second) == []
+            assert remove_interrupted_uploads(run, second) == {}
             assert run.abandon_uploads() == 1
             # As S3 says it; moto fails at that.
             proxy.refuse("NoSuchUpload", status=404, when=Which(("PUT",), contains="partNumber="))
@@ -827,7 +827,7 @@ def test_ray_commits_resumes_and_keeps_so_many_checkpoints(run: RetryingStore) -
     begun = begin(run)
     second = Ray(run, begun.attempt, num_to_keep=1).start()
     assert second.latest == begun.point.checkpoint == "b"
-    assert remove_interrupted_uploads(run, begun.attempt) == ["c"]
+    assert remove_interrupted_uploads(run, begun.attempt) == {"c": "upload interrupted"}
     with pytest.raises(FencedOffError):
         first.report("d")
     second.report("c")

@@ -247,7 +247,7 @@ def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store
     store.create("tensorboard/events", b"1")
     second = begin(store)
     assert second.point.checkpoint == ""
-    assert remove_interrupted_uploads(store, second.attempt) == ["epoch-1"]
+    assert remove_interrupted_uploads(store, second.attempt) == {"epoch-1": "upload interrupted"}
     assert store.file_sizes("tensorboard") == {"events": 1}
 
 
@@ -339,18 +339,20 @@ def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunSto
         training.upload(name)
     store.create("unmarked/file", b"")
     attempt = begin(store).attempt
-    assert remove_interrupted_uploads(store, attempt) == ["interrupted", "nested/interrupted"]
+    assert remove_interrupted_uploads(store, attempt) == dict.fromkeys(
+        ("interrupted", "nested/interrupted"), "upload interrupted"
+    )
     folders = [name for name in store.folders() if store.file_sizes(name)]
     assert folders == [layout.STATE_FOLDER, "a", "b", "c", "unmarked"]
     assert store.folders("nested") == []
     assert [mark.checkpoint for mark in marks(store)] == ["c"], "the newest commit may be lost yet"
-    assert remove_interrupted_uploads(store, attempt) == []
+    assert remove_interrupted_uploads(store, attempt) == {}
 
 
 def test_an_upload_that_had_not_created_its_folder_is_forgotten(store: RunStore, training: Training) -> None:
     training.begin_upload("nothing")
     store.delete_folder("nothing")
-    assert remove_interrupted_uploads(store, begin(store).attempt) == []
+    assert remove_interrupted_uploads(store, begin(store).attempt) == {}
     assert [mark.checkpoint for mark in marks(store)] == ["c"]
 
 
@@ -367,7 +369,7 @@ def test_a_checkpoint_whose_mark_outlived_its_commit_is_not_taken_for_an_interru
     for name in "cd":
         Mark(1, name).set(store)  # the crash came before it was removed
     damage(store)
-    assert remove_interrupted_uploads(store, 1) == []
+    assert remove_interrupted_uploads(store, 1) == {}
     assert store.file_sizes("d") == {"model.pt": 12}
     assert begin(store).point.checkpoint == "d"
 
@@ -381,7 +383,7 @@ def test_what_is_left_of_a_dropped_checkpoint_does_not_mix_with_one_that_takes_i
     # Two workers are left of four: the new epoch-4 has fewer files.
     begun = begin(store)
     assert begun.point.checkpoint == "c"
-    remove_interrupted_uploads(store, begun.attempt)
+    assert remove_interrupted_uploads(store, begun.attempt) == {"epoch-4": "damaged"}
     second = Training(store, begun.attempt)
     second.upload("epoch-4", {"rank-0.pt": b"xxxx"})
     assert second.commit("epoch-4").manifest["epoch-4"] == {"rank-0.pt": 4}
@@ -510,7 +512,7 @@ def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it(store: Ru
                 break
             super()._remove_empty(path)
 
-    assert remove_interrupted_uploads(Late(store.path), 1) == ["epoch-1"]
+    assert remove_interrupted_uploads(Late(store.path), 1) == {"epoch-1": "upload interrupted"}
     assert store.folders() == [layout.STATE_FOLDER]
 
 
@@ -531,7 +533,7 @@ def test_an_interrupted_upload_that_overlaps_a_committed_checkpoint_stays(store:
     training.report("epochs/1")
     for name in ("epochs", "epochs/1/part"):
         Mark(1, name).set(store)
-    assert remove_interrupted_uploads(store, 1) == []
+    assert remove_interrupted_uploads(store, 1) == {}
     assert begin(store).notes == []
 
 

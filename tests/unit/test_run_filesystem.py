@@ -334,11 +334,11 @@ def test_a_checkpoint_whose_deletion_a_crash_prevented_goes_before_the_next_work
     begun = begin(store)
     ray = Ray(store, begun.attempt, num_to_keep=1).start()
     assert (begun.point.checkpoint, begun.notes) == ("pong", [])
-    assert remove_interrupted_uploads(store, begun.attempt) == ["ping"]
+    assert remove_interrupted_uploads(store, begun.attempt) == {"ping": "no longer kept"}
     ray.report("ping", {"rank-0": b"NEW"})
     assert store.file_sizes("ping") == {"rank-0": 3}, "stale files are in the new checkpoint"
     assert store.folders() == [layout.STATE_FOLDER, "ping"]
-    assert remove_interrupted_uploads(store, begun.attempt) == []
+    assert remove_interrupted_uploads(store, begun.attempt) == {}
 
 
 def test_attempts_that_die_at_once_after_such_a_crash_do_not_make_it_forgotten(
@@ -347,7 +347,7 @@ def test_attempts_that_die_at_once_after_such_a_crash_do_not_make_it_forgotten(
     _dies_between_commit_and_deletion(store, monkeypatch)
     begin(store)
     begun = begin(store)
-    assert remove_interrupted_uploads(store, begun.attempt) == ["ping"]
+    assert remove_interrupted_uploads(store, begun.attempt) == {"ping": "no longer kept"}
 
 
 def test_a_deletion_that_fails_is_made_up_for_however_many_commits_follow(
@@ -366,7 +366,7 @@ def test_a_deletion_that_fails_is_made_up_for_however_many_commits_follow(
     assert store.folders() == [layout.STATE_FOLDER, "epoch-6", "ping"]
     with pytest.raises(ElasticTrainError, match="'ping' is being deleted, or could not be"):
         ray.upload("ping", {"rank-0": b"NEW"})
-    assert remove_interrupted_uploads(store, 1) == ["ping"]
+    assert remove_interrupted_uploads(store, 1) == {"ping": "no longer kept"}
     for _ in range(2):  # two ranks
         ray.upload("ping", {"rank-0": b"NEW"})
 

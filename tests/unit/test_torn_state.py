@@ -330,9 +330,9 @@ def test_a_commit_torn_under_a_living_attempt_does_not_cost_the_newest_checkpoin
     _report(ray, EPOCHS[:2])
     _rewrite(layout.commit_name(1, 2), _cut(5))(store)
     ray.upload("epoch-3", {"rank-0/model.pt": b"half"})
-    assert remove_interrupted_uploads(store, 1) == ["epoch-3"]
+    assert remove_interrupted_uploads(store, 1) == {"epoch-3": "upload interrupted"}
     _rewrite(layout.SNAPSHOT, _cut(5))(store)
-    assert remove_interrupted_uploads(store, 1) == [], "nothing tells what it needs"
+    assert remove_interrupted_uploads(store, 1) == {}, "nothing tells what it needs"
     assert store.file_sizes("epoch-2")
 
 
@@ -340,7 +340,7 @@ def test_a_base_torn_under_a_living_attempt_does_not_cost_its_checkpoint(store: 
     _report(Ray(store, begin(store).attempt).start(), EPOCHS[:1])
     begun, _ = _resume(store)
     _rewrite(layout.commit_name(1, 1), _cut(5))(store)
-    assert remove_interrupted_uploads(store, begun.attempt) == []
+    assert remove_interrupted_uploads(store, begun.attempt) == {}
     assert store.file_sizes("epoch-1")
 
 
