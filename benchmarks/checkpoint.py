@@ -1,10 +1,11 @@
-"""What a checkpoint costs on S3: transfers, blocked time, memory: `python -m benchmarks.checkpoint`.
+"""What a checkpoint costs: transfers, blocked time, memory on S3; syncs on a disk: `python -m benchmarks.checkpoint`.
 
-All of it against one server on this machine, which takes part of the same two cores: the ratios count.
+S3 is one server on this machine, which takes part of the same two cores: the ratios count.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -32,7 +33,12 @@ LATENCY_SECONDS = 0.05
 MEMORY_FILES = (1, 8)
 MEMORY_BYTES = 2048 * MIB
 MEMORY_LIMIT = 300 * MIB
-PARTS = ("transfer", "blocked", "memory")
+PARTS = ("transfer", "blocked", "memory", "local")
+LOCAL_FOLDER = "/var/tmp"
+"""Where the run directory of the local part is, which should be on a disk."""
+LOCAL_CHECKPOINTS = ((1, MIB), (1, 20 * MIB), (1, 100 * MIB), (1, 1000 * MIB), (1000, 10 * 1024))
+"""How many files, and bytes of each."""
+LOCAL_REPEATS = 7
 
 Transfer = Callable[[Path, str], None]
 
@@ -191,25 +197,28 @@ def blocking_loop(config: dict[str, Any]) -> None:
 
     modes = {"sync": ray.train.CheckpointUploadMode.SYNC, "async": ray.train.CheckpointUploadMode.ASYNC}
     found: list[dict[str, Any]] = []
-    for size in config["sizes"]:
+    sync = os.fsync
+    for files, size in config["sizes"]:
         data = os.urandom(size)
         pause = 0.5
-        for mode in ("sync", "async"):
-            for number in range(config["checkpoints"]):
-                folder = tempfile.mkdtemp(dir="/dev/shm")
-                Path(folder, "model").write_bytes(data)
-                began = time.perf_counter()
-                ray.train.report(
-                    {"size": size},
-                    checkpoint=ray.train.Checkpoint.from_directory(folder),
-                    checkpoint_upload_mode=modes[mode],
-                    delete_local_checkpoint_after_upload=True,
-                )
-                blocked = time.perf_counter() - began
-                found.append({"size": size, "mode": mode, "number": number, "blocked": blocked})
-                # In the background an upload shall end while the loop trains on.
-                pause = max(pause, 1.5 * blocked)
-                time.sleep(pause if mode == "async" else 0.1)
+        for mode, synced in itertools.product(modes, config["synced"] * config["checkpoints"]):
+            folder = tempfile.mkdtemp(dir="/dev/shm")
+            for number in range(files):
+                Path(folder, f"model-{number}").write_bytes(data)
+            os.sync()  # what earlier checkpoints have left to be written
+            os.fsync = sync if synced else lambda _: None
+            began = time.perf_counter()
+            ray.train.report(
+                {"size": size},
+                checkpoint=ray.train.Checkpoint.from_directory(folder),
+                checkpoint_upload_mode=modes[mode],
+                delete_local_checkpoint_after_upload=True,
+            )
+            blocked = time.perf_counter() - began
+            found.append({"size": [files, size], "mode": mode, "synced": synced, "blocked": blocked})
+            # In the background an upload shall end while the loop trains on.
+            pause = max(pause, 1.5 * blocked)
+            time.sleep(pause if mode == "async" else 0.1)
     Path(config["result"]).write_text(json.dumps(found))
 
 
@@ -225,7 +234,12 @@ def measure_blocked() -> list[str]:
         settings = s3_settings(proxy.endpoint_url)
         elastic_train(
             "benchmarks.checkpoint:blocking_loop",
-            train_loop_config={"sizes": BLOCKED_SIZES, "checkpoints": BLOCKED_CHECKPOINTS, "result": str(result)},
+            train_loop_config={
+                "sizes": [(1, size) for size in BLOCKED_SIZES],
+                "checkpoints": BLOCKED_CHECKPOINTS,
+                "synced": [True],
+                "result": str(result),
+            },
             framework="none",
             checkpoints=CheckpointPolicy(keep=1),
             storage=S3Storage(**{name: getattr(settings, name) for name in type(settings).model_fields}),
@@ -234,7 +248,7 @@ def measure_blocked() -> list[str]:
     rows = []
     for size in BLOCKED_SIZES:
         blocked = {
-            mode: [line["blocked"] for line in found if (line["size"], line["mode"]) == (size, mode)]
+            mode: [line["blocked"] for line in found if (line["size"], line["mode"]) == ([1, size], mode)]
             for mode in ("sync", "async")
         }
         ratio = statistics.median(blocked["async"]) / statistics.median(blocked["sync"])
@@ -251,6 +265,45 @@ def measure_blocked() -> list[str]:
     print(f"\nBlocked time of a report in seconds, {LATENCY_SECONDS:g} s added to each request:\n")
     print(markdown_table(["checkpoint", "sync", "async", "async / sync"], rows), "\n")
     return targets
+
+
+def measure_local() -> None:
+    """Train with checkpoints on a disk, and print how long reports block, with and without syncs."""
+    from prefect_elastic_train import CheckpointPolicy, LocalStorage, elastic_train
+
+    with tempfile.TemporaryDirectory(dir=LOCAL_FOLDER) as folder:
+        result = Path(folder, "local.json")
+        elastic_train(
+            "benchmarks.checkpoint:blocking_loop",
+            train_loop_config={
+                "sizes": LOCAL_CHECKPOINTS,
+                "checkpoints": LOCAL_REPEATS,
+                "synced": [True, False],
+                "result": str(result),
+            },
+            framework="none",
+            checkpoints=CheckpointPolicy(keep=1),
+            storage=LocalStorage(path=f"{folder}/runs"),
+        )
+        found = json.loads(result.read_text())
+    rows = []
+    for files, size in LOCAL_CHECKPOINTS:
+        cells = [
+            summary(
+                [
+                    line["blocked"]
+                    for line in found
+                    if (line["size"], line["mode"], line["synced"]) == ([files, size], mode, synced)
+                ],
+                3,
+            )
+            for mode in ("sync", "async")
+            for synced in (False, True)
+        ]
+        rows.append([f"{files * size / MIB:.0f} MiB" + (f" in {files} files" if files > 1 else ""), *cells])
+    print(f"\nBlocked time of a report in seconds on {LOCAL_FOLDER}, median (min–max) of {LOCAL_REPEATS}:\n")
+    header = ["checkpoint", "sync, no fsync", "sync", "async, no fsync", "async"]
+    print(markdown_table(header, rows), "\n")
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -329,6 +382,8 @@ def main() -> int:
         targets += measure_blocked()
     if "memory" in arguments.only:
         targets += measure_memory()
+    if "local" in arguments.only:
+        measure_local()
     print(f"\n{machine_lines('benchmarks.checkpoint', load_before)}\n")
     print("Targets:")
     print("\n".join(targets))
