@@ -14,8 +14,8 @@ from pyarrow import fs
 from prefect_elastic_train.filesystems.objects import ObjectClient, RangeReader, TransferFile, files_below
 from prefect_elastic_train.filesystems.run_filesystem import RunFilesystem
 from prefect_elastic_train.outcomes import ElasticTrainError
+from prefect_elastic_train.runs.commits import newest_commit
 from prefect_elastic_train.runs.object_store import ObjectRunStore
-from prefect_elastic_train.runs.resume import attempt_commit
 from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.store import RunStore
 
@@ -136,7 +136,7 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
         self._upload([TransferFile(source, target.strip("/"), os.path.getsize(source))])
 
     def _is_empty_checkpoint(self, path: str) -> bool:
-        commit = attempt_commit(self._store, self._attempt)
+        commit = newest_commit(self._store, self._attempt)
         return commit is not None and commit.manifest.get(self._child(path)) == {}
 
     def _upload(self, files: list[TransferFile]) -> None:

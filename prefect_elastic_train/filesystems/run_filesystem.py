@@ -22,9 +22,9 @@ from pyarrow import fs
 from prefect_elastic_train.filesystems.faults import Retries
 from prefect_elastic_train.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import CommitLog, Mark, check_fence, is_there, marks
+from prefect_elastic_train.runs.commits import CommitLog, Mark, check_fence, is_there, marks, newest_commit
 from prefect_elastic_train.runs.object_store import ObjectRunStore
-from prefect_elastic_train.runs.resume import attempt_commit, attempt_snapshot
+from prefect_elastic_train.runs.resume import attempt_snapshot
 from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.snapshots import checkpoint_names
 from prefect_elastic_train.runs.store import RunStore
@@ -230,7 +230,7 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
         return "" if relative == "." or relative.split("/")[0] == layout.STATE_FOLDER else relative
 
     def _begin_upload(self, checkpoint: str) -> None:
-        commit = attempt_commit(self._store, self._attempt)
+        commit = newest_commit(self._store, self._attempt)
         committed = checkpoint_names(commit.snapshot) if commit is not None else []
         for name in committed:
             if checkpoint == name or checkpoint.startswith(f"{name}/"):

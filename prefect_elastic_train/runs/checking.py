@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from prefect_elastic_train.outcomes import AttemptFailedError
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, all_commits, attempt_id, is_there, lineage, marks
+from prefect_elastic_train.runs.commits import (
+    ReadCommit,
+    all_attempts,
+    all_commits,
+    commit_label,
+    dropped_by,
+    is_there,
+    lineage,
+    marks,
+    newest_commit,
+    read_lineage,
+)
 from prefect_elastic_train.runs.records import (
     AttemptRecord,
     CommitRecord,
@@ -21,12 +31,7 @@ from prefect_elastic_train.runs.records import (
     decode,
 )
 from prefect_elastic_train.runs.resume import ResumePoint, find_resume_point
-from prefect_elastic_train.runs.snapshots import (
-    checkpoint_names,
-    latest_checkpoint,
-    parse_snapshot,
-    without_checkpoints,
-)
+from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
 from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
 
@@ -34,41 +39,13 @@ __all__ = [
     "CheckpointCheck",
     "CommitCheck",
     "Leftover",
-    "ReadCommit",
     "Verification",
-    "commit_label",
-    "file_problems",
     "find_leftovers",
-    "newest_whole_commit",
-    "read_commits",
-    "usable_commit",
     "verify",
 ]
 
 #: A run that is being trained goes on while it is looked at: then it is looked at anew, so often.
 _LOOKS = 3
-#: Files of a checkpoint that are named one by one.
-_NAMED_FILES = 5
-
-
-@dataclass(frozen=True)
-class ReadCommit:
-    """A commit of the lineage, as far as it can be read.
-
-    Attributes:
-        number: Attempt and sequence.
-        record: What it holds, None if that is of no use.
-        problem: Why it is of no use: ``"torn"`` or ``"another run's"``; empty if it is whole.
-    """
-
-    number: tuple[int, int]
-    record: CommitRecord | None
-    problem: str = ""
-
-    @property
-    def label(self) -> str:
-        """Its name."""
-        return commit_label(self.number)
 
 
 class _Finding(BaseModel):
@@ -136,66 +113,6 @@ class Verification(_Finding):
     leftovers: list[Leftover] = Field(default_factory=list)
 
 
-def commit_label(commit: tuple[int, int] | None) -> str:
-    """Name a commit as its object is; empty for none."""
-    return "" if commit is None else f"{commit[0]:04d}-{commit[1]:06d}"
-
-
-def read_commits(store: RunStore) -> Iterator[ReadCommit]:
-    """Give the commits that count, newest first, and what is wrong with those that cannot be used."""
-    for number in lineage(store):
-        record = decode(CommitRecord, store.read(layout.commit_name(*number)))
-        if record is None or parse_snapshot(json.dumps(record.snapshot)) is None:
-            yield ReadCommit(number, None, "torn")
-        elif not _belongs(store, record, number):
-            yield ReadCommit(number, None, "another run's")
-        else:
-            yield ReadCommit(number, record)
-
-
-def newest_whole_commit(store: RunStore) -> CommitRecord | None:
-    """Give the newest commit that counts and can be read."""
-    return next((commit.record for commit in read_commits(store) if commit.record is not None), None)
-
-
-def usable_commit(store: RunStore) -> CommitRecord | None:
-    """Give the newest commit that counts and can be read, without the checkpoints that attempts have given up since."""
-    view = store if isinstance(store, RunView) else RunView(store)
-    record = newest_whole_commit(view)
-    given_up = _dropped(view, record) if record is not None else {}
-    if record is None or not given_up:
-        return record
-    nothing: dict[str, Any] = {
-        "checkpoint_results": [],
-        "checkpoint_report_indices": [],
-        "latest_checkpoint_result": None,
-    }
-    snapshot = without_checkpoints(record.snapshot, given_up) or {**record.snapshot, **nothing}
-    manifest = {name: files for name, files in record.manifest.items() if name not in given_up}
-    return record.model_copy(update={"snapshot": snapshot, "manifest": manifest})
-
-
-def file_problems(manifest: dict[str, int] | None, files: dict[str, int] | None) -> list[str]:
-    """Say what is wrong with a checkpoint's files.
-
-    Args:
-        manifest: Path and size in bytes of each file, as committed; None if its commit does not list them.
-        files: The same as they are now; None if there is no folder.
-    """
-    if files is None:
-        return ["its folder is missing"]
-    if manifest is None:
-        return [] if files else ["its folder is empty and its commit does not list it"]
-    problems = []
-    for name, size in sorted(manifest.items()):
-        if name not in files:
-            problems.append(f"{name} is missing")
-        elif files[name] != size:
-            problems.append(f"{name} has {files[name]} bytes instead of {size}")
-    more = len(problems) - _NAMED_FILES
-    return [*problems[:_NAMED_FILES], f"and {more} more files"] if more > 0 else problems
-
-
 def verify(store: RunStore, name: str) -> Verification | None:
     """Check all that a resume needs of a run.
 
@@ -221,11 +138,9 @@ def find_leftovers(store: RunStore, *, unnamed: bool = True) -> list[Leftover]:
         AttemptFailedError: The commits are lost, and with them what tells a checkpoint from what is left over.
     """
     view = store if isinstance(store, RunView) else RunView(store)
-    newest = newest_whole_commit(view)
+    newest = newest_commit(view)
     kept = checkpoint_names(newest.snapshot) if newest is not None else []
     candidates = {name: why for name, why in _candidates(view, newest).items() if not _overlaps(name, kept)}
-    dropped = _dropped(view, newest)
-    candidates.update({name: why for name, why in dropped.items() if name in kept})
     folders = [folder for folder in view.folders() if folder != layout.STATE_FOLDER] if unnamed else []
     if not candidates and not [folder for folder in folders if not _overlaps(folder, kept)]:
         return []
@@ -245,28 +160,25 @@ def _look(store: RunStore, name: str) -> tuple[RunView, Verification | None]:
     begun = bool(all_attempts(view) or all_commits(view) or view.read(layout.RUN) is not None)
     if not begun:
         return view, _look_at_foreign(view, name) if view.read(layout.SNAPSHOT) is not None else None
-    commits = list(read_commits(view))
+    commits = list(read_lineage(view, whole=True))
     newest = next((commit for commit in commits if commit.record is not None), None)
     found = Verification(
         name=name,
         uri=view.uri,
         whole=False,
         commit=newest.label if newest is not None else "",
-        older_commits=[_check_older(view, commit) for commit in commits if commit is not newest],
+        checkpoints=_check_newest(newest) if newest is not None else [],
+        older_commits=[_check_older(commit) for commit in commits if commit is not newest],
         torn_records=list(_torn_records(view)),
     )
     try:
         point = find_resume_point(view)
         leftovers = find_leftovers(view)
     except AttemptFailedError as error:
-        record = newest.record if newest is not None else None
-        return view, found.model_copy(
-            update={"resume": f"is refused: {error}", "checkpoints": _check_newest(view, record, None)}
-        )
+        return view, found.model_copy(update={"resume": f"is refused: {error}"})
     return view, found.model_copy(
         update={
             "whole": not point.repairs,
-            "checkpoints": _check_newest(view, newest.record if newest is not None else None, point),
             "resume": _in_words(point),
             "resume_checkpoint": point.checkpoint,
             "resume_commit": commit_label(point.base),
@@ -297,17 +209,14 @@ def _look_at_foreign(view: RunView, name: str) -> Verification:
     )
 
 
-def _check_newest(view: RunView, record: CommitRecord | None, point: ResumePoint | None) -> list[CheckpointCheck]:
-    if record is None:
-        return []
-    given_up = _dropped(view, record)
-    latest = latest_checkpoint(record.snapshot)
-    checks = []
-    for name in checkpoint_names(record.snapshot):
-        manifest = record.manifest.get(name)
-        problems = [given_up[name][1]] if name in given_up else file_problems(manifest, view.file_sizes(name))
-        checks.append(_check(name, manifest or {}, problems, latest))
-    return checks
+def _check_newest(commit: ReadCommit) -> list[CheckpointCheck]:
+    assert commit.record is not None
+    usable = commit.usable
+    latest = latest_checkpoint(usable.snapshot) if usable is not None else None
+    return [
+        _check(name, commit.record.manifest.get(name, {}), [commit.lost[name]] if name in commit.lost else [], latest)
+        for name in checkpoint_names(commit.record.snapshot)
+    ]
 
 
 def _check(name: str, files: dict[str, int], problems: list[str], latest: dict[str, Any] | None) -> CheckpointCheck:
@@ -321,16 +230,11 @@ def _check(name: str, files: dict[str, int], problems: list[str], latest: dict[s
     )
 
 
-def _check_older(view: RunView, commit: ReadCommit) -> CommitCheck:
+def _check_older(commit: ReadCommit) -> CommitCheck:
     if commit.record is None:
         return CommitCheck(commit=commit.label, whole=False, problem=commit.problem)
     names = checkpoint_names(commit.record.snapshot)
-    given_up = _dropped(view, commit.record)
-    there = [
-        name
-        for name in names
-        if name not in given_up and not file_problems(commit.record.manifest.get(name), view.file_sizes(name))
-    ]
+    there = [name for name in names if name not in commit.lost]
     return CommitCheck(commit=commit.label, whole=there == names, checkpoints=there)
 
 
@@ -376,19 +280,8 @@ def _candidates(view: RunView, newest: CommitRecord | None) -> dict[str, tuple[s
     for name in newest.condemned if newest is not None else []:
         label = commit_label((newest.attempt, newest.sequence)) if newest is not None else ""
         found[name] = ("condemned", f"commit {label} keeps it no longer, and its deletion did not come to its end")
-    found.update(_dropped(view, None))
-    return found
-
-
-def _dropped(view: RunView, since: CommitRecord | None) -> dict[str, tuple[str, str]]:
-    """Give what attempts have given up as damaged; with a commit, those that began after it was written."""
-    found = {}
     for number in all_attempts(view):
-        record = decode(AttemptRecord, view.read(layout.attempt_name(number)))
-        if record is None or (since is not None and number <= since.attempt):
-            continue
-        for name in record.dropped:
-            found[name] = ("dropped", f"it was damaged, and attempt {number} gave it up")
+        found.update({name: ("dropped", reason) for name, reason in dropped_by(view, number).items()})
     return found
 
 
@@ -403,7 +296,7 @@ def _needed(view: RunView) -> list[str]:
         return names
     mirror = parse_snapshot(view.read(layout.SNAPSHOT))
     names += checkpoint_names(mirror) if mirror is not None else []
-    for commit in read_commits(view):
+    for commit in read_lineage(view):
         names += checkpoint_names(commit.record.snapshot) if commit.record is not None else []
     return list(dict.fromkeys(names))
 
@@ -412,13 +305,6 @@ def _leftover(view: RunView, folder: str, kind: str, reason: str) -> Leftover:
     there = is_there(view, folder)
     sizes = (view.file_sizes(folder) if there else None) or {}
     return Leftover(folder=folder, kind=kind, reason=reason, there=there, size_bytes=sum(sizes.values()))
-
-
-def _belongs(store: RunStore, record: CommitRecord, number: tuple[int, int]) -> bool:
-    """Tell whether a commit is this run's, and in its place."""
-    known = attempt_id(store, number[0])
-    own = not known or not record.attempt_id or known == record.attempt_id
-    return own and (record.attempt, record.sequence) == number
 
 
 def _overlaps(folder: str, names: Iterable[str]) -> bool:

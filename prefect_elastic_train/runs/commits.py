@@ -11,32 +11,40 @@ that was written after the successor's second look belongs to an older attempt a
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
 from prefect_elastic_train.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
-from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
+from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot, without_checkpoints
 from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.runs.view import RunView
 
 __all__ = [
     "CommitLog",
     "FencedOffError",
     "Mark",
+    "ReadCommit",
     "all_attempts",
     "all_commits",
     "attempt_id",
     "check_fence",
+    "commit_label",
+    "damage_of",
+    "dropped_by",
     "is_there",
     "lineage",
     "marks",
     "newest_attempt",
+    "newest_commit",
+    "read_lineage",
 ]
 
 #: Commits of one attempt that are kept; older ones only matter if the newest are damaged.
@@ -130,6 +138,165 @@ def lineage(store: RunStore, before: int | None = None) -> Iterator[tuple[int, i
         upto = record.base
 
 
+@dataclass(frozen=True)
+class ReadCommit:
+    """A commit that counts, and what of it can be used.
+
+    Attributes:
+        number: Attempt and sequence.
+        record: What was committed; None if that cannot be told any more.
+        problem: ``"torn"`` or ``"another run's"`` if that is what its object is, else empty. A record that there is
+            nevertheless was put together from Ray's file.
+        gone: Checkpoints that attempts have dropped since or that a newer commit lost, each with the reason.
+        damaged: The others that are not as they were committed, each with what is wrong; empty if nobody asked.
+    """
+
+    number: tuple[int, int]
+    record: CommitRecord | None
+    problem: str
+    gone: dict[str, str]
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Its name."""
+        return commit_label(self.number)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Checkpoints that cannot be used, each with the reason."""
+        return {**self.gone, **self.damaged}
+
+    @property
+    def usable(self) -> CommitRecord | None:
+        """What was committed without the checkpoints that cannot be used; None if none is left."""
+        lost = self.lost
+        snapshot = without_checkpoints(self.record.snapshot, lost) if self.record is not None else None
+        if self.record is None or snapshot is None:
+            return None
+        manifest = {name: files for name, files in self.record.manifest.items() if name not in lost}
+        return self.record.model_copy(update={"snapshot": snapshot, "manifest": manifest})
+
+
+def newest_commit(store: RunStore, attempt: int | None = None) -> CommitRecord | None:
+    """Newest commit that counts and has a checkpoint left, without those that were dropped since; or None.
+
+    See :func:`read_lineage` for the arguments.
+    """
+    return next((usable for read in read_lineage(store, attempt) if (usable := read.usable)), None)
+
+
+def read_lineage(store: RunStore, attempt: int | None = None, *, whole: bool = False) -> Iterator[ReadCommit]:
+    """The commits that count, newest first. Whoever wants to know what is left of one asks here.
+
+    Args:
+        store: The run directory.
+        attempt: What this attempt goes on from. Ray's file is no answer to that: a holder that was stopped for a
+            while may mirror its last commit there after it was fenced off. Default: the newest attempt.
+        whole: Tell also which checkpoints are damaged; else nobody looks at their files.
+    """
+    view = store if isinstance(store, RunView) else RunView(store)
+    before = None if attempt is None else attempt + 1
+    attempts = [number for number in all_attempts(view) if before is None or number < before]
+    # What is gone is gone for all older commits: its name may have been that of another checkpoint then, whose files
+    # it has overwritten.
+    gone: dict[str, str] = {}
+    newest = True
+    for number in lineage(view, before):
+        record, problem = _read_commit(view, number)
+        if record is None and newest:
+            record = _mirrored_commit(view, before)
+        newest = False
+        while attempts and attempts[-1] > number[0]:
+            for name, reason in dropped_by(view, attempts.pop()).items():
+                gone.setdefault(name, reason)
+        damaged = {}
+        if record is not None and whole:
+            for name in checkpoint_names(record.snapshot):
+                if name not in gone and (damage := damage_of(view, name, record.manifest.get(name))):
+                    damaged[name] = damage
+        yield ReadCommit(number, record, problem, dict(gone), damaged)
+        gone.update(damaged)
+
+
+def _read_commit(view: RunView, number: tuple[int, int]) -> tuple[CommitRecord | None, str]:
+    record = decode(CommitRecord, view.read(layout.commit_name(*number)))
+    if record is None or parse_snapshot(json.dumps(record.snapshot)) is None:
+        return None, "torn"
+    known = attempt_id(view, number[0])
+    is_own = not known or not record.attempt_id or known == record.attempt_id
+    return (record, "") if is_own and (record.attempt, record.sequence) == number else (None, "another run's")
+
+
+def _mirrored_commit(view: RunView, before: int | None) -> CommitRecord | None:
+    """Put the newest commit, which is lost, together again from Ray's file, if that is its mirror beyond doubt.
+
+    Ray's file may also mirror an earlier commit: a crash can come before it is written, and a holder that was
+    stopped may write it late. It is this commit's if it is further than the newest earlier commit that can be
+    read, names one checkpoint more, and that one was uploaded by this commit's attempt. Its upload mark tells so,
+    which stays until the next commit. Of that checkpoint no manifest is left: it is taken as it is.
+    """
+    (attempt, sequence), *older = lineage(view, before)
+    mirror = parse_snapshot(view.read(layout.SNAPSHOT))
+    names = checkpoint_names(mirror) if mirror is not None else []
+    if mirror is None or not names:
+        return None
+    earlier = next((record for number in older if (record := _read_commit(view, number)[0]) is not None), None)
+    known = earlier.manifest if earlier is not None else {}
+    files = view.file_sizes(names[-1])
+    if (
+        not files
+        or Mark(attempt, names[-1]) not in marks(view)
+        or not known.keys() >= set(names[:-1])
+        or (earlier is not None and mirror["current_report_index"] <= earlier.snapshot["current_report_index"])
+    ):
+        return None
+    return CommitRecord(
+        attempt=attempt,
+        sequence=sequence,
+        attempt_id=attempt_id(view, attempt),
+        snapshot=mirror,
+        manifest={**{name: known[name] for name in names[:-1]}, names[-1]: files},
+        condemned=sorted(known.keys() - set(names)),
+    )
+
+
+def dropped_by(store: RunStore, attempt: int) -> dict[str, str]:
+    """Return the checkpoints that an attempt has given up as damaged, each with words that say so."""
+    record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
+    names = record.dropped if record is not None else []
+    return dict.fromkeys(names, f"it was damaged, and attempt {attempt} gave it up")
+
+
+def damage_of(store: RunStore, checkpoint: str, manifest: dict[str, int] | None) -> str:
+    """What is wrong with a checkpoint's files; empty for nothing.
+
+    Args:
+        store: The run directory.
+        checkpoint: Its folder.
+        manifest: Path and size in bytes of each file, as committed; None if its commit does not list them.
+    """
+    files = store.file_sizes(checkpoint)
+    if files is None and manifest == {}:
+        return ""  # an object store has no empty folders
+    if files is None:
+        return "its folder is missing"
+    if manifest is None:
+        return "" if files else "its folder is empty and its commit does not list it"
+    missing = sorted(manifest.keys() - files.keys())
+    if missing:
+        return f"{len(missing)} of {len(manifest)} files are missing, first {missing[0]}"
+    for name, size in sorted(manifest.items()):
+        if files[name] != size:
+            return f"{name} has {files[name]} bytes instead of {size}"
+    return ""
+
+
+def commit_label(commit: tuple[int, int] | None) -> str:
+    """Name of a commit, as its object has it; empty for none."""
+    return "" if commit is None else f"{commit[0]:04d}-{commit[1]:06d}"
+
+
 class CommitLog:
     """Writes the commits of one attempt. Lives in the process of Ray Train's controller."""
 
@@ -191,17 +358,14 @@ class CommitLog:
     def _condemned(self, manifest: dict[str, dict[str, int]], last: CommitRecord | None) -> list[str]:
         """Give what earlier commits named, this one does not, and is still there: Ray is about to delete it."""
         before = {*last.manifest, *last.condemned} if last is not None else set()
-        return [name for name in sorted(before - manifest.keys()) if is_there(self._store, name)]
+        view = RunView(self._store)
+        return [name for name in sorted(before - manifest.keys()) if is_there(view, name)]
 
     def _find_last(self) -> CommitRecord | None:
-        """Give the previous commit, which may be another attempt's."""
-        for attempt, sequence in lineage(self._store):
-            if attempt == self._attempt:
-                self._sequence = max(self._sequence, sequence)
-            record = decode(CommitRecord, self._store.read(layout.commit_name(attempt, sequence)))
-            if record is not None:
-                return record
-        return None
+        """Previous commit, which may be another attempt's; or None."""
+        own = (sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt)
+        self._sequence = max(own, default=0)
+        return newest_commit(self._store, self._attempt)
 
     def _write(
         self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]], last: CommitRecord | None

@@ -21,8 +21,7 @@ from prefect_elastic_train.reporting.accounts import Accounts, add_up
 from prefect_elastic_train.result import TimeAccount, WorldSize
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import Ancestor
-from prefect_elastic_train.runs.checking import commit_label, usable_commit
-from prefect_elastic_train.runs.commits import all_attempts
+from prefect_elastic_train.runs.commits import all_attempts, commit_label, newest_commit
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.liveness import Life, look_for_life
 from prefect_elastic_train.runs.records import (
@@ -212,7 +211,7 @@ def summarize(
         None if the folder holds no run.
     """
     view = RunView(store)
-    commit = usable_commit(view)
+    commit = newest_commit(view)
     attempts = all_attempts(view)
     if not attempts and commit is None and view.read(layout.RUN) is None:
         return _foreign(view, name)
@@ -248,7 +247,7 @@ def describe(store: RunStore, name: str, *, now: float | None = None) -> RunDeta
     view = RunView(store)
     run = decode(RunRecord, view.read(layout.RUN))
     events = _ended(list(read_history(view)), summary.state)
-    commit = usable_commit(view)
+    commit = newest_commit(view)
     attempts = [_attempt_view(view, number) for number in all_attempts(view)]
     details = RunDetails(
         summary=summary,

@@ -1,30 +1,19 @@
-"""Reading a run directory: checkpoints that count, and the result of a finished run."""
+"""The result of a finished run, read from its directory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from prefect_elastic_train.result import BestCheckpoint, TrainingResult
-from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import started_from
-from prefect_elastic_train.runs.commits import lineage
-from prefect_elastic_train.runs.records import CommitRecord, decode
+from prefect_elastic_train.runs.commits import newest_commit
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import RunStore
 
 if TYPE_CHECKING:
     from prefect_elastic_train.reporting.accounts import Accounts
 
-__all__ = ["make_result", "newest_commit"]
-
-
-def newest_commit(store: RunStore) -> CommitRecord | None:
-    """Give the newest whole commit of the valid lineage, None if there is none."""
-    for attempt, sequence in lineage(store):
-        record = decode(CommitRecord, store.read(layout.commit_name(attempt, sequence)))
-        if record is not None:
-            return record
-    return None
+__all__ = ["make_result"]
 
 
 def make_result(store: RunStore, run_name: str, accounts: Accounts, storage_block: str = "") -> TrainingResult:

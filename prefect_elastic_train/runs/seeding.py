@@ -16,12 +16,11 @@ from prefect_elastic_train.filesystems.opening import Storage
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome, is_passing
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Claim
-from prefect_elastic_train.runs.commits import Mark, newest_attempt
+from prefect_elastic_train.runs.commits import Mark, damage_of, newest_attempt, read_lineage
 from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name, is_run_name
 from prefect_elastic_train.runs.inspecting import PRUNER
-from prefect_elastic_train.runs.reading import newest_commit
 from prefect_elastic_train.runs.records import AttemptRecord, EndedRecord, RunRecord, decode, encode
-from prefect_elastic_train.runs.resume import damage_of, seed_run
+from prefect_elastic_train.runs.resume import seed_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
@@ -65,10 +64,11 @@ class Source:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A checkpoint of a run: the result that belongs to it, and what it consists of."""
+    """A checkpoint of a run: the result that belongs to it, what it consists of, and which one it stands in for."""
 
     result: dict[str, Any]
     manifest: dict[str, int] | None
+    passed_over: list[str]
 
     @property
     def folder(self) -> str:
@@ -106,7 +106,8 @@ def choose_source(storage: Storage, claim: Claim, target: RunStore) -> Source:
     if name != LATEST_RUN:
         try:
             _check_stays(storage.run(name), name)
-            return Source(f"{name}@{_choose(storage.run(name), name, choice).folder}")
+            chosen = _choose(storage.run(name), name, choice)
+            return Source(f"{name}@{chosen.folder}", _notes(claim, chosen.passed_over))
         except _UnfitError as error:
             raise _invalid(claim.resume_from, error) from error
     recorded = decode(RunRecord, target.read(layout.RUN))
@@ -197,10 +198,8 @@ def _copy(store: RunStore, source: Source, storage: Storage, target: RunStore) -
     storage.copy_folder(f"{store.path}/{source.folder}", f"{target.path}/{folder}")
     damage = damage_of(target, folder, chosen.manifest)
     if damage:
-        raise AttemptFailedError(
-            f"resume_from={source.checkpoint!r}: the copy of the checkpoint is not whole: {damage}; retry the flow run",
-            outcome=Outcome.STORAGE_ERROR,
-        )
+        why = f"the copy of the checkpoint is not whole: {damage}; retry the flow run"
+        raise AttemptFailedError(f"resume_from={source.checkpoint!r}: {why}", outcome=Outcome.STORAGE_ERROR)
     seed_run(target, folder, chosen.result["metrics"], version("ray"))
 
 
@@ -227,15 +226,15 @@ def _newest_run(storage: Storage, claim: Claim, choice: str) -> Source:
         view = RunView(storage.run(name))
         try:
             _check_completed(view, name)
-            folder = _choose(view, name, choice).folder
+            chosen = _choose(view, name, choice)
         except _UnfitError as error:
             passed_over.append(str(error))
             continue
-        notes = _notes(claim, passed_over)
+        notes = _notes(claim, [*chosen.passed_over, *passed_over])
         if differences := record.fingerprint.differences(claim.fingerprint):
             words = _some(differences, "; ")
             notes.append(f"resume_from={claim.resume_from!r}: run {name!r} had another configuration: {words}")
-        return Source(f"{name}@{folder}", notes)
+        return Source(f"{name}@{chosen.folder}", notes)
     owner = claim.owner
     of = "this deployment" if owner.deployment_id else f"flow {owner.flow_name!r}" if owner.flow_name else "no flow"
     nothing = (
@@ -363,20 +362,23 @@ def _choose(source: RunStore, name: str, choice: str, *, by_folder: bool = False
     Raises:
         _UnfitError: It has none, or not the one that was asked for.
     """
-    commit = newest_commit(source)
-    if commit is None:
-        raise _UnfitError(f"{source.uri} has no committed checkpoint")
-    chosen = _result_of(commit.snapshot, choice, by_folder=by_folder)
-    if chosen is None:
-        known = ", ".join(sorted(commit.manifest))
-        raise _UnfitError(f"run {name!r} has no checkpoint {choice!r}; it has {known}")
-    checkpoint = chosen["checkpoint_dir_name"]
-    damage = damage_of(source, checkpoint, commit.manifest.get(checkpoint))
-    if damage:
-        raise _UnfitError(
-            f"checkpoint {checkpoint!r} of run {name!r} is damaged: {damage}; name another one as {name}@<checkpoint>"
-        )
-    return _Chosen(chosen, commit.manifest.get(checkpoint))
+    damaged, is_new = "", False
+    for read in read_lineage(source, whole=True):
+        meant = _result_of(read.record.snapshot, choice, by_folder=by_folder) if read.record is not None else None
+        folder = meant["checkpoint_dir_name"] if meant is not None else ""
+        if folder in read.lost and not damaged:
+            damaged = f"checkpoint {folder!r} of run {name!r} is damaged: {read.lost[folder]}"
+            is_new = folder in read.damaged
+        commit = read.usable
+        if commit is None:
+            continue
+        chosen = _result_of(commit.snapshot, choice, by_folder=by_folder)
+        if chosen is None:
+            why = damaged or f"run {name!r} has no checkpoint {choice!r}"
+            raise _UnfitError(f"{why}; it has {', '.join(sorted(commit.manifest))}")
+        manifest = commit.manifest.get(chosen["checkpoint_dir_name"])
+        return _Chosen(chosen, manifest, [damaged] if is_new else [])
+    raise _UnfitError(damaged or f"{source.uri} has no committed checkpoint")
 
 
 def _invalid(resume_from: str, error: _UnfitError) -> AttemptFailedError:

@@ -32,8 +32,8 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.blocks.lookup import storage_named
 from prefect_elastic_train.filesystems.opening import open_storage
+from prefect_elastic_train.runs.commits import newest_commit
 from prefect_elastic_train.runs.layout import ended_name
-from prefect_elastic_train.runs.reading import newest_commit
 from prefect_elastic_train.runs.snapshots import checkpoint_names
 from tests.support.buckets import BUCKET
 from tests.support.deployments import Program, project_served

@@ -34,6 +34,7 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.filesystems.opening import Storage, open_storage
 from prefect_elastic_train.outcomes import AttemptFailedError, ElasticTrainError, Outcome
+from prefect_elastic_train.reporting.accounts import add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, host_id, process_start
 from prefect_elastic_train.runs.commits import (
@@ -44,9 +45,12 @@ from prefect_elastic_train.runs.commits import (
     marks,
     newest_attempt,
 )
+from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
+from prefect_elastic_train.runs.reading import make_result
 from prefect_elastic_train.runs.records import Heartbeat, RunRecord, encode
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
+from prefect_elastic_train.runs.seeding import Source, choose_source
 from prefect_elastic_train.runs.store import LocalRunStore
 from prefect_elastic_train.runs.view import RunView
 from prefect_elastic_train.storages import LocalStorageSettings, S3StorageSettings
@@ -264,7 +268,7 @@ def test_a_torn_record_hides_no_run(storage: Storage, tear_it: str) -> None:
     _end(store)
     tear(store, tear_it)
     [run] = _json("list", storage.uri)["runs"]
-    assert (run["attempts"], run["checkpoints"]) == (1, 2 if tear_it == layout.commit_name(1, 3) else 3)
+    assert (run["attempts"], run["checkpoints"]) == (1, 3), "less than a resume finds"
     details = _json("show", storage.uri, "mnist") if tear_it != layout.ended_name(1) else None
     if tear_it == layout.attempt_name(1):
         assert details["attempts"][0]["torn"]
@@ -503,7 +507,12 @@ Damage = Callable[[LocalRunStore], object]
     ("damage", "checkpoint", "problem", "repair"),
     [
         (lambda store: store.delete_folder("c"), "b", "its folder is missing", "checkpoint c was dropped"),
-        (lambda store: store.delete("c/model.pt"), "b", "model.pt is missing", "1 of 2 files are missing"),
+        (
+            lambda store: store.delete("c/model.pt"),
+            "b",
+            "1 of 2 files are missing, first model.pt",
+            "1 of 2 files are missing",
+        ),
         (
             lambda store: tear(store, "c/rank-0/optim.pt"),
             "b",
@@ -599,6 +608,36 @@ def test_what_an_attempt_has_given_up_is_told_and_is_no_new_damage(storage: Stor
         store.delete_folder(name)
     assert begin(store).point.checkpoint == ""
     assert _summaries(storage)["mnist"]["checkpoints"] == 0
+
+
+@pytest.mark.parametrize("choice", ["latest", "best"])
+def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one(storage: Storage, choice: str) -> None:
+    store = _trained(storage, "mnist", "abcd")
+    tear(store, "d/model.pt")
+    wanted = claim(name="tuned", resume_from=f"mnist@{choice}")
+    source = choose_source(storage, wanted, storage.run("tuned"))
+    assert source.checkpoint == "mnist@c"
+    assert "checkpoint 'd' of run 'mnist' is damaged" in source.notes[0]
+    # Resumed, by a loop that has nothing left to do.
+    begun = begin(store, claim(name="mnist"))
+    assert Ray(store, begun.attempt).start().latest == begun.point.checkpoint == "c"
+    assert remove_interrupted_uploads(store, begun.attempt) == ["d"]
+    result = make_result(store, "mnist", add_up(read_history(store)))
+    _end(store, result=result.model_dump(mode="json"))
+    assert (result.checkpoint_uri, result.metrics["epoch"]) == (f"{store.uri}/c", 2)
+    assert [best.uri for best in result.best_checkpoints] == [f"{store.uri}/{name}" for name in "abc"]
+    assert choose_source(storage, wanted, storage.run("tuned")) == Source("mnist@c")
+    shown = _json("show", storage.uri, "mnist")
+    assert [one["name"] for one in shown["checkpoints"] if one[choice]] == ["c"]
+    assert shown["summary"]["metrics"] == shown["result"]["metrics"] == result.metrics
+    assert shown["summary"]["checkpoints"] == len(shown["result"]["best_checkpoints"]) == 3
+    [found] = _json("verify", storage.uri)["runs"]
+    assert found["whole"]
+    assert (found["commit"], found["resume_commit"], found["resume_checkpoint"]) == ("0001-000004", "0001-000004", "c")
+    assert [(one["name"], one["ok"]) for one in found["checkpoints"] if one["latest"]] == [("c", True)]
+    assert [one["name"] for one in found["checkpoints"] if not one["ok"]] == ["d"]
+    with pytest.raises(AttemptFailedError, match=r"checkpoint 'd' of run 'mnist' is damaged: .* attempt 2 gave it up"):
+        choose_source(storage, claim(name="tuned", resume_from="mnist@d"), storage.run("tuned"))
 
 
 def test_what_is_left_over_is_told_by_its_kind(storage: Storage) -> None:

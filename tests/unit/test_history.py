@@ -30,12 +30,12 @@ from prefect_elastic_train.reporting.accounts import Accounts
 from prefect_elastic_train.result import TimeAccount, TrainingResult, checkpoint_directory
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.reading import make_result, newest_commit
+from prefect_elastic_train.runs.reading import make_result
 from prefect_elastic_train.runs.seeding import copy_checkpoint, parse_source
 from prefect_elastic_train.runs.store import LocalRunStore
 from prefect_elastic_train.storages import LocalStorageSettings
 from tests.support.processes import wait_for
-from tests.unit.support import Training, begin, claim, tear
+from tests.unit.support import Training, begin, claim
 
 STARTED = AttemptStarted(attempt=1, run_name="mnist", run_uri="/runs/mnist")
 
@@ -383,13 +383,3 @@ def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: Loc
     assert list(result.metrics_dataframe()["loss"]) == [1.0, 0.5]
     with pytest.raises(FileNotFoundError, match="run 'mnist' has no checkpoint"):
         result.checkpoint()
-
-
-def test_a_torn_newest_commit_is_passed_over_when_a_run_is_read(store: LocalRunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    training.report("a")
-    training.report("b")
-    tear(store, layout.commit_name(1, 2))
-    commit = newest_commit(store)
-    assert commit is not None
-    assert (commit.attempt, commit.sequence) == (1, 1)
