@@ -62,7 +62,7 @@ from prefect_elastic_train.runs.attempts import (
 from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode
+from prefect_elastic_train.runs.records import AttemptRecord, decode
 from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.seeding import choose_source
 from prefect_elastic_train.stops import interruptions, notice_interruptions
@@ -209,7 +209,7 @@ class _Driver:
         if probe is not None and not self.spec.cluster.is_local and next(lineage(self._store), None) is None:
             self._try_from_nodes(probe)
         trying.close()
-        begun = begin_attempt(self._store, claim, seed=self._seed_from(claim))
+        begun = self._begin_attempt(claim)
         if isinstance(begun, Finished):
             return self._finished(begun)
         self._begin(begun)
@@ -364,14 +364,15 @@ class _Driver:
             deployment_name=owner.deployment_name,
         )
 
-    def _seed_from(self, claim: Claim) -> Callable[[], None]:
+    def _begin_attempt(self, claim: Claim) -> Begun | Finished:
         from prefect_elastic_train.runs.seeding import seed_from_source
 
         def seed() -> None:
             with self._showing_life("copying the checkpoint that the run starts from"):
                 self._source_notes += seed_from_source(self._storage, claim, self._store)
 
-        return seed
+        with self._showing_life("looking for where to resume"):
+            return begin_attempt(self._store, claim, seed=seed)
 
     def _begin(self, begun: Begun) -> None:
         self._attempt = begun.attempt
@@ -388,8 +389,7 @@ class _Driver:
         if begun.attempt > 1:
             with self._showing_life("reading the history"):
                 self._recall()
-        base = begun.point.base
-        commit = decode(CommitRecord, self._store.read(layout.commit_name(*base))) if base is not None else None
+        commit = begun.point.commit
         self.emit(
             AttemptStarted(
                 run_name=self.spec.run_name,

@@ -149,6 +149,8 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
             raise
 
     def _info(self, path: str) -> fs.FileInfo:
+        if self._child(path) in self._handed:  # Ray asks for each of them when it starts, and does not look into them
+            return fs.FileInfo(path, type=fs.FileType.Directory)
         return self._describe(path)
 
     def _make_folder(self, path: str, recursive: bool) -> None:

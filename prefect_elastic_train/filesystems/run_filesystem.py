@@ -92,6 +92,8 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
         self._run_path = store.path.rstrip("/")
         self._attempt = attempt
         self._log = CommitLog(store, attempt)
+        #: Checkpoints of the snapshot that Ray was handed: all were there when the attempt began.
+        self._handed: set[str] = set()
         # A plain store repeats nothing, and neither does what is built on it.
         self._retries = store.retries if isinstance(store, RetryingStore) else Retries(0)
 
@@ -197,6 +199,7 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
     ) -> None:
         self._check_fence_of(path)
         child = self._child(path)
+        self._handed.discard(child)
         if not child:
             self._delete_outside(path, with_itself=with_itself, missing_ok=missing_ok)
         elif not in_run(child, lambda: check_fence(self._store, self._attempt)) and not missing_ok:
@@ -207,6 +210,7 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
 
     def _snapshot(self) -> bytes | None:
         snapshot = attempt_snapshot(self._store, self._attempt)
+        self._handed = set(checkpoint_names(snapshot)) if snapshot is not None else set()
         return None if snapshot is None else json.dumps(snapshot).encode()
 
     def _snapshot_info(self) -> fs.FileInfo:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from prefect_elastic_train.outcomes import ElasticTrainError
+from prefect_elastic_train.runs.object_store import ObjectRunStore
+from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.store import RunStore
 
 __all__ = ["RunView"]
@@ -23,6 +26,8 @@ class RunView:
     def __init__(self, store: RunStore) -> None:
         self._store = store
         self._known: dict[tuple[str, str], object] = {}
+        inner = store.inner if isinstance(store, RetryingStore) else store
+        self._lists_at_once = isinstance(inner, ObjectRunStore)
 
     @property
     def path(self) -> str:
@@ -47,8 +52,21 @@ class RunView:
         return self._once("folders", folder, self._store.folders)
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
-        """See :meth:`RunStore.file_sizes`."""
-        return self._once("file_sizes", folder, self._store.file_sizes)
+        """See :meth:`RunStore.file_sizes`.
+
+        An object store is asked once for all that the run holds, which comes a thousand objects at a time.
+        """
+        if not folder or not self._lists_at_once:
+            return self._once("file_sizes", folder, self._store.file_sizes)
+        everything = self._once("listing", "", lambda _: sorted((self.file_sizes("") or {}).items()))
+        prefix = f"{folder}/"
+        sizes: dict[str, int] = {}
+        for position in range(bisect_left(everything, (prefix, 0)), len(everything)):
+            name, size = everything[position]
+            if not name.startswith(prefix):
+                break
+            sizes[name.removeprefix(prefix)] = size
+        return sizes or None
 
     def create(self, name: str, data: bytes) -> bool:
         """Refused."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from prefect_elastic_train.config import (
     FailureSettings,
     ScalingSettings,
 )
-from prefect_elastic_train.driver import training
+from prefect_elastic_train.driver import main, training
 from prefect_elastic_train.driver.joining import fit_local_cluster
+from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
 from prefect_elastic_train.driver.training import check_loop, classify, prepare, resolve_loop
 from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
@@ -250,3 +253,16 @@ def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_do
     assert requester("a/mnist") == requester("a/mnist")
     assert len({requester("a/mnist"), requester("b/mnist"), requester("a/cifar")}) == 3
     assert "mnist" in requester("a/mnist")
+
+
+def test_a_driver_shows_life_while_it_takes_a_run_over_in_a_slow_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(LocalRunStore, "folders", lambda self, folder="": time.sleep(0.5) or [])
+    with (tmp_path / "output").open("w") as file:
+        output = EventOutput(file)
+    driver = main._Driver(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output)
+    assert driver._begin_attempt(driver._claim()).attempt == 1
+    output.close()
+    assert (tmp_path / "output").read_text().count('"controller_alive"') > 3

@@ -34,6 +34,7 @@ from prefect_elastic_train.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.runs import commits, layout
 from prefect_elastic_train.runs.commits import CommitLog, FencedOffError, all_commits, marks
 from prefect_elastic_train.runs.object_store import ObjectRunStore
+from prefect_elastic_train.runs.records import CommitRecord, encode
 from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads
 from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.seeding import copy_checkpoint
@@ -41,7 +42,7 @@ from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSetti
 from tests.support.processes import wait_for
 from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer, Which
 from tests.unit.ray_storage import Ray
-from tests.unit.support import Training, begin, claim
+from tests.unit.support import Training, begin, claim, with_result
 
 on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
 on_object_stores = pytest.mark.parametrize("storage", ["memory", "s3"], indirect=True)
@@ -849,6 +850,48 @@ def test_a_commit_whose_answer_was_lost_is_made_once(run: RetryingStore, proxy: 
     training.log = log
     training.report("b")
     assert all_commits(run) == [(1, 1), (1, 2)]
+
+
+@on_s3
+def test_a_restart_and_a_commit_cost_the_same_requests_however_many_checkpoints_are_kept(
+    storage: Storage, server: MotoServer, proxy: FaultProxy
+) -> None:
+    asked: list[dict[str, int]] = []
+    for kept in (10, 300):
+        run = storage.run(f"kept-{kept}-{uuid.uuid4().hex[:8]}")
+        begin(run)
+        keep(run, kept, server)
+        proxy.reset_counters()
+        begun = begin(run)
+        asked.append({"begin": len(proxy.requests)})
+        assert begun.point.checkpoint == f"c{kept - 1}"
+        proxy.reset_counters()
+        assert len(Ray(run, begun.attempt).start().checkpoints) == kept
+        asked[-1]["Ray's start"] = len(proxy.requests)
+        training = Training(run, begun.attempt, keep=3)
+        training.upload("more")
+        proxy.reset_counters()
+        assert len(training.commit("more").condemned) == kept - 2
+        asked[-1]["commit"] = len(proxy.requests)
+    assert asked[0] == asked[1]
+    assert max(asked[1].values()) <= 30
+
+
+def keep(run: RetryingStore, kept: int, server: MotoServer) -> None:
+    """Commit so many checkpoints of one file at once, as if they had come one by one."""
+    training = Training(run, 1)
+    bucket, _, prefix = run.path.partition("/")
+    client = server.client()
+    with ThreadPoolExecutor(8) as pool:
+        list(
+            pool.map(lambda n: client.put_object(Bucket=bucket, Key=f"{prefix}/c{n}/model.pt", Body=b"1"), range(kept))
+        )
+    snapshot = training.snapshot
+    for number in range(kept):
+        snapshot = with_result(snapshot, f"c{number}", {"loss": 1.0})
+    manifest = {f"c{number}": {"model.pt": 1} for number in range(kept)}
+    record = CommitRecord(attempt=1, sequence=1, snapshot=snapshot, manifest=manifest)
+    assert run.create(layout.commit_name(1, 1), encode(record))
 
 
 @on_all_storages
