@@ -56,8 +56,8 @@ from prefect_elastic_train.elastic.stalls import reporting, stalling
 from prefect_elastic_train.filesystems.faults import Waits, take_waits, waiting_since
 from prefect_elastic_train.filesystems.run_filesystem import uploading
 from prefect_elastic_train.reporting.errors import distinct
-from prefect_elastic_train.runs.commits import check_fence
-from prefect_elastic_train.runs.resume import SEED_COMMIT, attempt_commit, remove_interrupted_uploads
+from prefect_elastic_train.runs.commits import check_fence, newest_commit
+from prefect_elastic_train.runs.resume import SEED_COMMIT, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.runs.store import RunStore
 
@@ -305,7 +305,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._world_size = len(workers)
         self._commits_of_turn = self._reports_since_checkpoint = 0
         self._last_commit_at = time.time()
-        commit = attempt_commit(self._store, self._attempt)
+        commit = newest_commit(self._store, self._attempt)
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
         self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
         # What another run has counted says nothing of this one.
