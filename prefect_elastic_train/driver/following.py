@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from prefect_elastic_train.driver.details import WORKER_LINE, without_marks
 from prefect_elastic_train.driver.events import (
     EVENT_TAG,
     AttemptEnded,
@@ -14,7 +15,7 @@ from prefect_elastic_train.driver.events import (
     decode_event,
 )
 from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting.logs import without_colours
+from prefect_elastic_train.reporting.errors import last_cause
 
 __all__ = ["AttemptAccount"]
 
@@ -36,6 +37,7 @@ class AttemptAccount:
         self.ended_at = float("inf")
         self._alive_at = time.monotonic()
         self._doing = "starting"
+        #: What the driver itself has written last.
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
 
     def take(self, line: bytes) -> Event | str:
@@ -45,7 +47,9 @@ class AttemptAccount:
         if event is None and not text:
             return text
         if event is None:
-            self._last_words.append(without_colours(text))
+            words = without_marks(text)
+            if not WORKER_LINE.match(words):
+                self._last_words.append(words)
             return text
         if isinstance(event, AttemptStarted):
             self.attempt = event.attempt
@@ -71,10 +75,6 @@ class AttemptAccount:
         )
 
     def given_up(self, outcome: Outcome, message: str) -> AttemptEnded:
-        """Give the end of an attempt that did not say how it ended, with its last words."""
-        words = "\n".join(self._last_words)
-        return AttemptEnded(
-            attempt=self.attempt,
-            outcome=outcome,
-            message=f"{message}. Its last output:\n{words}" if words else message,
-        )
+        """Give the end of an attempt that did not say how it ended, with the cause that its last words name."""
+        cause = last_cause(self._last_words)
+        return AttemptEnded(attempt=self.attempt, outcome=outcome, message=f"{message}: {cause}" if cause else message)

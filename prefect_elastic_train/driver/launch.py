@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from prefect_elastic_train.config import ClusterSettings
 from prefect_elastic_train.driver.cluster import LocalCluster, write_token
+from prefect_elastic_train.driver.details import DETAIL_TAG
 from prefect_elastic_train.driver.events import AttemptEnded, ClusterWanted, Event
 from prefect_elastic_train.driver.following import AttemptAccount
 from prefect_elastic_train.driver.guard import DISMISSED
@@ -189,9 +191,12 @@ class Runtime:
         return self._cluster is not None and bool(self._cluster.address) and not self._cluster.is_alive()
 
     def last_words_of_cluster(self) -> str:
-        """Give what the local cluster said in the end, as a part of an error; empty if it said nothing."""
+        """Return which of its processes the local cluster saw go, as a part of an error; all it said is a detail."""
         words = self._cluster.last_words() if self._cluster is not None else ""
-        return f"; its last words were:\n{words}\n" if words else ""
+        for line in words.splitlines():
+            self.on_line("cluster", f"{DETAIL_TAG}{line}")
+        gone = ", ".join(re.findall(r"\w+ \[exit code=-?\d+\]", words))
+        return f": {gone}" if gone else ""
 
     def _start_cluster(self, cluster: LocalCluster, address_file: Path) -> None:
         try:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 
 from prefect_elastic_train import __version__
+from prefect_elastic_train.driver.details import Details
 from prefect_elastic_train.driver.events import (
     ALIVE_SECONDS,
     AttemptEnded,
@@ -34,6 +36,8 @@ from prefect_elastic_train.driver.events import (
     Event,
     Reported,
     RunRecalled,
+    WorkerFailed,
+    WorkersPreempted,
 )
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, read_spec
@@ -47,6 +51,7 @@ from prefect_elastic_train.outcomes import (
     StorageFaultError,
     is_passing,
 )
+from prefect_elastic_train.reporting.errors import cause
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import inherited_metrics, started_from
 from prefect_elastic_train.runs.attempts import (
@@ -76,6 +81,8 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 _STUCK_SECONDS = 4.5
 #: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.
 _LEAVE_SECONDS = 2.5
+#: How long after a failure what Ray says of it is written: the lines of other processes take a moment to come.
+_DETAILS_SECONDS = 2.0
 #: How long the history may take to read before an attempt begins.
 _RECALL_SECONDS = 20.0
 
@@ -87,7 +94,10 @@ class _Stopped(BaseException):
 def main(arguments: list[str]) -> int:
     """Run one attempt as the spec file says."""
     output = EventOutput(sys.stdout)
-    sys.stdout = LineStream(output.write_text, sys.__stdout__.fileno())  # type: ignore[union-attr]
+    details = Details()
+    for name, write in (("stdout", output.write_text), ("stderr", sys.stderr.write)):
+        descriptor = getattr(sys, f"__{name}__").fileno()
+        setattr(sys, name, LineStream(partial(details.take, write), descriptor))
     # Whatever a library writes there itself must not end up in the middle of an event.
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -97,31 +107,35 @@ def main(arguments: list[str]) -> int:
     spec_file = Path(arguments[0])
     spec = read_spec(spec_file)
     output.is_shared = spec.cluster.is_submitted
-    driver = _Driver(spec, output)
+    driver = _Driver(spec, output, details)
     threading.Thread(target=_end_if_stuck, args=(driver, spec_file), name="elastic-train-stop", daemon=True).start()
     try:
         ended = driver.run()
-    except AttemptFailedError as error:
-        ended = AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
     except (_Stopped, KeyboardInterrupt, SystemExit):
         ended = driver.stopped(spec_file)
-    except ConfigurationError as error:
-        ended = AttemptEnded(outcome=Outcome.INVALID, message=str(error))
-    except ConnectionError as error:
-        ended = AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {error}")
-    except OSError as error:
-        outcome = Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR
-        ended = AttemptEnded(outcome=outcome, message=_storage_message(driver.spec, error))
     except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
-        ended = AttemptEnded(
-            outcome=Outcome.DRIVER_LOST,
-            message=f"the driver failed: {type(error).__name__}: {error}\n{traceback.format_exc()}",
-        )
+        details.keep("".join(traceback.format_exception(error)))
+        ended = _end_by(driver.spec, error)
     # From here on a second signal must not cut the last word short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     driver.end_process(ended)
     return 0
+
+
+def _end_by(spec: DriverSpec, error: Exception) -> AttemptEnded:
+    """Return how an attempt ended that raised an error."""
+    if isinstance(error, AttemptFailedError):
+        return AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
+    if isinstance(error, ConfigurationError):
+        return AttemptEnded(outcome=Outcome.INVALID, message=str(error))
+    if isinstance(error, ConnectionError):
+        return AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {cause(str(error))}")
+    if isinstance(error, OSError):
+        outcome = Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR
+        return AttemptEnded(outcome=outcome, message=_storage_message(spec, error))
+    message = f"the driver failed: {type(error).__name__}: {cause(str(error))}"
+    return AttemptEnded(outcome=Outcome.DRIVER_LOST, message=message)
 
 
 def _end_if_stuck(driver: _Driver, spec_file: Path) -> None:
@@ -149,9 +163,10 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 class _Driver:
     """State of the attempt, and its end."""
 
-    def __init__(self, spec: DriverSpec, output: EventOutput) -> None:
+    def __init__(self, spec: DriverSpec, output: EventOutput, details: Details) -> None:
         self.spec = spec
         self._output = output
+        self._details = details
         self._storage = open_storage(spec.storage)
         self._store = self._storage.run(spec.run_name)
         self._emitting = threading.Lock()
@@ -188,6 +203,7 @@ class _Driver:
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
         # Ray Train's own print tees what the worker's standard output carries already: every line twice.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
         if self.spec.cluster.is_local:
             # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
             os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
@@ -264,6 +280,11 @@ class _Driver:
             self._output.put(event)
             if self._history is not None:
                 self._history.add(event)
+        if isinstance(event, WorkerFailed | WorkersPreempted):
+            self._details.keep_errors(event.errors, event.also)
+            later = threading.Timer(_DETAILS_SECONDS, self._write_details)
+            later.daemon = True
+            later.start()
 
     def close(self, ended: AttemptEnded) -> None:
         """Say the last word, and record it with the attempt if one was begun."""
@@ -275,6 +296,10 @@ class _Driver:
             # Whoever was told to end has some seconds; any other may wait for the storage to record its end.
             store = self._store.impatient(1.0) if interruptions() else self._store
             _within(_LEAVE_SECONDS, lambda: self._abandon_uploads(store))
+            if ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST):
+                _within(_LEAVE_SECONDS, self._write_details)
+                details = f"{store.uri}/{layout.details_name(self._attempt)}"
+                ended = ended.model_copy(update={"message": f"{ended.message}; details: {details}"})
             try:
                 end_attempt(store, self._attempt, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:
@@ -309,6 +334,13 @@ class _Driver:
         sys.stderr.flush()
         # Ray's dashboard shows a job's exit code.
         os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
+
+    def _write_details(self) -> None:
+        """Write what Ray has said itself beside the run's records."""
+        try:
+            self._store.impatient(1.0).replace(layout.details_name(self._attempt), self._details.content())
+        except OSError as error:
+            logger.warning("could not write the details of what failed: %s", error)
 
     def _release(self) -> None:
         from prefect_elastic_train.driver.training import requester_id

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _MAX_DROPPABLE = 1000
 _MAX_EVENTS = 100_000
 _SEND_TIMEOUT_SECONDS = 10.0
+#: Characters of a line that is not complete.
+_MAX_REST = 100_000
 
 #: Where a sender reaches a receiver: port on the loopback interface and a key.
 Receiving = tuple[int, str]
@@ -229,6 +231,8 @@ class LineStream:
         """Write text; a line is handed on when it is complete."""
         pending = getattr(self._rest, "text", "") + text
         lines, newline, rest = pending.rpartition("\n")
+        if len(rest) > _MAX_REST:
+            lines, newline, rest = pending, "\n", ""
         self._rest.text = rest
         if newline:
             self._write_lines(lines + newline)

@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,6 +24,8 @@ from prefect_elastic_train.outcomes import (
     StorageFaultError,
     is_passing,
 )
+from prefect_elastic_train.reporting.errors import cause as in_short
+from prefect_elastic_train.reporting.errors import causes, distinct
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.store import RunStore
 
@@ -217,8 +218,9 @@ def make_datasets(prepared: Prepared, attempt: int) -> dict[str, Any]:
             datasets = datasets()
         return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
     except Exception as error:
+        logger.error("the datasets could not be made", exc_info=True)
         raise AttemptFailedError(
-            f"the datasets could not be made: {type(error).__name__}: {error}\n{traceback.format_exc()}",
+            f"the datasets could not be made: {type(error).__name__}: {error}",
             outcome=Outcome.USER_ERROR,
             attempt=attempt,
         ) from error
@@ -336,10 +338,12 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
         ignored = ignored_checkpoint(error)
         if ignored is not None:
             return failed(Outcome.USER_ERROR, f"{ignored} (FailureBudget.ignored_checkpoint is 'fail')")
+        texts, also = distinct({rank: f"{type(e).__name__}: {e}" for rank, e in error.worker_failures.items()})
+        why = "; ".join(causes(texts, also))
         # When a rank dies, the others fail in their collectives: then its death is the cause.
         if not any(is_death(failure) for failure in error.worker_failures.values()):
-            return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows.\n{error}")
-        return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows.\n{error}")
+            return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows: {why}")
+        return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows: {why}")
     if isinstance(error, PreemptionError):
         return failed(Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}")
     if isinstance(error, TypeError) and "serialize" in str(error):
@@ -347,16 +351,16 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     if isinstance(cause, ray.exceptions.RuntimeEnvSetupError):
         return failed(Outcome.INVALID, f"the runtime environment cannot be set up: {cause}")
     if isinstance(cause, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
-        return failed(Outcome.DRIVER_LOST, f"Ray Train's controller died: {cause}")
+        return failed(Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(str(cause))}")
     # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
     if isinstance(cause, ray.exceptions.RaySystemError | ray.exceptions.GetTimeoutError | ConnectionError):
-        return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {cause}")
+        return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}")
     if isinstance(cause, StorageFaultError):
         return failed(Outcome.DRIVER_LOST if is_passing(cause) else Outcome.STORAGE_ERROR, str(cause))
     if isinstance(cause, OSError):
         outcome = Outcome.DRIVER_LOST if is_passing(cause) else Outcome.STORAGE_ERROR
         return failed(outcome, f"the run directory could not be written: {cause}")
-    return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {type(cause).__name__}: {cause}")
+    return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}")
 
 
 def requester_id(store: RunStore) -> str:

@@ -27,6 +27,7 @@ from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 
+from prefect_elastic_train.driver.details import mark_ray_logs, mark_told
 from prefect_elastic_train.driver.events import (
     ALIVE_SECONDS,
     CheckpointCommitted,
@@ -116,6 +117,7 @@ class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     def after_init_train_context(self) -> None:
         """Let checkpoints be read and written by the run filesystem, and note what the loop asks for."""
         try:
+            mark_ray_logs()
             context = get_train_context()
             note_checkpoints(context)
             context.checkpoint = readable(context.checkpoint)
@@ -255,6 +257,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Begin to send, and to show signs of life."""
         global _current
         _current = self
+        mark_told()
         self._sender = EventSender(self._receiving)
         self._stopped = threading.Event()
         threading.Thread(target=self._show_life, name="elastic-train-alive", daemon=True).start()

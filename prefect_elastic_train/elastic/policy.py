@@ -85,10 +85,15 @@ class _Reservation(TrainAutoscalingCoordinatorClient):  # type: ignore[misc]
                 ),
                 timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
             )
-        except Exception:
-            logger.warning("Could not reserve resources for %s", self._requester_id, exc_info=True)
+        except Exception as error:
+            logger.log(_level(error), "Could not reserve resources for %s", self._requester_id, exc_info=True)
         else:
             self._latest_autoscaling_request_time = time.monotonic()
+
+
+def _level(error: Exception) -> int:
+    """Return how loudly a question without an answer is told: on a busy machine a late one is no fault."""
+    return logging.DEBUG if isinstance(error, ray.exceptions.GetTimeoutError) else logging.WARNING
 
 
 def release_reservation(requester_id: str) -> None:
@@ -172,8 +177,8 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
                 workers = self._workers_to_start_with(now)
         except CapacityTimeoutError:
             raise
-        except Exception:
-            logger.warning("No decision about a start; it is tried again", exc_info=True)
+        except Exception as error:
+            logger.log(_level(error), "No decision about a start; it is tried again", exc_info=True)
         if workers:
             self._asked_for = workers
             return self._get_resize_decision(workers)
@@ -190,8 +195,8 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             if callback is not None:
                 callback.renew_reservation = self._maybe_send_resource_request
             return self._decide_growth(worker_group_state, worker_group_status)
-        except Exception:
-            logger.warning("No decision about growth; training goes on", exc_info=True)
+        except Exception as error:
+            logger.log(_level(error), "No decision about growth; training goes on", exc_info=True)
             return NoopDecision()
 
     def _take_in_what_became_of_the_last_group(self, now: float) -> None:
@@ -321,7 +326,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
                 self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True),
                 timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
             )
-        except Exception:
-            logger.warning("No answer about reserved resources for %s", self._requester_id, exc_info=True)
+        except Exception as error:
+            logger.log(_level(error), "No answer about reserved resources for %s", self._requester_id, exc_info=True)
             return None
         return reserved

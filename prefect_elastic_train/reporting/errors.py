@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-__all__ = ["all_ranks", "cause", "causes", "distinct", "ranks_in_words"]
+__all__ = ["all_ranks", "cause", "causes", "distinct", "last_cause", "own_errors", "ranks_in_words"]
 
 #: A line of a traceback that names the exception, possibly behind its module.
 _EXCEPTION = re.compile(
@@ -15,6 +16,13 @@ _EXCEPTION = re.compile(
 _DEATH = re.compile(
     r"actor (?:is dead|died)|worker (?:is )?died|node \S+ (?:is dead|died)|Worker unexpectedly exits", re.IGNORECASE
 )
+#: What the survivors' collectives say when a rank is gone.
+_CONSEQUENCE = re.compile(
+    r"gloo|NCCL|ProcessGroup|DistBackendError|(?:closed|reset) by peer|coordination service", re.IGNORECASE
+)
+#: How Ray's core begins an error of its own.
+_OF_CORE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,.]+ [EFC] \d+ \d+\] (?:\(\S+\) )?\S+ +")
+_LOST_CONNECTION = "Worker unexpectedly exits with a connection error"
 #: Process ids, addresses and the like differ where the error is the same.
 _VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")
 _MAX_CAUSES = 3
@@ -63,21 +71,50 @@ def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[
     return texts, also
 
 
-def causes(errors: Mapping[str, str], also: Mapping[str, Sequence[int]]) -> list[str]:
-    """Give the causes of a failure in short: deaths of ranks first, since what the survivors report follows from them.
+def causes(
+    errors: Mapping[str, str],
+    also: Mapping[str, Sequence[int]],
+    named: Callable[[Sequence[int]], str] = lambda ranks: ranks_in_words(ranks),
+) -> list[str]:
+    """Return the causes of a failure in short: what the survivors' collectives report follows from them.
 
     Args:
         errors: Ranks and their errors, as :func:`distinct` gives them.
         also: Other ranks with the same.
+        named: Returns ranks in words.
     """
-    found = [
-        (*_cause(text), [int(rank), *also.get(rank, [])])
-        for rank, text in sorted(errors.items(), key=lambda item: int(item[0]))
-    ]
-    deaths = [item for item in found if item[1]]
-    words = [f"{ranks_in_words(ranks)}: {cause}" for cause, _, ranks in (deaths or found)]
+    words = [f"{named([error.rank, *also.get(str(error.rank), [])])}: {error.cause}" for error in _leading(errors)]
     left = len(words) - _MAX_CAUSES
     return words[:_MAX_CAUSES] + ([f"and {left} other errors"] if left > 0 else [])
+
+
+def own_errors(errors: Mapping[str, str]) -> dict[str, str]:
+    """Return those errors in full that the loop itself raised, by rank; none if a rank died, which the others met."""
+    return {str(error.rank): errors[str(error.rank)] for error in _leading(errors) if not error.is_death}
+
+
+def last_cause(lines: Sequence[str]) -> str:
+    """Return in short which error a process has written last; empty if it has written none."""
+    for line in reversed(lines):
+        core = _OF_CORE.match(line)
+        if core or _EXCEPTION.match(line) or line.startswith("Fatal Python error"):
+            return line[core.end() if core else 0 :].split(". ")[0][:_MAX_CAUSE]
+    return ""
+
+
+class _Error(NamedTuple):
+    """What a rank says, in short."""
+
+    rank: int
+    cause: str
+    is_death: bool
+
+
+def _leading(errors: Mapping[str, str]) -> list[_Error]:
+    """Return the errors that the others follow from: deaths, else what is no broken collective, else all."""
+    found = sorted(_Error(int(rank), *_cause(text)) for rank, text in errors.items())
+    deaths = [error for error in found if error.is_death]
+    return deaths or [error for error in found if not _CONSEQUENCE.search(error.cause)] or found
 
 
 def cause(text: str) -> str:
@@ -116,4 +153,6 @@ def _cause(text: str) -> tuple[str, bool]:
     death = next((line for line in lines if _DEATH.search(line)), None)
     named = [line for line in lines if _EXCEPTION.match(line)]
     cause = death or (named[-1] if named else lines[-1])
+    if death is not None and _LOST_CONNECTION in text:
+        cause = "its process was killed or has crashed"
     return cause[:_MAX_CAUSE], death is not None

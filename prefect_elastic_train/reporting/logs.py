@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
+from collections.abc import Sequence
 
+from prefect_elastic_train.driver.details import DETAIL_TAG, WORKER_LINE, is_detail, without_marks
 from prefect_elastic_train.driver.events import (
     AttemptEnded,
     AttemptStarted,
@@ -21,32 +22,21 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
-from prefect_elastic_train.reporting.errors import ranks_in_words
+from prefect_elastic_train.reporting.errors import causes, own_errors, ranks_in_words
 from prefect_elastic_train.reporting.log_limits import OutputLimits
 from prefect_elastic_train.reporting.rates import TokenBucket
+from prefect_elastic_train.reporting.report import WORTH_TELLING_SECONDS
 from prefect_elastic_train.reporting.words import size
+from prefect_elastic_train.runs.layout import details_name
 
-__all__ = ["RunLog", "without_colours"]
+__all__ = ["RunLog"]
 
-#: Ray's prefix of a worker's line: actor, process id and, for another node, its address.
-_WORKER_LINE = re.compile(r"^(?:\x1b\[\d+m)*\((?P<actor>\w+) pid=(?P<pid>\d+)(?:, ip=(?P<ip>[\d.]+))?\)(?:\x1b\[0m)* ?")
-#: Lines of Ray that say once for each rank and report what an event says once, and one that means nothing.
-_CHATTER = re.compile(
-    r"Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: "
-    r"|Actor with class name: 'PreemptionWatcher' and ID: |Running entrypoint for job |-- Runtime env is setting up"
-)
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE = 8000
 #: Different errors of a failure that are told in full.
 _MAX_ERRORS = 5
 #: Commits that are told of.
 _COMMITS_PER_SECOND = 0.5
 _COMMITS_AT_ONCE = 100.0
-
-
-def without_colours(text: str) -> str:
-    """Give text without the terminal's colour codes."""
-    return _COLOURS.sub("", text)
 
 
 class _SteadyLogger:
@@ -67,6 +57,10 @@ class _SteadyLogger:
 
     def warning(self, message: str, *arguments: object) -> None:
         self._log(logging.WARNING, message, *arguments)
+
+    @property
+    def tells_details(self) -> bool:
+        return self._logger.isEnabledFor(logging.DEBUG)
 
     def _log(self, level: int, message: str, *arguments: object) -> None:
         try:
@@ -92,10 +86,17 @@ class RunLog:
         self._commits = TokenBucket(_COMMITS_PER_SECOND, _COMMITS_AT_ONCE)
         self._commits_left_out = 0
         self._attempt = 0
+        self._run_uri = ""
+        #: Where a restart begins, as far as is known.
+        self._checkpoint = ""
+        #: Errors of this attempt's loops that were told in full.
+        self._told: set[str] = set()
+        self._short_waits: list[StorageWaited] = []
 
     def line(self, source: str, text: str) -> None:
-        """Write a line of output; a worker's is tagged with its rank."""
-        if not text.strip() or _CHATTER.search(text):
+        """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
+        detail = is_detail(text)
+        if (detail and not self._logger.tells_details) or not text.replace(DETAIL_TAG, "").strip():
             return
         who, rest = self._source(source, text)
         let_through = self._limits.lets_through(who, rest)
@@ -104,7 +105,8 @@ class RunLog:
             self._logger.info("%s", notice)
         if let_through:
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
-            self._logger.info("%s", f"[{tag}] {rest}"[:_MAX_LINE])
+            tell = self._logger.debug if detail else self._logger.info
+            tell("%s", f"[{tag}] {rest}"[:_MAX_LINE])
 
     def event(self, event: Event) -> None:
         """Write an event that a person wants to know of."""
@@ -115,7 +117,7 @@ class RunLog:
                 "Joined the Ray cluster at %s (%g CPUs, %g GPUs)", event.address, cpus, event.resources.get("GPU", 0)
             )
         elif isinstance(event, AttemptStarted):
-            self._attempt = event.attempt
+            self._begin(event)
             where = f"from checkpoint {event.checkpoint}" if event.checkpoint else "from the beginning"
             log.info(
                 "Attempt %d of run %s starts %s; run directory %s", event.attempt, event.run_name, where, event.run_uri
@@ -144,13 +146,7 @@ class RunLog:
                 f", {when[event.reason]}" if event.reason in when else "",
             )
         elif isinstance(event, WorkerFailed | WorkersPreempted):
-            what = "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure"
-            then = "the worker group is restarted" if event.retried else event.gives_up
-            errors = _errors(event)
-            first = errors[0] if errors else ""
-            log.warning("%s: %s; %d reports since the last checkpoint\n%s", what, then, event.reports_lost, first)
-            for error in errors[1:]:
-                log.warning("%s", error)
+            self._fail(event)
         elif isinstance(event, WaitingForCapacity):
             log.warning(
                 "Waiting for capacity for %.0f s: %d workers fit, at least %d are needed with %s each; lacking: %s",
@@ -161,13 +157,7 @@ class RunLog:
                 event.missing or "more of them",
             )
         elif isinstance(event, StorageWaited):
-            log.warning(
-                "The %s waited %.1f s for the storage, in which %d requests failed and were repeated; last: %s",
-                event.who,
-                event.seconds,
-                event.tries,
-                event.last,
-            )
+            self._wait(event)
         elif isinstance(event, CheckpointCommitted):
             self._commit(event)
         elif isinstance(event, AttemptEnded) and event.already_finished:
@@ -175,7 +165,61 @@ class RunLog:
         elif isinstance(event, StateChanged):
             log.debug("Ray Train is %s", event.state)
 
+    def _begin(self, event: AttemptStarted) -> None:
+        self._attempt, self._run_uri, self._checkpoint = event.attempt, event.run_uri, event.checkpoint
+
+    def _fail(self, event: WorkerFailed | WorkersPreempted) -> None:
+        """Tell in a line what failed and what is done about it, and below it what the loop raised, each error once."""
+        then = f"{event.gives_up}; {event.reports_lost} reports since the last checkpoint"
+        if event.retried:
+            where = f"checkpoint {self._checkpoint}" if self._checkpoint else "the beginning"
+            again = f"{event.reports_lost} reports since then are" if event.reports_lost else "nothing is"
+            then = f"the worker group is restarted from {where}, {again} done again"
+        why = "; ".join(causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
+        own = {rank: error for rank, error in own_errors(event.errors).items() if error not in self._told}
+        self._told.update(own.values())
+        texts = [
+            f"\n[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error.rstrip()}"
+            for rank, error in own.items()
+            if "\n" in error.strip()
+        ]
+        more = len(texts) - _MAX_ERRORS
+        self._logger.warning(
+            "%s: %s; %s; details: %s%s%s",
+            "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure",
+            why,
+            then,
+            f"{self._run_uri}/{details_name(self._attempt)}",
+            "".join(texts[:_MAX_ERRORS]),
+            f"\nand {more} other errors of other ranks" if more > 0 else "",
+        )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Return ranks in words; a single one with its process."""
+        words = ranks_in_words(ranks)
+        places = [place.rpartition(":") for place, rank in self._ranks.items() if [rank] == list(ranks)]
+        return f"{words} (pid {places[0][2]}, node {places[0][0]})" if places else words
+
+    def _wait(self, event: StorageWaited) -> None:
+        """Tell of a wait that is worth it, and of others when they add up to one."""
+        self._short_waits.append(event)
+        seconds = sum(wait.seconds for wait in self._short_waits)
+        if seconds < WORTH_TELLING_SECONDS:
+            return
+        tries, times = sum(wait.tries for wait in self._short_waits), len(self._short_waits)
+        who = {wait.who for wait in self._short_waits}
+        self._short_waits.clear()
+        self._logger.warning(
+            "The %s waited %.1f s for the storage%s, in which %d requests failed and were repeated; last: %s",
+            " and the ".join(sorted(who)),
+            seconds,
+            f", {times} times together" if times > 1 else "",
+            tries,
+            event.last,
+        )
+
     def _commit(self, event: CheckpointCommitted) -> None:
+        self._checkpoint = event.checkpoint
         if not self._commits.take():
             self._commits_left_out += 1
             return
@@ -198,9 +242,11 @@ class RunLog:
     def past_event(self, event: Event) -> None:
         """Take in an event that was told before, for what comes."""
         if isinstance(event, AttemptStarted):
-            self._attempt = event.attempt
+            self._begin(event)
         elif isinstance(event, WorkerGroupStarted):
             self._know(event.ranks)
+        elif isinstance(event, CheckpointCommitted):
+            self._checkpoint = event.checkpoint
 
     def close(self) -> None:
         """Tell how many lines were left out at the end."""
@@ -210,24 +256,16 @@ class RunLog:
 
     def _source(self, source: str, text: str) -> tuple[str, str]:
         """Give who prints a line, and what it says."""
-        match = _WORKER_LINE.match(text)
-        rest = without_colours(text[match.end() :] if match else text)
+        text = without_marks(text)
+        match = WORKER_LINE.match(text)
         if match is None:
-            return source, rest
+            return source, text
+        rest = text[match.end() :]
         if match["actor"] != "RayTrainWorker":
             return match["actor"], rest
-        ip, pid = match["ip"], match["pid"]
+        ip, pid = match["ip"], match["pid"] or ""
         rank = self._ranks.get(f"{ip}:{pid}") if ip else self._ranks_by_pid.get(pid)
         return (f"rank {rank}" if rank is not None else f"worker {pid}"), rest
-
-
-def _errors(event: WorkerFailed | WorkersPreempted) -> list[str]:
-    """Give the different errors of a failure with their ranks, the first ones whole."""
-    errors = []
-    for rank, error in sorted(event.errors.items(), key=lambda item: int(item[0])):
-        errors.append(f"[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error}")
-    more = len(errors) - _MAX_ERRORS
-    return [*errors[:_MAX_ERRORS], *([f"and {more} other errors of other ranks"] if more > 0 else [])]
 
 
 def _short(metrics: dict[str, object]) -> str:

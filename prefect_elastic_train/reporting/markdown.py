@@ -117,15 +117,17 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
 def _incidents(report: RunReport, now: float) -> str:
     if not report.incidents:
         return "Nothing yet."
-    rows = [[clock(incident.at, now), _what(incident), code(incident.why)] for incident in reversed(report.incidents)]
+    items = [_incident(incident, now) for incident in reversed(report.incidents)]
     if report.incidents_left_out:
-        rows.insert(-10, ["…", f"{report.incidents_left_out} more are left out", ""])
-    return _table(["when", "what", "why"], rows)
+        items.insert(-10, f"- … {report.incidents_left_out} more are left out")
+    return "\n".join(items)
 
 
-def _what(incident: Incident) -> str:
-    text = plain(incident.what)
-    return f"**{text}**" if incident.kind in ("failure", "preemption", "driver", "loop", "end") else text
+def _incident(incident: Incident, now: float) -> str:
+    """Return when, what and, on a line below, why: a page cuts off the last column of a wide table."""
+    what, why = plain(incident.what), plain(incident.why)
+    what = f"**{what}**" if incident.kind in ("failure", "preemption", "driver", "loop", "end") else what
+    return f"- {clock(incident.at, now)} {what}" + (f"  \n  {why}" if why else "")
 
 
 def _time(account: TimeAccount) -> str:

@@ -10,12 +10,14 @@ __all__ = [
     "ENDED",
     "EVENTS",
     "HEARTBEAT",
+    "LOGS",
     "RUN",
     "SNAPSHOT",
     "STATE_FOLDER",
     "UPLOADS",
     "attempt_name",
     "commit_name",
+    "details_name",
     "ended_name",
     "parse_attempt",
     "parse_commit",
@@ -32,6 +34,7 @@ EVENTS = f"{STATE_FOLDER}/events"
 #: One small object for each checkpoint folder whose upload has begun, by the attempt that began it.
 UPLOADS = f"{STATE_FOLDER}/uploads"
 HEARTBEAT = f"{STATE_FOLDER}/heartbeat.json"
+LOGS = f"{STATE_FOLDER}/logs"
 
 _ATTEMPT = re.compile(r"^(\d{4,})\.json$")
 _COMMIT = re.compile(r"^(\d{4,})-(\d{6,})\.json$")
@@ -45,6 +48,11 @@ def attempt_name(attempt: int) -> str:
 def ended_name(attempt: int) -> str:
     """Give the object that tells how an attempt ended."""
     return f"{ENDED}/{attempt:04d}.json"
+
+
+def details_name(attempt: int) -> str:
+    """Return the object with what Ray said itself in an attempt in which something failed."""
+    return f"{LOGS}/{attempt:04d}.log"
 
 
 def commit_name(attempt: int, sequence: int) -> str:

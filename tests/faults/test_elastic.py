@@ -27,7 +27,7 @@ from prefect_elastic_train.runs.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
 from tests.support.loops import hash_after
 from tests.support.processes import FlowProcess, commits, read_ledger, repeated, steps_of, wait_for
-from tests.support.reports import report_of, run_events, table_below
+from tests.support.reports import incidents_of, report_of, run_events
 
 Start = Callable[..., FlowProcess]
 
@@ -194,17 +194,16 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
         report = report_of(client, training.flow.flow_run_id)
         told = run_events(client, training.flow.flow_run_id)
     assert "1 worker failure, 1 driver restart, 1 resize" in report
-    happened = table_below(report, "What happened")
-    assert [row["what"].strip("*").partition(":")[0] for row in reversed(happened)] == [
+    happened = incidents_of(report)[::-1]
+    assert [what.partition(":")[0] for what, _ in happened] == [
         "attempt 1 starts from the beginning",
         "worker failure",
         "attempt 2",
         "from 2 to 3 workers; nothing is done again",
         "completed",
     ]
-    _, failure, restart, resize, _ = [row["why"] for row in reversed(happened)]
-    assert "rank 1: " in failure
-    assert "died" in failure
+    _, failure, restart, resize, _ = [why for _, why in happened]
+    assert "rank 1: its process was killed or has crashed" in failure
     assert "was ended by signal 9 (SIGKILL)" in restart
     assert "there is room for 3 workers" in resize
     troubles = {"worker-failed", "preempted", "driver-restarted", "resized", "waiting-for-capacity", "storage-waited"}

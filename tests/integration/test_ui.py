@@ -165,7 +165,7 @@ def test_run_is_started_from_a_form_with_blocks_from_its_lists(ui: PrefectUI, tr
     training.wait_for_steps(1, 120)
 
 
-def test_report_of_a_running_training_shows_a_picture_a_table_and_the_failure(
+def test_report_of_a_running_training_shows_a_picture_and_the_failure_with_its_cause(
     ui: PrefectUI, training: StartedRun
 ) -> None:
     training.wait_for_steps(2 * FAILING_STEP, 120)
@@ -175,8 +175,8 @@ def test_report_of_a_running_training_shows_a_picture_a_table_and_the_failure(
     ui.open_run(RUN)
     report = ui.open_artifact(f"elastic-train-{RUN}", timeout=30)
     ui.reload_until(report.filter(has_text=ERROR), 30)
-    row = report.get_by_role("row").filter(has_text="worker failure: the workers are restarted")
-    expect(row.filter(has_text=ERROR)).to_have_count(1)
+    item = report.get_by_role("listitem").filter(has_text="worker failure: the workers are restarted")
+    expect(item.filter(has_text=ERROR)).to_have_count(1)
     pictures = report.get_by_role("img")
     expect(pictures.first).to_be_visible()
     for picture in pictures.all():

@@ -61,7 +61,7 @@ def ledger_loop(config: dict[str, Any]) -> None:
                 state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, os.path.join(folder, "state.pt"))
             saved = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"step": step, "loss": float(loss)}, checkpoint=saved)
+        ray.train.report({"step": step, "loss": loss.item()}, checkpoint=saved)
 
 
 def failing_loop(config: dict[str, Any]) -> None:

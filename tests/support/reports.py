@@ -31,11 +31,10 @@ def report_of(client: SyncPrefectClient, flow_run_id: str) -> str:
     return str(artifact.data)
 
 
-def table_below(report: str, heading: str) -> list[dict[str, str]]:
-    """Give the rows of the table below a heading, by the names of their columns."""
-    section = report.split(f"### {heading}\n\n", 1)[1].split("\n\n", 1)[0]
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in section.splitlines()]
-    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+def incidents_of(report: str) -> list[tuple[str, str]]:
+    """Return what happened by a report, and why, the newest first."""
+    section = report.split("### What happened\n\n", 1)[1].split("\n\n", 1)[0]
+    return re.findall(r"^- \S+ \**(.+?)\**(?:  \n  (.+))?$", section.replace("\\", ""), re.MULTILINE)
 
 
 def run_events(client: SyncPrefectClient, flow_run_id: str = "", run_name: str = "") -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from prefect_elastic_train.driver.events import (
     LoopWarned,
     Reported,
     StateChanged,
+    StorageWaited,
     WaitingForCapacity,
     WorkerFailed,
     WorkerGroupResized,
@@ -27,7 +28,7 @@ from prefect_elastic_train.driver.events import (
 )
 from prefect_elastic_train.reporting.errors import distinct
 from prefect_elastic_train.reporting.log_limits import OutputLimits
-from prefect_elastic_train.reporting.logs import RunLog, without_colours
+from prefect_elastic_train.reporting.logs import RunLog
 
 
 class Lines(logging.Handler):
@@ -275,7 +276,8 @@ def test_the_error_of_a_thousand_ranks_is_told_once_with_its_ranks(lines: Lines)
     lines.records.clear()
     log.event(WorkerFailed(errors=texts, also=also, retried=True, reports_lost=3))
     (text,) = lines.texts
-    assert "[ranks 0-999] RuntimeError: rank 0 failed\nat 0" in text
+    assert text.startswith("Worker failure: ranks 0-999: RuntimeError: rank 0 failed; ")
+    assert text.endswith("\n[ranks 0-999] RuntimeError: rank 0 failed\nat 0")
 
 
 def test_the_different_errors_of_a_failure_are_told_whole_up_to_a_few(lines: Lines) -> None:
@@ -283,11 +285,12 @@ def test_the_different_errors_of_a_failure_are_told_whole_up_to_a_few(lines: Lin
     lines.records.clear()
     errors = {str(rank): "\n".join([*TRACEBACK, f"end {rank}"]) for rank in range(12)}
     log.event(WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
-    assert len(lines.texts) == 6
-    for rank in range(5):
-        assert errors[str(rank)] in lines.texts[rank]
-    assert "[ranks 3, 20-21]" in lines.texts[3]
-    assert lines.texts[5] == "and 7 other errors of other ranks"
+    log.event(WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
+    first, second = lines.texts
+    assert [str(rank) for rank in range(12) if errors[str(rank)] in first] == ["0", "1", "2", "3", "4"]
+    assert "[ranks 3, 20-21] Traceback" in first
+    assert first.endswith("\nand 7 other errors of other ranks")
+    assert len(second.splitlines()) == 1, "the same is not told in full again"
 
 
 def test_nothing_is_said_of_lines_left_out_when_none_was(lines: Lines) -> None:
@@ -362,19 +365,35 @@ def test_ranks_are_those_of_the_newest_worker_group(lines: Lines) -> None:
     assert lines.texts[-1] == "[attempt 3 rank 0] hello"
 
 
-def test_what_ray_says_for_each_rank_and_report_is_left_out(lines: Lines) -> None:
+DIED = """WorkerHealthCheckFailedError: A worker health check failed.
+The actor died unexpectedly before finishing this task.
+The actor is dead because its worker process has died. Worker exit detail: Worker unexpectedly exits with a connection \
+error code 2. End of file. Some common causes include: (1) the process was killed by the OOM killer"""
+
+
+def test_a_killed_worker_is_a_line_that_says_who_died_and_from_where_training_goes_on(lines: Lines) -> None:
+    log = _log()
+    log.event(WorkerGroupStarted(world_size=3, ranks=RANKS))
+    log.event(CheckpointCommitted(checkpoint="ckpt-7", size_bytes=1, metrics={}))
+    broken = "Traceback\n  …\nRuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.12]:3412"
+    log.event(WorkerFailed(errors={"0": broken, "1": DIED}, also={"0": [2]}, retried=True, reports_lost=3))
+    assert lines.texts[-1] == (
+        "Worker failure: rank 1 (pid 77, node 10.0.0.12): its process was killed or has crashed; the worker group is "
+        "restarted from checkpoint ckpt-7, 3 reports since then are done again; details: "
+        "/runs/mnist/.elastic_train/logs/0003.log"
+    )
+
+
+def test_waits_for_the_storage_are_told_when_they_are_long_or_have_become_so(lines: Lines) -> None:
     log = _log()
     lines.records.clear()
-    for text in (
-        "(RayTrainWorker pid=1) Reporting training result 3: TrainingReport(checkpoint=None)",
-        "(RayTrainWorker pid=1) Checkpoint successfully created at: Checkpoint(path=/x)",
-    ):
-        log.line("driver", text)
-    assert lines.texts == []
-
-
-def test_colours_are_taken_out_of_any_text() -> None:
-    assert without_colours("\x1b[1;31mred\x1b[0m and \x1b[36mcyan") == "red and cyan"
+    for seconds in (0.0, 0.4, 2.5, 0.2, 5.0):
+        log.event(StorageWaited(who="workers", seconds=seconds, tries=2, last="reset"))
+    assert [text.split(",")[0] for text in lines.texts] == [
+        "The workers waited 3.1 s for the storage",
+        "The workers waited 5.0 s for the storage",
+    ]
+    assert "4 times together, in which 8 requests failed" in lines.texts[0]
 
 
 SAID: list[tuple[Event, int, list[str]]] = [
@@ -396,7 +415,10 @@ SAID: list[tuple[Event, int, list[str]]] = [
     (
         WorkerFailed(errors={"1": "ValueError: nan"}, retried=True, reports_lost=3),
         logging.WARNING,
-        ["Worker failure", "restarted", "3 reports", "[rank 1] ValueError: nan"],
+        [
+            "Worker failure: rank 1: ValueError: nan; ",
+            "restarted from the beginning, 3 reports since then are done again",
+        ],
     ),
     (WorkersPreempted(errors={}, retried=False), logging.WARNING, ["Preemption", "budget is used up"]),
     (

@@ -560,7 +560,7 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
         "1 worker failure",
         "goodput",
         "worker failure: the workers are restarted; 3 reports are done again",
-        "`rank 1: ValueError: nan`",
+        "are done again**  \n  rank 1: ValueError: nan\n",
         "training that was kept",
         "restarts after failures",
         "`ckpt-51`",

@@ -1,0 +1,70 @@
+"""Ray's own output, told apart from the user's."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from prefect_elastic_train.driver.details import Details, is_detail
+from prefect_elastic_train.reporting.logs import RunLog
+
+RAYS = [
+    "(TrainController pid=5) Graceful shutdown of backend failed.",
+    "\x1b[36m(TrainController pid=5, ip=10.0.0.3)\x1b[0m Traceback (most recent call last):",
+    "(SplitCoordinator pid=9) Execution plan of Dataset numbers_0: InputDataBuffer[Input]",
+    "(raylet) A worker died or was killed while executing a task by an unexpected system error.",
+    "(raylet, ip=10.0.0.3) *** SIGSEGV received at time=1",
+    "(RayTrainWorker pid=7) @elastic-train-detail Error in training function:",
+    "(RayTrainWorker pid=7) [2026-11-22 15:36:29,080 E 7 70] core_worker.cc:1: Failed to connect",
+    "(RayTrainWorker pid=7)     @     0x7f00  (unknown)",
+    "(RayTrainWorker pid=7) [rank1]:[W1122 15:36:29.123456789 ProcessGroupNCCL.cpp:1496] Warning: destroy",
+    "(RayTrainWorker pid=7) Reporting training result 3: TrainingReport(checkpoint=None)",
+    "(RayTrainWorker pid=7) Checkpoint successfully created at: Checkpoint(path=/x)",
+    "2026-11-22 15:38:12,196\tWARNING tqdm_ray.py:319 -- tqdm is not installed. Progress bars will be disabled.",
+]
+USERS = [
+    "(RayTrainWorker pid=7) epoch 3: loss 0.25",
+    "(RayTrainWorker pid=7, ip=10.0.0.3) Traceback (most recent call last):",
+    "(RayTrainWorker pid=7) [W1122 15:36:29.123456789 reducer.cpp:1400] Warning: find_unused_parameters=True",
+    "(MapBatches(clean) pid=7) a row without a number",
+    "(autoscaler +12s) Error: No available node types can fulfill resource request",
+    "(TrainController pid=5) @elastic-train-told Removed checkpoints whose upload was interrupted: a",
+    "2026-11-22 15:38:12,196 INFO train.py epoch 3",
+    "ValueError: mine",
+    "",
+]
+
+
+@pytest.mark.parametrize("line", RAYS)
+def test_line_of_rays_own_is_a_detail(line: str) -> None:
+    assert is_detail(line)
+
+
+@pytest.mark.parametrize("line", USERS)
+def test_line_of_the_user_or_of_ours_is_told(line: str) -> None:
+    assert not is_detail(line)
+
+
+def test_a_record_of_rays_own_is_a_detail_to_its_end_and_all_of_it_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    record = ["2026-11-22 15:38:12,196\tERROR worker.py:319 -- Failed.", "Traceback (most recent call last):", "E: x"]
+    details, log = Details(), RunLog(logging.getLogger("details"), 100)
+    with caplog.at_level(logging.DEBUG, "details"):
+        for lines in ("mine\n", "\n".join(record) + "\n", "mine too\n"):
+            details.take(lambda text: [log.line("stderr", line) for line in text.splitlines()], lines)
+    told = [(entry.levelname, entry.getMessage()) for entry in caplog.records]
+    assert told == [
+        ("INFO", "[stderr] mine"),
+        *(("DEBUG", f"[stderr] {line}") for line in record),
+        ("INFO", "[stderr] mine too"),
+    ]
+    assert [line[9:] for line in details.content().decode().splitlines()] == record, "behind the time of day"
+
+
+def test_only_so_much_is_kept_and_that_is_the_newest() -> None:
+    details = Details()
+    for number in range(10_000):
+        details.keep(f"{number} {'x' * 100}")
+    content = details.content()
+    assert 190_000 < len(content) <= 200_000
+    assert b" 9999 " in content
