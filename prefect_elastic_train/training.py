@@ -258,6 +258,8 @@ class _ElasticTrain:
             result: TrainingResult = _with_budget(_elastic_train_task, request)(request)
         except _NothingToSayError as error:
             raise Abort(str(error)) from error
+        except AttemptFailedError as error:
+            raise error.with_traceback(None)  # noqa: B904 - the message says it all, and Prefect logs all frames
         finally:
             _close_waiting(request, sys.exc_info()[1])
         return result
@@ -286,6 +288,8 @@ async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingRes
         result: TrainingResult = await _with_budget(_aelastic_train_task, request)(request)
     except _NothingToSayError as error:
         raise Abort(str(error)) from error
+    except AttemptFailedError as error:
+        raise error.with_traceback(None)  # noqa: B904 - as above
     except asyncio.CancelledError:
         if interruptions(signal.SIGINT) > interrupts:
             # asyncio makes a cancellation of Ctrl-C, which Prefect could not tell from the end of a machine.

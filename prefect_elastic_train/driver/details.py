@@ -49,9 +49,10 @@ _RAYS_FORM = re.compile(
     r"|\[(?:failure_signal_handler|symbolize)\w*\.cc ?: ?\d+\] "
     r"|\*\*\* (?:SIG[A-Z]+ received at|StackTrace Information)"
     r"|PC: @ +0x|    @ +0x|\S+\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]"
-    r"|Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: "
     r"|Actor with class name: 'PreemptionWatcher' and ID: |Running entrypoint for job |-- Runtime env is setting up"
 )
+#: What Ray says once for each rank and report, and an event once.
+_CHATTER = re.compile(r"Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: ")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE = 8000
 _MAX_BYTES = 200_000
@@ -107,11 +108,13 @@ class Details:
     def take(self, write: Callable[[str], object], lines: str) -> None:
         """Take whole lines of the driver's output and hand them on, marked where a record of Ray's own goes on.
 
+        What Ray says of each report is left out.
+
         Args:
             write: Hands them on.
             lines: What was written at once.
         """
-        split = lines.splitlines(keepends=True)
+        split = [line for line in lines.splitlines(keepends=True) if not _CHATTER.search(line)]
         of_ray = bool(_RAYS_FORM.match(lines))
         tagged = [DETAIL_TAG + line if of_ray and not is_detail(line) else line for line in split]
         self.keep("".join(filter(is_detail, tagged)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -109,20 +110,39 @@ def test_killed_head_is_waited_for_and_the_run_resumes_on_the_new_one(
     wait_for(lambda: not head.train_processes(), 20, "the workers to leave the new cluster")
 
 
-@pytest.mark.soak
-def test_killed_worker_is_recovered_in_the_cluster_without_a_new_driver(
+def _lines_until_a_new_process_trains(flow: FlowProcess, ledger: str, victim: psutil.Process) -> list[str]:
+    """Kill a process of a training, and return what its log says until another one takes a step."""
+    known, told = {line["pid"] for line in read_ledger(ledger)}, len(flow.log.splitlines())
+    victim.kill()
+    wait_for(lambda: {line["pid"] for line in read_ledger(ledger)} - known, 120, "a step of another process")
+    return flow.log.splitlines()[told:]
+
+
+def test_killed_worker_and_then_driver_are_told_in_a_few_lines_and_rays_own_words_are_in_a_file(
     start: Start, ledger: str, undisturbed: dict[str, Any]
 ) -> None:
-    flow = start(config=train_config(ledger))
+    flow = start(config=train_config(ledger, sleep=0.1))
     wait_for(lambda: len(commits(flow.run)) >= 2 and max(steps_of(ledger)) >= 13, 120, "two commits")
     worker = next(line["pid"] for line in read_ledger(ledger) if line["rank"] == 1)
-    psutil.Process(worker).kill()
+    of_worker = _lines_until_a_new_process_trains(flow, ledger, psutil.Process(worker))
+    driver = flow.driver()
+    assert driver is not None
+    of_driver = _lines_until_a_new_process_trains(flow, ledger, driver)
     outcome = flow.wait(180)
     assert outcome["state"] == "COMPLETED"
-    assert outcome["result"]["attempts"] == 1
-    assert outcome["result"]["worker_failures"] == 1
-    assert repeated(steps_of(ledger)) <= CHECKPOINT_EVERY
+    assert (outcome["result"]["attempts"], outcome["result"]["worker_failures"]) == (2, 1)
+    assert repeated(steps_of(ledger)) <= 3 * CHECKPOINT_EVERY
     assert same_weights(final_weights(outcome["result"]["checkpoint_uri"]), undisturbed)
+
+    assert len(of_worker) <= 12, of_worker
+    assert len(of_driver) <= 12, of_driver
+    assert f"rank 1 (pid {worker}, node " in of_worker[0]
+    assert f"(pid {driver.pid}) was ended by signal 9 (SIGKILL)" in "".join(of_driver)
+    assert "Traceback" not in flow.log
+    details = Path(of_worker[0].rpartition("details: ")[2])
+    assert details.parent.parent.parent == flow.run
+    assert "Traceback (most recent call last)" in details.read_text()
+    assert "Graceful shutdown of backend failed" in details.read_text()
 
 
 @pytest.mark.parametrize(
