@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.reporting.errors import all_ranks, causes, distinct, ranks_in_words
+from prefect_elastic_train.reporting.errors import all_ranks, causes, distinct, own_errors, ranks_in_words
 
 TRACEBACK = """Traceback (most recent call last):
   File "/work/train.py", line 31, in loop
@@ -96,6 +96,14 @@ def test_deaths_are_told_rather_than_what_the_survivors_report() -> None:
     assert found == [
         "ranks 3-4: ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
     ]
+
+
+def test_what_the_collectives_of_the_others_say_follows_from_the_loop_that_raised() -> None:
+    errors = {"0": CONNECTION, "1": TRACEBACK, "2": CONNECTION.replace("gloo", "NCCL")}
+    assert causes(errors, {}) == ["rank 1: ValueError: bad batch 17"]
+    assert own_errors(errors) == {"1": TRACEBACK}
+    assert own_errors({"0": CONNECTION, "1": DEATH}) == {}
+    assert own_errors({"0": CONNECTION}) == {"0": CONNECTION}, "unless nothing else is said"
 
 
 def test_only_so_many_causes_are_told_and_the_rest_counted() -> None:
