@@ -46,6 +46,7 @@ _RAYS_FORM = re.compile(
     r"\[\d{4}-\d\d-\d\d [\d:,.]+ [A-Z] \d+ \d+\] "
     r"|\d{4}-\d\d-\d\d [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- "
     r"|(?:\[rank\d+\]:)?\[[A-Z]\d{4} [\d:.]+ (?:\d+ )?\w*(?:socket|TCPStore|ProcessGroup|NCCL|[Gg]loo)\w*\.[ch]pp\b"
+    r"|[A-Z]\d{4} [\d:.]+\s+\d+ \w*(?:coordination|[Gg]loo|grpc)\w*\.(?:cc|h):\d+\] "
     r"|\[(?:failure_signal_handler|symbolize)\w*\.cc ?: ?\d+\] "
     r"|\*\*\* (?:SIG[A-Z]+ received at|StackTrace Information)"
     r"|PC: @ +0x|    @ +0x|\S+\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]"
@@ -82,19 +83,17 @@ class _Marking(logging.Formatter):
 
 def mark_ray_logs() -> None:
     """Mark what Ray Train logs in this worker: the exception of the loop, which is told with the worker's failure."""
-    from ray._private.log import PlainRayHandler
-
     for handler in logging.getLogger("ray.train").handlers:
-        if isinstance(handler, PlainRayHandler):
-            handler.plain_handler.setFormatter(_Marking())
+        printing = getattr(handler, "plain_handler", None)
+        if isinstance(printing, logging.Handler):
+            printing.setFormatter(_Marking())
 
 
 def mark_told() -> None:
     """Mark what we log in this actor of Ray's, line by line: the stack of an error of ours is a detail, too."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"{_TOLD_TAG}%(message)s"))
-    ours = logging.getLogger("prefect_elastic_train")
-    ours.handlers, ours.propagate = [handler], False
+    logging.getLogger("prefect_elastic_train").handlers = [handler]
 
 
 class Details:

@@ -19,6 +19,7 @@ RAYS = [
     "(RayTrainWorker pid=7) [2026-11-22 15:36:29,080 E 7 70] core_worker.cc:1: Failed to connect",
     "(RayTrainWorker pid=7)     @     0x7f00  (unknown)",
     "(RayTrainWorker pid=7) [rank1]:[W1122 15:36:29.123456789 ProcessGroupNCCL.cpp:1496] Warning: destroy",
+    "(RayTrainWorker pid=7) E0000 00:00:1795362557.123456    7 coordination_service_agent.cc:334] Polled an error",
     "2026-11-22 15:38:12,196\tWARNING tqdm_ray.py:319 -- tqdm is not installed. Progress bars will be disabled.",
 ]
 USERS = [

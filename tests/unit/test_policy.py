@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
@@ -74,6 +75,19 @@ def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callback]:
 def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_REST_SECONDS", 0.001)
     monkeypatch.setattr(policy, "_LOOK_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize(("error", "told"), [(GetTimeoutError("late"), False), (RayActorError(), True)])
+def test_a_late_answer_about_a_reservation_is_no_warning(
+    error: Exception, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(**_: Any) -> None:
+        raise error
+
+    coordinator = SimpleNamespace(request_resources=SimpleNamespace(remote=ask))
+    monkeypatch.setattr(policy_module._Reservation, "_autoscaling_coordinator", coordinator)
+    policy_module._Reservation("run-x").send_resource_request(scaling_config(ScalingSettings()), 1)
+    assert ("Could not reserve resources" in caplog.text) is told
 
 
 def _policy(minimum: int, maximum: int, interval: float = 0.01, **patience: float) -> Cluster:

@@ -290,7 +290,8 @@ class JobFollowing:
         return ended
 
     def _without_a_word(self, job: Job) -> AttemptEnded | None:
-        told = f"job {job.submission_id} is {job.status}: {job.message}"
+        # Ray puts the end of the job's log below, which was told line by line.
+        told = f"job {job.submission_id} is {job.status}: {job.message.partition(', last available logs')[0]}"
         if job.status == "SUCCEEDED":
             # Its result is in the run directory, where the next driver finds it.
             self._runtime.on_note(f"Job {job.submission_id} has ended well, and its last words cannot be read")
@@ -304,7 +305,7 @@ class JobFollowing:
             return self._account.given_up(
                 Outcome.INVALID, f"the cluster cannot set up the runtime environment of {told}"
             )
-        return self._account.given_up(Outcome.DRIVER_LOST, f"the driver was lost: {told}")
+        return self._account.given_up(Outcome.DRIVER_LOST, f"the driver was lost: {told.splitlines()[0]}")
 
     def _stopped(self, job: Job) -> AttemptEnded:
         return self._account.given_up(
