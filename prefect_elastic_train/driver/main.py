@@ -299,7 +299,7 @@ class _Driver:
             if ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST):
                 _within(_LEAVE_SECONDS, self._write_details)
                 details = f"{store.uri}/{layout.details_name(self._attempt)}"
-                ended = ended.model_copy(update={"message": f"{ended.message}; details: {details}"})
+                ended = ended.model_copy(update={"message": f"{ended.message.rstrip('.')}; details: {details}"})
             try:
                 end_attempt(store, self._attempt, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:
