@@ -75,6 +75,10 @@ class AttemptAccount:
         )
 
     def given_up(self, outcome: Outcome, message: str) -> AttemptEnded:
-        """Give the end of an attempt that did not say how it ended, with the cause that its last words name."""
+        """Give the end of an attempt that did not say how it ended."""
+        return AttemptEnded(attempt=self.attempt, outcome=outcome, message=message)
+
+    def last_error(self) -> str:
+        """Return the error that the driver itself wrote last, as the end of a message; empty if it wrote none."""
         cause = last_cause(self._last_words)
-        return AttemptEnded(attempt=self.attempt, outcome=outcome, message=f"{message}: {cause}" if cause else message)
+        return f": {cause}" if cause else ""

@@ -348,8 +348,9 @@ class _Following:
                 f"the local Ray cluster has died, and the driver with it ({how})"
                 + self._runtime.last_words_of_cluster(),
             )
+        said = self._account.last_error() if code != -signal.SIGKILL else ""
         return self._account.given_up(
-            Outcome.DRIVER_LOST, f"the driver process (pid {self._driver.pid}) was ended by {how}"
+            Outcome.DRIVER_LOST, f"the driver process (pid {self._driver.pid}) was ended by {how}{said}"
         )
 
 

@@ -89,9 +89,10 @@ class RunLog:
         self._run_uri = ""
         #: Where a restart begins, as far as is known.
         self._checkpoint = ""
-        #: Errors of this attempt's loops that were told in full.
+        #: What the loops raised in the failure before, which was told in full.
         self._told: set[str] = set()
-        self._short_waits: list[StorageWaited] = []
+        #: Waits for the storage that are not told yet: how many, their seconds and failed requests.
+        self._waits, self._waited, self._tries = 0, 0.0, 0
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
@@ -176,13 +177,13 @@ class RunLog:
             again = f"{event.reports_lost} reports since then are" if event.reports_lost else "nothing is"
             then = f"the worker group is restarted from {where}, {again} done again"
         why = "; ".join(causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
-        own = {rank: error for rank, error in own_errors(event.errors).items() if error not in self._told}
-        self._told.update(own.values())
+        own = own_errors(event.errors)
         texts = [
             f"\n[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error.rstrip()}"
             for rank, error in own.items()
-            if "\n" in error.strip()
+            if "\n" in error.strip() and error not in self._told
         ]
+        self._told = set(own.values())
         more = len(texts) - _MAX_ERRORS
         self._logger.warning(
             "%s: %s; %s; details: %s%s%s",
@@ -202,21 +203,22 @@ class RunLog:
 
     def _wait(self, event: StorageWaited) -> None:
         """Tell of a wait that is worth it, and of others when they add up to one."""
-        self._short_waits.append(event)
-        seconds = sum(wait.seconds for wait in self._short_waits)
-        if seconds < WORTH_TELLING_SECONDS:
+        self._waits, self._waited, self._tries = (
+            self._waits + 1,
+            self._waited + event.seconds,
+            self._tries + event.tries,
+        )
+        if self._waited < WORTH_TELLING_SECONDS:
             return
-        tries, times = sum(wait.tries for wait in self._short_waits), len(self._short_waits)
-        who = {wait.who for wait in self._short_waits}
-        self._short_waits.clear()
         self._logger.warning(
             "The %s waited %.1f s for the storage%s, in which %d requests failed and were repeated; last: %s",
-            " and the ".join(sorted(who)),
-            seconds,
-            f", {times} times together" if times > 1 else "",
-            tries,
+            event.who,
+            self._waited,
+            f" together with {self._waits - 1} waits before" if self._waits > 1 else "",
+            self._tries,
             event.last,
         )
+        self._waits, self._waited, self._tries = 0, 0.0, 0
 
     def _commit(self, event: CheckpointCommitted) -> None:
         self._checkpoint = event.checkpoint

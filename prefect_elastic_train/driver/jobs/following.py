@@ -305,7 +305,9 @@ class JobFollowing:
             return self._account.given_up(
                 Outcome.INVALID, f"the cluster cannot set up the runtime environment of {told}"
             )
-        return self._account.given_up(Outcome.DRIVER_LOST, f"the driver was lost: {told.splitlines()[0]}")
+        return self._account.given_up(
+            Outcome.DRIVER_LOST, f"the driver was lost: {told.splitlines()[0]}{self._account.last_error()}"
+        )
 
     def _stopped(self, job: Job) -> AttemptEnded:
         return self._account.given_up(
