@@ -5,13 +5,14 @@ Events travel as tagged JSON lines on the driver's standard output, between what
 
 from __future__ import annotations
 
-import json
+import logging
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from prefect_elastic_train.bounds import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, cut, shortened
 from prefect_elastic_train.outcomes import Outcome
 
 __all__ = [
@@ -39,6 +40,8 @@ __all__ = [
     "decode_event",
     "encode_event",
 ]
+
+logger = logging.getLogger(__name__)
 
 #: Begins a line of the driver's output that is an event.
 EVENT_TAG = "@elastic-train-event "
@@ -258,7 +261,7 @@ class AttemptEnded(_Event):
 
     kind: Literal["attempt_ended"] = "attempt_ended"
     outcome: Outcome
-    message: str = ""
+    message: Annotated[str, AfterValidator(partial(cut, most=MAX_MESSAGE_BYTES))] = ""
     #: Begun by an earlier attempt and finished then; this driver had nothing to do.
     already_finished: bool = False
     final: bool = False
@@ -291,13 +294,18 @@ _ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 def encode_event(event: Event) -> str:
-    """Give an event as one line of JSON without its tag."""
-    try:
-        return event.model_dump_json()
-    except PydanticSerializationError:
-        # A file name or a traceback may hold bytes that are no text.
-        text = json.dumps(event.model_dump(), ensure_ascii=False, default=str)
-        return text.encode(errors="replace").decode()
+    """An event as one line of JSON without its tag, of at most :data:`bounds.MAX_EVENT_BYTES`."""
+    text = as_json(event)
+    size = len(text.encode())
+    if size <= MAX_EVENT_BYTES:
+        return text
+    # What may be large is bounded where it comes from; this is for what nobody has thought of.
+    logger.warning("an event of kind %s is cut from %d to %d bytes", event.kind, size, MAX_EVENT_BYTES)
+    whole, most = event.model_dump(), MAX_EVENT_BYTES
+    while len(text.encode()) > MAX_EVENT_BYTES and most > 1:
+        most //= 2
+        text = as_json(type(event).model_validate(shortened(whole, most)))
+    return text
 
 
 def decode_event(text: str | bytes) -> Event | None:

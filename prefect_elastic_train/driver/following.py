@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from prefect_elastic_train.bounds import cut
 from prefect_elastic_train.driver.details import WORKER_LINE, without_marks
 from prefect_elastic_train.driver.events import (
     EVENT_TAG,
@@ -20,6 +21,7 @@ from prefect_elastic_train.reporting.errors import last_cause
 __all__ = ["AttemptAccount"]
 
 _LAST_WORDS = 30
+_LAST_WORD_BYTES = 1000
 
 
 class AttemptAccount:
@@ -49,7 +51,7 @@ class AttemptAccount:
         if event is None:
             words = without_marks(text)
             if not WORKER_LINE.match(words):
-                self._last_words.append(words)
+                self._last_words.append(cut(words, _LAST_WORD_BYTES))
             return text
         if isinstance(event, AttemptStarted):
             self.attempt = event.attempt

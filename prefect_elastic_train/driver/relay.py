@@ -15,12 +15,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import IO, Any
 
+from prefect_elastic_train.bounds import MAX_LINE_BYTES
 from prefect_elastic_train.driver.events import EVENT_TAG, Event, decode_event, encode_event
 
-__all__ = ["EventOutput", "EventReceiver", "EventSender", "Receiving"]
+__all__ = ["EventOutput", "EventReceiver", "EventSender", "Receiving", "whole_lines"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ _MAX_EVENTS = 100_000
 _SEND_TIMEOUT_SECONDS = 10.0
 #: Characters of a line that is not complete.
 _MAX_REST = 100_000
+_PIECE_BYTES = 64 * 1024
 
 #: Where a sender reaches a receiver: port on the loopback interface and a key.
 Receiving = tuple[int, str]
@@ -41,13 +44,17 @@ class _Backlog:
         self._events: deque[Event] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self.dropped = 0
+        self._dropped = 0
 
     def put(self, event: Event) -> None:
         with self._changed:
+            if self._closed:
+                return
             limit = _MAX_DROPPABLE if event.droppable else _MAX_EVENTS
-            if len(self._events) >= limit or self._closed:
-                self.dropped += 1
+            if len(self._events) >= limit:
+                self._dropped += 1
+                if self._dropped == 1 or not event.droppable:
+                    logger.warning("events of kind %s are dropped: %d wait to be sent", event.kind, len(self._events))
                 return
             self._events.append(event)
             self._changed.notify_all()
@@ -65,6 +72,8 @@ class _Backlog:
     def close(self, timeout_seconds: float) -> bool:
         """Take no more events; return whether all were taken out in time."""
         with self._changed:
+            if self._dropped and not self._closed:
+                logger.warning("%d events were dropped", self._dropped)
             self._closed = True
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._events, timeout_seconds)
@@ -139,12 +148,19 @@ class EventReceiver:
         self._handle = handle
         self._key = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._reading: list[threading.Thread] = []
         threading.Thread(target=self._accept, name="elastic-train-receiver", daemon=True).start()
 
     @property
     def receiving(self) -> Receiving:
         """Where a sender reaches this receiver."""
         return self._listener.getsockname()[1], self._key
+
+    def finish(self, timeout_seconds: float) -> None:
+        """Wait, for a while, until the senders have said all and left."""
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._reading:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Stop listening."""
@@ -156,18 +172,23 @@ class EventReceiver:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+            thread = threading.Thread(target=self._read, args=(connection,), daemon=True)
+            thread.start()
+            self._reading.append(thread)
 
     def _read(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as lines:
+        with connection:
+            # What a broken connection has cut in two is sent again.
+            lines = whole_lines(iter(partial(connection.recv, _PIECE_BYTES), b""), with_rest=False)
             try:
-                key = lines.readline(200).strip()
-                if not hmac.compare_digest(key, self._key.encode()):
+                if not hmac.compare_digest(next(lines, b""), self._key.encode()):
                     return
-                for line in lines:
+                for line in filter(None, lines):
                     event = decode_event(line)
                     if event is not None:
                         self._handle(event)
+                    else:
+                        logger.warning("an event of %d bytes cannot be read and is lost: %r", len(line), line[:200])
             except OSError:
                 return
 
@@ -264,10 +285,34 @@ def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> thread
 
     def run() -> None:
         with stream:
-            for line in iter(lambda: stream.readline(1_000_000), b""):
+            for line in whole_lines(iter(partial(os.read, stream.fileno(), _PIECE_BYTES), b"")):
                 into.put((source, line))
         into.put((source, None))
 
     thread = threading.Thread(target=run, name=f"elastic-train-{source}", daemon=True)
     thread.start()
     return thread
+
+
+def whole_lines(pieces: Iterable[bytes], *, with_rest: bool = True) -> Iterator[bytes]:
+    """Lines without their ends; of one that is too long for any event the beginning, and how much of it is left out.
+
+    Args:
+        pieces: What comes, cut anywhere.
+        with_rest: Whether what comes after the last newline is a line.
+    """
+    line, left_out = bytearray(), 0
+    for piece in pieces:
+        for number, part in enumerate(piece.split(b"\n")):
+            if number:
+                yield _noted(line, left_out)
+                line, left_out = bytearray(), 0
+            room = MAX_LINE_BYTES - len(line)
+            line += part[:room]
+            left_out += max(0, len(part) - room)
+    if line and with_rest:
+        yield _noted(line, left_out)
+
+
+def _noted(line: bytearray, left_out: int) -> bytes:
+    return bytes(line) + (f" [… {left_out:,} bytes left out …]".encode() if left_out else b"")

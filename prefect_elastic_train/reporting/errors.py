@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from prefect_elastic_train.bounds import cut
+
 __all__ = ["all_ranks", "cause", "causes", "distinct", "last_cause", "own_errors", "ranks_in_words"]
 
 #: A line of a traceback that names the exception, possibly behind its module.
@@ -27,10 +29,9 @@ _LOST_CONNECTION = "Worker unexpectedly exits with a connection error"
 _VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")
 _MAX_CAUSES = 3
 _MAX_CAUSE = 240
-#: Characters of an error, and of all errors of a failure; beyond that an error's end is kept.
-_MAX_ERROR = 200_000
-_MAX_ERRORS = 400_000
-_SHORT = 2000
+#: Bytes of an error, which is a log record, and of all errors of a failure, which are an event.
+_MAX_ERROR = 100_000
+_MAX_ERRORS = 200_000
 _TINY = 200
 #: Different errors that are told apart, and lines of one that its cause is looked for in.
 _MAX_DISTINCT = 1000
@@ -64,9 +65,8 @@ def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[
             first[key] = others
             also.setdefault(str(others), []).append(rank)
             continue
-        most = min(_MAX_ERROR, room)
-        kept = text if len(text) <= most else _middle_left_out(text, most if room > _SHORT else _TINY)
-        room = max(_TINY, room - len(kept))
+        kept = cut(text, min(_MAX_ERROR, room))
+        room = max(_TINY, room - len(kept.encode()))
         texts[str(rank)] = kept
     return texts, also
 
@@ -120,10 +120,6 @@ def _leading(errors: Mapping[str, str]) -> list[_Error]:
 def cause(text: str) -> str:
     """Give the line of an error or a traceback that tells its cause."""
     return _cause(text)[0]
-
-
-def _middle_left_out(text: str, most: int) -> str:
-    return f"{text[: most // 2]}\n[…]\n{text[-(most // 2) :]}"
 
 
 def all_ranks(errors: Mapping[str, str], also: Mapping[str, Sequence[int]]) -> list[int]:

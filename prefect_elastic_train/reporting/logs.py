@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from prefect_elastic_train.bounds import MAX_LOG_BYTES, cut
 from prefect_elastic_train.driver.details import DETAIL_TAG, WORKER_LINE, is_detail, without_marks
 from prefect_elastic_train.driver.events import (
+    EVENT_TAG,
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -64,7 +66,7 @@ class _SteadyLogger:
 
     def _log(self, level: int, message: str, *arguments: object) -> None:
         try:
-            self._logger.log(level, message, *arguments)
+            self._logger.log(level, "%s", cut(message % arguments, MAX_LOG_BYTES))
         except SystemExit:
             pass
 
@@ -96,6 +98,9 @@ class RunLog:
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
+        if text.startswith(EVENT_TAG):
+            self._logger.warning("An event of the driver cannot be read, and what it told is lost: %s", cut(text, 300))
+            return
         detail = is_detail(text)
         if (detail and not self._logger.tells_details) or not text.replace(DETAIL_TAG, "").strip():
             return
@@ -107,7 +112,7 @@ class RunLog:
         if let_through:
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
             tell = self._logger.debug if detail else self._logger.info
-            tell("%s", f"[{tag}] {rest}"[:_MAX_LINE])
+            tell("%s", cut(f"[{tag}] {rest}", _MAX_LINE))
 
     def event(self, event: Event) -> None:
         """Write an event that a person wants to know of."""
@@ -274,4 +279,4 @@ def _short(metrics: dict[str, object]) -> str:
     parts = [
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
     ]
-    return ", ".join(parts)[:500]
+    return cut(", ".join(parts), 500)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from prefect_elastic_train.bounds import cut
 from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.reporting.words import clock, duration
 from prefect_elastic_train.runs import layout
@@ -44,6 +45,8 @@ _MAX_TURNS = 20
 _MISSED_BEATS = 3
 #: How much of an attempt's last words goes into the error that says why no other follows.
 _CAUSE_CHARACTERS = 1000
+#: How much of them is recorded.
+_MESSAGE_BYTES = 4000
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,9 @@ def end_attempt(
     void: bool = False,
 ) -> None:
     """Record how an attempt ended; the first record stays."""
-    record = EndedRecord(attempt=attempt, outcome=outcome, message=message[:4000], result=result, void=void)
+    record = EndedRecord(
+        attempt=attempt, outcome=outcome, message=cut(message, _MESSAGE_BYTES), result=result, void=void
+    )
     store.create(layout.ended_name(attempt), encode(record))
 
 

@@ -111,7 +111,8 @@ class HistoryWriter:
             self._size += len(line)
             self._unwritten[self._segment] = self._lines
             while len(self._unwritten) > _MAX_UNWRITTEN:
-                self._unwritten.pop(min(self._unwritten))
+                lost = min(self._unwritten)
+                logger.warning("the storage fails for too long: %d events are lost", len(self._unwritten.pop(lost)))
         if not isinstance(event, Reported):
             self._urgent.set()
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from prefect_elastic_train.bounds import as_json
+
 __all__ = [
     "AttemptRecord",
     "CommitRecord",
@@ -198,8 +200,8 @@ class Heartbeat(_Record):
 
 
 def encode(record: BaseModel) -> bytes:
-    """Give a record as the bytes of its object."""
-    return record.model_dump_json(indent=1).encode()
+    """A record as the bytes of its object."""
+    return as_json(record, indent=1).encode()
 
 
 def decode(record_type: type[Record], data: bytes | None) -> Record | None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from prefect_elastic_train.bounds import MAX_EVENT_BYTES
 from prefect_elastic_train.driver import events
 from prefect_elastic_train.driver.events import (
     AttemptEnded,
@@ -188,3 +189,26 @@ def test_text_that_utf8_has_no_form_for_does_not_stop_an_event(event: Event) -> 
     assert decoded is not None
     assert decoded.kind == event.kind
     assert "caf" in str(decoded)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        AttemptStarted(run_name="mnist", run_uri="/runs/mnist", notes=["a checkpoint is damaged"] * 100_000),
+        ClusterConnected(address="auto", resources={f"node:10.{n >> 8}.{n & 255}.1": 1.0 for n in range(50_000)}),
+        WorkerGroupStarted(world_size=50_000, ranks={f"10.0.0.1:{rank}": rank for rank in range(50_000)}),
+        WorkerFailed(errors={str(rank): "\x1b[31mcaf\udce9 " * 30_000 for rank in range(10)}, retried=True),
+        Reported(metrics={"a" * 1_000_000: ["🙂" * 1_000_000] * 2}, world_size=1),
+        AttemptEnded(outcome=Outcome.USER_ERROR, message="\0" * 5_000_000),
+    ],
+    ids=lambda event: event.kind,
+)
+def test_no_event_is_larger_than_its_bound_and_none_is_cut_silently(
+    event: Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = encode_event(event)
+    assert len(text.encode()) <= MAX_EVENT_BYTES
+    decoded = decode_event(text)
+    assert decoded is not None
+    assert decoded.kind == event.kind
+    assert "is cut from" in caplog.text or "bytes left out" in text

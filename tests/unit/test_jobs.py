@@ -97,16 +97,6 @@ def test_every_line_of_a_log_is_taken_once_wherever_the_connection_breaks(
     assert [line + b"\n" for line in taken] == lines
 
 
-def test_a_line_that_is_far_too_long_is_cut_at_the_same_place_wherever_the_pieces_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(log, "_LONGEST_LINE", 10)
-    text = b"x" * 35 + b"\nshort\n"
-    for size in (1, 7, 99):
-        pieces = iter([text[begin : begin + size] for begin in range(0, len(text), size)])
-        assert [len(line) for line in log._lines(pieces, with_rest=False)] == [10, 10, 10, 5, 5]
-
-
 def test_the_rest_of_a_line_counts_only_when_nobody_writes_any_more() -> None:
     api, taken = Log(), list[bytes]()
     followed = _current(api, taken)

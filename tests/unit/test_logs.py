@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from prefect_elastic_train.driver.events import (
+    EVENT_TAG,
     AttemptStarted,
     CheckpointCommitted,
     CheckpointTaken,
@@ -318,10 +319,17 @@ def test_empty_lines_are_left_out_uncounted(lines: Lines) -> None:
     assert lines.texts == ["[attempt 3 driver] text"]
 
 
-def test_a_very_long_line_is_cut(lines: Lines) -> None:
+def test_a_very_long_line_is_cut_with_a_note(lines: Lines) -> None:
     log = _log()
     log.line("driver", "x" * 100_000)
-    assert len(lines.texts[-1]) == 8000
+    assert len(lines.texts[-1]) <= 8000
+    assert "bytes left out" in lines.texts[-1]
+
+
+def test_an_event_that_cannot_be_read_is_told_as_lost(lines: Lines) -> None:
+    _log().line("driver", EVENT_TAG + '{"kind": "attempt_en')
+    assert lines.records[-1].levelname == "WARNING"
+    assert "is lost" in lines.texts[-1]
 
 
 RANKS = {"10.0.0.1:77": 0, "10.0.0.12:77": 1, "10.0.0.1:78": 2}

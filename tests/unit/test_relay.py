@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from prefect_elastic_train.bounds import MAX_LINE_BYTES
 from prefect_elastic_train.driver.events import (
     EVENT_TAG,
     ControllerAlive,
@@ -23,7 +24,14 @@ from prefect_elastic_train.driver.events import (
     WorkerFailed,
     decode_event,
 )
-from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, EventSender, LineStream, read_lines
+from prefect_elastic_train.driver.relay import (
+    EventOutput,
+    EventReceiver,
+    EventSender,
+    LineStream,
+    read_lines,
+    whole_lines,
+)
 from tests.support.processes import wait_for
 
 
@@ -118,15 +126,17 @@ def test_every_driver_has_a_key_and_a_port_of_its_own(inbox: Inbox) -> None:
         other.receiver.close()
 
 
-def test_what_is_no_event_is_passed_over(inbox: Inbox) -> None:
+def test_what_is_no_event_is_told_and_passed_over(inbox: Inbox, caplog: pytest.LogCaptureFixture) -> None:
     port, key = inbox.receiver.receiving
     good = StateChanged(state="good").model_dump_json()
     with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
         connection.sendall(f'{key}\nnonsense\n{{"kind": "danced"}}\n{good}\n{good[:5]}'.encode())
     wait_for(lambda: inbox.states() == ["good"], 5, "the good event")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "cannot be read and is lost: b'nonsense'" in caplog.text
 
 
-def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away() -> None:
+def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplog: pytest.LogCaptureFixture) -> None:
     driver = LateReceiver()
     sender = EventSender(driver.receiving)
     started = time.monotonic()
@@ -139,6 +149,7 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away() -> 
     key, *lines = driver.lines(1 + 1000 + 50)
     sender.close(5)
     driver.close()
+    assert "2050 events were dropped" in caplog.text
     assert key == b"key\n"
     events = [decode_event(line) for line in lines]
     assert [event.metrics["n"] for event in events if isinstance(event, Reported)] == list(range(1000))
@@ -302,7 +313,16 @@ def test_the_lines_of_a_child_arrive_with_their_source_and_then_its_end() -> Non
     read_lines(child.stdout, "driver", lines).join(10)
     child.wait(10)
     assert [lines.get_nowait() for _ in range(3)] == [
-        ("driver", b"out\n"),
+        ("driver", b"out"),
         ("driver", b"no newline \xff"),
         ("driver", None),
     ]
+
+
+def test_a_line_longer_than_any_event_is_cut_with_a_note_wherever_the_pieces_end() -> None:
+    text = b"x" * (MAX_LINE_BYTES + 1_000_000) + b"\nshort\n\nrest"
+    cut = b"x" * MAX_LINE_BYTES + " [… 1,000,000 bytes left out …]".encode()
+    for size in (997, 65_536, len(text)):
+        pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
+        assert [*whole_lines(pieces)] == [cut, b"short", b"", b"rest"]
+        assert [*whole_lines(pieces, with_rest=False)] == [cut, b"short", b""]

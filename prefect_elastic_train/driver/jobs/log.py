@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from prefect_elastic_train.driver.events import EVENT_TAG
 from prefect_elastic_train.driver.jobs.api import Job, JobsApi, UnreachableError
+from prefect_elastic_train.driver.relay import whole_lines
 from prefect_elastic_train.outcomes import AttemptFailedError
 
 __all__ = ["JobLog"]
@@ -25,8 +26,6 @@ _ALL = -1
 _LOOK_BACK = (500, 20_000, _ALL)
 _TAG = EVENT_TAG.encode()
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 5.0)
-#: A longer line is cut, everywhere at the same place.
-_LONGEST_LINE = 64 * 2**20
 
 
 class _GapError(Exception):
@@ -123,7 +122,7 @@ class JobLog:
         lines = lines if self._anchor else _ALL
         try:
             with self._api.log(self._job, lines, follow=follow) as pieces:
-                self._take_new(_lines(pieces, with_rest=to_the_end), lines)
+                self._take_new(whole_lines(pieces, with_rest=to_the_end), lines)
         except _GapError:
             return False
         return True
@@ -153,24 +152,3 @@ class JobLog:
                 self._take(line)  # which may wait, and is not to hold up who takes over
         if looking and self._is_current():
             raise _GapError
-
-
-def _lines(pieces: Iterator[bytes], *, with_rest: bool) -> Iterator[bytes]:
-    """Give whole lines, and the rest of a log that nobody writes to any more."""
-    rest = bytearray()
-    for piece in pieces:
-        first, *others = piece.split(b"\n")
-        rest += first
-        for other in others:
-            yield from _cut(rest)
-            yield bytes(rest)
-            rest = bytearray(other)
-        yield from _cut(rest)
-    if rest and with_rest:
-        yield bytes(rest)
-
-
-def _cut(rest: bytearray) -> Iterator[bytes]:
-    while len(rest) > _LONGEST_LINE:
-        yield bytes(rest[:_LONGEST_LINE])
-        del rest[:_LONGEST_LINE]

@@ -1,0 +1,117 @@
+"""How large what is told of a run may become, and how the rest is left out: visibly, and never the end of a run.
+
+Ray's snapshot and our commits hold whatever a loop reports, whole. All else has a bound here, in bytes as UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
+
+__all__ = ["as_json", "bounded_metrics", "cut", "shortened", "size_of", "thinned"]
+
+#: An event, on any channel and in the history: a line that a pipe, a log and a log's reader in a browser take.
+MAX_EVENT_BYTES = 512 * 1024
+#: A line of a driver's output. An event fits in, so none is ever cut on its way.
+MAX_LINE_BYTES = MAX_EVENT_BYTES + 1024
+#: The metrics of a report: some 800 numbers.
+MAX_METRICS_BYTES = 32 * 1024
+#: Parts of a result, which the last event carries: together with its metrics and its message they fit into one.
+MAX_HISTORY_BYTES = 256 * 1024
+MAX_CHECKPOINTS_BYTES = 96 * 1024
+MAX_WORLD_SIZES_BYTES = 16 * 1024
+#: How an attempt ended. It is the message of a Prefect state, too, of which Prefect's events keep 100,000 characters.
+MAX_MESSAGE_BYTES = 32 * 1024
+#: A log record. In Prefect's JSON it is up to six times as long, of which its API takes 1,000,000 bytes.
+MAX_LOG_BYTES = 128 * 1024
+
+#: Metrics that go before others: where a report stands, and in a row of the history when it was.
+_FIRST = ("global_step", "iteration", "step", "epoch", "progress", "_attempt", "_at", "_world_size")
+#: In place of a metric that is larger than a fourth of what there is room for, and of a name.
+_MAX_METRIC_TEXT = 200
+#: The entry that says how many metrics are left out.
+_MORE = "…"
+#: No text and no collection is made shorter than this.
+_SHORTEST = 32
+
+Item = TypeVar("Item")
+
+
+def cut(text: str, most: int) -> str:
+    """Text of at most so many bytes, with a note in the middle of how much is left out."""
+    data = text.encode(errors="replace")
+    if len(data) <= most:
+        return data.decode()
+    note = f"[… {len(data) - most:,} bytes left out …]"
+    side = max(0, most - len(note.encode()) - 8) // 2
+    return f"{data[:side].decode(errors='ignore')} {note} {data[len(data) - side :].decode(errors='ignore')}"
+
+
+def size_of(value: Any) -> int:
+    """Bytes of a value as JSON."""
+    plain = value.model_dump() if isinstance(value, BaseModel) else value
+    return len(json.dumps(plain, ensure_ascii=False, default=str).encode(errors="replace"))
+
+
+def as_json(model: BaseModel, indent: int | None = None) -> str:
+    """A model as JSON, whatever texts it holds."""
+    try:
+        return model.model_dump_json(indent=indent)
+    except PydanticSerializationError:
+        # A file name or a traceback may hold bytes that are no text.
+        text = json.dumps(model.model_dump(), ensure_ascii=False, default=str, indent=indent)
+        return text.encode(errors="replace").decode()
+
+
+def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, Any]:
+    """Metrics as they are; of too many the first and those with short names, and how many are left out.
+
+    ``loss`` says more than what is told of each layer.
+
+    Args:
+        metrics: JSON values by name.
+        score: Name of the one that checkpoints are ranked by.
+    """
+    if size_of(metrics) <= MAX_METRICS_BYTES:
+        return dict(metrics)
+    kept: dict[str, Any] = {}
+    room = MAX_METRICS_BYTES - 100
+    for name in sorted(metrics, key=lambda name: (name != score and name not in _FIRST, len(name))):
+        entry = {name: metrics[name]}
+        if size_of(entry) > MAX_METRICS_BYTES // 4:
+            entry = {cut(name, _MAX_METRIC_TEXT): cut(str(metrics[name]), _MAX_METRIC_TEXT)}
+        size = size_of(entry)
+        if size <= room:
+            kept |= entry
+            room -= size
+        elif room < _SHORTEST:
+            break
+    left_out = len(metrics) - len(kept)
+    return kept | ({_MORE: f"{left_out:,} of {len(metrics):,} metrics left out"} if left_out else {})
+
+
+def thinned(items: Sequence[Item], most: int) -> list[Item]:
+    """Items of at most so many bytes, evenly taken, the first and the last among them."""
+    kept = list(items)
+    while len(kept) > 2 and (size := sum(size_of(item) + 2 for item in kept)) > most:
+        number = max(2, min(len(kept) - 1, len(kept) * most // size))
+        step = (len(items) - 1) / (number - 1)
+        kept = [items[round(place * step)] for place in range(number)]
+    return kept
+
+
+def shortened(value: Any, most: int) -> Any:
+    """JSON with texts of at most so many bytes and collections of at most so many entries, but for small ones."""
+    most = max(most, _SHORTEST)
+    if isinstance(value, str):
+        return cut(value, most)
+    if isinstance(value, dict):
+        return {shortened(name, most): shortened(item, most) for name, item in islice(value.items(), most)}
+    if isinstance(value, list | tuple):
+        return [shortened(item, most) for item in value[:most]]
+    return value
