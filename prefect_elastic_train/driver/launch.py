@@ -119,6 +119,17 @@ class Runtime:
         let_join(environment, spec.cluster, folder, self._cluster if spec.cluster.is_local else None)
         spec_file = folder / "spec"
         (folder / STOP_FILE).unlink(missing_ok=True)
+        ended, code = self._run_driver(spec, spec_file, environment)
+        if code == 0 and not ended.sequence:
+            # Its result is in the run directory, where the next driver finds it.
+            self.on_note("The driver has ended well, but its last word was lost: another one looks for the result")
+            ended, _ = self._run_driver(spec, spec_file, environment)
+        return ended
+
+    def _run_driver(
+        self, spec: DriverSpec, spec_file: Path, environment: dict[str, str]
+    ) -> tuple[AttemptEnded, int | None]:
+        """How one driver ended, and its exit code; None for one that has to be ended."""
         write_spec(spec, spec_file)
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "prefect_elastic_train.driver", str(spec_file)],
@@ -129,11 +140,11 @@ class Runtime:
             start_new_session=True,
         )
         try:
-            return _Following(self, self._driver, spec).until_end()
+            return _Following(self, self._driver, spec).until_end(), self._driver.returncode
         except BaseException as reason:
             # The flow run was told to stop: the driver shall know that its end is meant.
             outcome = Outcome.TIMED_OUT if isinstance(reason, TimeoutError) else Outcome.CANCELLED
-            (folder / STOP_FILE).write_text(outcome.value)
+            spec_file.with_name(STOP_FILE).write_text(outcome.value)
             raise
         finally:
             self._end_driver()
