@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prefect_elastic_train.bounds import (
+    MAX_CHECKPOINTS_BYTES,
+    MAX_HISTORY_BYTES,
+    MAX_WORLD_SIZES_BYTES,
+    bounded_metrics,
+    size_of,
+    thinned,
+)
 from prefect_elastic_train.outcomes import CheckpointGoneError, ConfigurationError
 from prefect_elastic_train.runs import layout
 
@@ -20,7 +29,7 @@ if TYPE_CHECKING:
     from prefect_elastic_train.blocks.lookup import StorageBlock
     from prefect_elastic_train.storages import StorageSettings
 
-__all__ = ["BestCheckpoint", "TimeAccount", "TrainingResult", "WorldSize", "checkpoint_directory"]
+__all__ = ["BestCheckpoint", "TimeAccount", "TrainingResult", "WorldSize", "bounded", "checkpoint_directory"]
 
 
 class WorldSize(BaseModel):
@@ -99,8 +108,10 @@ class TrainingResult(BaseModel):
         storage_block: The saved storage block as ``"<block type>/<name>"``, empty if it was given inline.
         started_from: The checkpoint of another run that the run started from (``resume_from``), empty for none. It
             may be gone by now.
-        history: What was reported, thinned to at most some thousand rows, with ``_attempt``, ``_at`` (seconds
-            since the epoch) and ``_world_size`` beside the metrics.
+        history: What was reported, evenly thinned to at most 2,000 rows and 256 KiB, with ``_attempt``, ``_at``
+            (seconds since the epoch) and ``_world_size`` beside the metrics.
+        left_out: How many entries of ``history``, ``best_checkpoints`` and ``world_sizes`` are left out, which the run
+            directory has; empty if none are.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -123,6 +134,7 @@ class TrainingResult(BaseModel):
     storage_block: str = ""
     started_from: str = ""
     history: list[dict[str, Any]] = Field(default_factory=list)
+    left_out: dict[str, int] = Field(default_factory=dict)
 
     def checkpoint(self, *, best: bool = False, storage: StorageBlock | str | None = None) -> Checkpoint:
         """Give the newest checkpoint as Ray's type. It can be read wherever its storage can be reached.
@@ -161,6 +173,39 @@ class TrainingResult(BaseModel):
         import pandas as pd
 
         return pd.DataFrame(self.history)
+
+
+def bounded(result: TrainingResult, score: str = "") -> TrainingResult:
+    """A result in the size that the last event of an attempt has room for; of the checkpoints those that come last.
+
+    Args:
+        result: Of any size.
+        score: Name of the metric that checkpoints are ranked by.
+    """
+    history = thinned([bounded_metrics(row, score) for row in result.history], MAX_HISTORY_BYTES)
+    checkpoints: list[BestCheckpoint] = []
+    room = MAX_CHECKPOINTS_BYTES
+    for made in reversed(result.best_checkpoints):
+        shown = made.model_copy(update={"metrics": bounded_metrics(made.metrics, score)})
+        room -= size_of(shown)
+        if room < 0:
+            break
+        checkpoints.insert(0, shown)
+    sizes = thinned(result.world_sizes, MAX_WORLD_SIZES_BYTES)
+    left_out = Counter(result.left_out) + Counter(
+        history=len(result.history) - len(history),
+        best_checkpoints=len(result.best_checkpoints) - len(checkpoints),
+        world_sizes=len(result.world_sizes) - len(sizes),
+    )
+    return result.model_copy(
+        update={
+            "metrics": bounded_metrics(result.metrics, score),
+            "best_checkpoints": checkpoints,
+            "world_sizes": sizes,
+            "history": history,
+            "left_out": dict(left_out),
+        }
+    )
 
 
 @contextmanager

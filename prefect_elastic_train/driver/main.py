@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from prefect_elastic_train import __version__
+from prefect_elastic_train.bounds import bounded_metrics
 from prefect_elastic_train.driver.details import Details
 from prefect_elastic_train.driver.events import (
     ALIVE_SECONDS,
@@ -52,6 +53,7 @@ from prefect_elastic_train.outcomes import (
     is_passing,
 )
 from prefect_elastic_train.reporting.errors import cause
+from prefect_elastic_train.result import TrainingResult, bounded
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import inherited_metrics, started_from
 from prefect_elastic_train.runs.attempts import (
@@ -170,6 +172,7 @@ class _Driver:
         self._storage = open_storage(spec.storage)
         self._store = self._storage.run(spec.run_name)
         self._emitting = threading.Lock()
+        self._score = spec.checkpoints.score_attribute
         self._sequence = 0
         self._reports = 0
         self._attempt = 0
@@ -432,7 +435,7 @@ class _Driver:
                 counted=begun.counted,
                 previous_end=self.spec.previous_end,
                 started_from=started_from(self._store),
-                inherited=inherited_metrics(commit) if commit is not None else {},
+                inherited=bounded_metrics(inherited_metrics(commit), self._score) if commit is not None else {},
                 notes=[*self._source_notes, *begun.notes],
             )
         )
@@ -498,8 +501,10 @@ class _Driver:
         time.sleep(0.1)
         ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=begun.attempt)
         assert self._history is not None
+        assert self._receiver is not None
+        self._receiver.finish(_LEAVE_SECONDS)
         self._history.close()
-        return ended.model_copy(update={"result": self._result(ended)})
+        return ended.model_copy(update={"result": self._result(ended).model_dump(mode="json")})
 
     def _finished(self, finished: Finished) -> AttemptEnded:
         """Give the result that the run has had since an earlier attempt."""
@@ -507,17 +512,19 @@ class _Driver:
             self._recall()
         message = "the run was finished before, and its result is given back"
         ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message)
-        return ended.model_copy(update={"result": finished.ended.result or self._result()})
+        found = finished.ended.result
+        # Another version may have written it, with another bound or none.
+        result = bounded(TrainingResult.model_validate(found), self._score) if found else self._result()
+        return ended.model_copy(update={"result": result.model_dump(mode="json")})
 
-    def _result(self, *more: Event) -> dict[str, Any]:
+    def _result(self, *more: Event) -> TrainingResult:
         from itertools import chain
 
         from prefect_elastic_train.reporting.accounts import add_up
         from prefect_elastic_train.runs.reading import make_result
 
         accounts = add_up(chain(read_history(self._store), more))
-        result = make_result(self._store, self.spec.run_name, accounts, storage_block=self.spec.storage_block)
-        return result.model_dump(mode="json")
+        return make_result(self._store, self.spec.run_name, accounts, self.spec.storage_block, self._score)
 
 
 def _storage_message(spec: DriverSpec, error: OSError) -> str:

@@ -264,6 +264,7 @@ def fit(
         resources_per_worker(spec.scaling),
         spec.failures.preemption_grace_seconds,
         spec.failures.ignored_checkpoint == "fail",
+        spec.checkpoints.score_attribute,
     )
     setup = ControllerSetup(
         requester_id=requester_id(store),

@@ -27,6 +27,7 @@ from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 
+from prefect_elastic_train.bounds import bounded_metrics, cut
 from prefect_elastic_train.driver.details import mark_ray_logs, mark_told
 from prefect_elastic_train.driver.events import (
     ALIVE_SECONDS,
@@ -66,7 +67,9 @@ __all__ = ["LoopCallback", "NoDatasetsCallback", "RunCallback", "current", "reme
 
 logger = logging.getLogger(__name__)
 
-_MAX_METRIC_CHARACTERS = 200
+_MAX_METRIC_BYTES = 200
+#: A larger integer is none to any float.
+_MAX_BITS = 1024
 #: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
 _UPLOADS_AT_ONCE = 2
 _UPLOAD_SECONDS = 3600.0
@@ -184,6 +187,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         resources_per_worker: What each worker needs, for messages.
         preemption_grace_seconds: How long Ray lets a worker group go on past the deadline of a drain.
         fails_on_ignored: Whether a loop that ignores its checkpoint ends the training.
+        score_attribute: Metric that checkpoints are ranked by; empty for none.
 
     Attributes:
         errors: Exceptions that this callback has passed over.
@@ -201,6 +205,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         resources_per_worker: dict[str, float],
         preemption_grace_seconds: float = 0.0,
         fails_on_ignored: bool = False,
+        score_attribute: str = "",
     ) -> None:
         self._receiving = receiving
         self._store = store
@@ -208,6 +213,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._min_workers = min_workers
         self._resources_per_worker = resources_per_worker
         self._preemption_grace_seconds = preemption_grace_seconds
+        self._score_attribute = score_attribute
         self._worker_group: Any = None
         self._loops = LoopWatch(fails_on_ignored, self._send)
         self._commits_of_turn = 0
@@ -374,7 +380,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Report what rank 0 reported, and the commit that came with it: Ray has written its snapshot."""
         checkpoint = training_report.checkpoint
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/") if checkpoint else ""
-        rank_zero = _plain(metrics[0]) if metrics else {}
+        rank_zero = bounded_metrics(_plain(metrics[0]), self._score_attribute) if metrics else {}
         self._reports_since_checkpoint = 0 if checkpoint else self._reports_since_checkpoint + 1
         self._send(Reported(metrics=rank_zero, world_size=self._world_size, checkpoint=name, droppable=not checkpoint))
         if checkpoint:
@@ -540,6 +546,9 @@ def _plain_value(value: Any) -> Any:
         value = value.item() if hasattr(value, "item") else value
     except (TypeError, ValueError, RuntimeError):
         pass
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _MAX_BITS):
         return value
-    return str(value)[:_MAX_METRIC_CHARACTERS]
+    try:
+        return cut(str(value), _MAX_METRIC_BYTES)
+    except Exception:  # noqa: BLE001 - of the user's class, or a number with thousands of digits
+        return f"<{type(value).__name__}>"

@@ -47,6 +47,8 @@ class Accounts(_Counts):
     world_sizes: list[WorldSize] = Field(default_factory=list)
     last_metrics: dict[str, Any] = Field(default_factory=dict)
     history: list[dict[str, Any]] = Field(default_factory=list)
+    #: Reports that the history is taken from.
+    reports: int = 0
 
 
 class _GroupReports(BaseModel):
@@ -121,16 +123,16 @@ class _Rows:
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
         self._stride = 1
-        self._count = 0
+        self.count = 0
         self._last: dict[str, Any] | None = None
 
     def add(self, row: dict[str, Any]) -> None:
-        if self._count % self._stride == 0:
+        if self.count % self._stride == 0:
             self._rows.append(row)
             if len(self._rows) > 2 * _MAX_HISTORY_ROWS:
                 self._rows = self._rows[::2]
                 self._stride *= 2
-        self._count += 1
+        self.count += 1
         self._last = row
 
     def taken(self) -> list[dict[str, Any]]:
@@ -156,4 +158,5 @@ def add_up(events: Iterable[Event]) -> Accounts:
             where = {"_attempt": event.attempt, "_at": event.at, "_world_size": event.world_size}
             rows.add({**event.metrics, **where})
     counts = tally.model_dump(include=set(_Counts.model_fields))
-    return accounts.model_copy(update={**counts, "time": tally.meter.account(), "history": rows.taken()})
+    told = {"time": tally.meter.account(), "history": rows.taken(), "reports": rows.count}
+    return accounts.model_copy(update={**counts, **told})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefect_elastic_train.result import BestCheckpoint, TrainingResult
+from prefect_elastic_train.result import BestCheckpoint, TrainingResult, bounded
 from prefect_elastic_train.runs.ancestry import started_from
 from prefect_elastic_train.runs.commits import newest_commit
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
@@ -16,20 +16,23 @@ if TYPE_CHECKING:
 __all__ = ["make_result"]
 
 
-def make_result(store: RunStore, run_name: str, accounts: Accounts, storage_block: str = "") -> TrainingResult:
-    """Give the result of a run from its newest commit and its accounts.
+def make_result(
+    store: RunStore, run_name: str, accounts: Accounts, storage_block: str = "", score: str = ""
+) -> TrainingResult:
+    """The result of a run from its newest commit and its accounts, in a bounded size.
 
     Args:
         store: The run directory.
         run_name: Name of the run.
         accounts: What its history adds up to.
         storage_block: Name of the saved storage block, empty for an inline one.
+        score: Name of the metric that checkpoints are ranked by.
     """
     commit = newest_commit(store)
     snapshot = commit.snapshot if commit else {}
     latest = latest_checkpoint(snapshot)
     kept = snapshot.get("checkpoint_results", [])
-    return TrainingResult(
+    result = TrainingResult(
         run_name=run_name,
         run_uri=store.uri,
         checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
@@ -49,4 +52,6 @@ def make_result(store: RunStore, run_name: str, accounts: Accounts, storage_bloc
         storage_block=storage_block,
         started_from=started_from(store),
         history=accounts.history,
+        left_out={"history": left_out} if (left_out := accounts.reports - len(accounts.history)) else {},
     )
+    return bounded(result, score)

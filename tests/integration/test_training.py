@@ -13,6 +13,7 @@ from prefect import flow, task
 from prefect_elastic_train import (
     AttemptFailedError,
     ElasticScaling,
+    FailureBudget,
     LocalStorage,
     Outcome,
     RayCluster,
@@ -20,6 +21,7 @@ from prefect_elastic_train import (
     aelastic_train,
     elastic_train,
 )
+from prefect_elastic_train.bounds import MAX_EVENT_BYTES
 from tests.support.processes import attempts, read_ledger, steps_of
 
 pytestmark = pytest.mark.usefixtures("api")
@@ -43,6 +45,31 @@ def test_second_training_of_a_flow_run_gets_a_name_of_its_own(tmp_path: Path, jo
 
     first, second = twice()
     assert second == f"{first}-2"
+
+
+def test_training_that_reports_more_than_any_message_holds_ends_with_its_result(
+    tmp_path: Path, joined: RayCluster
+) -> None:
+    metrics = {**{f"layer_{number}": number / 7 for number in range(30_000)}, "text": "x" * 1_000_000}
+
+    @flow
+    def reports_much() -> TrainingResult:
+        return elastic_train(
+            LOOP,
+            train_loop_config={"steps": 3, "metrics": metrics},
+            failures=FailureBudget(driver_restarts=0),
+            **_arguments(tmp_path, joined),
+        )
+
+    state = reports_much(return_state=True)
+    result = state.result()
+    assert len(attempts(Path(result.run_uri))) == 1
+    assert result.metrics["step"] == 3
+    assert "of 30,002 metrics left out" in result.metrics["…"]
+    assert list(result.metrics_dataframe()["step"]) == [1, 2, 3]
+    assert [made.metrics["step"] for made in result.best_checkpoints] == [2, 3]
+    assert result.left_out == {"best_checkpoints": 1}
+    assert len(result.model_dump_json()) < MAX_EVENT_BYTES
 
 
 def test_retried_task_around_a_training_gets_the_run_that_it_had(

@@ -376,7 +376,8 @@ def test_metrics_are_plain_numbers_or_short_text() -> None:
     assert plain["many"] == "[0 1 2]"
     assert plain["tensor"] == 0.75
     assert isinstance(plain["tensors"], str)
-    assert len(plain["object"]) == 200
+    assert len(plain["object"]) <= 200
+    assert "bytes left out" in plain["object"]
     assert plain["7"] == 8
     for name, value in {"int": 1, "float": 0.5, "text": "x", "none": None, "bool": True}.items():
         assert plain[name] is value or plain[name] == value

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +31,15 @@ from prefect_elastic_train.driver.events import (
 from prefect_elastic_train.driver.launch import Runtime, _Following
 from prefect_elastic_train.driver.spec import DriverSpec
 from prefect_elastic_train.outcomes import Outcome
+from prefect_elastic_train.result import TrainingResult
+from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.records import Owner
+from prefect_elastic_train.runs.store import LocalRunStore
 from prefect_elastic_train.settings import ElasticTrainSettings
 from prefect_elastic_train.storages import LocalStorageSettings
+from tests.support.processes import attempts
+from tests.unit.support import begin, claim
 
 SPEC = DriverSpec(
     run_name="mnist",
@@ -197,3 +204,29 @@ def test_signal_names_are_told_for_signals_without_a_python_name(supervisor: Sup
     ended = supervisor.follow(f"os.kill(os.getpid(), {int(number)})")
     assert ended.outcome is Outcome.DRIVER_LOST
     assert f"signal {int(number)}" in ended.message
+
+
+def test_a_finished_training_whose_last_word_was_lost_is_found_by_the_next_driver_in_a_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalRunStore(f"{tmp_path}/runs/mnist")
+    claimed = claim(SPEC.owner.flow_run_id)
+    begun = begin(store, replace(claimed, fingerprint=SPEC.fingerprint))
+    rows = [{f"metric_{number}": number / 7 for number in range(40)}] * 2000
+    result = TrainingResult(run_name="mnist", run_uri=store.uri, history=rows)
+    end_attempt(store, begun.attempt, "completed", result=result.model_dump(mode="json"))
+    first = "'prefect_elastic_train.driver' in sys.orig_argv and not os.path.exists('once')"
+    (tmp_path / "sitecustomize.py").write_text(f"import os, sys\nif {first}:\n    open('once', 'w')\n    os._exit(0)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    notes: list[str] = []
+    runtime = Runtime(ElasticTrainSettings(), lambda event: None, lambda source, text: None, on_note=notes.append)
+    try:
+        ended = runtime.run_attempt(replace(SPEC, storage=LocalStorageSettings(path=f"{tmp_path}/runs")))
+    finally:
+        runtime.close()
+    assert (ended.outcome, ended.already_finished) == (Outcome.COMPLETED, True)
+    assert ["last word was lost" in note for note in notes] == [True]
+    found = TrainingResult.model_validate(ended.result)
+    assert len(found.history) + found.left_out["history"] == 2000
+    assert len(attempts(tmp_path / "runs/mnist")) == 1, "no attempt was burnt"
