@@ -621,7 +621,7 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     # Resumed, by a loop that has nothing left to do.
     begun = begin(store, claim(name="mnist"))
     assert Ray(store, begun.attempt).start().latest == begun.point.checkpoint == "c"
-    assert remove_interrupted_uploads(store, begun.attempt) == ["d"]
+    assert list(remove_interrupted_uploads(store, begun.attempt)) == ["d"]
     result = make_result(store, "mnist", add_up(read_history(store)))
     _end(store, result=result.model_dump(mode="json"))
     assert (result.checkpoint_uri, result.metrics["epoch"]) == (f"{store.uri}/c", 2)
