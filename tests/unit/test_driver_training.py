@@ -25,6 +25,7 @@ from prefect_elastic_train.config import (
     ScalingSettings,
 )
 from prefect_elastic_train.driver import main, training
+from prefect_elastic_train.driver.details import Details
 from prefect_elastic_train.driver.joining import fit_local_cluster
 from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
@@ -261,7 +262,7 @@ def test_a_driver_shows_life_while_it_takes_a_run_over_in_a_slow_storage(
     monkeypatch.setattr(LocalRunStore, "folders", lambda self, folder="": time.sleep(0.5) or [])
     with (tmp_path / "output").open("w") as file:
         output = EventOutput(file)
-    driver = main._Driver(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output)
+    driver = main._Driver(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output, Details())
     assert driver._begin_attempt(driver._claim()).attempt == 1
     output.close()
     assert (tmp_path / "output").read_text().count('"controller_alive"') > 3

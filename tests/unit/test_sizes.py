@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from prefect_elastic_train.bounds import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
 from prefect_elastic_train.config import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.driver.details import Details
 from prefect_elastic_train.driver.events import Event, Reported, encode_event
 from prefect_elastic_train.driver.following import AttemptAccount
 from prefect_elastic_train.driver.main import _Driver
@@ -103,7 +104,7 @@ class Supervisor(logging.Handler):
 def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     """Train as driver and controller do, with a checkpoint at every so manieth report and at the last."""
     supervisor = Supervisor()
-    driver = _Driver(spec_of(folder), supervisor.output)
+    driver = _Driver(spec_of(folder), supervisor.output, Details())
     begun = begin_attempt(driver._store, driver._claim())
     assert not isinstance(begun, Finished)
     driver._begin(begun)
@@ -129,7 +130,7 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
 def find_finished(folder: str) -> TrainingResult:
     """Ask for the run once more, as the driver of a retry does."""
     supervisor = Supervisor()
-    driver = _Driver(spec_of(folder), supervisor.output)
+    driver = _Driver(spec_of(folder), supervisor.output, Details())
     finished = peek(driver._store, driver._claim())
     assert finished is not None
     driver.close(driver._finished(finished))
