@@ -110,7 +110,7 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     driver._begin(begun)
     assert driver._receiver is not None
     training = Training(driver._store, begun.attempt)
-    controller = RunCallback(driver._receiver.receiving, driver._store, begun.attempt, 1, {}, 0.0, SCORE)
+    controller = RunCallback(driver._receiver.receiving, driver._store, begun.attempt, 1, {}, score_attribute=SCORE)
     controller.after_controller_start(None)
     kept = training.snapshot["checkpoint_results"]
     for index, metrics in enumerate(reports):
