@@ -43,17 +43,19 @@ _OF_RAY = frozenset(
 )
 #: What Ray's core and its Python parts, and the collectives of torch, begin a line with; and stacks of native code.
 _RAYS_FORM = re.compile(
-    r"\[\d{4}-\d\d-\d\d [\d:,.]+ [A-Z] \d+ \d+\] "
+    r"\s*\[\d{4}-\d\d-\d\d [\d:,.]+ [A-Z] \d+ \d+\] |\(pid=(?:gcs_server|raylet)\) "
     r"|\d{4}-\d\d-\d\d [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- "
     r"|(?:\[rank\d+\]:)?\[[A-Z]\d{4} [\d:.]+ (?:\d+ )?\w*(?:socket|TCPStore|ProcessGroup|NCCL|[Gg]loo)\w*\.[ch]pp\b"
     r"|[A-Z]\d{4} [\d:.]+\s+\d+ \w*(?:coordination|[Gg]loo|grpc)\w*\.(?:cc|h):\d+\] "
     r"|\[(?:failure_signal_handler|symbolize)\w*\.cc ?: ?\d+\] "
     r"|\*\*\* (?:SIG[A-Z]+ received at|StackTrace Information)"
-    r"|PC: @ +0x|    @ +0x|\S+\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]"
+    r"|PC: @ +0x|    @ +0x|[^\s(]{1,200}\([^\s)]{0,200}\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]"
     r"|Actor with class name: 'PreemptionWatcher' and ID: |Running entrypoint for job |-- Runtime env is setting up"
 )
 #: What Ray says once for each rank and report, and an event once.
-_CHATTER = re.compile(r"Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: ")
+_CHATTER = re.compile(r"\(RayTrainWorker pid=[^)]*\) .{0,200}?(?:Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: Checkpoint\()")
+#: What a node says of itself that a person can act on.
+_OF_USE = re.compile(r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE = 8000
 _MAX_BYTES = 200_000
@@ -70,7 +72,7 @@ def is_detail(text: str) -> bool:
     match = WORKER_LINE.match(text)
     said = text[match.end() :] if match else text
     if match is not None and match["actor"] in _OF_RAY:
-        return not said.startswith(_TOLD_TAG)
+        return not (said.startswith(_TOLD_TAG) or _OF_USE.search(said))
     return said.startswith(DETAIL_TAG) or bool(_RAYS_FORM.match(said))
 
 
@@ -113,8 +115,8 @@ class Details:
             write: Hands them on.
             lines: What was written at once.
         """
-        split = [line for line in lines.splitlines(keepends=True) if not _CHATTER.search(line)]
-        of_ray = bool(_RAYS_FORM.match(lines))
+        split = [line for line in lines.splitlines(keepends=True) if not _CHATTER.match(line)]
+        of_ray = is_detail(lines.partition("\n")[0])
         tagged = [DETAIL_TAG + line if of_ray and not is_detail(line) else line for line in split]
         self.keep("".join(filter(is_detail, tagged)))
         write("".join(tagged))

@@ -251,12 +251,11 @@ class LineStream:
     def write(self, text: str) -> int:
         """Write text; a line is handed on when it is complete."""
         pending = getattr(self._rest, "text", "") + text
-        lines, newline, rest = pending.rpartition("\n")
-        if len(rest) > _MAX_REST:
-            lines, newline, rest = pending, "\n", ""
-        self._rest.text = rest
-        if newline:
-            self._write_lines(lines + newline)
+        # A text of several lines is handed on as a whole: what its first line is, the others are, too.
+        is_whole, too_long = pending.endswith("\n"), len(pending) > _MAX_REST
+        self._rest.text = "" if is_whole or too_long else pending
+        if is_whole or too_long:
+            self._write_lines(pending if is_whole else f"{pending}\n")
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -24,7 +24,17 @@ _CONSEQUENCE = re.compile(
 )
 #: How Ray's core begins an error of its own.
 _OF_CORE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,.]+ [EFC] \d+ \d+\] (?:\(\S+\) )?\S+ +")
+#: What Ray Train says of a worker that does not answer begins with this, whatever else it holds.
+_NO_ANSWER = "WorkerHealthCheck"
 _LOST_CONNECTION = "Worker unexpectedly exits with a connection error"
+#: Where Ray says why a process is gone, the most telling first.
+_REASONS = [
+    re.compile(r"^(?:Worker exit detail: )?(.*low on memory.*)$", re.MULTILINE),
+    re.compile(r"Worker exit detail: (.+)"),
+    re.compile(r"(The actor (?:died|is dead) because .+)"),
+]
+_TRACEBACK = "Traceback (most recent call last)"
+_FRAME = re.compile(r'^\s+File "')
 #: Process ids, addresses and the like differ where the error is the same.
 _VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")
 _MAX_CAUSES = 3
@@ -89,7 +99,7 @@ def causes(
 
 
 def own_errors(errors: Mapping[str, str]) -> dict[str, str]:
-    """Return those errors in full that the loop itself raised, by rank; none if a rank died, which the others met."""
+    """Return those errors in full that the loop itself raised, by rank; what the others met is none."""
     return {str(error.rank): errors[str(error.rank)] for error in _leading(errors) if not error.is_death}
 
 
@@ -111,10 +121,9 @@ class _Error(NamedTuple):
 
 
 def _leading(errors: Mapping[str, str]) -> list[_Error]:
-    """Return the errors that the others follow from: deaths, else what is no broken collective, else all."""
+    """Return the errors that the others follow from: deaths and what is no broken collective; all if there are none."""
     found = sorted(_Error(int(rank), *_cause(text)) for rank, text in errors.items())
-    deaths = [error for error in found if error.is_death]
-    return deaths or [error for error in found if not _CONSEQUENCE.search(error.cause)] or found
+    return [error for error in found if error.is_death or not _CONSEQUENCE.search(error.cause)] or found
 
 
 def cause(text: str) -> str:
@@ -143,12 +152,17 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 def _cause(text: str) -> tuple[str, bool]:
     """Give the line that tells the cause, and whether it is the death of a process."""
-    lines = [line.strip()[:_MAX_LINE] for line in text.splitlines() if line.strip()][-_MAX_LINES:]
+    lines = [line.rstrip()[:_MAX_LINE] for line in text.splitlines() if line.strip()][-_MAX_LINES:]
     if not lines:
         return "no reason given", False
-    death = next((line for line in lines if _DEATH.search(line)), None)
-    named = [line for line in lines if _EXCEPTION.match(line)]
-    cause = death or (named[-1] if named else lines[-1])
-    if death is not None and _LOST_CONNECTION in text:
-        cause = "its process was killed or has crashed"
-    return cause[:_MAX_CAUSE], death is not None
+    is_silent = text.startswith(_NO_ANSWER)
+    if _TRACEBACK in text and not is_silent:
+        after = max((place for place, line in enumerate(lines) if _FRAME.match(line)), default=0) + 1
+        found = next((line for line in lines[after:] if not line[0].isspace()), lines[-1])
+        return found.strip()[:_MAX_CAUSE], False
+    if not (is_silent or _DEATH.search(text)):
+        return lines[0].strip()[:_MAX_CAUSE], False
+    reason = next((match[1] for pattern in _REASONS if (match := pattern.search(text))), "")
+    if _LOST_CONNECTION in text:
+        reason = "its process was killed or has crashed"
+    return (reason or next((line for line in lines if _DEATH.search(line)), lines[0])).strip()[:_MAX_CAUSE], True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 
 from prefect_elastic_train.driver.details import Details, is_detail
+from prefect_elastic_train.driver.relay import LineStream
 from prefect_elastic_train.reporting.logs import RunLog
 
 RAYS = [
@@ -58,6 +60,20 @@ def test_a_record_of_rays_own_is_a_detail_to_its_end_and_all_of_it_is_kept(caplo
         ("INFO", "[stderr] mine too"),
     ]
     assert [line[9:] for line in details.content().decode().splitlines()] == record, "behind the time of day"
+
+
+def test_what_a_node_has_logged_before_it_was_lost_is_a_detail(caplog: pytest.LogCaptureFixture) -> None:
+    details, told = Details(), list[str]()
+    stream = LineStream(partial(details.take, told.append), 1)
+    print(
+        "(raylet) The node with node id 1a has been marked dead because it missed too many heartbeats.\n"
+        "    (2) raylet has lagging heartbeats\n    [state-dump] DebugString() time ms: 1",
+        file=stream,
+    )
+    assert all(map(is_detail, "".join(told).splitlines()))
+    assert is_detail("    [2026-11-22 16:51:51,419 W 27194 27205] (raylet) store.cc:366: Disconnecting client")
+    assert is_detail("(pid=gcs_server) [2026-11-22 16:51:51,415 E 27073 27073] gcs_actor_scheduler.cc:538: Failed")
+    assert not is_detail("(raylet) 3 Workers (tasks / actors) killed due to memory pressure (OOM)")
 
 
 def test_what_ray_says_of_each_report_is_left_out() -> None:

@@ -87,16 +87,40 @@ def test_the_cause_of_a_message_with_several_lines_is_the_line_of_the_exception(
     assert causes({"0": text}, {}) == ["rank 0: torch.OutOfMemoryError: CUDA out of memory."]
 
 
-@pytest.mark.parametrize(("text", "cause"), [("", "no reason given"), (" \n\n", "no reason given"), ("a\nb\n", "b")])
-def test_an_error_without_an_exception_is_told_by_its_last_line(text: str, cause: str) -> None:
+@pytest.mark.parametrize(("text", "cause"), [("", "no reason given"), (" \n\n", "no reason given"), ("a\nb\n", "a")])
+def test_an_error_without_an_exception_is_told_by_its_first_line(text: str, cause: str) -> None:
     assert causes({"0": text}, {}) == [f"rank 0: {cause}"]
 
 
 def test_deaths_are_told_rather_than_what_the_survivors_report() -> None:
     found = causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
-    assert found == [
-        "ranks 3-4: ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
-    ]
+    assert found == ["ranks 3-4: The actor is dead because its worker process has died."]
+
+
+NO_ANSWER = f"WorkerHealthCheckFailedError: A worker health check failed.\nWorker info: Worker(…)\n{DEATH}"
+EXIT = f"{NO_ANSWER.strip()} Worker exit type: SYSTEM_ERROR Worker exit detail: "
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (f"{EXIT}Worker unexpectedly exits with a connection error code 2.", "its process was killed or has crashed"),
+        (f"{EXIT}Worker exits by SIGTERM.", "Worker exits by SIGTERM."),
+        (f"{EXIT}Task was killed due to the node running low on memory.", "due to the node running low on memory."),
+        (NO_ANSWER.replace("is dead because its worker process", "died because its node"), "because its node has died"),
+        (f"WorkerHealthCheckFailedError: x\nTask was killed: low on memory.\nTop 10:\n5", "killed: low on memory."),
+    ],
+)
+def test_a_death_is_told_with_its_reason(text: str, cause: str) -> None:
+    assert cause in causes({"0": text}, {})[0]
+    assert own_errors({"0": text}) == {}
+
+
+@pytest.mark.parametrize("message", ["prefetch worker died: out of shm", "The actor died unexpectedly"])
+def test_what_the_loop_raised_is_its_own_error_whatever_it_says_also_beside_a_death(message: str) -> None:
+    raised = TRACEBACK.replace("ValueError: bad batch 17", f"RuntimeError: {message}\nand more")
+    assert own_errors({"0": raised, "1": NO_ANSWER, "2": CONNECTION}) == {"0": raised}
+    assert causes({"0": raised}, {}) == [f"rank 0: RuntimeError: {message}"]
 
 
 def test_what_the_collectives_of_the_others_say_follows_from_the_loop_that_raised() -> None:

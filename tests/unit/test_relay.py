@@ -273,8 +273,7 @@ def test_a_line_in_pieces_is_handed_on_when_it_is_complete() -> None:
     assert written == []
     stream.write("two\nthree\nfo")
     stream.write("ur\n")
-    assert "".join(written) == "one two\nthree\nfour\n"
-    assert written[0] == "one two\nthree\n"
+    assert written == ["one two\nthree\nfour\n"], "whole, since what the first line is, the others are, too"
 
 
 def test_the_stream_stands_in_for_standard_output() -> None:
