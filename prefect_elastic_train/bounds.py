@@ -36,8 +36,11 @@ _FIRST = ("global_step", "iteration", "step", "epoch", "progress", "_attempt", "
 _MAX_METRIC_TEXT = 200
 #: The entry that says how many metrics are left out.
 _MORE = "…"
-#: No text and no collection is made shorter than this.
+#: Metrics that do not fit, after which no other is tried: the shortest names come first.
+_MAX_MISSES = 50
+#: No text and no collection is made shorter than this, and what is nested deeper becomes text.
 _SHORTEST = 32
+_DEEPEST = 3
 
 Item = TypeVar("Item")
 
@@ -80,7 +83,7 @@ def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, An
     if size_of(metrics) <= MAX_METRICS_BYTES:
         return dict(metrics)
     kept: dict[str, Any] = {}
-    room = MAX_METRICS_BYTES - 100
+    room, misses = MAX_METRICS_BYTES - 100, 0
     for name in sorted(metrics, key=lambda name: (name != score and name not in _FIRST, len(name))):
         entry = {name: metrics[name]}
         if size_of(entry) > MAX_METRICS_BYTES // 4:
@@ -89,8 +92,10 @@ def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, An
         if size <= room:
             kept |= entry
             room -= size
-        elif room < _SHORTEST:
-            break
+        else:
+            misses += 1
+            if misses >= _MAX_MISSES:
+                break
     left_out = len(metrics) - len(kept)
     return kept | ({_MORE: f"{left_out:,} of {len(metrics):,} metrics left out"} if left_out else {})
 
@@ -105,13 +110,18 @@ def thinned(items: Sequence[Item], most: int) -> list[Item]:
     return kept
 
 
-def shortened(value: Any, most: int) -> Any:
-    """JSON with texts of at most so many bytes and collections of at most so many entries, but for small ones."""
+def shortened(value: Any, most: int, depth: int = 0) -> Any:
+    """JSON with texts of at most so many bytes and collections of at most so many entries, but for small ones.
+
+    What is nested deeper than three levels becomes text, since each level multiplies.
+    """
     most = max(most, _SHORTEST)
     if isinstance(value, str):
         return cut(value, most)
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if depth == _DEEPEST:
+        return cut(str(value), _MAX_METRIC_TEXT)
     if isinstance(value, dict):
-        return {shortened(name, most): shortened(item, most) for name, item in islice(value.items(), most)}
-    if isinstance(value, list | tuple):
-        return [shortened(item, most) for item in value[:most]]
-    return value
+        return {shortened(name, most): shortened(item, most, depth + 1) for name, item in islice(value.items(), most)}
+    return [shortened(item, most, depth + 1) for item in value[:most]]

@@ -53,7 +53,10 @@ _RAYS_FORM = re.compile(
     r"|Actor with class name: 'PreemptionWatcher' and ID: |Running entrypoint for job |-- Runtime env is setting up"
 )
 #: What Ray says once for each rank and report, and an event once.
-_CHATTER = re.compile(r"\(RayTrainWorker pid=[^)]*\) .{0,200}?(?:Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: Checkpoint\()")
+_CHATTER = re.compile(
+    r"\(RayTrainWorker pid=[^)]*\) .{0,200}?"
+    r"(?:Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: Checkpoint\()"
+)
 #: What a node says of itself that a person can act on.
 _OF_USE = re.compile(r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

@@ -147,6 +147,8 @@ class LoopWarned(_Event):
     checkpoint: str = ""
     #: Share of the work up to the checkpoint that is done again, 0 to 1.
     again: float = 0.0
+    #: All of that has been done again by now; what the worker group has done so far was nothing else.
+    is_redone: bool = False
     ranks: list[int] = Field(default_factory=list)
 
 

@@ -50,7 +50,7 @@ from prefect_elastic_train.elastic.loop_watch import (
     IgnoredCheckpointError,
     LoopWatch,
     note_checkpoints,
-    note_report,
+    noting_report,
     waiting_for_others,
 )
 from prefect_elastic_train.elastic.notice import hold_after_report, saw_checkpoint
@@ -73,6 +73,8 @@ _MAX_BITS = 1024
 #: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
 _UPLOADS_AT_ONCE = 2
 _UPLOAD_SECONDS = 3600.0
+#: Exceptions of our own that are told of, each with its traceback.
+_TOLD_ERRORS = 10
 #: Standing still for checkpoints that is told of.
 _TOLD_STALL_SECONDS = 0.01
 
@@ -102,7 +104,7 @@ def _never_raises(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
         except Exception:
             self.errors += 1
-            if self.errors <= 10:
+            if self.errors <= _TOLD_ERRORS:
                 logger.warning("%s failed; training goes on", method.__name__, exc_info=True)
             return None
 
@@ -131,14 +133,14 @@ class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     @contextmanager
     def on_report(self) -> Iterator[None]:
         """Wrap a report."""
-        note_report()
-        try:
-            with stalling():
-                _wait_for_uploads(get_train_context())
-        except Exception:
-            logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
-        with reporting():
-            yield
+        with noting_report():
+            try:
+                with stalling():
+                    _wait_for_uploads(get_train_context())
+            except Exception:
+                logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
+            with reporting():
+                yield
         try:
             hold_after_report()
         except Exception:
@@ -228,6 +230,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._tracebacks: dict[int, str] = {}
         self._reports_since_checkpoint = 0
         self._checkpoint = ""
+        #: How many workers have reported the newest checkpoint, by its name.
+        self._saved_by: dict[str, int] = {}
         self._stalled = 0.0
         # Made in the controller: a lock cannot be pickled on its way there.
         self._stopped: threading.Event | None = None
@@ -319,7 +323,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
         # What another run has counted says nothing of this one.
         is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
-        self._loops.begin(workers, self._checkpoint, latest["metrics"] if latest and is_own else {})
+        metrics = latest["metrics"] if latest and is_own else {}
+        self._loops.begin(workers, self._checkpoint, metrics, self._saved_by.get(self._checkpoint))
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in workers
@@ -339,7 +344,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             raise
         except Exception:
             self.errors += 1
-            logger.warning("What the loop does cannot be seen; training goes on", exc_info=True)
+            if self.errors <= _TOLD_ERRORS:
+                logger.warning("What the loop does cannot be seen; training goes on", exc_info=True)
 
     @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -387,6 +393,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self._commits_of_turn += 1
             self._last_commit_at = time.time()
             self._checkpoint = name
+            self._saved_by = {name: self._world_size}
             sizes = self._store.file_sizes(name) or {}
             self._send(CheckpointCommitted(checkpoint=name, size_bytes=sum(sizes.values()), metrics=rank_zero))
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pyarrow import fs
 from ray.train import Checkpoint
@@ -77,6 +78,12 @@ class _NotedCheckpoint(Checkpoint):  # type: ignore[misc]
     @path.setter
     def path(self, path: str) -> None:
         self._path = path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Whoever gets a copy may read that."""
+        if self.is_offered:
+            note_opened()
+        return {**self.__dict__, "is_offered": False}
 
 
 class RunCheckpoint(_NotedCheckpoint):

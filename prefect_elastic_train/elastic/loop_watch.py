@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -32,7 +32,7 @@ __all__ = [
     "missing_ranks",
     "note_checkpoints",
     "note_opened",
-    "note_report",
+    "noting_report",
     "waiting_for_others",
 ]
 
@@ -48,7 +48,7 @@ _ANSWER_SECONDS = 5.0
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 600.0
 #: Counters that may begin anew with each epoch.
-_OF_AN_EPOCH = ("iteration", "step")
+_OF_EPOCHS = frozenset({"iteration", "step"})
 
 
 class IgnoredCheckpointError(Exception):
@@ -63,12 +63,14 @@ class LoopState:
         asked: It has asked for its checkpoint.
         opened: It has looked into that.
         reports: Reports that it has begun.
+        in_report: It is in one.
         waits_since: When it began to wait for the other ranks in a report, by the monotonic clock; None if it does not.
     """
 
     asked: bool = False
     opened: bool = False
     reports: int = 0
+    in_report: bool = False
     waits_since: float | None = None
 
 
@@ -101,9 +103,15 @@ def note_opened() -> None:
     _state.opened = True
 
 
-def note_report() -> None:
-    """Note that the loop has begun a report."""
+@contextmanager
+def noting_report() -> Iterator[None]:
+    """Note for as long as the ``with`` lasts that the loop reports."""
     _state.reports += 1
+    _state.in_report = True
+    try:
+        yield
+    finally:
+        _state.in_report = False
 
 
 @contextmanager
@@ -131,31 +139,38 @@ class Verdict:
         where: Where its first report stands, such as ``"step 23"``; empty if it counts nothing.
         message: What is wrong and the way out; empty if nothing is.
         again: Share of the work up to the checkpoint that is done again, 0 to 1.
+        is_redone: It has been done again by now.
+        is_sure: No loop that is right looks like this one.
     """
 
     ignored: bool
     where: str = ""
     message: str = ""
     again: float = 0.0
+    is_redone: bool = False
+    is_sure: bool = False
 
 
 class Offer:
     """A checkpoint that a worker group is offered, until it is clear whether its loop takes it.
 
-    Where the loop counts, its counters decide: a loop may restore its state by means of its own. A counter of steps
-    without one of epochs may begin anew with each epoch. If such a one is below the checkpoint's although the loop
-    has read the checkpoint, it shows later which it is: one of the whole training rises beyond the checkpoint's.
+    Where the loop counts, its counters decide, whatever it has asked for: it may restore its state by means of its
+    own. It goes on if any of them is above the checkpoint's. If it has read the checkpoint, two things may set a
+    counter back: another number of workers, with which an epoch has other steps, and the end of an epoch, where a
+    counter of its steps alone begins anew; the latter rises beyond the checkpoint's only if steps are done again.
 
     Args:
         checkpoint: Its name.
         metrics: What was reported with it; empty if it is another run's.
+        same_size: Whether as many workers have reported it; None if that is not known.
     """
 
-    def __init__(self, checkpoint: str, metrics: Mapping[str, Any]) -> None:
+    def __init__(self, checkpoint: str, metrics: Mapping[str, Any], same_size: bool | None = None) -> None:
         self._checkpoint = checkpoint
-        self._before = _position(metrics)
+        self._before = _counters(metrics)
+        self._same_size = same_size
         self._first: dict[str, float] | None = None
-        self._last: tuple[float, ...] = ()
+        self._last: float = 0.0
         self._reported = False
 
     def judge(self, metrics: Mapping[str, Any], has_checkpoint: bool, state: Callable[[], LoopState]) -> Verdict | None:
@@ -166,26 +181,39 @@ class Offer:
             has_checkpoint: Whether a checkpoint comes with it.
             state: Returns what the loops have done so far, on any rank.
         """
-        here = _position(metrics)
-        if not here or here.keys() != self._before.keys():
-            if self._first is not None:
-                return None
-            if state().opened:
+        counters = _counters(metrics)
+        here = {name: value for name, value in counters.items() if name in self._before}
+        if self._first is not None:
+            return self._judge_again(here, state) if here.keys() == self._first.keys() else None
+        if any(value > self._before[name] for name, value in here.items()):
+            return Verdict(False, _in_words(here))
+        taken = state()
+        if not here:
+            if taken.opened:
                 return Verdict(False)
             # A loop may report something before it asks.
             is_first, self._reported = not self._reported, True
-            return None if is_first and not has_checkpoint else self._ignored(here, state())
-        at, before = tuple(here.values()), tuple(self._before.values())
-        if self._first is not None:
-            begins_anew, self._last = at < self._last, at
-            if begins_anew:
-                return Verdict(False, _in_words(self._first))
-            return self._ignored(self._first, state()) if at > before else None
-        if at >= before:
+            return None if is_first and not has_checkpoint else self._ignored(here, taken)
+        if not taken.opened:
+            return self._ignored(here, taken)
+        has_fallen = any(value < self._before[name] for name, value in here.items())
+        if not has_fallen or self._same_size is False:
             return Verdict(False, _in_words(here))
-        self._first, self._last = here, at
-        may_begin_anew = len(here) == 1 and next(iter(here)) in _OF_AN_EPOCH
-        return None if may_begin_anew and state().opened else self._ignored(here, state())
+        if len(counters) == 1 and not _OF_EPOCHS.isdisjoint(here):
+            self._first, self._last = here, next(iter(here.values()))
+            return None
+        return self._ignored(here, taken)
+
+    def _judge_again(self, here: dict[str, float], state: Callable[[], LoopState]) -> Verdict | None:
+        """Tell a counter of an epoch's steps, which begins anew, from one that reaches the checkpoint's again."""
+        assert self._first is not None
+        (name, value), last = next(iter(here.items())), self._last
+        self._last = value
+        if value < last:
+            return Verdict(False, _in_words(self._first))
+        if value <= self._before[name]:
+            return None
+        return replace(self._ignored(self._first, state()), is_redone=True, is_sure=False)
 
     def _ignored(self, first: dict[str, float], state: LoopState) -> Verdict:
         if not state.asked:
@@ -202,7 +230,10 @@ class Offer:
             "model, optimizer and step from ray.train.get_checkpoint() before the loop's first step; what it had done "
             "is done again"
         )
-        return Verdict(True, where, message, _done_again(self._before, first))
+        fallen = next((name for name, value in first.items() if value < self._before[name]), "")
+        # One that has read the checkpoint may begin its epoch anew.
+        is_sure = not state.opened or (self._same_size is True and fallen not in _OF_EPOCHS)
+        return Verdict(True, where, message, _done_again(self._before, first, fallen), is_sure=is_sure)
 
 
 def missing_ranks(
@@ -219,7 +250,11 @@ def missing_ranks(
     if not waiting:
         return [], []
     reports = max(answers[rank][0].reports for rank in waiting)
-    missing = [rank for rank in range(world_size) if rank not in answers or answers[rank][0].reports < reports]
+    missing = [
+        rank
+        for rank in range(world_size)
+        if rank not in answers or (answers[rank][0].reports < reports and not answers[rank][0].in_report)
+    ]
     return (waiting, missing) if missing else ([], [])
 
 
@@ -243,16 +278,20 @@ class LoopWatch:
         self._asked: list[Any] = []
         self._has_told_of_missing = False
 
-    def begin(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
+    def begin(
+        self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any], saved_by: int | None = None
+    ) -> None:
         """Begin with a new worker group.
 
         Args:
             workers: Its workers, by rank.
             checkpoint: The checkpoint that it is offered, empty for none.
             metrics: What was reported with that.
+            saved_by: How many workers have reported it; None if that is not known.
         """
         self._workers, self._checkpoint, self._asked = workers, checkpoint, []
-        self._offer = Offer(checkpoint, metrics) if checkpoint else None
+        same_size = None if saved_by is None else saved_by == len(workers)
+        self._offer = Offer(checkpoint, metrics, same_size) if checkpoint else None
         self._has_saved = self._has_saved or bool(checkpoint)
         self._began = self._quiet_since = time.monotonic()
         self._reports, self._has_told_of_missing = 0, False
@@ -289,10 +328,14 @@ class LoopWatch:
             return
         self._tell(
             LoopWarned(
-                problem="checkpoint-ignored", message=verdict.message, checkpoint=self._checkpoint, again=verdict.again
+                problem="checkpoint-ignored",
+                message=verdict.message,
+                checkpoint=self._checkpoint,
+                again=verdict.again,
+                is_redone=verdict.is_redone,
             )
         )
-        if self._fails:
+        if self._fails and verdict.is_sure:
             error = IgnoredCheckpointError(verdict.message)
             raise WorkerGroupError(verdict.message, {0: error})
 
@@ -364,14 +407,10 @@ class LoopWatch:
         )
 
 
-def _position(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """How far a training is by its own counters, the most significant first; empty if it counts nothing."""
-    found = {name: _number(metrics.get(name)) for name in ("global_step", "epoch", *_OF_AN_EPOCH)}
-    counters = {name: value for name, value in found.items() if value is not None}
-    if "global_step" in counters:
-        return {"global_step": counters["global_step"]}
-    inner = next((name for name in _OF_AN_EPOCH if name in counters), None)
-    return {name: value for name, value in counters.items() if name in ("epoch", inner)}
+def _counters(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What a loop counts its way with, the most significant first."""
+    found = {name: _number(metrics.get(name)) for name in ("global_step", "epoch", "iteration", "step")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _number(value: Any) -> float | None:
@@ -383,18 +422,14 @@ def _number(value: Any) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _in_words(position: Mapping[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:,.10g}" for name, value in position.items())
+def _in_words(counters: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:,.10g}" for name, value in counters.items())
 
 
-def _done_again(before: Mapping[str, float], first: Mapping[str, float]) -> float:
-    """Share of the work up to a checkpoint that a loop does again which begins at `first`."""
-    if not first or first.keys() != before.keys():
+def _done_again(before: Mapping[str, float], first: Mapping[str, float], fallen: str) -> float:
+    """Share of the work up to a checkpoint that a loop does again which begins at `first`, below it in `fallen`."""
+    if fallen in _OF_EPOCHS and "epoch" in first:  # it does its epoch again
+        return (before[fallen] - first[fallen]) / before[fallen] / (before["epoch"] + 1)
+    if not fallen or first[fallen] <= 1:  # counted from 0 or from 1
         return 1.0
-    (*outer, then), (*_, now) = before.values(), first.values()
-    if outer:
-        epoch, begun = outer[0], next(iter(first.values()))
-        if begun < epoch:  # counted from 0 or from 1
-            return 1.0 if begun <= 1 else (epoch - begun) / epoch
-        return (then - now) / then / (epoch + 1) if then > 0 else 0.0
-    return 1.0 if now <= 1 or then <= 0 else (then - now) / then
+    return (before[fallen] - first[fallen]) / before[fallen]

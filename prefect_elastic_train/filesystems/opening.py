@@ -59,7 +59,7 @@ class Storage:
         if not isinstance(inner, ObjectRunStore):
 
             def copy() -> None:
-                shutil.copytree(source, target, dirs_exist_ok=True)
+                shutil.copytree(source, target, dirs_exist_ok=True, copy_function=_copy_anew)
                 sync_tree(Path(target))
 
             self.retries.call(f"copy {source}", copy)
@@ -105,3 +105,9 @@ def open_storage(settings: StorageSettings, retry_seconds: float | None = None) 
         return Storage(settings, Retries(settings.retry_seconds, settings.uri), lambda path: LocalRunStore(path))
     client = open_client(settings)
     return Storage(settings, client.retries, lambda path: ObjectRunStore(client, path))
+
+
+def _copy_anew(source: str, target: str) -> None:
+    """Copy a file over what an earlier try has left, which may be read-only."""
+    Path(target).unlink(missing_ok=True)
+    shutil.copy2(source, target)

@@ -54,6 +54,7 @@ class Accounts(_Counts):
 class _GroupReports(BaseModel):
     """The reports of a worker group, numbered over all groups of an attempt: the last one, and the last one kept."""
 
+    first: int
     last: int
     kept: int
     #: Reports of the run that were kept when the group started.
@@ -84,7 +85,7 @@ class Tally(_Counts):
             self.attempt = event.attempt
         elif isinstance(event, WorkerGroupStarted):
             self._close(None)
-            self.group = _GroupReports(last=self.index, kept=self.index, before=self.kept)
+            self.group = _GroupReports(first=self.index, last=self.index, kept=self.index, before=self.kept)
         elif isinstance(event, Reported):
             self.index = event.index
             if self.group is not None:
@@ -94,6 +95,8 @@ class Tally(_Counts):
                     self.group.kept = event.index
         elif isinstance(event, LoopWarned) and self.group is not None:
             again = round(self.group.before * event.again)
+            if event.is_redone:
+                again = min(again, self.index - self.group.first)
             self.kept -= again
             self.steps_lost += again
         elif isinstance(event, StorageWaited):

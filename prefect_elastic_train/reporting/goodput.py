@@ -164,7 +164,11 @@ class GoodputMeter(BaseModel):
         elif isinstance(event, CheckpointStalled):
             self._stall(event.seconds)
         elif isinstance(event, LoopWarned):
-            self._give_up(min(self.productive, self.at_start * event.again))
+            again = min(self.productive, self.at_start * event.again)
+            if event.is_redone:
+                self._resolve_first()
+                again = min(again, self.productive + self.pending - self.at_start)
+            self._give_up(again)
         elif isinstance(event, WorkerFailed | WorkersPreempted | WorkerGroupResized):
             self._close_group()
             self.setup = "resize" if isinstance(event, WorkerGroupResized) else "restart"

@@ -124,6 +124,8 @@ class RunReport(BaseModel):
     #: Number of the last report counted without those that were done again, as of now and of the last commit.
     position: int = 0
     kept_position: int = 0
+    #: The same when the worker group started.
+    begun_position: int = 0
     metrics: dict[str, Any] = Field(default_factory=dict)
     #: How far the last report that told it was, from 0 to 1, and in words.
     done: tuple[float, str] | None = None
@@ -368,7 +370,7 @@ class RunReport(BaseModel):
         self.samples, self.sample_stride, self.samples_seen = [], 1, 0
         self.axis_at = None
         self.segment += 1
-        self.position = self.kept_position
+        self.position = self.begun_position = self.kept_position
         self._set_world(event.at, event.world_size)
         self._set_state("training")
 
@@ -442,7 +444,9 @@ class RunReport(BaseModel):
             "no-checkpoint": "the loop saves no checkpoint",
             "ranks-missing": f"{ranks_in_words(event.ranks)} did not report",
         }[event.problem]
-        again = round(self.kept_position * event.again)
+        again = round(self.begun_position * event.again)
+        if event.is_redone:
+            again = min(again, self.position - self.begun_position)
         self.position, self.kept_position = self.position - again, self.kept_position - again
         self._tell(event.at, "loop", what, event.message)
 

@@ -11,7 +11,6 @@ that was written after the successor's second look belongs to an older attempt a
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -23,7 +22,7 @@ from urllib.parse import quote, unquote
 from prefect_elastic_train.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
-from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot, without_checkpoints
+from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together, parse_snapshot, without_checkpoints
 from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
 
@@ -178,12 +177,12 @@ class ReadCommit:
         return self.record.model_copy(update={"snapshot": snapshot, "manifest": manifest})
 
 
-def newest_commit(store: RunStore, attempt: int | None = None) -> CommitRecord | None:
+def newest_commit(store: RunStore, attempt: int | None = None, *, whole: bool = False) -> CommitRecord | None:
     """Newest commit that counts and has a checkpoint left, without those that were dropped since; or None.
 
     See :func:`read_lineage` for the arguments.
     """
-    return next((usable for read in read_lineage(store, attempt) if (usable := read.usable)), None)
+    return next((usable for read in read_lineage(store, attempt, whole=whole) if (usable := read.usable)), None)
 
 
 def read_lineage(store: RunStore, attempt: int | None = None, *, whole: bool = False) -> Iterator[ReadCommit]:
@@ -221,7 +220,7 @@ def read_lineage(store: RunStore, attempt: int | None = None, *, whole: bool = F
 
 def _read_commit(view: RunView, number: tuple[int, int]) -> tuple[CommitRecord | None, str]:
     record = decode(CommitRecord, view.read(layout.commit_name(*number)))
-    if record is None or parse_snapshot(json.dumps(record.snapshot)) is None:
+    if record is None or not fits_together(record.snapshot):
         return None, "torn"
     known = attempt_id(view, number[0])
     is_own = not known or not record.attempt_id or known == record.attempt_id

@@ -28,7 +28,7 @@ def make_result(
         storage_block: Name of the saved storage block, empty for an inline one.
         score: Name of the metric that checkpoints are ranked by.
     """
-    commit = newest_commit(store)
+    commit = newest_commit(store, whole=True)
     snapshot = commit.snapshot if commit else {}
     latest = latest_checkpoint(snapshot)
     kept = snapshot.get("checkpoint_results", [])

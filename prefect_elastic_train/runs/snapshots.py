@@ -7,7 +7,14 @@ from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
 
-__all__ = ["checkpoint_names", "latest_checkpoint", "parse_snapshot", "seed_snapshot", "without_checkpoints"]
+__all__ = [
+    "checkpoint_names",
+    "fits_together",
+    "latest_checkpoint",
+    "parse_snapshot",
+    "seed_snapshot",
+    "without_checkpoints",
+]
 
 _LISTS = (
     "validated_checkpoint_dir_names",
@@ -24,22 +31,23 @@ def parse_snapshot(data: bytes | str | None) -> dict[str, Any] | None:
         snapshot = json.loads(data)
     except ValueError:
         return None
-    if not isinstance(snapshot, dict):
-        return None
+    return snapshot if isinstance(snapshot, dict) and fits_together(snapshot) else None
+
+
+def fits_together(snapshot: dict[str, Any]) -> bool:
+    """Whether a snapshot's parts fit together."""
     results, indices = snapshot.get("checkpoint_results"), snapshot.get("checkpoint_report_indices")
     if not isinstance(results, list) or not isinstance(indices, list) or len(results) != len(indices):
-        return None
+        return False
     if not all(isinstance(index, int) for index in indices):
-        return None
+        return False
     if not all(isinstance(r, dict) and isinstance(r.get("checkpoint_dir_name"), str) for r in results):
-        return None
+        return False
     if not isinstance(snapshot.get("current_report_index"), int):
-        return None
+        return False
     latest = snapshot.get("latest_checkpoint_result")
     names = {result["checkpoint_dir_name"] for result in results}
-    if latest is not None and not (isinstance(latest, dict) and latest.get("checkpoint_dir_name") in names):
-        return None
-    return snapshot
+    return latest is None or (isinstance(latest, dict) and latest.get("checkpoint_dir_name") in names)
 
 
 def checkpoint_names(snapshot: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -315,11 +316,12 @@ def sync_tree(path: Path) -> None:
         OSError: The disk has lost some of it. A second try would not notice: write it anew.
     """
     for entry in [*sorted(path.rglob("*"), reverse=True), path]:  # what is in a folder comes before it
-        if entry.is_dir():
+        mode = entry.lstat().st_mode
+        if stat.S_ISDIR(mode):
             sync_folder(entry)
-            continue
-        with entry.open("rb") as file:
-            os.fsync(file.fileno())
+        elif stat.S_ISREG(mode):  # a link is part of its folder
+            with entry.open("rb") as file:
+                os.fsync(file.fileno())
     sync_folder(path.parent)
 
 

@@ -140,6 +140,16 @@ def test_what_a_loop_does_again_although_a_checkpoint_kept_it_is_lost(again: flo
     assert spent(accounts) == {"wall": 90, "productive": 80 - 10 * lost, "restart": 10, "lost": 10 * lost}
 
 
+def test_what_a_loop_has_done_again_by_now_is_all_that_its_group_has_done() -> None:
+    late = LoopWarned(at=T + 70, problem="checkpoint-ignored", message="late", again=1.0, is_redone=True)
+    early = [event for n in range(1, 5) for event in commit(10 * n, n)]
+    accounts = add_up(
+        [started(0), group(0), *early, failed(40, lost=0), group(50), *commit(60, 5), *commit(70, 6), late]
+    )
+    assert accounts.steps_lost == 2
+    assert spent(accounts)["lost"] == 20
+
+
 def test_a_later_group_of_an_attempt_loses_only_its_own_reports() -> None:
     accounts = add_up(
         [

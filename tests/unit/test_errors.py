@@ -108,7 +108,7 @@ EXIT = f"{NO_ANSWER.strip()} Worker exit type: SYSTEM_ERROR Worker exit detail: 
         (f"{EXIT}Worker exits by SIGTERM.", "Worker exits by SIGTERM."),
         (f"{EXIT}Task was killed due to the node running low on memory.", "due to the node running low on memory."),
         (NO_ANSWER.replace("is dead because its worker process", "died because its node"), "because its node has died"),
-        (f"WorkerHealthCheckFailedError: x\nTask was killed: low on memory.\nTop 10:\n5", "killed: low on memory."),
+        ("WorkerHealthCheckFailedError: x\nTask was killed: low on memory.\nTop 10:\n5", "killed: low on memory."),
     ],
 )
 def test_a_death_is_told_with_its_reason(text: str, cause: str) -> None:

@@ -91,7 +91,7 @@ EVENTS: list[Event] = [
     CheckpointCommitted(checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, **BASE),
     CheckpointStalled(seconds=2.5, **BASE),
     CheckpointTaken(checkpoint="checkpoint_a", where="step 9", **BASE),
-    LoopWarned(problem="checkpoint-ignored", message="a", checkpoint="b", ranks=[1], again=0.5, **BASE),
+    LoopWarned(problem="checkpoint-ignored", message="a", checkpoint="b", ranks=[1], again=0.5, is_redone=True, **BASE),
     StorageWaited(who="ranks", seconds=12.5, tries=7, last="SlowDown", **BASE),
     RunRecalled(report={"run_name": "mnist", "curves": {}}, **BASE),
     ControllerAlive(doing="RUNNING", seconds=1.5, callback_errors=2, **BASE),

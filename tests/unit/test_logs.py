@@ -383,7 +383,8 @@ def test_a_killed_worker_is_a_line_that_says_who_died_and_from_where_training_go
     log = _log()
     log.event(WorkerGroupStarted(world_size=3, ranks=RANKS))
     log.event(CheckpointCommitted(checkpoint="ckpt-7", size_bytes=1, metrics={}))
-    broken = "Traceback (most recent call last):\n  …\nRuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.12]:3412"
+    broken = "Traceback (most recent call last):\n  …\n"
+    broken += "RuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.12]:3412"
     log.event(WorkerFailed(errors={"0": broken, "1": DIED}, also={"0": [2]}, retried=True, reports_lost=3))
     assert lines.texts[-1] == (
         "Worker failure: rank 1 (pid 77, node 10.0.0.12): its process was killed or has crashed; the worker group is "

@@ -11,9 +11,15 @@ from prefect_elastic_train.elastic.loop_watch import LoopState, Offer, Verdict, 
 NEVER, ASKED, OPENED = LoopState(), LoopState(asked=True), LoopState(asked=True, opened=True)
 
 
-def judged(before: dict[str, Any], reports: list[dict[str, Any]], state: LoopState, saves: bool = False) -> list[Any]:
+def judged(
+    before: dict[str, Any],
+    reports: list[dict[str, Any]],
+    state: LoopState,
+    saves: bool = False,
+    same_size: bool | None = True,
+) -> list[Any]:
     """Verdicts after each report, up to the first that is clear."""
-    offer, found = Offer("checkpoint_a", before), []
+    offer, found = Offer("checkpoint_a", before, same_size), []
     for metrics in reports:
         found.append(offer.judge(metrics, saves, lambda: state))
         if found[-1] is not None:
@@ -34,6 +40,8 @@ def judged(before: dict[str, Any], reports: list[dict[str, Any]], state: LoopSta
         ({"step": 8}, [{"phase": "warm"}, {"step": 9}], NEVER),
         ({}, [{"step": 0}], OPENED),  # another run's checkpoint
         ({"step": float("nan")}, [{"step": 1}], OPENED),
+        ({"iteration": 12, "epoch": 3}, [{"iteration": 13, "epoch": 0}], OPENED),  # epochs of an iteration
+        ({"epoch": 2.0, "step": 100}, [{"epoch": 1.01, "step": 101}], OPENED),  # epochs of fewer workers
     ],
 )
 def test_a_loop_that_goes_on_is_not_suspected(
@@ -53,6 +61,7 @@ def test_a_loop_that_goes_on_is_not_suspected(
         ({"global_step": 100}, [{"global_step": 75}], OPENED, "did not go on where that ends", 0.25),
         ({"epoch": 4, "step": 9}, [{"epoch": 2, "step": 0}], OPENED, "did not go on where that ends", 0.5),
         ({"epoch": 1, "step": 10}, [{"epoch": 1, "step": 0}], OPENED, "did not go on where that ends", 0.5),
+        ({"epoch": 0}, [{"epoch": 0}], NEVER, "it never called ray.train.get_checkpoint()", 1.0),
         ({"loss": 1.0}, [{"loss": 2.0}, {"loss": 1.9}], NEVER, "it never called ray.train.get_checkpoint()", 1.0),
         ({}, [{"step": 0}, {"step": 1}], ASKED, "never read what it got", 1.0),
     ],
@@ -65,6 +74,31 @@ def test_a_loop_that_begins_again_is_told_with_the_reason_and_what_it_does_again
     assert reason in verdict.message
 
 
+@pytest.mark.parametrize("reports", [[{"step": 75}], [{"step": step} for step in range(51)]])
+def test_with_another_number_of_workers_a_loop_that_reads_its_checkpoint_may_count_otherwise(
+    reports: list[dict[str, Any]],
+) -> None:
+    assert judged({"step": 150}, reports, OPENED, same_size=False)[-1].ignored is False
+    assert judged({"step": 150}, reports, NEVER, same_size=False)[-1].ignored is True
+
+
+@pytest.mark.parametrize(
+    ("before", "reports", "state", "same_size", "sure"),
+    [
+        ({"step": 8}, [{"step": 1}], NEVER, None, True),
+        ({"epoch": 3}, [{"epoch": 0}], OPENED, True, True),
+        ({"epoch": 3}, [{"epoch": 0}], OPENED, None, False),
+        ({"epoch": 3, "step": 8}, [{"epoch": 3, "step": 0}], OPENED, True, False),  # it begins its epoch anew
+        ({"step": 8}, [{"step": 1}, {"step": 9}], OPENED, True, False),  # too late, and perhaps an epoch's
+    ],
+)
+def test_only_a_loop_that_is_wrong_for_sure_may_end_the_training(
+    before: dict[str, Any], reports: list[dict[str, Any]], state: LoopState, same_size: bool | None, sure: bool
+) -> None:
+    verdict = judged(before, reports, state, same_size=same_size)[-1]
+    assert (verdict.ignored, verdict.is_sure) == (True, sure)
+
+
 def test_a_loop_that_counts_nothing_is_judged_before_its_first_checkpoint_replaces_another() -> None:
     (verdict,) = judged({"loss": 1.0}, [{"loss": 2.0}], NEVER, saves=True)
     assert isinstance(verdict, Verdict)
@@ -74,6 +108,8 @@ def test_a_loop_that_counts_nothing_is_judged_before_its_first_checkpoint_replac
 def test_ranks_that_keep_others_waiting_are_named_and_nobody_else() -> None:
     waits, later, behind = (LoopState(reports=5), 31.0), (LoopState(reports=5), 0.0), (LoopState(reports=4), 0.0)
     assert missing_ranks({0: waits, 1: behind, 2: waits}, 3) == ([0, 2], [1])
+    uploading = (LoopState(reports=4, in_report=True), 0.0)
+    assert missing_ranks({0: waits, 1: uploading, 2: behind}, 3) == ([0], [2]), "one is still in its report before"
     assert missing_ranks({0: waits, 2: waits}, 3) == ([0, 2], [1]), "a rank that does not answer"
     assert missing_ranks({0: waits, 1: later}, 2) == ([], []), "one that uploads has begun its report"
     assert missing_ranks({0: (LoopState(reports=5), 29.0), 1: behind}, 2) == ([], []), "not for long"
