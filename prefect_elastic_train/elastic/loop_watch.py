@@ -44,8 +44,10 @@ _MISSING_SECONDS = 30.0
 _ASK_SECONDS = 5.0
 #: How long the ranks may take to say what their loops have asked for.
 _ANSWER_SECONDS = 5.0
-#: A loop without any checkpoint is told of after so many reports, or so many seconds.
+#: A loop without any checkpoint is told of after so many reports, if they took so long or its workers end, or after so
+#: many seconds. One that reports each step saves more seldom than at each tenth.
 _UNSAVED_REPORTS = 10
+_UNSAVED_LEAST_SECONDS = 30.0
 _UNSAVED_SECONDS = 600.0
 #: Counters that may begin anew with each epoch.
 _OF_EPOCHS = frozenset({"iteration", "step"})
@@ -316,7 +318,8 @@ class LoopWatch:
             self._judge(statuses[0].training_report.metrics, has_checkpoint)
         elif not reports and time.monotonic() - self._quiet_since >= _MISSING_SECONDS:
             self._look_for_missing(statuses)
-        self._look_for_checkpoints()
+        has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
+        self._look_for_checkpoints(has_ended)
 
     def _judge(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> None:
         verdict = self._offer.judge(metrics, has_checkpoint, self._state) if self._offer is not None else None
@@ -388,11 +391,10 @@ class LoopWatch:
             )
         )
 
-    def _look_for_checkpoints(self) -> None:
+    def _look_for_checkpoints(self, has_ended: bool) -> None:
         seconds = time.monotonic() - self._began
-        if self._has_saved or not self._reports:
-            return
-        if self._reports < _UNSAVED_REPORTS and seconds < _UNSAVED_SECONDS:
+        enough = self._reports >= _UNSAVED_REPORTS and (has_ended or seconds >= _UNSAVED_LEAST_SECONDS)
+        if self._has_saved or not self._reports or not (enough or seconds >= _UNSAVED_SECONDS):
             return
         self._has_saved = True  # told once
         self._tell(

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ray.train.v2._internal.execution.training_report import _TrainingReport
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
-from prefect_elastic_train.elastic.loop_watch import LoopState, Offer, Verdict, missing_ranks
+from prefect_elastic_train.driver.events import Event, LoopWarned
+from prefect_elastic_train.elastic import loop_watch
+from prefect_elastic_train.elastic.loop_watch import LoopState, LoopWatch, Offer, Verdict, missing_ranks
 
 NEVER, ASKED, OPENED = LoopState(), LoopState(asked=True), LoopState(asked=True, opened=True)
 
@@ -114,3 +118,52 @@ def test_ranks_that_keep_others_waiting_are_named_and_nobody_else() -> None:
     assert missing_ranks({0: waits, 1: later}, 2) == ([], []), "one that uploads has begun its report"
     assert missing_ranks({0: (LoopState(reports=5), 29.0), 1: behind}, 2) == ([], []), "not for long"
     assert missing_ranks({0: behind, 1: behind}, 2) == ([], [])
+
+
+class Watched:
+    """A loop of one worker at times that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(loop_watch.time, "monotonic", lambda: self.now)
+        self.events: list[Event] = []
+        self.watch = LoopWatch(False, self.events.append)
+        self.watch.begin([object()], "", {})
+
+    def report(self, times: int, seconds: float, saves: bool = False) -> None:
+        """Have the loop report so often, so many seconds apart."""
+        for _ in range(times):
+            self.now += seconds
+            self.watch.look([WorkerStatus(True, None, _TrainingReport(CHECKPOINT if saves else None, {}, False))])
+
+    @property
+    def problems(self) -> list[str]:
+        """What was told."""
+        return [event.problem for event in self.events if isinstance(event, LoopWarned)]
+
+
+CHECKPOINT: Any = object()
+
+
+def test_a_loop_without_a_checkpoint_is_told_of_once_when_that_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Watched(monkeypatch)
+    slow.report(9, 5.0)
+    assert slow.problems == []
+    slow.report(20, 5.0)
+    assert slow.problems == ["no-checkpoint"]
+
+    quick = Watched(monkeypatch)
+    quick.report(100, 0.1)
+    assert quick.problems == [], "it may save at each hundredth"
+    quick.watch.look([WorkerStatus(False, None, None)])
+    assert quick.problems == ["no-checkpoint"]
+
+    seldom = Watched(monkeypatch)
+    seldom.report(2, 310.0)
+    assert seldom.problems == ["no-checkpoint"]
+
+    saving = Watched(monkeypatch)
+    saving.report(9, 0.1)
+    saving.report(1, 0.1, saves=True)
+    saving.report(50, 60.0)
+    assert saving.problems == []
