@@ -20,7 +20,9 @@ _DEATH = re.compile(
 )
 #: What the survivors' collectives say when a rank is gone.
 _CONSEQUENCE = re.compile(
-    r"gloo|NCCL|ProcessGroup|DistBackendError|(?:closed|reset) by peer|coordination service", re.IGNORECASE
+    r"gloo|NCCL|ProcessGroup|DistBackendError|(?:closed|reset) by peer|connection (?:closed|reset)"
+    r"|coordination service",
+    re.IGNORECASE,
 )
 #: How Ray's core begins an error of its own.
 _OF_CORE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,.]+ [EFC] \d+ \d+\] (?:\(\S+\) )?\S+ +")

@@ -184,7 +184,12 @@ def test_end_is_told_after_an_error_of_the_api(make: Make, client: SyncPrefectCl
         publisher.take(WorkerFailed(sequence=sequence, attempt=1, errors={"1": "ValueError: nan"}, retried=True))
     publisher.end("failed", "the disk is full")
     publisher.close()
-    assert "## Failed" in report_of(client, flow_run_id)
+    # After an error nobody waits for the API longer than a second; the thread goes on.
+    wait_for(
+        lambda: artifacts_of(client, flow_run_id, "markdown") and "## Failed" in report_of(client, flow_run_id),
+        30,
+        "the report of the end",
+    )
     names = [event["event"].rpartition(".")[2] for event in run_events(client, run_name="bumpy")]
     assert (names[0], names[-1]) == ("started", "failed")
     assert names.count("worker-failed") == 297

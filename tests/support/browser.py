@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
 from tests.support.processes import wait_for
 
@@ -72,11 +73,21 @@ class Form:
         expect(editor).to_have_text(json.dumps(value))
 
     def choose(self, label: str, option: str) -> None:
-        """Choose a saved block, or a value, from a field's list."""
+        """Choose a saved block, or a value, from a field's list, which the page may close while it fills it anew."""
         button = self.field(label).get_by_role("button", name=re.compile("^Select "))
-        button.click()
-        self.page.get_by_role("option", name=option, exact=True).click()
-        expect(button).to_have_text(option)
+        wanted = self.page.get_by_role("option", name=option, exact=True)
+
+        def chosen() -> bool:
+            with contextlib.suppress(PlaywrightTimeoutError):
+                if not wanted.is_visible():
+                    button.click(timeout=5_000)
+                wanted.click(timeout=5_000)
+            with contextlib.suppress(AssertionError):
+                expect(button).to_have_text(option, timeout=5_000)
+                return True
+            return False
+
+        wait_for(chosen, 2 * PATIENCE, f"{option} to be chosen")
 
     def submit(self, button: str, then: Locator) -> None:
         """Press a button until the next page is there: the form stays when a busy server answers "try again" (503)."""
