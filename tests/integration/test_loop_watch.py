@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from prefect_elastic_train import (
     AttemptFailedError,
@@ -26,6 +27,7 @@ LOOP = "tests.support.loops:habitual_loop"
 STEPS = 20
 #: What a loop does, what is told of it, and how many of its reports are done again.
 HABITS: dict[str, tuple[list[str], int]] = {
+    "rank 1 stops": (["ranks-missing"], 0),
     "loads": ([], 0),
     "lets rank 0 load for all": ([], 0),
     "counts steps of an epoch": ([], 0),
@@ -33,7 +35,6 @@ HABITS: dict[str, tuple[list[str], int]] = {
     "never asks": (["checkpoint-ignored"], 8),
     "asks and does not load": (["checkpoint-ignored"], 8),
     "saves no checkpoint": (["no-checkpoint"], 8),
-    "rank 1 stops": (["ranks-missing"], 0),
 }
 
 
@@ -45,27 +46,28 @@ def _warnings(run_uri: str) -> list[dict[str, Any]]:
 
 def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, joined: RayCluster) -> None:
     def arguments(habit: str, run_name: str = "") -> dict[str, Any]:
-        name = run_name or habit.replace(" ", "-")
+        name, ranks = run_name or habit.replace(" ", "-"), 2 if "rank" in habit else 1
         return {
             "run_name": name,
             "framework": "none",
             "train_loop_config": {"habit": habit, "died": str(tmp_path / name), "steps": STEPS},
             "storage": LocalStorage(path=str(tmp_path / "runs")),
             "cluster": joined,
-            "scaling": ElasticScaling(min_workers=2, max_workers=2, resources_per_worker={"CPU": 0.1}),
+            "scaling": ElasticScaling(min_workers=ranks, max_workers=ranks, resources_per_worker={"CPU": 0.1}),
         }
 
-    @flow
+    # Two at once beside the one that waits: more would take all of a small machine from whatever else is tested there.
+    @flow(task_runner=ThreadPoolTaskRunner(max_workers=3))
     def trains() -> dict[str, Any]:
+        returns = elastic_train.submit(
+            LOOP, **arguments("rank 1 returns"), failures=FailureBudget(stall_timeout_seconds=45, max_failures=0)
+        )
         futures = {habit: elastic_train.submit(LOOP, **arguments(habit)) for habit in HABITS}
         strict = elastic_train.submit(
             LOOP,
             **arguments("never asks", "strict"),
             failures=FailureBudget(ignored_checkpoint="fail"),
             checkpoints=CheckpointPolicy(keep=1),
-        )
-        returns = elastic_train.submit(
-            LOOP, **arguments("rank 1 returns"), failures=FailureBudget(stall_timeout_seconds=45, max_failures=0)
         )
         ended = {"strict": strict.result(raise_on_failure=False), "returns": returns.result(raise_on_failure=False)}
         return {**{habit: future.result() for habit, future in futures.items()}, **ended}
