@@ -251,7 +251,7 @@ def test_a_job_that_does_not_start_is_named_and_not_left(
     answer = _doctor("--storage", str(tmp_path), "--cluster", "jobs", "--timeout", "20")
     _assert_names(answer, "cluster", "a job that only tells its versions is PENDING", "/#/jobs", "give more --timeout")
     # On a busy machine it goes on beyond what it was given; a thread of this process has it in hand.
-    wait_for(lambda: _ids(head) == before, 90, "the cluster to forget the job, and the one that ended it")
+    wait_for(lambda: _ids(head) == before, 30, "the cluster to forget the job, and the one that ended it")
 
 
 def _ids(head: RayHead) -> set[str]:
