@@ -21,6 +21,7 @@ install: $(STAMP)  ## create the virtual environment and install the project wit
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: $(STAMP)
 	$(BIN)/mypy

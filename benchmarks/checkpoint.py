@@ -45,7 +45,7 @@ Transfer = Callable[[Path, str], None]
 
 def s3_settings(endpoint_url: str) -> Any:
     """Give the storage that all of ours use."""
-    from prefect_elastic_train.storages import S3StorageSettings
+    from prefect_elastic_train.core.storage_settings import S3StorageSettings
 
     return S3StorageSettings(
         bucket_path=f"{BUCKET}/runs",
@@ -63,7 +63,7 @@ def transfers(endpoint_url: str, size: int) -> dict[str, tuple[Transfer, Transfe
     from boto3.s3.transfer import TransferConfig
     from pyarrow import fs
 
-    from prefect_elastic_train.filesystems.objects import TransferFile, open_client
+    from prefect_elastic_train.storage.objects import TransferFile, open_client
 
     ours = open_client(s3_settings(endpoint_url))
     boto = boto3.client(
@@ -311,10 +311,10 @@ def measure_local() -> None:
 
 def upload_and_watch(endpoint_url: str, folder: str) -> None:
     """Upload a folder, in a process of its own, and print by how much its resident memory grew at most."""
-    from prefect_elastic_train.filesystems.objects import open_client
-    from prefect_elastic_train.filesystems.opening import open_storage
-    from prefect_elastic_train.filesystems.run_filesystem import run_filesystem
+    from prefect_elastic_train.elastic.run_filesystem import run_filesystem
     from prefect_elastic_train.runs import layout
+    from prefect_elastic_train.storage.objects import open_client
+    from prefect_elastic_train.storage.opening import open_storage
 
     settings = s3_settings(endpoint_url)
     store = open_storage(settings).run("memory")

@@ -36,9 +36,9 @@ from benchmarks.common import (
 from benchmarks.loops import WORKERS, LoopSettings, SideSettings
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.driver.events import Event
-    from prefect_elastic_train.reporting.logs import RunLog
-    from prefect_elastic_train.reporting.publisher import Publisher
+    from prefect_elastic_train.core.events import Event
+    from prefect_elastic_train.orchestration.logs import RunLog
+    from prefect_elastic_train.orchestration.publisher import Publisher
 
 PARTS = ("throughput", "supervisor", "memory")
 
@@ -144,7 +144,7 @@ class SimulatedRun:
                 yield from self._lose_driver()
 
     def _report(self, number: int) -> Iterator[Event]:
-        from prefect_elastic_train.driver.events import (
+        from prefect_elastic_train.core.events import (
             ALIVE_SECONDS,
             CheckpointCommitted,
             CheckpointStalled,
@@ -167,8 +167,8 @@ class SimulatedRun:
             yield ControllerAlive(at=at, attempt=attempt, doing="polling the workers", seconds=0.1)
 
     def _fail(self) -> Iterator[Event]:
-        from prefect_elastic_train.driver.events import StateChanged, WorkerFailed
-        from prefect_elastic_train.reporting.errors import distinct
+        from prefect_elastic_train.core.events import StateChanged, WorkerFailed
+        from prefect_elastic_train.core.rank_errors import distinct
 
         texts = {rank: BEREAVED.format(rank=rank) for rank in range(self._workers)}
         texts[self._workers // 2] = DEAD
@@ -181,7 +181,7 @@ class SimulatedRun:
         yield from self._start_group()
 
     def _resize(self) -> Iterator[Event]:
-        from prefect_elastic_train.driver.events import WorkerGroupResized
+        from prefect_elastic_train.core.events import WorkerGroupResized
 
         old, self._workers = self._workers, self._workers + WORKERS_PER_NODE
         yield WorkerGroupResized(
@@ -190,15 +190,15 @@ class SimulatedRun:
         yield from self._start_group()
 
     def _lose_driver(self) -> Iterator[Event]:
-        from prefect_elastic_train.driver.events import AttemptEnded
-        from prefect_elastic_train.outcomes import Outcome
+        from prefect_elastic_train.core.events import AttemptEnded
+        from prefect_elastic_train.core.outcomes import Outcome
 
         message = "the driver process (pid 4711) was ended by signal SIGKILL"
         yield AttemptEnded(at=self._at, attempt=self._attempt, outcome=Outcome.DRIVER_LOST, message=message)
         yield from self._start_driver()
 
     def _start_driver(self) -> Iterator[Event]:
-        from prefect_elastic_train.driver.events import AttemptStarted
+        from prefect_elastic_train.core.events import AttemptStarted
 
         self._attempt += 1
         self._index = 0
@@ -208,7 +208,7 @@ class SimulatedRun:
         yield from self._start_group()
 
     def _start_group(self) -> Iterator[Event]:
-        from prefect_elastic_train.driver.events import StateChanged, WorkerGroupStarted
+        from prefect_elastic_train.core.events import StateChanged, WorkerGroupStarted
 
         self._step = self._kept
         ranks = {f"{ip}:{pid}": rank for rank, (ip, pid) in enumerate(map(worker_place, range(self._workers)))}
@@ -317,7 +317,7 @@ class Follower:
     """Does with each line of a driver's output what `elastic_train` does, and takes the time of it."""
 
     def __init__(self, log: RunLog, publisher: Publisher) -> None:
-        from prefect_elastic_train.driver.following import AttemptAccount
+        from prefect_elastic_train.supervisor.following import AttemptAccount
 
         self.work = dict.fromkeys(("decode", "log", "report"), 0.0)
         self._account = AttemptAccount()
@@ -350,10 +350,10 @@ def follow_simulated_run(settings: SideSettings) -> None:
     from prefect.context import get_run_context
     from prefect.logging import get_run_logger
 
-    from prefect_elastic_train.reporting.logs import RunLog
-    from prefect_elastic_train.reporting.publisher import Publisher
-    from prefect_elastic_train.reporting.report import RunReport
-    from prefect_elastic_train.settings import get_settings
+    from prefect_elastic_train.core.operator_settings import get_settings
+    from prefect_elastic_train.orchestration.logs import RunLog
+    from prefect_elastic_train.orchestration.publisher import Publisher
+    from prefect_elastic_train.report.run_report import RunReport
 
     writes = WriteCounter()
 
@@ -392,7 +392,7 @@ def follow_simulated_run(settings: SideSettings) -> None:
 
 def output_of_simulated_run(loop: LoopSettings) -> list[tuple[float, bytes]]:
     """What the driver of a simulated run prints, and when, in seconds from its beginning."""
-    from prefect_elastic_train.driver.events import EVENT_TAG, encode_event
+    from prefect_elastic_train.core.events import EVENT_TAG, encode_event
 
     began = time.time()
     life = Life(
@@ -431,9 +431,9 @@ def _state(work: dict[str, float], writes: WriteCounter) -> Following:
 
 def replay_history(settings: SideSettings) -> None:
     """Make the report of a long history, and write down its largest size and the growth of the memory, in bytes."""
-    from prefect_elastic_train.reporting.markdown import render
-    from prefect_elastic_train.reporting.pictures import draw
-    from prefect_elastic_train.reporting.report import RunReport
+    from prefect_elastic_train.report.markdown import render
+    from prefect_elastic_train.report.pictures import draw
+    from prefect_elastic_train.report.run_report import RunReport
 
     report = RunReport(run_name=RUN_NAME, score_attribute="loss", score_order="min")
     life = Life(failures=16_950, resizes=24_950, drivers=29_950)

@@ -10,7 +10,7 @@ from blocks.profiles import PROFILES, Blocks, Environment, UnsetVariableError
 from prefect_elastic_train.blocks.documents import apply
 from prefect_elastic_train.cli.errors import prefect_errors
 from prefect_elastic_train.cli.tables import clean
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.core.outcomes import ConfigurationError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

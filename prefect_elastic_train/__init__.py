@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         RayCluster,
         S3Storage,
     )
-    from prefect_elastic_train.outcomes import (
+    from prefect_elastic_train.core.outcomes import (
         AttemptFailedError,
         CheckpointGoneError,
         ConfigurationError,
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
         StorageFaultError,
         TrainingTimeoutError,
     )
-    from prefect_elastic_train.result import TrainingResult, checkpoint_directory
-    from prefect_elastic_train.training import aelastic_train, elastic_train
-    from prefect_elastic_train.version import __version__
+    from prefect_elastic_train.core.version import __version__
+    from prefect_elastic_train.orchestration.result import TrainingResult, checkpoint_directory
+    from prefect_elastic_train.orchestration.task import aelastic_train, elastic_train
 
 _MODULES = {
-    "AttemptFailedError": "outcomes",
-    "CheckpointGoneError": "outcomes",
+    "AttemptFailedError": "core.outcomes",
+    "CheckpointGoneError": "core.outcomes",
     "CheckpointPolicy": "blocks",
-    "ConfigurationError": "outcomes",
+    "ConfigurationError": "core.outcomes",
     "ElasticScaling": "blocks",
-    "ElasticTrainError": "outcomes",
+    "ElasticTrainError": "core.outcomes",
     "FailureBudget": "blocks",
     "FsspecStorage": "blocks",
     "LocalStorage": "blocks",
-    "Outcome": "outcomes",
+    "Outcome": "core.outcomes",
     "RayCluster": "blocks",
     "S3Storage": "blocks",
-    "StorageFaultError": "outcomes",
-    "TrainingResult": "result",
-    "TrainingTimeoutError": "outcomes",
-    "__version__": "version",
-    "aelastic_train": "training",
-    "checkpoint_directory": "result",
-    "elastic_train": "training",
+    "StorageFaultError": "core.outcomes",
+    "TrainingResult": "orchestration.result",
+    "TrainingTimeoutError": "core.outcomes",
+    "__version__": "core.version",
+    "aelastic_train": "orchestration.task",
+    "checkpoint_directory": "orchestration.result",
+    "elastic_train": "orchestration.task",
 }
 
 __all__ = [

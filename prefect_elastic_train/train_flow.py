@@ -24,8 +24,8 @@ from prefect_elastic_train.blocks import (
 )
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import load_block, saved_name
-from prefect_elastic_train.train_loops import LOOP_PATTERN, named_loop
-from prefect_elastic_train.training import elastic_train
+from prefect_elastic_train.orchestration.task import elastic_train
+from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, named_loop
 
 __all__ = ["train"]
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, GetJsonSchemaHandler, HttpUrl, ValidationError, 
 from pydantic_core import CoreSchema
 from typing_extensions import Self
 
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.core.outcomes import ConfigurationError
 
 __all__ = ["BOOKKEEPING", "DOCUMENTATION_URL", "LOGO_URL", "TrainingBlock"]
 

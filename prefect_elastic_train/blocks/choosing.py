@@ -15,9 +15,9 @@ from prefect_elastic_train.blocks.lookup import (
     saved_name,
     storage_block_named,
 )
-from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.settings import default_block_name, naming_the_setting
-from prefect_elastic_train.training import DEFAULT_STORAGE
+from prefect_elastic_train.core.operator_settings import default_block_name, naming_the_setting
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 
 __all__ = ["ARGUMENTS", "chosen_block", "chosen_blocks", "load_for"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.config import FailureSettings
+from prefect_elastic_train.core.settings import FailureSettings
 
 
 class FailureBudget(TrainingBlock, FailureSettings):

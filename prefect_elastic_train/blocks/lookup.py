@@ -9,10 +9,10 @@ from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.storage import FsspecStorage, LocalStorage, S3Storage
-from prefect_elastic_train.config import plain
-from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.places import storage_at
-from prefect_elastic_train.storages import (
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.places import storage_at
+from prefect_elastic_train.core.settings import plain
+from prefect_elastic_train.core.storage_settings import (
     FsspecStorageSettings,
     LocalStorageSettings,
     S3StorageSettings,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.config import ScalingSettings
+from prefect_elastic_train.core.settings import ScalingSettings
 
 
 class ElasticScaling(TrainingBlock, ScalingSettings):

@@ -11,7 +11,7 @@ from typing import Any
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import load_block
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.core.outcomes import ConfigurationError
 
 __all__ = ["saved_blocks"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 
 __all__ = ["FsspecStorage", "LocalStorage", "S3Storage"]
 

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from prefect_elastic_train.cli.errors import prefect_api
-from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.resume_limits import DEFAULT_HEARTBEAT_TIMEOUT_SECONDS, DEFAULT_MAX_RESUMES
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.orchestration.resume_limits import DEFAULT_HEARTBEAT_TIMEOUT_SECONDS, DEFAULT_MAX_RESUMES
 
 __all__ = ["app"]
 
@@ -46,7 +46,7 @@ def create_automations(
     ] = "best-checkpoint",
 ) -> None:
     """Create or update the automations that resume crashed and lost runs. May be repeated."""
-    from prefect_elastic_train import automations
+    from prefect_elastic_train.orchestration import automations
 
     with prefect_api() as client:
         scopes = automations.scopes(client, deployments or [], tags or [])
@@ -61,7 +61,7 @@ def delete_automations(
     everything: Annotated[bool, typer.Option("--all", help="All that this command ever created.")] = False,
 ) -> None:
     """Delete automations that `create` has made."""
-    from prefect_elastic_train import automations
+    from prefect_elastic_train.orchestration import automations
 
     labels = [*(deployments or []), *(f"tag {tag}" for tag in tags or [])]
     if everything == bool(labels):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from prefect_elastic_train.blocks import ElasticScaling
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import saved_name
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.core.outcomes import ConfigurationError
 
 __all__ = ["as_parameter", "with_workers", "without_secrets"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 from rich.console import Console
 
-from prefect_elastic_train.outcomes import ConfigurationError, ElasticTrainError
+from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

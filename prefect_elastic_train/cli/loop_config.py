@@ -13,7 +13,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.core.outcomes import ConfigurationError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prefect_elastic_train.filesystems.opening import Storage, open_storage
-from prefect_elastic_train.storages import StorageSettings
+from prefect_elastic_train.core.storage_settings import StorageSettings
+from prefect_elastic_train.storage.opening import Storage, open_storage
 
 __all__ = ["open_briefly"]
 

@@ -39,9 +39,9 @@ def resume_flow_run(
     Refuses while the run shows a sign of life: a process on this machine, a recent heartbeat, a living driver. A dead
     Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled.
     """
-    from prefect_elastic_train import dead_runs
     from prefect_elastic_train.blocks.lookup import storage_named
     from prefect_elastic_train.cli.opening import open_briefly
+    from prefect_elastic_train.orchestration import dead_runs
 
     with storage_errors(), prefect_api() as client:
         opened = [open_briefly(storage_named(text)) for text in storages or _default_storages()]
@@ -59,8 +59,8 @@ def _as_id(text: str) -> UUID | None:
 
 def _default_storages() -> list[str]:
     """Give the storage of trainings that name none; the folder for runs only if it is there."""
-    from prefect_elastic_train.settings import default_block_name
-    from prefect_elastic_train.training import DEFAULT_STORAGE
+    from prefect_elastic_train.core.operator_settings import default_block_name
+    from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 
     if name := default_block_name("storage"):
         return [name]

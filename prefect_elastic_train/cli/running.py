@@ -13,15 +13,15 @@ import typer
 
 from prefect_elastic_train.cli.errors import fail, input_errors, note, prefect_errors
 from prefect_elastic_train.cli.tables import metrics_in_short, print_pairs
-from prefect_elastic_train.outcomes import AttemptFailedError
-from prefect_elastic_train.reporting.errors import cause
-from prefect_elastic_train.reporting.words import duration
+from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.rank_errors import cause
+from prefect_elastic_train.report.words import duration
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
 
     from prefect_elastic_train.blocks._common import TrainingBlock
-    from prefect_elastic_train.result import TrainingResult
+    from prefect_elastic_train.orchestration.result import TrainingResult
 
 __all__ = ["run_training"]
 
@@ -176,8 +176,8 @@ def _plan(
     from prefect_elastic_train.blocks.choosing import chosen_blocks
     from prefect_elastic_train.cli.block_arguments import with_workers
     from prefect_elastic_train.cli.loop_config import loop_config
-    from prefect_elastic_train.train_loops import absolute, check
-    from prefect_elastic_train.training import check_arguments
+    from prefect_elastic_train.orchestration.task import check_arguments
+    from prefect_elastic_train.orchestration.train_loops import absolute, check
 
     with input_errors():
         check_arguments(
@@ -225,7 +225,7 @@ def _train(plan: _Plan) -> tuple[FlowRun, State[Any]]:
 
 def _result(flow_run: FlowRun, state: State[Any]) -> TrainingResult:
     """Give the result of a flow run, or say why there is none and end."""
-    from prefect_elastic_train.result import TrainingResult
+    from prefect_elastic_train.orchestration.result import TrainingResult
 
     if not state.is_completed():
         error = state.result(raise_on_failure=False)

@@ -16,12 +16,12 @@ from pydantic import BaseModel
 from prefect_elastic_train.cli.errors import fail, prefect_errors, storage_errors
 from prefect_elastic_train.cli.opening import open_briefly
 from prefect_elastic_train.cli.tables import age, clean, console, metrics_in_short, print_pairs, print_table, size
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.outcomes import ConfigurationError, StorageFaultError
-from prefect_elastic_train.places import storage_at
-from prefect_elastic_train.reporting.markdown import TIME_PARTS
-from prefect_elastic_train.reporting.words import duration
-from prefect_elastic_train.result import TimeAccount
+from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
+from prefect_elastic_train.core.places import storage_at
+from prefect_elastic_train.core.result import TimeAccount
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.report.markdown import TIME_PARTS
+from prefect_elastic_train.report.words import duration
 from prefect_elastic_train.runs.ancestry import ancestors
 from prefect_elastic_train.runs.checking import Verification, verify
 from prefect_elastic_train.runs.identity import LATEST_RUN
@@ -34,8 +34,8 @@ from prefect_elastic_train.runs.pruning import (
     carry_out,
     plan_runs,
 )
-from prefect_elastic_train.runs.store import RunStore
-from prefect_elastic_train.storages import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["app"]
 

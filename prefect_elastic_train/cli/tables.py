@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefect_elastic_train.reporting.words import size
+from prefect_elastic_train.report.words import size
 
 __all__ = ["age", "clean", "console", "metrics_in_short", "print_pairs", "print_table", "size"]
 

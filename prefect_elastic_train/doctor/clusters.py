@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect_elastic_train.config import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.spec import DriverSpec, write_spec
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.doctor.findings import Finding, fail, ok, warn
 from prefect_elastic_train.doctor.jobs import check_jobs
 from prefect_elastic_train.doctor.probe import ANSWER_TAG
-from prefect_elastic_train.driver.cluster import LocalCluster
-from prefect_elastic_train.driver.launch import Runtime, let_join
-from prefect_elastic_train.driver.spec import DriverSpec, write_spec
-from prefect_elastic_train.outcomes import AttemptFailedError
-from prefect_elastic_train.reporting.words import size
+from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.records import Owner
-from prefect_elastic_train.settings import ElasticTrainSettings
-from prefect_elastic_train.storages import LocalStorageSettings
+from prefect_elastic_train.supervisor.cluster import LocalCluster
+from prefect_elastic_train.supervisor.launch import Runtime, let_join
 
 __all__ = ["check_cluster"]
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from prefect_elastic_train.blocks.choosing import chosen_block, load_for
 from prefect_elastic_train.blocks.lookup import StorageBlock, load_if_saved, plain_storage
-from prefect_elastic_train.config import ClusterSettings, plain
+from prefect_elastic_train.core.operator_settings import DEFAULT_BLOCKS, default_block_name, naming_the_setting
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.places import storage_at
+from prefect_elastic_train.core.settings import ClusterSettings, plain
+from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.doctor.clusters import check_cluster
 from prefect_elastic_train.doctor.findings import Finding, fail, ok, skip
 from prefect_elastic_train.doctor.leftovers import check_leftovers
@@ -17,10 +21,6 @@ from prefect_elastic_train.doctor.prefect_server import check_server, has_server
 from prefect_elastic_train.doctor.saved_blocks import BLOCK_TYPES, check_blocks
 from prefect_elastic_train.doctor.storage import check_storage
 from prefect_elastic_train.doctor.versions import check_versions
-from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.places import storage_at
-from prefect_elastic_train.settings import DEFAULT_BLOCKS, default_block_name, naming_the_setting
-from prefect_elastic_train.storages import StorageSettings
 
 __all__ = ["Examination"]
 

@@ -8,13 +8,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 
-from prefect_elastic_train.config import ClusterSettings
+from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, decode_event
+from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.doctor.findings import Finding, fail, ok
-from prefect_elastic_train.driver.events import EVENT_TAG, AttemptEnded, decode_event
-from prefect_elastic_train.driver.jobs import package
-from prefect_elastic_train.driver.jobs.api import Job, JobsApi, UnreachableError
-from prefect_elastic_train.driver.jobs.launcher import check_version
-from prefect_elastic_train.outcomes import AttemptFailedError
+from prefect_elastic_train.supervisor.jobs import package
+from prefect_elastic_train.supervisor.jobs.api import Job, JobsApi, UnreachableError
+from prefect_elastic_train.supervisor.jobs.launcher import check_version
 
 __all__ = ["check_jobs"]
 

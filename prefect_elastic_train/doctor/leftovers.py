@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from prefect_elastic_train.core.spec import MARK_VARIABLE
 from prefect_elastic_train.doctor.findings import Finding, ok, warn
-from prefect_elastic_train.driver.processes import MARK_VARIABLE
 
 __all__ = ["check_leftovers"]
 

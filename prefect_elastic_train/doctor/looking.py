@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from prefect_elastic_train.core.masking import without_credentials
+from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.doctor.findings import Finding, Level, fail
-from prefect_elastic_train.masking import without_credentials
-from prefect_elastic_train.outcomes import ElasticTrainError
 
 __all__ = ["Look"]
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prefect_elastic_train.core.operator_settings import (
+    PROFILE,
+    get_settings,
+    given_settings,
+    unknown_settings,
+    variable_of,
+)
 from prefect_elastic_train.doctor.findings import Finding, ok, warn
-from prefect_elastic_train.settings import PROFILE, get_settings, given_settings, unknown_settings, variable_of
 
 __all__ = ["check_settings"]
 

@@ -11,9 +11,9 @@ import os
 import sys
 from pathlib import Path
 
+from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.spec import read_spec
 from prefect_elastic_train.driver.joining import connect
-from prefect_elastic_train.driver.spec import read_spec
-from prefect_elastic_train.outcomes import AttemptFailedError
 
 __all__ = ["ANSWER_TAG", "main"]
 

@@ -11,9 +11,9 @@ from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.doctor.findings import Finding, fail, ok, warn
 from prefect_elastic_train.doctor.prefect_server import asking_prefect
-from prefect_elastic_train.outcomes import ConfigurationError
 
 __all__ = ["BLOCK_TYPES", "check_blocks"]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
 from prefect_elastic_train.doctor.findings import Finding, ok, warn
-from prefect_elastic_train.filesystems.preflight import preflight
-from prefect_elastic_train.reporting.words import size
-from prefect_elastic_train.storages import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.report.words import size
+from prefect_elastic_train.storage.preflight import preflight
 
 __all__ = ["check_storage"]
 

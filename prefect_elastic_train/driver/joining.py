@@ -13,9 +13,9 @@ from typing import Any
 
 import tenacity
 
-from prefect_elastic_train.config import ScalingSettings
-from prefect_elastic_train.driver.spec import DriverSpec
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.settings import ScalingSettings
+from prefect_elastic_train.core.spec import DriverSpec
 
 __all__ = ["connect", "fit_local_cluster"]
 

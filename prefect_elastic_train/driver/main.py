@@ -24,10 +24,8 @@ from typing import Any
 
 import psutil
 
-from prefect_elastic_train import __version__
-from prefect_elastic_train.bounds import bounded_metrics
-from prefect_elastic_train.driver.details import Details
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.bounds import bounded_metrics
+from prefect_elastic_train.core.events import (
     ALIVE_SECONDS,
     AttemptEnded,
     AttemptStarted,
@@ -40,20 +38,23 @@ from prefect_elastic_train.driver.events import (
     WorkerFailed,
     WorkersPreempted,
 )
-from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
-from prefect_elastic_train.driver.spec import STOP_FILE, DriverSpec, read_spec
-from prefect_elastic_train.filesystems.opening import open_storage
-from prefect_elastic_train.filesystems.preflight import Probe, preflight
-from prefect_elastic_train.loop.context import RunContext
-from prefect_elastic_train.outcomes import (
+from prefect_elastic_train.core.outcomes import (
     AttemptFailedError,
     ConfigurationError,
     Outcome,
     StorageFaultError,
     is_passing,
 )
-from prefect_elastic_train.reporting.errors import cause
-from prefect_elastic_train.result import TrainingResult, bounded
+from prefect_elastic_train.core.rank_errors import cause
+from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.records import AttemptRecord, decode
+from prefect_elastic_train.core.result import RunResult, bounded
+from prefect_elastic_train.core.spec import STOP_FILE, DriverSpec, read_spec
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.core.version import __version__
+from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
+from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
+from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import inherited_metrics, started_from
 from prefect_elastic_train.runs.attempts import (
@@ -69,11 +70,10 @@ from prefect_elastic_train.runs.attempts import (
 from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.records import AttemptRecord, decode
-from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.seeding import choose_source
-from prefect_elastic_train.stops import interruptions, notice_interruptions
-from prefect_elastic_train.storages import LocalStorageSettings
+from prefect_elastic_train.storage.opening import open_storage
+from prefect_elastic_train.storage.preflight import Probe, preflight
+from prefect_elastic_train.storage.retrying_store import RetryingStore
 
 __all__ = ["main"]
 
@@ -210,7 +210,8 @@ class _Driver:
         if self.spec.cluster.is_local:
             # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
             os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        from prefect_elastic_train.driver import joining, training
+        from prefect_elastic_train.driver import fit as training
+        from prefect_elastic_train.driver import joining
 
         prepared = training.prepare(self.spec)
         try:
@@ -346,7 +347,7 @@ class _Driver:
             logger.warning("could not write the details of what failed: %s", error)
 
     def _release(self) -> None:
-        from prefect_elastic_train.driver.training import requester_id
+        from prefect_elastic_train.driver.fit import requester_id
         from prefect_elastic_train.elastic.policy import release_reservation
 
         if newest_attempt(self._store) > self._attempt:
@@ -442,7 +443,7 @@ class _Driver:
 
     def _recall(self) -> None:
         """Tell a supervisor what it may not have seen: what the history adds up to. Not at any price."""
-        from prefect_elastic_train.reporting.report import RunReport
+        from prefect_elastic_train.report.run_report import RunReport
 
         deadline = time.monotonic() + _RECALL_SECONDS
         checkpoints = self.spec.checkpoints
@@ -514,13 +515,13 @@ class _Driver:
         ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message)
         found = finished.ended.result
         # Another version may have written it, with another bound or none.
-        result = bounded(TrainingResult.model_validate(found), self._score) if found else self._result()
+        result = bounded(RunResult.model_validate(found), self._score) if found else self._result()
         return ended.model_copy(update={"result": result.model_dump(mode="json")})
 
-    def _result(self, *more: Event) -> TrainingResult:
+    def _result(self, *more: Event) -> RunResult:
         from itertools import chain
 
-        from prefect_elastic_train.reporting.accounts import add_up
+        from prefect_elastic_train.report.accounts import add_up
         from prefect_elastic_train.runs.reading import make_result
 
         accounts = add_up(chain(read_history(self._store), more))

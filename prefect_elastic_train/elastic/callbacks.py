@@ -27,9 +27,8 @@ from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 
-from prefect_elastic_train.bounds import bounded_metrics, cut
-from prefect_elastic_train.driver.details import mark_ray_logs, mark_told
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.bounds import bounded_metrics, cut
+from prefect_elastic_train.core.events import (
     ALIVE_SECONDS,
     CheckpointCommitted,
     CheckpointStalled,
@@ -44,7 +43,8 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
-from prefect_elastic_train.driver.relay import EventSender, Receiving
+from prefect_elastic_train.core.rank_errors import distinct
+from prefect_elastic_train.core.ray_output import mark_ray_logs, mark_told
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, readable
 from prefect_elastic_train.elastic.loop_watch import (
     IgnoredCheckpointError,
@@ -53,15 +53,15 @@ from prefect_elastic_train.elastic.loop_watch import (
     noting_report,
     waiting_for_others,
 )
-from prefect_elastic_train.elastic.notice import hold_after_report, saw_checkpoint
+from prefect_elastic_train.elastic.run_filesystem import uploading
+from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.elastic.stalls import reporting, stalling
-from prefect_elastic_train.filesystems.faults import Waits, take_waits, waiting_since
-from prefect_elastic_train.filesystems.run_filesystem import uploading
-from prefect_elastic_train.reporting.errors import distinct
+from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
 from prefect_elastic_train.runs.commits import check_fence, newest_commit
 from prefect_elastic_train.runs.resume import SEED_COMMIT, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.storage.faults import Waits, take_waits, waiting_since
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["LoopCallback", "NoDatasetsCallback", "RunCallback", "current", "remember_errors"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.elastic.slices import SliceShape
+    from prefect_elastic_train.core.slices import SliceShape
 
 __all__ = [
     "Demand",

@@ -21,12 +21,12 @@ from pyarrow import fs
 from ray.train import Checkpoint
 from ray.train.v2._internal.execution.storage import StorageContext
 
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
 from prefect_elastic_train.elastic.loop_watch import note_opened
-from prefect_elastic_train.filesystems.local_filesystem import LocalRunFilesystem
-from prefect_elastic_train.filesystems.object_filesystem import ObjectFilesystem, ObjectRunFilesystem
-from prefect_elastic_train.filesystems.objects import open_client
-from prefect_elastic_train.filesystems.run_filesystem import RunFilesystem
-from prefect_elastic_train.storages import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem, ObjectRunFilesystem
+from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
+from prefect_elastic_train.storage.objects import open_client
 
 __all__ = ["RunCheckpoint", "RunStorageContext", "open_checkpoint", "readable"]
 

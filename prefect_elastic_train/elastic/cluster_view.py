@@ -9,8 +9,8 @@ from __future__ import annotations
 import ray
 from ray.train.v2.api.config import ScalingConfig
 
+from prefect_elastic_train.core.slices import slice_shape
 from prefect_elastic_train.elastic.capacity import Demand, Node
-from prefect_elastic_train.elastic.slices import slice_shape
 
 __all__ = ["cluster_nodes", "demand_of"]
 

@@ -14,9 +14,9 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
+from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError
-from prefect_elastic_train.outcomes import StorageFaultError
 
 __all__ = ["CapacityTimeoutError", "RunFailurePolicy", "ignored_checkpoint", "is_death", "storage_fault", "worst_fault"]
 

@@ -20,8 +20,8 @@ from typing import Any
 import ray
 from ray.train import WorkerGroupError
 
-from prefect_elastic_train.driver.events import CheckpointTaken, Event, LoopWarned
-from prefect_elastic_train.reporting.errors import ranks_in_words
+from prefect_elastic_train.core.events import CheckpointTaken, Event, LoopWarned
+from prefect_elastic_train.core.rank_errors import ranks_in_words
 
 __all__ = [
     "IgnoredCheckpointError",

@@ -43,9 +43,9 @@ from prefect_elastic_train.elastic.capacity import (
 from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError
 from prefect_elastic_train.elastic.growth import Growth, Reason, Stability
-from prefect_elastic_train.elastic.notice import announce
 from prefect_elastic_train.elastic.start import Start
 from prefect_elastic_train.elastic.worker_group import count_on, counted_nodes, take_failure, use_run_worker_group
+from prefect_elastic_train.loop.notice import announce
 
 __all__ = ["GrowthDecision", "Patience", "RunScalingPolicy", "release_reservation"]
 

@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from prefect_elastic_train.elastic.cluster_view import cluster_nodes
-from prefect_elastic_train.filesystems.preflight import Probe
+from prefect_elastic_train.storage.preflight import Probe
 
 __all__ = ["try_from_nodes"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.elastic.slices import slice_shape, tpu_accelerator_type
+from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.slices import slice_shape, tpu_accelerator_type
 
 __all__ = [
     "checkpoint_config",

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from prefect_elastic_train.core.records import CommitRecord, RunRecord, decode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.records import CommitRecord, RunRecord, decode
 from prefect_elastic_train.runs.resume import SEED_COMMIT
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.storage.store import RunStore
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.filesystems.opening import Storage
+    from prefect_elastic_train.storage.opening import Storage
 
 __all__ = ["Ancestor", "ancestors", "inherited_metrics", "started_from"]
 

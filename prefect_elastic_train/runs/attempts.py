@@ -12,13 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from prefect_elastic_train.bounds import cut
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.reporting.words import clock, duration
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage
-from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS
-from prefect_elastic_train.runs.records import (
+from prefect_elastic_train.core.bounds import cut
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.records import (
     AttemptRecord,
     EndedRecord,
     Fingerprint,
@@ -28,6 +24,10 @@ from prefect_elastic_train.runs.records import (
     decode,
     encode,
 )
+from prefect_elastic_train.report.words import clock, duration
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage
+from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS
 from prefect_elastic_train.runs.resume import (
     ResumePoint,
     adopt_snapshot,
@@ -35,7 +35,7 @@ from prefect_elastic_train.runs.resume import (
     mark_dropped,
     restore_snapshot,
 )
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["Begun", "Claim", "Finished", "begin_attempt", "end_attempt", "host_id", "is_alive", "peek", "process_start"]
 

@@ -8,7 +8,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from prefect_elastic_train.outcomes import AttemptFailedError
+from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.records import (
+    AttemptRecord,
+    CommitRecord,
+    EndedRecord,
+    Heartbeat,
+    RunRecord,
+    decode,
+)
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
     ReadCommit,
@@ -22,18 +30,10 @@ from prefect_elastic_train.runs.commits import (
     newest_commit,
     read_lineage,
 )
-from prefect_elastic_train.runs.records import (
-    AttemptRecord,
-    CommitRecord,
-    EndedRecord,
-    Heartbeat,
-    RunRecord,
-    decode,
-)
 from prefect_elastic_train.runs.resume import ResumePoint, find_resume_point
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
-from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
     "CheckpointCheck",

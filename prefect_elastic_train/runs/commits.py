@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
 
-from prefect_elastic_train.outcomes import ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
 from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together, parse_snapshot, without_checkpoints
-from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
     "CommitLog",

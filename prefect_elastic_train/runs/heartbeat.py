@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 
+from prefect_elastic_train.core.records import Heartbeat, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import newest_attempt
-from prefect_elastic_train.runs.records import Heartbeat, encode
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["HEARTBEAT_SECONDS", "HeartbeatWriter"]
 

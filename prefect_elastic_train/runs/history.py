@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     ControllerAlive,
     Event,
     Reported,
@@ -18,7 +18,7 @@ from prefect_elastic_train.driver.events import (
     encode_event,
 )
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["HistoryWriter", "read_history"]
 

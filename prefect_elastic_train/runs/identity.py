@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.runs.records import Fingerprint
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.records import Fingerprint
 
 __all__ = [
     "LATEST_RUN",

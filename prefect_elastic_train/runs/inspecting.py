@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -16,15 +16,8 @@ from prefect_elastic_train.driver.events import (
     WaitingForCapacity,
     WorkerGroupStarted,
 )
-from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting.accounts import Accounts, add_up
-from prefect_elastic_train.result import TimeAccount, WorldSize
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.ancestry import Ancestor
-from prefect_elastic_train.runs.commits import all_attempts, commit_label, newest_commit
-from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.runs.liveness import Life, look_for_life
-from prefect_elastic_train.runs.records import (
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.records import (
     AttemptRecord,
     CommitRecord,
     EndedRecord,
@@ -33,9 +26,16 @@ from prefect_elastic_train.runs.records import (
     RunRecord,
     decode,
 )
+from prefect_elastic_train.core.result import TimeAccount, WorldSize
+from prefect_elastic_train.report.accounts import Accounts, add_up
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.ancestry import Ancestor
+from prefect_elastic_train.runs.commits import all_attempts, commit_label, newest_commit
+from prefect_elastic_train.runs.history import read_history
+from prefect_elastic_train.runs.liveness import Life, look_for_life
 from prefect_elastic_train.runs.snapshots import latest_checkpoint, parse_snapshot
-from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
     "PRUNER",

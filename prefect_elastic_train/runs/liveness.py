@@ -7,10 +7,10 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from prefect_elastic_train.core.records import AttemptRecord, Heartbeat, Owner, decode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import host_id, is_alive
-from prefect_elastic_train.runs.records import AttemptRecord, Heartbeat, Owner, decode
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["SILENT_SECONDS", "Life", "Sign", "look_for_life"]
 

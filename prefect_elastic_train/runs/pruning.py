@@ -13,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.outcomes import AttemptFailedError, ElasticTrainError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError, Outcome
+from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt, host_id, process_start
 from prefect_elastic_train.runs.checking import find_leftovers
 from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage, newest_attempt
 from prefect_elastic_train.runs.inspecting import PRUNER, RunState, RunSummary, summarize
 from prefect_elastic_train.runs.liveness import Life
-from prefect_elastic_train.runs.records import AttemptRecord, Owner, RunRecord, decode, encode
-from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["AwaitedSources", "Deletion", "RunChangedError", "RunPlan", "carry_out", "plan_run", "plan_runs"]
 

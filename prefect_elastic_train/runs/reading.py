@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefect_elastic_train.result import BestCheckpoint, TrainingResult, bounded
+from prefect_elastic_train.core.result import BestCheckpoint, RunResult, bounded
 from prefect_elastic_train.runs.ancestry import started_from
 from prefect_elastic_train.runs.commits import newest_commit
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.storage.store import RunStore
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.reporting.accounts import Accounts
+    from prefect_elastic_train.report.accounts import Accounts
 
 __all__ = ["make_result"]
 
 
 def make_result(
     store: RunStore, run_name: str, accounts: Accounts, storage_block: str = "", score: str = ""
-) -> TrainingResult:
+) -> RunResult:
     """The result of a run from its newest commit and its accounts, in a bounded size.
 
     Args:
@@ -32,7 +32,7 @@ def make_result(
     snapshot = commit.snapshot if commit else {}
     latest = latest_checkpoint(snapshot)
     kept = snapshot.get("checkpoint_results", [])
-    result = TrainingResult(
+    result = RunResult(
         run_name=run_name,
         run_uri=store.uri,
         checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefect_elastic_train.driver.events import CheckpointCommitted
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.events import CheckpointCommitted
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
     Mark,
@@ -21,7 +22,6 @@ from prefect_elastic_train.runs.commits import (
     read_lineage,
 )
 from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs.snapshots import (
     checkpoint_names,
     latest_checkpoint,
@@ -29,8 +29,8 @@ from prefect_elastic_train.runs.snapshots import (
     seed_snapshot,
     without_checkpoints,
 )
-from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
     "SEED_COMMIT",

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome, is_passing
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, is_passing
+from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, RunRecord, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Claim
 from prefect_elastic_train.runs.commits import Mark, damage_of, newest_attempt, read_lineage
 from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name, is_run_name
 from prefect_elastic_train.runs.inspecting import PRUNER
-from prefect_elastic_train.runs.records import AttemptRecord, EndedRecord, RunRecord, decode, encode
 from prefect_elastic_train.runs.resume import seed_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.runs.store import RunStore
 from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["Source", "choose_source", "copy_checkpoint", "parse_source", "seed_from_source"]
 

@@ -6,10 +6,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from prefect_elastic_train.outcomes import ElasticTrainError
-from prefect_elastic_train.runs.object_store import ObjectRunStore
-from prefect_elastic_train.runs.retrying_store import RetryingStore
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.storage.object_store import ObjectRunStore
+from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["RunView"]
 

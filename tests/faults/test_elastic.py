@@ -14,7 +14,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     AttemptStarted,
     CheckpointCommitted,
     Event,
@@ -23,7 +23,7 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
 )
 from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
 from tests.support.loops import hash_after
 from tests.support.processes import FlowProcess, commits, read_ledger, repeated, steps_of, wait_for

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from flows.digits import REQUIRED_ACCURACY
-from prefect_elastic_train.driver.processes import MARK_VARIABLE, marked_processes
+from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.supervisor.processes import marked_processes
 from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training
 from tests.support.buckets import BUCKET, Bucket
 from tests.support.loops import hash_after

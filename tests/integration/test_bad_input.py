@@ -27,8 +27,8 @@ from prefect_elastic_train import (
     RayCluster,
     elastic_train,
 )
-from prefect_elastic_train.driver.jobs import package
-from prefect_elastic_train.driver.processes import MARK_VARIABLE
+from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.supervisor.jobs import package
 from tests.support.gateway import Gateway
 from tests.support.processes import ROOT, SESSION_VARIABLE, RayHead, attempts, free_port
 

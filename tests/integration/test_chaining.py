@@ -16,15 +16,9 @@ from prefect.client.schemas.objects import FlowRun
 from typer.testing import CliRunner
 
 from flows.chained import TRAIN_LOOP, pipeline_in_one, run_to_end
-from prefect_elastic_train import (
-    CheckpointPolicy,
-    ElasticScaling,
-    LocalStorage,
-    RayCluster,
-    TrainingResult,
-    automations,
-)
+from prefect_elastic_train import CheckpointPolicy, ElasticScaling, LocalStorage, RayCluster, TrainingResult
 from prefect_elastic_train.cli import app
+from prefect_elastic_train.orchestration import automations
 from tests.support.deployments import api_client, flow_run_log, project_served
 from tests.support.processes import wait_for
 from tests.support.reports import report_of, run_events

@@ -27,14 +27,14 @@ from prefect_elastic_train import (
     LocalStorage,
     RayCluster,
     S3Storage,
-    automations,
     checkpoint_directory,
 )
 from prefect_elastic_train.blocks.lookup import storage_named
-from prefect_elastic_train.filesystems.opening import open_storage
+from prefect_elastic_train.orchestration import automations
 from prefect_elastic_train.runs.commits import newest_commit
 from prefect_elastic_train.runs.layout import ended_name
 from prefect_elastic_train.runs.snapshots import checkpoint_names
+from prefect_elastic_train.storage.opening import open_storage
 from tests.support.buckets import BUCKET
 from tests.support.deployments import Program, project_served
 from tests.support.processes import ROOT, wait_for

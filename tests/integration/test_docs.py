@@ -17,11 +17,11 @@ from prefect.states import Pending, Running
 from flows.digits import digits
 from flows.evaluate import evaluate
 from prefect_elastic_train import LocalStorage, RayCluster
-from prefect_elastic_train.outcomes import Outcome
+from prefect_elastic_train.core.operator_settings import get_settings
+from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
-from prefect_elastic_train.runs.store import LocalRunStore
-from prefect_elastic_train.settings import get_settings
+from prefect_elastic_train.storage.store import LocalRunStore
 from prefect_elastic_train.train_flow import train
 from tests.support.doc_blocks import blocks_of, pages, run_block
 from tests.unit.support import Training, begin, claim, empty_snapshot, with_result

@@ -25,10 +25,10 @@ from typer.testing import CliRunner
 
 from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
 from prefect_elastic_train.cli import app
+from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.doctor.saved_blocks import BLOCK_TYPES
-from prefect_elastic_train.driver.jobs import package
-from prefect_elastic_train.driver.jobs.api import JobsApi
-from prefect_elastic_train.settings import get_settings
+from prefect_elastic_train.supervisor.jobs import package
+from prefect_elastic_train.supervisor.jobs.api import JobsApi
 from tests.support.processes import ROOT, RayHead, free_port, prefect_server, wait_for
 
 PASSWORD = "operator:of-these-tests"
@@ -260,7 +260,7 @@ def _ids(head: RayHead) -> set[str]:
 
 def test_a_training_takes_the_blocks_that_the_settings_name(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect_elastic_train import ConfigurationError, elastic_train
-    from prefect_elastic_train.training import _request, _spec
+    from prefect_elastic_train.orchestration.task import _request, _spec
 
     ElasticScaling(max_workers=7).save("seven", overwrite=True, _sync=True)
     LocalStorage(path="/mnt/shared/seven").save("seven", overwrite=True, _sync=True)

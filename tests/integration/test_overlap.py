@@ -16,7 +16,7 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 from prefect.exceptions import ObjectNotFound
 
-from prefect_elastic_train.driver.processes import MARK_VARIABLE
+from prefect_elastic_train.core.spec import MARK_VARIABLE
 from tests.support.deployments import DeployedRun, Program, api_client, serve_flows
 from tests.support.processes import wait_for
 

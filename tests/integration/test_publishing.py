@@ -13,7 +13,7 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -22,11 +22,11 @@ from prefect_elastic_train.driver.events import (
     WorkerFailed,
     WorkerGroupStarted,
 )
-from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting import publisher as publishing
-from prefect_elastic_train.reporting.prefect_events import RunEvent
-from prefect_elastic_train.reporting.publisher import ARTIFACT_SECONDS, Publisher, artifact_key
-from prefect_elastic_train.reporting.report import RunReport
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.orchestration import publisher as publishing
+from prefect_elastic_train.orchestration.prefect_events import RunEvent
+from prefect_elastic_train.orchestration.publisher import ARTIFACT_SECONDS, Publisher, artifact_key
+from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import free_port, wait_for
 from tests.support.reports import artifacts_of, report_of, run_events
 

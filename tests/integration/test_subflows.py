@@ -13,9 +13,9 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_elastic_train import flow_runs
-from prefect_elastic_train.runs.records import Owner
-from prefect_elastic_train.training import _request
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.orchestration import flow_runs
+from prefect_elastic_train.orchestration.task import _request
 
 asked: list[tuple[str, str, str]] = []
 related: dict[str, tuple[dict[str, str], ...]] = {}

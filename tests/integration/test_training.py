@@ -21,7 +21,7 @@ from prefect_elastic_train import (
     aelastic_train,
     elastic_train,
 )
-from prefect_elastic_train.bounds import MAX_EVENT_BYTES
+from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
 from tests.support.processes import attempts, read_ledger, steps_of
 
 pytestmark = pytest.mark.usefixtures("api")

@@ -20,7 +20,8 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
-from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, marked_processes
+from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
 from tests.support.browser import PrefectUI, prefect_ui, require_chromium
 from tests.support.deployments import Program, api_client, project_served
 from tests.support.processes import generations, steps_of, wait_for

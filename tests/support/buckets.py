@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect_elastic_train import S3Storage
 from prefect_elastic_train.blocks.lookup import plain_storage
-from prefect_elastic_train.filesystems.opening import open_storage
+from prefect_elastic_train.storage.opening import open_storage
 from tests.support.s3 import FaultProxy, MotoServer
 
 BUCKET = "training"

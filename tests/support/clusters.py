@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from prefect_elastic_train.driver.processes import MARK_VARIABLE
+from prefect_elastic_train.core.spec import MARK_VARIABLE
 from tests.support.processes import ROOT, of_cluster
 
 TPU_TOPOLOGY = "2x4"

@@ -20,7 +20,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Pending, Running
 
-from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, marked_processes
+from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
 from tests.support.processes import ROOT, run_folder, wait_for
 
 WORK_POOL = "fault-tests"

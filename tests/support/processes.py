@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, marked_processes
+from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -296,7 +297,7 @@ class FlowProcess:
         """Give the guard, which carries no mark."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.pid).children():
-                if "prefect_elastic_train.driver.guard" in child.cmdline():
+                if "prefect_elastic_train.supervisor.guard" in child.cmdline():
                     return child
         return None
 

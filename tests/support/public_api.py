@@ -23,12 +23,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import prefect_elastic_train
-from prefect_elastic_train import loop, training
+from prefect_elastic_train import loop
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.driver.events import LoopWarned
-from prefect_elastic_train.reporting import prefect_events
-from prefect_elastic_train.result import BestCheckpoint, TimeAccount, WorldSize
-from prefect_elastic_train.settings import ElasticTrainSettings
+from prefect_elastic_train.core.events import LoopWarned
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.result import BestCheckpoint, TimeAccount, WorldSize
+from prefect_elastic_train.orchestration import prefect_events
+from prefect_elastic_train.orchestration import task as training
 from tests.support.processes import ROOT
 
 SNAPSHOT = ROOT / "tests" / "unit" / "public_api.txt"

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from prefect.settings import PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
-from prefect_elastic_train.filesystems.opening import Storage, open_storage
-from prefect_elastic_train.runs.retrying_store import RetryingStore
-from prefect_elastic_train.runs.store import LocalRunStore, RunStore
-from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.storage.opening import Storage, open_storage
+from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer
 from tests.unit.support import PROFILE, WIDER, private_folder
 

@@ -14,8 +14,8 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import Check
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
-from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 
 def raw_ray(store: RunStore) -> CheckpointManager:

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
+from prefect_elastic_train.core.records import CommitRecord, Owner
+from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, Claim, Finished, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.object_store import ObjectRunStore
-from prefect_elastic_train.runs.records import CommitRecord, Owner
-from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.snapshots import parse_snapshot
-from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from prefect_elastic_train.storage.object_store import ObjectRunStore
+from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

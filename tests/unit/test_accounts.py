@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -25,8 +25,8 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
-from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting.accounts import Accounts, Tally, add_up
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.report.accounts import Accounts, Tally, add_up
 
 #: When the runs of these tests begin, in seconds since the epoch.
 T = 1_700_000_000.0

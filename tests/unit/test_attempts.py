@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, Heartbeat, RunRecord, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import (
     Finished,
@@ -29,8 +30,7 @@ from prefect_elastic_train.runs.attempts import (
 )
 from prefect_elastic_train.runs.commits import all_attempts
 from prefect_elastic_train.runs.heartbeat import HeartbeatWriter
-from prefect_elastic_train.runs.records import AttemptRecord, EndedRecord, Heartbeat, RunRecord, decode, encode
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, Training, begin, claim, tear
 

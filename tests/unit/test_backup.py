@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.ray_storage import Ray
 from tests.unit.support import OTHER_FLOW_RUN, begin, claim
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_elastic_train.core.slices import SliceShape
 from prefect_elastic_train.elastic.capacity import (
     Demand,
     Node,
@@ -18,7 +19,6 @@ from prefect_elastic_train.elastic.capacity import (
     possible_workers,
     slices_of,
 )
-from prefect_elastic_train.elastic.slices import SliceShape
 
 PAIR = SliceShape("2x4", "TPU-V6E", "v6e-8", chips=8, workers=2, chips_per_worker=4)
 SINGLE = SliceShape("2x2", "TPU-V6E", "v6e-4", chips=4, workers=1, chips_per_worker=4)

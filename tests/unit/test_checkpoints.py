@@ -22,16 +22,16 @@ import pytest
 from pyarrow import fs
 from ray.train import Checkpoint
 
+from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.elastic import checkpoints
 from prefect_elastic_train.elastic.checkpoints import RunCheckpoint, RunStorageContext, open_checkpoint, readable
-from prefect_elastic_train.filesystems.objects import ObjectClient
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
-from prefect_elastic_train.outcomes import ElasticTrainError, StorageFaultError
+from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
 from prefect_elastic_train.runs.commits import FencedOffError, marks
-from prefect_elastic_train.runs.object_store import ObjectRunStore
-from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.seeding import copy_checkpoint
+from prefect_elastic_train.storage.object_store import ObjectRunStore
+from prefect_elastic_train.storage.objects import ObjectClient
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.retrying_store import RetryingStore
 from tests.support.processes import wait_for
 from tests.support.s3 import FaultProxy
 from tests.unit.ray_storage import Ray

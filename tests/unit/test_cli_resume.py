@@ -9,12 +9,12 @@ from uuid import UUID
 import pytest
 from typer.testing import CliRunner
 
-from prefect_elastic_train import dead_runs
 from prefect_elastic_train.cli import app, resuming
 from prefect_elastic_train.cli.opening import open_briefly
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.outcomes import ConfigurationError, StorageFaultError
-from prefect_elastic_train.storages import S3StorageSettings
+from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
+from prefect_elastic_train.core.storage_settings import S3StorageSettings
+from prefect_elastic_train.orchestration import dead_runs
+from prefect_elastic_train.storage.opening import Storage
 
 
 @pytest.fixture(autouse=True)

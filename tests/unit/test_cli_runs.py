@@ -19,7 +19,7 @@ from pyarrow import fs
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -32,9 +32,10 @@ from prefect_elastic_train.driver.events import (
     WorkersPreempted,
     encode_event,
 )
-from prefect_elastic_train.filesystems.opening import Storage, open_storage
-from prefect_elastic_train.outcomes import AttemptFailedError, ElasticTrainError, Outcome
-from prefect_elastic_train.reporting.accounts import add_up
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError, Outcome
+from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, host_id, process_start
 from prefect_elastic_train.runs.commits import (
@@ -48,12 +49,11 @@ from prefect_elastic_train.runs.commits import (
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
 from prefect_elastic_train.runs.reading import make_result
-from prefect_elastic_train.runs.records import Heartbeat, RunRecord, encode
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.seeding import Source, choose_source
-from prefect_elastic_train.runs.store import LocalRunStore
 from prefect_elastic_train.runs.view import RunView
-from prefect_elastic_train.storages import LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.storage.opening import Storage, open_storage
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.s3 import MotoServer
 from tests.unit.ray_storage import Ray
 from tests.unit.support import (
@@ -912,7 +912,7 @@ def test_a_deletion_that_was_cut_short_is_finished_by_the_next(storage: Storage)
     code = (
         "import os\n"
         "from prefect_elastic_train.runs.pruning import carry_out, plan_run\n"
-        "from prefect_elastic_train.runs.store import LocalRunStore\n"
+        "from prefect_elastic_train.storage.store import LocalRunStore\n"
         "class Dying(LocalRunStore):\n"
         "    def delete_folder(self, name, check=None):\n"
         "        if name == 'b': os._exit(0)\n"

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.filesystems.faults import Retries
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.outcomes import ElasticTrainError
+from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
     CommitLog,
@@ -26,10 +25,11 @@ from prefect_elastic_train.runs.commits import (
     marks,
     newest_attempt,
 )
-from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads, restore_snapshot
-from prefect_elastic_train.runs.retrying_store import RetryingStore
-from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from prefect_elastic_train.storage.faults import Retries
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.unit.support import Training, begin, claim, empty_snapshot, private_folder, tear, with_result
 
 

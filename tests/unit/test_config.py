@@ -17,14 +17,14 @@ from prefect_elastic_train import (
     RayCluster,
     S3Storage,
 )
-from prefect_elastic_train.config import (
+from prefect_elastic_train.core.settings import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
     ScalingSettings,
     plain,
 )
-from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 
 #: Settings, field, bad value as it is given, and what the message must say: the value and the rule.
 REFUSED: list[tuple[type[BaseModel], str, Any, list[str]]] = [

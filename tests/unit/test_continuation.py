@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
+from prefect_elastic_train.orchestration.task import _request
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import ancestors, started_from
 from prefect_elastic_train.runs.attempts import Begun, Claim, begin_attempt, end_attempt, host_id, peek, process_start
@@ -22,10 +23,9 @@ from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.inspecting import PRUNER
 from prefect_elastic_train.runs.pruning import AwaitedSources, RunChangedError, carry_out, plan_run
-from prefect_elastic_train.runs.records import AttemptRecord, Owner, RunRecord, decode, encode
-from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.seeding import Source, choose_source, parse_source, seed_from_source
-from prefect_elastic_train.training import _request
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.retrying_store import RetryingStore
 from tests.support.s3 import FaultProxy
 from tests.unit.support import Training, begin, claim
 

@@ -16,13 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefect_elastic_train.outcomes import AttemptFailedError
+from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.records import CommitRecord, decode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import Mark, all_commits, lineage, marks
-from prefect_elastic_train.runs.records import CommitRecord, decode
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.support import Training, begin, claim, examples, private_folder, tear
 
 RANKS = 2

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.reporting.curves import MAX_STRETCHES, Curve, Point
+from prefect_elastic_train.report.curves import MAX_STRETCHES, Curve, Point
 from tests.unit.support import examples
 
 

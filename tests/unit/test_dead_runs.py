@@ -7,13 +7,13 @@ from uuid import UUID
 
 import pytest
 
-from prefect_elastic_train.dead_runs import flow_run_of
-from prefect_elastic_train.filesystems.opening import Storage, open_storage
-from prefect_elastic_train.outcomes import ConfigurationError, Outcome
+from prefect_elastic_train.core.outcomes import ConfigurationError, Outcome
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.orchestration.dead_runs import flow_run_of
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.runs.inspecting import PRUNER
-from prefect_elastic_train.storages import LocalStorageSettings
+from prefect_elastic_train.storage.opening import Storage, open_storage
 from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, begin, claim, private_folder, tear
 
 

@@ -12,7 +12,7 @@ from prefect.cli.deploy._models import PrefectYamlModel
 from prefect.server.api import collections_data
 
 from blocks.profiles import PROFILES
-from prefect_elastic_train.settings import ElasticTrainSettings
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from tests.unit.support import REPOSITORY
 from tests.unit.test_block_documents import ENVIRONMENT
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from prefect_elastic_train.driver.details import Details, is_detail
+from prefect_elastic_train.core.ray_output import Details, is_detail
 from prefect_elastic_train.driver.relay import LineStream
-from prefect_elastic_train.reporting.logs import RunLog
+from prefect_elastic_train.orchestration.logs import RunLog
 
 RAYS = [
     "(TrainController pid=5) Graceful shutdown of backend failed.",

@@ -22,7 +22,10 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.config import ClusterSettings
+from prefect_elastic_train.core.operator_settings import get_settings
+from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.doctor import storage as storage_module
 from prefect_elastic_train.doctor import versions
 from prefect_elastic_train.doctor.clusters import check_cluster
@@ -32,9 +35,6 @@ from prefect_elastic_train.doctor.looking import Look
 from prefect_elastic_train.doctor.operator_settings import check_settings
 from prefect_elastic_train.doctor.prefect_server import check_server
 from prefect_elastic_train.doctor.storage import check_storage
-from prefect_elastic_train.driver.processes import MARK_VARIABLE
-from prefect_elastic_train.settings import get_settings
-from prefect_elastic_train.storages import LocalStorageSettings, S3StorageSettings
 from tests.support.processes import free_port
 
 

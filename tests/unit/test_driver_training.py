@@ -18,24 +18,25 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from ray.train.v2.api.exceptions import PreemptionError
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from prefect_elastic_train.config import (
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
+from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.settings import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
     ScalingSettings,
 )
-from prefect_elastic_train.driver import main, training
-from prefect_elastic_train.driver.details import Details
+from prefect_elastic_train.core.spec import DriverSpec, Payload, dump_payload
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.driver import fit as training
+from prefect_elastic_train.driver import main
+from prefect_elastic_train.driver.fit import check_loop, classify, prepare, resolve_loop
 from prefect_elastic_train.driver.joining import fit_local_cluster
 from prefect_elastic_train.driver.relay import EventOutput
-from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload
-from prefect_elastic_train.driver.training import check_loop, classify, prepare, resolve_loop
-from prefect_elastic_train.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.records import Owner
-from prefect_elastic_train.runs.store import LocalRunStore
-from prefect_elastic_train.storages import LocalStorageSettings
+from prefect_elastic_train.storage.store import LocalRunStore
 
 
 @pytest.fixture(autouse=True)

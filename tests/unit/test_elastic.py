@@ -21,8 +21,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from prefect_elastic_train.config import CheckpointSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     CheckpointCommitted,
     CheckpointStalled,
     ControllerAlive,
@@ -33,6 +32,8 @@ from prefect_elastic_train.driver.events import (
     WorkerFailed,
     WorkerGroupResized,
 )
+from prefect_elastic_train.core.outcomes import StorageFaultError
+from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.callbacks import LoopCallback, RunCallback
@@ -40,13 +41,12 @@ from prefect_elastic_train.elastic.checkpoints import readable
 from prefect_elastic_train.elastic.failures import RunFailurePolicy
 from prefect_elastic_train.elastic.growth import Reason
 from prefect_elastic_train.elastic.policy import GrowthDecision
+from prefect_elastic_train.elastic.run_filesystem import run_filesystem
 from prefect_elastic_train.elastic.stalls import reporting, stalling, take_stall
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
 from prefect_elastic_train.elastic.worker_group import RunWorkerGroup
-from prefect_elastic_train.filesystems.run_filesystem import run_filesystem
-from prefect_elastic_train.outcomes import StorageFaultError
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import Training, begin
 

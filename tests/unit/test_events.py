@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from prefect_elastic_train.bounds import MAX_EVENT_BYTES
-from prefect_elastic_train.driver import events
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core import events
+from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -37,7 +37,7 @@ from prefect_elastic_train.driver.events import (
     decode_event,
     encode_event,
 )
-from prefect_elastic_train.outcomes import Outcome
+from prefect_elastic_train.core.outcomes import Outcome
 
 BASE = {"sequence": 7, "at": 1234.5, "attempt": 3, "droppable": True}
 

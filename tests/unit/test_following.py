@@ -13,13 +13,8 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.config import (
-    CheckpointSettings,
-    ClusterSettings,
-    FailureSettings,
-    ScalingSettings,
-)
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train import TrainingResult
+from prefect_elastic_train.core.events import (
     EVENT_TAG,
     AttemptEnded,
     AttemptStarted,
@@ -28,16 +23,21 @@ from prefect_elastic_train.driver.events import (
     StateChanged,
     encode_event,
 )
-from prefect_elastic_train.driver.launch import Runtime, _Following
-from prefect_elastic_train.driver.spec import DriverSpec
-from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.result import TrainingResult
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    ScalingSettings,
+)
+from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.records import Owner
-from prefect_elastic_train.runs.store import LocalRunStore
-from prefect_elastic_train.settings import ElasticTrainSettings
-from prefect_elastic_train.storages import LocalStorageSettings
+from prefect_elastic_train.storage.store import LocalRunStore
+from prefect_elastic_train.supervisor.launch import Runtime, _Following
 from tests.support.processes import attempts
 from tests.unit.support import begin, claim
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -27,9 +27,9 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
-from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting.goodput import GoodputMeter, measure
-from prefect_elastic_train.result import TimeAccount
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.result import TimeAccount
+from prefect_elastic_train.report.goodput import GoodputMeter, measure
 from tests.unit.support import examples
 
 #: When the runs of these tests begin, in seconds since the epoch.

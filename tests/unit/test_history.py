@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train import LocalStorage
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train import LocalStorage, TrainingResult, checkpoint_directory
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     ControllerAlive,
@@ -24,16 +24,16 @@ from prefect_elastic_train.driver.events import (
     WorkerFailed,
     WorkerGroupStarted,
 )
-from prefect_elastic_train.filesystems.opening import Storage, open_storage
-from prefect_elastic_train.outcomes import AttemptFailedError, CheckpointGoneError, ConfigurationError, Outcome
-from prefect_elastic_train.reporting.accounts import Accounts
-from prefect_elastic_train.result import TimeAccount, TrainingResult, checkpoint_directory
+from prefect_elastic_train.core.outcomes import AttemptFailedError, CheckpointGoneError, ConfigurationError, Outcome
+from prefect_elastic_train.core.result import TimeAccount
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.report.accounts import Accounts
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.reading import make_result
 from prefect_elastic_train.runs.seeding import copy_checkpoint, parse_source
-from prefect_elastic_train.runs.store import LocalRunStore
-from prefect_elastic_train.storages import LocalStorageSettings
+from prefect_elastic_train.storage.opening import Storage, open_storage
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import Training, begin, claim
 

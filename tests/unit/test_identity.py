@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.records import Fingerprint
 from prefect_elastic_train.runs.identity import Call, check_run_name, default_run_name, fingerprint, loop_name
-from prefect_elastic_train.runs.records import Fingerprint
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from prefect_elastic_train.filesystems import local_filesystem
-from prefect_elastic_train.filesystems.local_filesystem import LocalRunFilesystem
-from prefect_elastic_train.filesystems.run_filesystem import uploading
-from prefect_elastic_train.outcomes import AttemptFailedError
+from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.elastic import local_filesystem
+from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
+from prefect_elastic_train.elastic.run_filesystem import uploading
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.support import claim, empty_snapshot, examples, private_folder, with_result
 
 Chain = tuple[str, ...]

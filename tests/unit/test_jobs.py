@@ -19,14 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train import __version__
-from prefect_elastic_train.config import ClusterSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.driver.events import EVENT_TAG, AttemptEnded, ControllerAlive, decode_event, encode_event
-from prefect_elastic_train.driver.jobs import entry, log
-from prefect_elastic_train.driver.jobs.api import Job, JobsApi, UnreachableError, token_of
-from prefect_elastic_train.driver.jobs.log import JobLog
-from prefect_elastic_train.driver.jobs.package import ENTRYPOINT, make_runtime_env
-from prefect_elastic_train.driver.spec import read_spec
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, ControllerAlive, decode_event, encode_event
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.settings import ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.spec import read_spec
+from prefect_elastic_train.driver import job_entry as entry
+from prefect_elastic_train.supervisor.jobs import log
+from prefect_elastic_train.supervisor.jobs.api import Job, JobsApi, UnreachableError, token_of
+from prefect_elastic_train.supervisor.jobs.log import JobLog
+from prefect_elastic_train.supervisor.jobs.package import ENTRYPOINT, make_runtime_env
 from tests.unit.test_following import SPEC
 
 JOB = Job("elastic-train-mnist-1", "RUNNING", "", "", {}, 0.0, "node", "01")
@@ -298,7 +299,7 @@ def test_the_driver_of_a_job_needs_nothing_but_what_the_cluster_is_asked_for() -
     ]
     code = (
         f"import importlib, sys\nfor name in {absent!r}: sys.modules[name] = None\n"
-        f"for name in {[*modules, 'prefect_elastic_train.result']!r}: importlib.import_module(name)\n"
+        f"for name in {[*modules, 'prefect_elastic_train.core.result']!r}: importlib.import_module(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from prefect_elastic_train.config import ClusterSettings
-from prefect_elastic_train.driver import cluster
-from prefect_elastic_train.driver.cluster import LocalCluster
+from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.supervisor import cluster
+from prefect_elastic_train.supervisor.cluster import LocalCluster
 
 
 @pytest.fixture

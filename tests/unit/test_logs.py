@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     EVENT_TAG,
     AttemptStarted,
     CheckpointCommitted,
@@ -27,9 +27,9 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
-from prefect_elastic_train.reporting.errors import distinct
-from prefect_elastic_train.reporting.log_limits import OutputLimits
-from prefect_elastic_train.reporting.logs import RunLog
+from prefect_elastic_train.core.rank_errors import distinct
+from prefect_elastic_train.orchestration.log_limits import OutputLimits
+from prefect_elastic_train.orchestration.logs import RunLog
 
 
 class Lines(logging.Handler):
@@ -495,10 +495,10 @@ os.close(read_end)
 os.dup2(write_end, 1)
 os.dup2(write_end, 2)
 from prefect.logging.handlers import PrefectConsoleHandler
-from prefect_elastic_train.driver.events import AttemptStarted
-from prefect_elastic_train.reporting.errors import distinct
-from prefect_elastic_train.reporting.log_limits import OutputLimits
-from prefect_elastic_train.reporting.logs import RunLog
+from prefect_elastic_train.core.events import AttemptStarted
+from prefect_elastic_train.core.rank_errors import distinct
+from prefect_elastic_train.orchestration.log_limits import OutputLimits
+from prefect_elastic_train.orchestration.logs import RunLog
 logger = logging.getLogger("run")
 logger.addHandler(PrefectConsoleHandler(sys.stderr))
 logger.setLevel(logging.INFO)

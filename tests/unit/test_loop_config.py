@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_elastic_train.cli.loop_config import loop_config, read_config
-from prefect_elastic_train.outcomes import ConfigurationError
+from prefect_elastic_train.core.outcomes import ConfigurationError
 
 SAME = {
     "config.json": '{"steps": 3, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "name": "no"}',

@@ -8,7 +8,7 @@ import pytest
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
-from prefect_elastic_train.driver.events import Event, LoopWarned
+from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.elastic.loop_watch import LoopState, LoopWatch, Offer, Verdict, missing_ranks
 

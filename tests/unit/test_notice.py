@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.elastic import notice
 from prefect_elastic_train.elastic.callbacks import LoopCallback
-from prefect_elastic_train.loop import resize_requested
+from prefect_elastic_train.loop import notice, resize_requested
 
 
 @pytest.fixture

@@ -23,22 +23,22 @@ import cloudpickle
 import pytest
 from pyarrow import fs
 
-from prefect_elastic_train.filesystems import object_filesystem
-from prefect_elastic_train.filesystems import s3 as s3_module
-from prefect_elastic_train.filesystems.object_filesystem import ObjectFilesystem
-from prefect_elastic_train.filesystems.objects import ObjectClient, TransferFile, open_client
-from prefect_elastic_train.filesystems.opening import Storage, open_storage
-from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
-from prefect_elastic_train.filesystems.s3 import S3Client
-from prefect_elastic_train.outcomes import ConfigurationError, ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.records import CommitRecord, encode
+from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
+from prefect_elastic_train.elastic import object_filesystem
+from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem
+from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
 from prefect_elastic_train.runs import commits, layout
 from prefect_elastic_train.runs.commits import CommitLog, FencedOffError, all_commits, marks
-from prefect_elastic_train.runs.object_store import ObjectRunStore
-from prefect_elastic_train.runs.records import CommitRecord, encode
 from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads
-from prefect_elastic_train.runs.retrying_store import RetryingStore
 from prefect_elastic_train.runs.seeding import copy_checkpoint
-from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSettings
+from prefect_elastic_train.storage import s3 as s3_module
+from prefect_elastic_train.storage.object_store import ObjectRunStore
+from prefect_elastic_train.storage.objects import ObjectClient, TransferFile, open_client
+from prefect_elastic_train.storage.opening import Storage, open_storage
+from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.s3 import S3Client
 from tests.support.processes import wait_for
 from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer, Which
 from tests.unit.ray_storage import Ray
@@ -967,7 +967,7 @@ def test_a_passing_error_of_the_disk_is_absorbed(
     failing = Failing(real, number, times=2)
     if function == "os.open":  # the folder of the file, which the run filesystem opens first
         run_filesystem(on_disk, 1)
-        from prefect_elastic_train.filesystems import local_filesystem
+        from prefect_elastic_train.elastic import local_filesystem
 
         failing.real = local_filesystem.open_folder
         monkeypatch.setattr(local_filesystem, "open_folder", failing)

@@ -17,7 +17,7 @@ from prefect.filesystems import LocalFileSystem
 from prefect.results import ResultStore
 from prefect.states import Completed, Crashed, Failed, exception_to_failed_state
 
-from prefect_elastic_train.outcomes import (
+from prefect_elastic_train.core.outcomes import (
     AttemptFailedError,
     ConfigurationError,
     ElasticTrainError,

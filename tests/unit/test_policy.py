@@ -14,15 +14,15 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, Wor
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
-from prefect_elastic_train.config import ScalingSettings
+from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, policy, start, worker_group
 from prefect_elastic_train.elastic import policy as policy_module
 from prefect_elastic_train.elastic.capacity import Node
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError
 from prefect_elastic_train.elastic.growth import Reason
-from prefect_elastic_train.elastic.notice import announce
 from prefect_elastic_train.elastic.policy import GrowthDecision, Patience, RunScalingPolicy
 from prefect_elastic_train.elastic.translate import scaling_config
+from prefect_elastic_train.loop.notice import announce
 
 
 class Cluster(RunScalingPolicy):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -28,9 +28,9 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
-from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting.prefect_events import RunEvent, ending, translate
-from prefect_elastic_train.reporting.report import RunReport
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.orchestration.prefect_events import RunEvent, ending, translate
+from prefect_elastic_train.report.run_report import RunReport
 
 T = 1_763_770_000.0
 COMMON = {"storage_block": "training-storage-s3/prod"}

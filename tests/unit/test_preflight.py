@@ -15,11 +15,11 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from prefect_elastic_train.filesystems import preflight as preflight_module
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.filesystems.preflight import PREFIX, preflight
-from prefect_elastic_train.outcomes import ConfigurationError, StorageFaultError
-from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
+from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.storage import preflight as preflight_module
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.preflight import PREFIX, preflight
 from tests.support.s3 import WRITES, FaultProxy, MotoServer, Which
 
 on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from prefect_elastic_train.driver.guard import DISMISSED
-from prefect_elastic_train.driver.processes import MARK_VARIABLE, end_marked, end_process, marked_processes
+from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.supervisor.guard import DISMISSED
+from prefect_elastic_train.supervisor.processes import end_marked, end_process, marked_processes
 from tests.support.processes import of_cluster, wait_for
 from tests.unit.support import REPOSITORY
 
@@ -223,7 +224,7 @@ def _ignores(pid: int, number: signal.Signals) -> bool:
 _FLOW = """
 import os, subprocess, sys
 guard = subprocess.Popen(
-    [sys.executable, "-m", "prefect_elastic_train.driver.guard", f"--mark={sys.argv[1]}", f"--parent={os.getpid()}",
+    [sys.executable, "-m", "prefect_elastic_train.supervisor.guard", f"--mark={sys.argv[1]}", f"--parent={os.getpid()}",
      f"--folder={sys.argv[2]}"],
     stdin=subprocess.PIPE, start_new_session=True,
 )

@@ -35,7 +35,7 @@ MODULES = [
     "prefect_elastic_train",
     "prefect_elastic_train.loop",
     "prefect_elastic_train.blocks",
-    "prefect_elastic_train.training",
+    "prefect_elastic_train.orchestration.task",
 ]
 
 _LOAD_ONE_AFTER_THE_OTHER = """

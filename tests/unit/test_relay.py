@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.bounds import MAX_LINE_BYTES
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.bounds import MAX_LINE_BYTES
+from prefect_elastic_train.core.events import (
     EVENT_TAG,
     ControllerAlive,
     Event,
@@ -24,14 +24,10 @@ from prefect_elastic_train.driver.events import (
     WorkerFailed,
     decode_event,
 )
-from prefect_elastic_train.driver.relay import (
-    EventOutput,
-    EventReceiver,
-    EventSender,
-    LineStream,
-    read_lines,
-    whole_lines,
-)
+from prefect_elastic_train.core.lines import whole_lines
+from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
+from prefect_elastic_train.elastic.sending import EventSender
+from prefect_elastic_train.supervisor.lines import read_lines
 from tests.support.processes import wait_for
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from prefect_elastic_train.driver.events import (
+from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -36,10 +36,10 @@ from prefect_elastic_train.driver.events import (
     WorkerGroupStarted,
     WorkersPreempted,
 )
-from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting.markdown import headline, render, summary_line
-from prefect_elastic_train.reporting.pictures import draw
-from prefect_elastic_train.reporting.report import RunReport
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.report.markdown import headline, render, summary_line
+from prefect_elastic_train.report.pictures import draw
+from prefect_elastic_train.report.run_report import RunReport
 from tests.unit.support import examples
 
 T = 1_763_770_000.0

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import _CheckpointManagerState
 
-from prefect_elastic_train.driver.events import CheckpointCommitted, encode_event
-from prefect_elastic_train.filesystems.opening import Storage
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.records import AttemptRecord, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, Mark, all_attempts, all_commits, marks
-from prefect_elastic_train.runs.records import AttemptRecord, encode
 from prefect_elastic_train.runs.resume import adopt_snapshot, find_resume_point, remove_interrupted_uploads
-from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.unit.ray_storage import raw_ray
 from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, empty_snapshot, tear, with_result
 

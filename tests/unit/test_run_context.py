@@ -14,7 +14,7 @@ from prefect_elastic_train.elastic.run_contexts import RunContextCallback
 from prefect_elastic_train.loop import RunContext, run_context, use_run_context
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
-from prefect_elastic_train.runs.store import LocalRunStore, RunStore
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.unit.support import (
     OTHER_FLOW_RUN,
     Training,

@@ -15,14 +15,14 @@ import pytest
 from pyarrow import fs
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from prefect_elastic_train import filesystems
-from prefect_elastic_train.filesystems.run_filesystem import run_filesystem, uploading
-from prefect_elastic_train.outcomes import ElasticTrainError
+from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.core.records import CommitRecord, decode
+from prefect_elastic_train.elastic import run_filesystem as run_filesystem_module
+from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, all_commits, check_fence, marks
-from prefect_elastic_train.runs.records import CommitRecord, decode
 from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.ray_storage import Ray
 from tests.unit.support import begin, empty_snapshot, with_result
 
@@ -280,7 +280,7 @@ def test_a_worker_that_was_stopped_in_an_upload_writes_nothing_into_its_successo
         if stopped == "between two files":
             _taken_over(store)
         if stopped == "between its look at the fence and its write":
-            monkeypatch.setattr(filesystems.run_filesystem, "check_fence", look_and_stop)
+            monkeypatch.setattr(run_filesystem_module, "check_fence", look_and_stop)
         with filesystem.open_output_stream(f"{store.path}/epoch-2/b") as stream:
             stream.write(b"OLD2b")
 

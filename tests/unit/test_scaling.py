@@ -17,10 +17,10 @@ from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.tpu import get_tpu_num_slices_for_workers
 
 from prefect_elastic_train import ElasticScaling
-from prefect_elastic_train.config import ScalingSettings, plain
-from prefect_elastic_train.elastic.slices import SliceShape, slice_shape
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.settings import ScalingSettings, plain
+from prefect_elastic_train.core.slices import SliceShape, slice_shape
 from prefect_elastic_train.elastic.translate import resources_per_worker, scaling_config
-from prefect_elastic_train.outcomes import ConfigurationError
 from tests.unit.support import examples, python
 
 #: Slices of four hosts with four chips each.
@@ -443,7 +443,7 @@ def test_whatever_is_taken_is_taken_by_ray(values: dict[str, Any]) -> None:
 
 def test_no_ray_is_loaded_for_cpus_and_gpus() -> None:
     answer = python(
-        "from prefect_elastic_train.config import ScalingSettings\n"
+        "from prefect_elastic_train.core.settings import ScalingSettings\n"
         "ScalingSettings(accelerator='gpu', max_workers=8, resources_per_worker={'GPU': 2})\n"
         "print('ray' in sys.modules)"
     )

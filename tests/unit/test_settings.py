@@ -10,8 +10,7 @@ import pytest
 from prefect.settings.profiles import Profile
 from pydantic_settings.exceptions import SettingsError
 
-from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.settings import (
+from prefect_elastic_train.core.operator_settings import (
     DEFAULT_BLOCKS,
     PROFILE,
     ElasticTrainSettings,
@@ -23,6 +22,7 @@ from prefect_elastic_train.settings import (
     unknown_settings,
     variable_of,
 )
+from prefect_elastic_train.core.outcomes import ConfigurationError
 
 #: Environment variable, its text, what that means, and a default that differs from it.
 VARIABLES: dict[str, tuple[str, Any, Any]] = {

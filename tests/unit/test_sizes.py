@@ -15,25 +15,27 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.bounds import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
-from prefect_elastic_train.config import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.driver.details import Details
-from prefect_elastic_train.driver.events import Event, Reported, encode_event
-from prefect_elastic_train.driver.following import AttemptAccount
+from prefect_elastic_train import TrainingResult
+from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
+from prefect_elastic_train.core.events import Event, Reported, encode_event
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver.main import _Driver
-from prefect_elastic_train.driver.relay import EventOutput, read_lines
-from prefect_elastic_train.driver.spec import DriverSpec
+from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.elastic.callbacks import RunCallback
-from prefect_elastic_train.outcomes import Outcome
-from prefect_elastic_train.reporting import markdown, prefect_events
-from prefect_elastic_train.reporting.logs import RunLog
-from prefect_elastic_train.reporting.report import RunReport
-from prefect_elastic_train.result import TrainingResult
+from prefect_elastic_train.orchestration import prefect_events
+from prefect_elastic_train.orchestration.logs import RunLog
+from prefect_elastic_train.report import markdown
+from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Finished, begin_attempt, peek
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.records import Owner
-from prefect_elastic_train.storages import LocalStorageSettings
+from prefect_elastic_train.supervisor.following import AttemptAccount
+from prefect_elastic_train.supervisor.lines import read_lines
 from tests.unit.support import Training, examples, private_folder
 
 SCORE = "score of a name that is longer than all others"

@@ -14,16 +14,16 @@ import cloudpickle
 import pytest
 from prefect.utilities.importtools import load_script_as_module
 
-from prefect_elastic_train.config import (
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.settings import (
     CheckpointSettings,
     ClusterSettings,
     FailureSettings,
     ScalingSettings,
 )
-from prefect_elastic_train.driver.spec import DriverSpec, Payload, dump_payload, read_spec, write_spec
+from prefect_elastic_train.core.spec import DriverSpec, Payload, dump_payload, read_spec, write_spec
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.records import Owner
-from prefect_elastic_train.storages import LocalStorageSettings
 from tests.unit.support import python
 
 _LOAD_AND_CALL = """

@@ -25,11 +25,11 @@ import urllib3.exceptions
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from prefect_elastic_train.filesystems import faults
-from prefect_elastic_train.filesystems.faults import Fault, Retries, diagnose, take_waits, waiting_since
-from prefect_elastic_train.filesystems.objects import open_client, retries_of
-from prefect_elastic_train.outcomes import ElasticTrainError, StorageFaultError, is_passing
-from prefect_elastic_train.storages import FsspecStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError, is_passing
+from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
+from prefect_elastic_train.storage import faults
+from prefect_elastic_train.storage.faults import Fault, Retries, diagnose, take_waits, waiting_since
+from prefect_elastic_train.storage.objects import open_client, retries_of
 from tests.support.processes import wait_for
 
 

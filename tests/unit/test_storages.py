@@ -11,10 +11,10 @@ from pydantic import SecretStr, ValidationError
 
 from prefect_elastic_train import FsspecStorage, LocalStorage, S3Storage
 from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, load_storage, plain_storage, storage_named
-from prefect_elastic_train.filesystems.objects import open_client
-from prefect_elastic_train.filesystems.opening import open_storage
-from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.storages import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.storage.objects import open_client
+from prefect_elastic_train.storage.opening import open_storage
 
 SECRET = "hush-hush-hush"
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import REPOSITORY
 
 _CREATE_ALL = """
 import os, sys, time
 sys.path.append(sys.argv[1])
-from prefect_elastic_train.runs.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore
 store, me = LocalRunStore(sys.argv[2]), sys.argv[3]
 store.replace(f"ready/{me}", b"")
 while not os.path.exists(sys.argv[2] + "/go"):

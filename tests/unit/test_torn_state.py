@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from prefect_elastic_train.driver.events import CheckpointCommitted, encode_event
-from prefect_elastic_train.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun
 from prefect_elastic_train.runs.commits import all_commits
-from prefect_elastic_train.runs.records import AttemptRecord, CommitRecord, decode
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
-from prefect_elastic_train.runs.store import RunStore
+from prefect_elastic_train.storage.store import RunStore
 from tests.unit.ray_storage import Ray, raw_ray
 from tests.unit.support import begin, claim, neighbour, on_disk_and_in_memory
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_elastic_train.outcomes import ConfigurationError
-from prefect_elastic_train.train_loops import LOOP_PATTERN, absolute, check, named_loop
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, absolute, check, named_loop
 from tests.unit.support import python
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from prefect.exceptions import TerminationSignal
 
-from prefect_elastic_train import training
-from prefect_elastic_train.reporting.publisher import Publisher
-from prefect_elastic_train.reporting.report import RunReport
-from prefect_elastic_train.stops import StopReason
+from prefect_elastic_train.orchestration import task as training
+from prefect_elastic_train.orchestration.cancellation import StopReason
+from prefect_elastic_train.orchestration.publisher import Publisher
+from prefect_elastic_train.report.run_report import RunReport
 
 FLOW_RUN = "8e9f4f5e-6f0a-4d0c-8d27-0d4f8a3d9f11"
 

@@ -18,10 +18,10 @@ from prefect_elastic_train import (
     Outcome,
     RayCluster,
 )
-from prefect_elastic_train.driver.events import AttemptEnded
-from prefect_elastic_train.outcomes import may_retry
-from prefect_elastic_train.stops import FlowsAround
-from prefect_elastic_train.training import (
+from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.outcomes import may_retry
+from prefect_elastic_train.orchestration.cancellation import FlowsAround
+from prefect_elastic_train.orchestration.task import (
     _aelastic_train_task,
     _elastic_train_task,
     _failure,

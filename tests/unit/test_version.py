@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import prefect_elastic_train
-from prefect_elastic_train.config import ClusterSettings
-from prefect_elastic_train.driver.jobs.package import make_runtime_env
-from prefect_elastic_train.version import UNKNOWN
+from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.core.version import UNKNOWN
+from prefect_elastic_train.supervisor.jobs.package import make_runtime_env
 from tests.support.distribution import PATCH, TAG, VERSION, call, commit_tree
 from tests.support.processes import ROOT
 from tests.unit.test_following import SPEC

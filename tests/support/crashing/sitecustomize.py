@@ -85,8 +85,8 @@ def _patch_filesystem(module: ModuleType) -> None:
 
 PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "prefect_elastic_train.runs.commits": _patch_commits,
-    "prefect_elastic_train.runs.store": _patch_store,
-    "prefect_elastic_train.filesystems.local_filesystem": _patch_filesystem,
+    "prefect_elastic_train.storage.store": _patch_store,
+    "prefect_elastic_train.elastic.local_filesystem": _patch_filesystem,
 }
 
 

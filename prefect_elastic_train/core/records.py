@@ -1,0 +1,214 @@
+"""What a run directory's small objects contain, as typed values."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prefect_elastic_train.core.bounds import as_json
+
+__all__ = [
+    "AttemptRecord",
+    "CommitRecord",
+    "EndedRecord",
+    "Fingerprint",
+    "Heartbeat",
+    "Owner",
+    "RunRecord",
+    "UploadMark",
+    "decode",
+    "encode",
+]
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+class _Record(BaseModel):
+    # Another version of this package may have written more fields than we know.
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
+
+    schema_version: int = 1
+
+
+class Owner(_Record):
+    """The flow run that an attempt works for, and the driver process that does it."""
+
+    flow_run_id: str
+    flow_name: str = ""
+    flow_run_name: str = ""
+    deployment_id: str = ""
+    #: Empty also if the Prefect API did not say.
+    deployment_name: str = ""
+    host: str = ""
+    pid: int = 0
+    #: As :func:`runs.attempts.process_start` says, by which a process is told from a later one of the same id.
+    process_started_at: float = 0.0
+    #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
+    supervisor: str = ""
+    #: Submission id of the Ray job that the driver is; empty for a process of the flow's own machine.
+    job: str = ""
+
+    @property
+    def is_flow_run(self) -> bool:
+        """Whether there is such a flow run; outside of flows the id stands for the call of ``elastic_train``."""
+        return bool(self.flow_run_name)
+
+    def describe(self) -> str:
+        """Name the flow run for an error message."""
+        name = f"flow run {self.flow_run_name!r}" if self.is_flow_run else "a training outside of a flow"
+        of_flow = f" of flow {self.flow_name!r}" if self.flow_name else ""
+        return f"{name}{of_flow} (id {self.flow_run_id})"
+
+
+class Fingerprint(_Record):
+    """What tells one training from another: a digest a part, so that nothing secret is stored."""
+
+    loop: str
+    #: Where the loop is imported from, ``<module or file>:<function>``; empty if it went by value. Only for telling
+    #: loops of the same name apart: one that is moved is the same.
+    path: str = ""
+    #: The file of a loop that is in no package, where that is known. Modules of that kind are called `train` anywhere.
+    file: str = ""
+    framework: str
+    config: dict[str, str] = Field(default_factory=dict)
+
+    def may_be_loop_of(self, other: Fingerprint) -> bool:
+        """Tell whether the loop may be that of ``other``, as far as names and places tell."""
+        paths = {path for path in (self.path, other.path) if path}
+        return (self.loop, self.framework) == (other.loop, other.framework) and len(paths) <= 1
+
+    def may_be_in_file_of(self, other: Fingerprint) -> bool:
+        """Tell whether the loop may be in the file that ``other`` is in. It is not where a file is fetched anew."""
+        return len({file for file in (self.file, other.file) if file}) <= 1
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Say in words what differs in ``other``; empty if nothing does."""
+        found = []
+        if self.loop != other.loop:
+            found.append(f"train loop {self.loop!r} became {other.loop!r}")
+        if self.framework != other.framework:
+            found.append(f"framework {self.framework!r} became {other.framework!r}")
+        for key in sorted(self.config.keys() | other.config.keys()):
+            before, after = self.config.get(key), other.config.get(key)
+            if before == after:
+                continue
+            change = "was added" if before is None else "was removed" if after is None else "changed"
+            found.append(f"train_loop_config[{key!r}] {change}")
+        return found
+
+
+class RunRecord(_Record):
+    """``run.json``: what the run is and who created it."""
+
+    name: str
+    #: Told apart from a run of the same name in another storage, or of one that was begun anew. Empty in records of
+    #: versions that gave none.
+    id: str = ""
+    created_at: float = Field(default_factory=time.time)
+    creator: Owner
+    fingerprint: Fingerprint
+    resume_from: str = ""
+    #: What ``resume_from`` came to, as ``<run>@<checkpoint folder>``: empty for nothing, so that the run begins at the
+    #: beginning; None if it was not looked for.
+    source: str | None = None
+    #: Which training of its flow run it is, the same in each night's flow run; see :func:`runs.identity.training_part`.
+    part: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, 32 hexadecimal digits; for a record that has none, digits made of what it does have."""
+        begun = f"{self.name} {self.created_at!r} {self.creator.flow_run_id}"
+        return self.id or hashlib.sha256(begun.encode()).hexdigest()[:32]
+
+
+class AttemptRecord(_Record):
+    """``attempts/<n>.json``: a driver attempt; its existence fences off all earlier ones."""
+
+    attempt: int
+    #: Told apart from the attempt of the same number of another run.
+    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    #: Of the run, should ``run.json`` be lost.
+    run_id: str = ""
+    owner: Owner
+    #: What it trained with, which a resumed run may have changed since it was created.
+    fingerprint: Fingerprint | None = None
+    started_at: float = Field(default_factory=time.time)
+    #: Whether it has looked a second time and found its base to be the newest commit still. Until then it has
+    #: done nothing, and its base binds nobody.
+    confirmed: bool = True
+    #: The commit it starts from, as ``(attempt, sequence)``; None for the beginning.
+    base: tuple[int, int] | None = None
+    #: Checkpoints of the base's lineage that were damaged; their names may be used again.
+    dropped: list[str] = Field(default_factory=list)
+    #: What had to be repaired or dropped, in words.
+    repairs: list[str] = Field(default_factory=list)
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class EndedRecord(_Record):
+    """``ended/<n>.json``: how an attempt ended."""
+
+    attempt: int
+    outcome: str
+    at: float = Field(default_factory=time.time)
+    message: str = ""
+    result: dict[str, Any] | None = None
+    #: The attempt gave way to its successor before it did anything, and does not count.
+    void: bool = False
+    #: A budget was used up after it: no automatic restart follows, and a person's retry starts with fresh budgets.
+    final: bool = False
+    #: Which budget that was, in words.
+    verdict: str = ""
+
+
+class CommitRecord(_Record):
+    """``commits/<attempt>-<sequence>.json``: Ray's snapshot and the files of its checkpoints."""
+
+    attempt: int
+    sequence: int
+    #: Of the attempt's record; empty where there was none.
+    attempt_id: str = ""
+    at: float = Field(default_factory=time.time)
+    snapshot: dict[str, Any]
+    #: For each checkpoint, path and size in bytes of its files.
+    manifest: dict[str, dict[str, int]]
+    #: Checkpoints that earlier commits named and this one does not, whose folders were still there when it was
+    #: written. Ray deletes them next; should it not come to that, they go before workers start again.
+    condemned: list[str] = Field(default_factory=list)
+
+
+class UploadMark(_Record):
+    """``uploads/<attempt>-<checkpoint>``: the checkpoint's upload has begun, and no second commit has named it yet."""
+
+    attempt: int
+    #: It stands for a checkpoint that was found damaged, whose folder is to go before its name is used again.
+    damaged: bool = False
+
+
+class Heartbeat(_Record):
+    """``heartbeat.json``: a counter that moves while the attempt lives. Its times are for people only."""
+
+    attempt: int
+    beat: int
+    interval_seconds: float
+    at: float = Field(default_factory=time.time)
+
+
+def encode(record: BaseModel) -> bytes:
+    """A record as the bytes of its object."""
+    return as_json(record, indent=1).encode()
+
+
+def decode(record_type: type[Record], data: bytes | None) -> Record | None:
+    """Read a record; None if there is none or if it is torn."""
+    if data is None:
+        return None
+    try:
+        return record_type.model_validate_json(data)
+    except ValidationError:
+        return None

@@ -1,0 +1,166 @@
+"""What a training gives back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prefect_elastic_train.core.bounds import (
+    MAX_CHECKPOINTS_BYTES,
+    MAX_HISTORY_BYTES,
+    MAX_WORLD_SIZES_BYTES,
+    bounded_metrics,
+    size_of,
+    thinned,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["BestCheckpoint", "RunResult", "TimeAccount", "WorldSize", "bounded"]
+
+
+class WorldSize(BaseModel):
+    """The number of workers from a point in time on."""
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    #: Seconds since the epoch.
+    at: float
+    size: int
+
+
+class TimeAccount(BaseModel):
+    """What a run's wall time went into, in seconds; ``docs/goodput.md`` has the definitions.
+
+    The parts add up to ``wall_seconds``.
+
+    Attributes:
+        wall_seconds: From the start of the first driver to the end of the run, less ``stopped_seconds``.
+        productive_seconds: Training whose results were kept.
+        startup_seconds: Setting up at first and after a stop, and winding up.
+        waiting_for_capacity_seconds: The cluster could not hold ``min_workers``.
+        restart_seconds: Setting up again after a failure or a preemption.
+        resize_seconds: Setting up again for another number of workers.
+        checkpoint_stall_seconds: The loop stood still while a checkpoint was written.
+        lost_seconds: Training that was done again, or that no checkpoint has kept.
+        stopped_seconds: Not part of the wall time: the run had ended, and nobody tried to train.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    wall_seconds: float = 0.0
+    productive_seconds: float = 0.0
+    startup_seconds: float = 0.0
+    waiting_for_capacity_seconds: float = 0.0
+    restart_seconds: float = 0.0
+    resize_seconds: float = 0.0
+    checkpoint_stall_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    stopped_seconds: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Share of the wall time that was productive, 0 to 1."""
+        return round(min(1.0, self.productive_seconds / self.wall_seconds), 4) if self.wall_seconds > 0 else 0.0
+
+
+class BestCheckpoint(BaseModel):
+    """A checkpoint that was kept, and what was reported with it."""
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    uri: str
+    metrics: dict[str, Any] = Field(default_factory=dict)
+
+
+class RunResult(BaseModel):
+    """What a finished training gives back: plain JSON, so that the next task needs no Ray to read it.
+
+    Attributes:
+        run_name: Name of the run.
+        run_uri: The run directory.
+        checkpoint_uri: The newest checkpoint, empty if the loop reported none.
+        metrics: What was reported with the newest checkpoint, or last if there is none.
+        best_checkpoints: The kept checkpoints, best last if they are scored, else newest last.
+        status: How the training ended: ``"completed"``.
+        attempts: Driver attempts, over all resumes of the run.
+        worker_failures: Worker-group failures that were recovered in the cluster.
+        preemptions: Preemptions that were recovered in the cluster.
+        resizes: Healthy worker groups that were restarted with another size.
+        world_sizes: Size of each worker group and when it started.
+        steps_lost: Reports that were done again, because a fault came before their checkpoint or the loop ignored it.
+        goodput: Share of the wall time, 0 to 1, in which workers trained and their work was kept.
+        time: What the wall time went into, in seconds.
+        storage_wait_seconds: Time in which the controller or a rank waited for a storage that did not answer.
+        storage_block: The saved storage block as ``"<block type>/<name>"``, empty if it was given inline.
+        started_from: The checkpoint of another run that the run started from (``resume_from``), empty for none. It
+            may be gone by now.
+        history: What was reported, evenly thinned to at most 2,000 rows and 256 KiB, with ``_attempt``, ``_at``
+            (seconds since the epoch) and ``_world_size`` beside the metrics.
+        left_out: How many entries of ``history``, ``best_checkpoints`` and ``world_sizes`` are left out, which the run
+            directory has; empty if none are.
+    """
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    run_name: str
+    run_uri: str
+    checkpoint_uri: str = ""
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    best_checkpoints: list[BestCheckpoint] = Field(default_factory=list)
+    status: str = "completed"
+    attempts: int = 1
+    worker_failures: int = 0
+    preemptions: int = 0
+    resizes: int = 0
+    world_sizes: list[WorldSize] = Field(default_factory=list)
+    steps_lost: int = 0
+    goodput: float = 0.0
+    time: TimeAccount = Field(default_factory=TimeAccount)
+    storage_wait_seconds: float = 0.0
+    storage_block: str = ""
+    started_from: str = ""
+    history: list[dict[str, Any]] = Field(default_factory=list)
+    left_out: dict[str, int] = Field(default_factory=dict)
+
+    def metrics_dataframe(self) -> pd.DataFrame:
+        """Give the history of what was reported, over all attempts, one row a report."""
+        import pandas as pd
+
+        return pd.DataFrame(self.history)
+
+
+def bounded(result: RunResult, score: str = "") -> RunResult:
+    """A result in the size that the last event of an attempt has room for; of the checkpoints those that come last.
+
+    Args:
+        result: Of any size.
+        score: Name of the metric that checkpoints are ranked by.
+    """
+    history = thinned([bounded_metrics(row, score) for row in result.history], MAX_HISTORY_BYTES)
+    checkpoints: list[BestCheckpoint] = []
+    room = MAX_CHECKPOINTS_BYTES
+    for made in reversed(result.best_checkpoints):
+        shown = made.model_copy(update={"metrics": bounded_metrics(made.metrics, score)})
+        room -= size_of(shown)
+        if room < 0:
+            break
+        checkpoints.insert(0, shown)
+    sizes = thinned(result.world_sizes, MAX_WORLD_SIZES_BYTES)
+    left_out = Counter(result.left_out) + Counter(
+        history=len(result.history) - len(history),
+        best_checkpoints=len(result.best_checkpoints) - len(checkpoints),
+        world_sizes=len(result.world_sizes) - len(sizes),
+    )
+    return result.model_copy(
+        update={
+            "metrics": bounded_metrics(result.metrics, score),
+            "best_checkpoints": checkpoints,
+            "world_sizes": sizes,
+            "history": history,
+            "left_out": dict(left_out),
+        }
+    )

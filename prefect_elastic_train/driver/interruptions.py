@@ -1,0 +1,50 @@
+"""Signals that tell this process to end, noticed without a handler of our own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+
+__all__ = ["interruptions", "notice_interruptions"]
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_noticed: Counter[int] = Counter()
+_pipe: tuple[int, int] | None = None
+_pipe_lock = threading.Lock()
+
+
+def interruptions(*numbers: signal.Signals) -> int:
+    """Give how many times this process was told to end, as far as that was noticed.
+
+    Args:
+        numbers: The signals that count; default SIGTERM and SIGINT.
+    """
+    with _pipe_lock:
+        if _pipe is not None:
+            try:
+                while received := os.read(_pipe[0], 64):
+                    _noticed.update(received)
+            except BlockingIOError:
+                pass
+        return sum(_noticed[number] for number in numbers or _ENDING_SIGNALS)
+
+
+def notice_interruptions() -> None:
+    """Notice SIGTERM and SIGINT from now on; does nothing outside of the main thread.
+
+    Python itself writes the number of each signal that it handles into a pipe. The handlers stay as they are, since
+    Prefect takes a cancellation only while SIGTERM is handled by its own. A pipe that somebody else has set up, as
+    an event loop does, is left alone.
+    """
+    global _pipe
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if _pipe is None:
+        _pipe = os.pipe()
+        for end in _pipe:
+            os.set_blocking(end, False)
+    taken = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    if taken not in (-1, _pipe[1]):
+        signal.set_wakeup_fd(taken)

@@ -1,0 +1,272 @@
+"""The choke point through which Ray Train writes its snapshot and every checkpoint.
+
+Ray is handed a pyarrow filesystem over :class:`RunFilesystem`, in the controller and in each worker. Writing
+the snapshot becomes a commit, uploads are marked until they are committed, writes and deletions are fenced. What
+differs between a disk and an object store is in :mod:`local_filesystem` and :mod:`object_filesystem`.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import CommitLog, Mark, check_fence, is_there, marks, newest_commit
+from prefect_elastic_train.runs.resume import attempt_snapshot
+from prefect_elastic_train.runs.snapshots import checkpoint_names
+from prefect_elastic_train.storage.faults import Retries
+from prefect_elastic_train.storage.object_store import ObjectRunStore
+from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import RunStore
+
+__all__ = ["RunFilesystem", "run_filesystem", "uploading"]
+
+
+class _Upload(threading.local):
+    depth = 0
+
+
+_upload = _Upload()
+
+
+@contextmanager
+def uploading() -> Iterator[None]:
+    """Mark folders that this thread creates in the run directory as checkpoints being uploaded."""
+    _upload.depth += 1
+    try:
+        yield
+    finally:
+        _upload.depth -= 1
+
+
+def run_filesystem(store: RunStore, attempt: int) -> fs.PyFileSystem:
+    """Give the filesystem for one attempt on a run directory."""
+    from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
+    from prefect_elastic_train.elastic.object_filesystem import ObjectRunFilesystem
+
+    inner = store.inner if isinstance(store, RetryingStore) else store
+    filesystem_type = ObjectRunFilesystem if isinstance(inner, ObjectRunStore) else LocalRunFilesystem
+    return fs.PyFileSystem(filesystem_type(store, attempt))
+
+
+class _SnapshotSink(io.RawIOBase):
+    """Collects Ray's snapshot and commits it when it is closed whole."""
+
+    def __init__(self, log: CommitLog) -> None:
+        self._log = log
+        self._buffer = io.BytesIO()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._buffer.write(data)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        self._log.commit(self._buffer.getvalue())
+
+
+class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
+    """pyarrow filesystem handler of one attempt.
+
+    Args:
+        store: The run directory.
+        attempt: The attempt that holds the fence.
+    """
+
+    def __init__(self, store: RunStore, attempt: int) -> None:
+        self._store = store
+        self._run_path = store.path.rstrip("/")
+        self._attempt = attempt
+        self._log = CommitLog(store, attempt)
+        #: Checkpoints of the snapshot that Ray was handed: all were there when the attempt began.
+        self._handed: set[str] = set()
+        # A plain store repeats nothing, and neither does what is built on it.
+        self._retries = store.retries if isinstance(store, RetryingStore) else Retries(0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._store, self._attempt)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunFilesystem) and other._identity() == self._identity()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[str, int]:
+        return self._store.uri, self._attempt
+
+    def get_type_name(self) -> str:
+        """Name of the filesystem in Ray's messages."""
+        return "elastic-train"
+
+    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
+        """Describe some paths."""
+        return [self._snapshot_info() if self._is_snapshot(path) else self._info(path) for path in paths]
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        """Create a folder, unless another attempt has taken over; in an upload, the folder of a checkpoint."""
+        self._check_fence_of(path)
+        checkpoint = self._child(path)
+        if checkpoint and _upload.depth:
+            self._begin_upload(checkpoint)
+        self._make_folder(path, recursive)
+
+    def delete_dir(self, path: str) -> None:
+        """Delete a folder, unless another attempt has taken over."""
+        self._delete_folder(path, self._store.delete_folder, with_itself=True)
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        """Empty a folder, unless another attempt has taken over."""
+        self._delete_folder(path, self._store.empty_folder, with_itself=False, missing_ok=missing_dir_ok)
+
+    def delete_root_dir_contents(self) -> None:
+        """Refused: nobody means that."""
+        raise ElasticTrainError("refused to empty the root of the filesystem")
+
+    def open_input_stream(self, path: str) -> pa.NativeFile:
+        """Open a file for reading from its beginning; for Ray's snapshot, what this attempt goes on from."""
+        if self._is_snapshot(path):
+            return pa.PythonFile(io.BytesIO(self._snapshot() or self._missing_snapshot()), mode="r")
+        return self._open_input(path)
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        """Open a file for reading anywhere."""
+        return self._open_input(path)
+
+    def open_output_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
+        """Open a file for writing, whole or not at all; Ray's snapshot becomes a commit when the stream is closed."""
+        if self._is_snapshot(path):
+            return pa.PythonFile(_SnapshotSink(self._log), mode="w")
+        return self._open_output(path)
+
+    def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
+        """Refused: files of a run are written as a whole."""
+        raise io.UnsupportedOperation(f"nothing is appended to {path}, as files are written whole; write another file")
+
+    @abc.abstractmethod
+    def upload_folder(self, source: str, target: str) -> None:
+        """Copy a folder or a file of this machine's disk into the run directory, with all below it; durable on return.
+
+        Args:
+            source: On the disk.
+            target: On this filesystem; its folder was made by :meth:`create_dir`.
+
+        Raises:
+            FencedOffError: Another attempt has taken over.
+            StorageFaultError: The storage refuses, or was away for too long.
+        """
+
+    @abc.abstractmethod
+    def _info(self, path: str) -> fs.FileInfo: ...
+
+    @abc.abstractmethod
+    def _make_folder(self, path: str, recursive: bool) -> None: ...
+
+    @abc.abstractmethod
+    def _delete_outside(self, path: str, *, with_itself: bool, missing_ok: bool) -> None:
+        """Delete or empty a folder that is not in the run directory, or is all of it."""
+
+    @abc.abstractmethod
+    def _open_input(self, path: str) -> pa.NativeFile: ...
+
+    @abc.abstractmethod
+    def _open_output(self, path: str) -> pa.NativeFile: ...
+
+    def _delete_folder(
+        self,
+        path: str,
+        in_run: Callable[[str, Callable[[], object]], bool],
+        *,
+        with_itself: bool,
+        missing_ok: bool = False,
+    ) -> None:
+        self._check_fence_of(path)
+        child = self._child(path)
+        self._handed.discard(child)
+        if not child:
+            self._delete_outside(path, with_itself=with_itself, missing_ok=missing_ok)
+        elif not in_run(child, lambda: check_fence(self._store, self._attempt)) and not missing_ok:
+            raise FileNotFoundError(f"{path}: there is no such folder")
+
+    def _is_snapshot(self, path: str) -> bool:
+        return path == f"{self._run_path}/{layout.SNAPSHOT}"
+
+    def _snapshot(self) -> bytes | None:
+        snapshot = attempt_snapshot(self._store, self._attempt)
+        self._handed = set(checkpoint_names(snapshot)) if snapshot is not None else set()
+        return None if snapshot is None else json.dumps(snapshot).encode()
+
+    def _snapshot_info(self) -> fs.FileInfo:
+        data = self._snapshot()
+        path = f"{self._run_path}/{layout.SNAPSHOT}"
+        if data is None:
+            return fs.FileInfo(path, type=fs.FileType.NotFound)
+        return fs.FileInfo(path, type=fs.FileType.File, size=len(data))
+
+    def _missing_snapshot(self) -> bytes:
+        raise FileNotFoundError(
+            f"{self._run_path}/{layout.SNAPSHOT}: attempt {self._attempt} starts from the beginning"
+        )
+
+    def _child(self, path: str) -> str:
+        """Give a path relative to the run directory, empty if it is not inside of it or is our own state."""
+        try:
+            relative = PurePosixPath(path).relative_to(self._run_path).as_posix()
+        except ValueError:
+            return ""
+        return "" if relative == "." or relative.split("/")[0] == layout.STATE_FOLDER else relative
+
+    def _begin_upload(self, checkpoint: str) -> None:
+        commit = newest_commit(self._store, self._attempt)
+        committed = checkpoint_names(commit.snapshot) if commit is not None else []
+        for name in committed:
+            if checkpoint == name or checkpoint.startswith(f"{name}/"):
+                if checkpoint == name:
+                    raise ElasticTrainError(
+                        f"checkpoint {name!r} is committed already and will not be overwritten; report a new "
+                        "checkpoint_dir_name for each checkpoint"
+                    )
+                return
+        if commit is not None and checkpoint in commit.condemned:
+            self._check_is_deleted(checkpoint)
+        if any(checkpoint.startswith(f"{begun}/") for begun in self._begun_uploads()):
+            return  # a folder inside the checkpoint
+        Mark(self._attempt, checkpoint).set(self._store)
+
+    def _check_is_deleted(self, checkpoint: str) -> None:
+        """Refuse a name whose old folder is still there, unless another rank has begun the new one."""
+        if is_there(self._store, checkpoint) and checkpoint not in self._begun_uploads():
+            raise ElasticTrainError(
+                f"the earlier checkpoint {checkpoint!r} is being deleted, or could not be; report a new "
+                "checkpoint_dir_name for each checkpoint"
+            )
+
+    def _begun_uploads(self) -> list[str]:
+        return [mark.checkpoint for mark in marks(self._store) if mark.attempt == self._attempt]
+
+    def _check_fence(self) -> None:
+        check_fence(self._store, self._attempt)
+
+    def _check_fence_of(self, path: str) -> None:
+        if self._is_in_run(path):
+            self._check_fence()
+
+    def _is_in_run(self, path: str) -> bool:
+        return path == self._run_path or path.startswith(f"{self._run_path}/")

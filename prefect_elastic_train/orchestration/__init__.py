@@ -1,0 +1,1 @@
+"""The Prefect side: the task and its retries, cancellation, the publisher, events and automations."""

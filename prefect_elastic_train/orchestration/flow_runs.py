@@ -1,0 +1,178 @@
+"""For which flow run a training is: the root of the flow runs that call each other, which a retry starts again.
+
+Prefect makes a new flow run for a subflow when its parent is retried. What stays is the root's id, and the call of
+the subflow in its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging import get_logger
+
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.orchestration.prefect_api import ask_prefect
+from prefect_elastic_train.runs.identity import Call
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+__all__ = ["Place", "current_place", "is_root", "next_number", "numbered"]
+
+#: More levels of subflows than anybody has.
+_MAX_LEVELS = 30
+#: How long the Prefect API is asked for the parents of a flow run.
+_LOOK_UP_SECONDS = 30.0
+#: And for the name of a deployment, which is only shown.
+_NAME_SECONDS = 5.0
+
+_places: dict[str, Place] = {}
+_calls_in_tasks: dict[str, str] = {}
+_numbers: dict[tuple[str, ...], int] = {}
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a flow run stands.
+
+    Attributes:
+        owner: The root, which its trainings belong to.
+        flow_run_ids: The flow run, the one that called it, and so on up to the root.
+        calls: The calls of subflows that lead from the root to it; none for the root.
+        related: What the events of a subflow's training relate to besides what Prefect finds itself, which is the
+            subflow's own: the root, its deployment and its tags. None for the root.
+    """
+
+    owner: Owner
+    flow_run_ids: tuple[str, ...]
+    calls: tuple[Call, ...] = ()
+    related: tuple[dict[str, str], ...] = ()
+
+
+def current_place(context: FlowRunContext) -> Place:
+    """Find the place of a flow run that this process executes. Found once, it stays."""
+    flow_run = context.flow_run
+    assert flow_run is not None
+    flow_name = context.flow.name if context.flow else ""
+    own = Place(_owner(flow_run, flow_name), (str(flow_run.id),))
+    if is_root(flow_run):
+        return replace(own, owner=_with_deployment(own.owner))
+    with _lock:
+        if str(flow_run.id) in _places:
+            return _places[str(flow_run.id)]
+    place = ask_prefect(lambda client: _climb(client, flow_run, flow_name), _LOOK_UP_SECONDS)
+    if place is None:
+        get_logger("elastic_train").warning(
+            "cannot ask the Prefect API from which flow run %r of flow %r is called: its trainings are its own, and a "
+            "retry of the calling flow run will not go on with them",
+            flow_run.name,
+            flow_name,
+        )
+        place = own
+    with _lock:
+        return _places.setdefault(str(flow_run.id), place)
+
+
+def is_root(flow_run: FlowRun) -> bool:
+    """Tell whether a flow run has a life of its own: what a person or a runner has started can be started again."""
+    return (
+        flow_run.parent_task_run_id is None
+        or flow_run.deployment_id is not None
+        or flow_run.work_pool_name is not None
+        or os.environ.get("PREFECT__FLOW_RUN_ID") == str(flow_run.id)
+    )
+
+
+def next_number(*key: str) -> int:
+    """Count: 1 for the first call with a key."""
+    with _lock:
+        _numbers[key] = _numbers.get(key, 0) + 1
+        return _numbers[key]
+
+
+def numbered(key: tuple[str, ...], flow_run_id: str) -> int:
+    """Count like :func:`next_number`; what a retried task of the user does again keeps its number."""
+    task = TaskRunContext.get()
+    if task is None or str(task.task_run.flow_run_id) != flow_run_id:
+        return next_number(*key)
+    with _lock:
+        in_this_try = next_number(*key, str(task.task_run.id), str(task.task_run.run_count))
+        kept = (*key, str(task.task_run.id), f"number {in_this_try}")
+        if kept not in _numbers:
+            _numbers[kept] = next_number(*key)
+        return _numbers[kept]
+
+
+def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
+    return Owner(
+        flow_run_id=str(flow_run.id),
+        flow_name=flow_name,
+        flow_run_name=flow_run.name,
+        deployment_id=str(flow_run.deployment_id or ""),
+    )
+
+
+def _with_deployment(owner: Owner) -> Owner:
+    """Add the name of the deployment, if the Prefect API gives it."""
+    if not owner.deployment_id:
+        return owner
+    deployment_id = UUID(owner.deployment_id)
+    name = ask_prefect(lambda client: client.read_deployment(deployment_id).name, _NAME_SECONDS)
+    return owner.model_copy(update={"deployment_name": name or ""})
+
+
+def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Place:
+    ids = [str(flow_run.id)]
+    found: list[tuple[str, str, str]] = []
+    while not is_root(flow_run) and len(ids) < _MAX_LEVELS:
+        assert flow_run.parent_task_run_id is not None
+        # Prefect represents the call of a subflow by a task run of the parent, and counts the calls of each flow there.
+        call = client.read_task_run(UUID(str(flow_run.parent_task_run_id)))
+        if call.flow_run_id is None:
+            break
+        name = flow_name if len(ids) == 1 else call.name.removesuffix(f"-{call.dynamic_key}")
+        found.append((name, call.dynamic_key, ids[-1]))
+        flow_run = client.read_flow_run(call.flow_run_id)
+        ids.append(str(flow_run.id))
+    owner = _with_deployment(_owner(flow_run, client.read_flow(flow_run.flow_id).name))
+    calls: list[Call] = []
+    for level, (name, key, child_id) in enumerate(reversed(found)):
+        parent_id = ids[-1 - level]
+        calls.append(Call(name, _number(owner, flow_run.run_count, calls, name, key, parent_id, child_id)))
+    return Place(owner, tuple(ids), tuple(calls), tuple(_related(owner, flow_run.tags)) if len(ids) > 1 else ())
+
+
+def _related(root: Owner, tags: list[str]) -> Iterator[dict[str, str]]:
+    yield _resource("flow-run", root.flow_run_id, root.flow_run_name)
+    if root.deployment_id:
+        yield _resource("deployment", root.deployment_id, root.deployment_name)
+    for tag in sorted(tags):
+        yield _resource("tag", tag)
+
+
+def _resource(role: str, identity: str, name: str = "") -> dict[str, str]:
+    named = {"prefect.resource.name": name} if name else {}
+    return {"prefect.resource.id": f"prefect.{role}.{identity}", "prefect.resource.role": role, **named}
+
+
+def _number(owner: Owner, run_count: int, calls: list[Call], name: str, key: str, parent_id: str, child_id: str) -> str:
+    """Give the number of a subflow's call, as text: Prefect's own, or ``t`` and the how manieth call in a task it is.
+
+    Prefect gives the calls of subflows in tasks random keys.
+    """
+    if key.isdigit():
+        return str(int(key) + 1)
+    with _lock:
+        if child_id not in _calls_in_tasks:
+            outer = (f"{call.flow_name} {call.number}" for call in calls)
+            scope = ("subflow", owner.flow_run_id, str(run_count), *outer, name)
+            _calls_in_tasks[child_id] = f"t{numbered(scope, parent_id)}"
+        return _calls_in_tasks[child_id]

@@ -1,1 +1,0 @@
-"""What people are shown of a run: its accounts and its log."""

@@ -1,0 +1,197 @@
+"""A local Ray cluster that belongs to one training and outlives its drivers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.settings import ClusterSettings
+
+__all__ = ["LocalCluster", "write_token"]
+
+#: A driver whose head has died notices it after so many seconds instead of Ray's 60.
+_GCS_RECONNECT_SECONDS = "6"
+_PORT_TRIES = 3
+#: Ray gives its workers the ports below this one; so many others are enough to choose from, and so many are looked at.
+_WORKER_PORTS_END, _PORTS_ENOUGH, _PORT_PROBES = 20_000, 1_000, 100
+
+
+def write_token(token: str, folder: Path) -> dict[str, str]:
+    """Put a cluster token into a private file.
+
+    Returns:
+        Environment variables that make Ray use it, none of which holds the token itself.
+    """
+    path = folder / "token"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(token)
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+
+
+class LocalCluster:
+    """A head node on this machine, with a token, ports and a session folder of its own.
+
+    Args:
+        settings: Sizes of the cluster.
+        extra_cpus: CPUs to add to this machine's count, for Ray Data beside the workers.
+        folder: Private folder of the training; its path is short, since sockets are made below it.
+        environment: Environment of the training's processes, with their mark.
+    """
+
+    def __init__(self, settings: ClusterSettings, extra_cpus: int, folder: Path, environment: dict[str, str]) -> None:
+        self._settings = settings
+        self._extra_cpus = extra_cpus
+        self._folder = folder
+        self._token = write_token(secrets.token_hex(32), folder)
+        self._environment = {
+            **{name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"},
+            **self._token,
+            "RAY_gcs_rpc_server_reconnect_timeout_s": _GCS_RECONNECT_SECONDS,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = folder / "r0.log"
+        self._closed = threading.Event()
+        self.address = ""
+
+    @property
+    def driver_environment(self) -> dict[str, str]:
+        """Environment variables that a driver needs to join."""
+        return {**self._token, "RAY_gcs_rpc_server_reconnect_timeout_s": _GCS_RECONNECT_SECONDS}
+
+    def is_alive(self) -> bool:
+        """Tell whether the cluster's head node runs."""
+        return self._process is not None and self._process.poll() is None and bool(self.address)
+
+    def last_words(self) -> str:
+        """Give the end of what the head node has written; nothing if that cannot be read."""
+        from rich.text import Text  # not where the driver of a job runs
+
+        try:
+            return Text.from_ansi(self._log.read_text(errors="replace")).plain[-2000:].strip()
+        except OSError:
+            return ""
+
+    def start(self, timeout_seconds: float) -> str:
+        """Start the head node.
+
+        Args:
+            timeout_seconds: How long it may take.
+
+        Returns:
+            The address, ``host:port``.
+
+        Raises:
+            AttemptFailedError: It did not come up; outcome ``cluster_lost``.
+        """
+        output = ""
+        for number in range(_PORT_TRIES):
+            session_folder = self._folder / f"r{number}"
+            shutil.rmtree(session_folder, ignore_errors=True)
+            port = _free_port()
+            self._log = self._folder / f"r{number}.log"
+            with self._log.open("wb") as stream:
+                self._process = subprocess.Popen(
+                    self._command(port, session_folder),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    cwd=self._folder,
+                    start_new_session=True,
+                )
+            if self._wait_until_up(port, timeout_seconds):
+                self.address = f"127.0.0.1:{port}"
+                return self.address
+            output = self.last_words()
+            self.forget()
+            if self._closed.is_set():
+                raise AttemptFailedError("the training has ended", outcome=Outcome.CANCELLED)
+        raise AttemptFailedError(
+            f"the local Ray cluster did not start within {timeout_seconds:g} s in {_PORT_TRIES} tries; its last "
+            f"words were:\n{output}",
+            outcome=Outcome.CLUSTER_LOST,
+        )
+
+    def start_no_more(self) -> None:
+        """Let no head node start from now on; one that runs is ended with all its processes, by their mark."""
+        self._closed.set()
+
+    def forget(self) -> None:
+        """Give up a head node that has died or did not start; its processes are ended by their mark."""
+        process, self._process = self._process, None
+        self.address = ""
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait(timeout=10)
+
+    def _command(self, port: int, session_folder: Path) -> list[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            "--disable-usage-stats",
+            "--include-dashboard=false",
+            "--node-ip-address=127.0.0.1",
+            f"--port={port}",
+            f"--ray-client-server-port={_free_port()}",
+            "--dashboard-agent-listen-port=0",
+            f"--temp-dir={session_folder}",
+        ]
+        # Without a number Ray counts by itself, and knows of the limits of a container.
+        if self._settings.num_cpus or self._extra_cpus:
+            own = self._settings.num_cpus or len(os.sched_getaffinity(0))
+            command.append(f"--num-cpus={own + self._extra_cpus}")
+        if self._settings.num_gpus >= 0:
+            command.append(f"--num-gpus={self._settings.num_gpus}")
+        return command
+
+    def _wait_until_up(self, port: int, timeout_seconds: float) -> bool:
+        process = self._process
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline and process is not None and process.poll() is None:
+            if self._closed.is_set():
+                return False
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1):
+                    return True
+            except OSError:
+                time.sleep(0.05)
+        return False
+
+
+def _free_port() -> int:
+    """Give a free port that nobody is given by the kernel before Ray's process listens there.
+
+    That takes seconds, and one port of the head node in other hands ends all of it.
+    """
+    for port in random.sample(_ports(), k=_PORT_PROBES):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _ports() -> range:
+    """Give the ports above those that the kernel gives out by itself, or else those below and above Ray's workers'."""
+    first, last = 32_768, 60_999
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    choices = range(last + 1, 65_536), range(_WORKER_PORTS_END, first), range(10_000, 65_536)
+    return next(ports for ports in choices if len(ports) >= _PORTS_ENOUGH)
