@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,9 +15,6 @@ from prefect_elastic_train.core.bounds import (
     size_of,
     thinned,
 )
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["BestCheckpoint", "RunResult", "TimeAccount", "WorldSize", "bounded"]
 
@@ -125,12 +122,6 @@ class RunResult(BaseModel):
     started_from: str = ""
     history: list[dict[str, Any]] = Field(default_factory=list)
     left_out: dict[str, int] = Field(default_factory=dict)
-
-    def metrics_dataframe(self) -> pd.DataFrame:
-        """Give the history of what was reported, over all attempts, one row a report."""
-        import pandas as pd
-
-        return pd.DataFrame(self.history)
 
 
 def bounded(result: RunResult, score: str = "") -> RunResult:

@@ -26,4 +26,4 @@ def _version(package: Path) -> str:
         return UNKNOWN
 
 
-__version__ = _version(Path(__file__).parent)
+__version__ = _version(Path(__file__).parents[1])

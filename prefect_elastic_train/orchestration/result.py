@@ -13,6 +13,7 @@ from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.runs import layout
 
 if TYPE_CHECKING:
+    import pandas as pd
     from ray.train import Checkpoint
 
     from prefect_elastic_train.blocks.lookup import StorageBlock
@@ -55,6 +56,12 @@ class TrainingResult(RunResult):
         if not uri:
             raise FileNotFoundError(f"run {self.run_name!r} has no checkpoint: its loop reported none")
         return uri
+
+    def metrics_dataframe(self) -> pd.DataFrame:
+        """Give the history of what was reported, over all attempts, one row a report."""
+        import pandas as pd
+
+        return pd.DataFrame(self.history)
 
 
 @contextmanager

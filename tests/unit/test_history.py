@@ -37,6 +37,12 @@ from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import Training, begin, claim
 
+
+def _result(*arguments: Any, **more: Any) -> TrainingResult:
+    """What a user gets of what the driver has said."""
+    return TrainingResult.model_validate(make_result(*arguments, **more).model_dump())
+
+
 STARTED = AttemptStarted(attempt=1, run_name="mnist", run_uri="/runs/mnist")
 
 
@@ -317,7 +323,7 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
     training.report("b", {"loss": 0.25})
     spent = TimeAccount(wall_seconds=10, productive_seconds=5, lost_seconds=5)
     accounts = Accounts(attempts=2, steps_lost=3, time=spent, last_metrics={"loss": 9})
-    result = make_result(store, "mnist", accounts, storage_block="training-storage-directory/shared")
+    result = _result(store, "mnist", accounts, storage_block="training-storage-directory/shared")
     assert result.checkpoint_uri == f"{store.path}/b"
     assert result.metrics == {"loss": 0.25}
     assert [(best.uri, best.metrics) for best in result.best_checkpoints] == [
@@ -340,7 +346,7 @@ def test_the_checkpoints_of_a_result_are_read_from_its_storage_alone(store: Loca
     results = training.snapshot["checkpoint_results"]
     results.reverse()  # sorted by score, as Ray keeps them: best last
     training.log.commit(json.dumps(training.snapshot).encode())
-    result = make_result(store, "mnist", Accounts())
+    result = _result(store, "mnist", Accounts())
     runs = LocalStorage(path=str(Path(store.path).parent))
     for best, name in ((False, "newest"), (True, "best")):
         for storage in (None, runs):
@@ -376,7 +382,7 @@ def test_a_checkpoint_that_is_gone_is_told_from_a_run_that_nobody_sees(storage: 
 def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: LocalRunStore) -> None:
     begin(store)
     rows: list[dict[str, Any]] = [{"loss": 1.0, "_attempt": 1}, {"loss": 0.5, "_attempt": 1}]
-    result = make_result(store, "mnist", Accounts(last_metrics={"loss": 0.5}, history=rows))
+    result = _result(store, "mnist", Accounts(last_metrics={"loss": 0.5}, history=rows))
     assert result.checkpoint_uri == ""
     assert result.metrics == {"loss": 0.5}
     assert result.attempts == 1

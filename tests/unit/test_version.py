@@ -94,8 +94,8 @@ def another_version(tmp_path: Path) -> Path:
 def source(tmp_path: Path) -> Path:
     """The package, as far as its version goes, in a folder without metadata."""
     package = tmp_path / "source" / "prefect_elastic_train"
-    package.mkdir(parents=True)
-    for name in ("__init__.py", "version.py"):
+    (package / "core").mkdir(parents=True)
+    for name in ("__init__.py", "core/__init__.py", "core/version.py"):
         (package / name).write_bytes((ROOT / "prefect_elastic_train" / name).read_bytes())
     return package
 
