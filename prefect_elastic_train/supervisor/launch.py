@@ -64,6 +64,9 @@ class Runtime:
         on_note: Called with what this machine has to say of a job.
     """
 
+    #: What starts a driver as a child process; the path of its spec follows.
+    driver_command: tuple[str, ...] = (sys.executable, "-m", "prefect_elastic_train.driver")
+
     def __init__(
         self,
         settings: ElasticTrainSettings,
@@ -132,7 +135,7 @@ class Runtime:
         """How one driver ended, and its exit code; None for one that has to be ended."""
         write_spec(spec, spec_file)
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", "prefect_elastic_train.driver", str(spec_file)],
+            [*self.driver_command, str(spec_file)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
