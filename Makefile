@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Two test processes; a file's tests stay together, for the clusters that they share, and the slow fault tests come first.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# What only `make test-all` runs: second cases of a kind, pages of the docs, the browser, the wheel, random faults.
+QUICK := -m "not full and not soak"
 STAMP := $(VENV)/.installed
 
 .PHONY: help install check lint types unit integration faults test test-all soak api bench demo clean
@@ -30,21 +32,21 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -q $(PARALLEL)
 
 integration: $(STAMP)
-	$(BIN)/python -m pytest tests/integration -q $(PARALLEL)
+	$(BIN)/python -m pytest tests/integration -q $(PARALLEL) $(QUICK)
 
 faults: $(STAMP)
-	$(BIN)/python -m pytest tests/faults -q $(PARALLEL) -m "not soak"
+	$(BIN)/python -m pytest tests/faults -q $(PARALLEL) $(QUICK)
 
 check: lint types unit  ## lint, types and unit tests: under two minutes
 
-test: lint types  ## what CI runs: check, integration and faults
-	$(BIN)/python -m pytest tests -q $(PARALLEL) -m "not soak"
+test: lint types  ## what CI runs: check, and one integration or fault test of each kind
+	$(BIN)/python -m pytest tests -q $(PARALLEL) $(QUICK)
 
-test-all: lint types  ## every test, the long random ones included
-	$(BIN)/python -m pytest tests -q
+test-all: lint types  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel, random faults once
+	$(BIN)/python -m pytest tests -q $(PARALLEL)
 
-soak: $(STAMP)  ## the long random fault runs only
-	$(BIN)/python -m pytest tests -q -m soak --timeout 7200
+soak: $(STAMP)  ## the random faults only, twenty rounds of each: hours
+	SOAK_ROUNDS=20 $(BIN)/python -m pytest tests -q -m soak --timeout 7200
 
 api: $(STAMP)  ## write the snapshot of the public API anew, after a change of it that is meant
 	$(BIN)/python -m tests.support.public_api

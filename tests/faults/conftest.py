@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from tests.support.deployments import DeployedRun, Program, api_client, serve_flows
 from tests.support.loops import hash_after
 from tests.support.processes import FlowProcess, RayHead
+
+#: How often each random test is done, each time with another seed.
+ROUNDS = int(os.environ.get("SOAK_ROUNDS", "1"))
 
 STEPS = 40
 CHECKPOINT_EVERY = 5

@@ -78,7 +78,7 @@ def _cancel_and_watch(run: DeployedRun, ledger: str) -> None:
     assert run.state.type == StateType.CANCELLED
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flow_name", "arguments"),
     [
@@ -133,8 +133,8 @@ def test_cancel_while_the_worker_group_starts(deployed: Deploy, served: Program,
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param({}, id="called", marks=pytest.mark.soak),
-        pytest.param({"submit": True}, id="submitted", marks=pytest.mark.soak),
+        pytest.param({}, id="called", marks=pytest.mark.full),
+        pytest.param({"submit": True}, id="submitted", marks=pytest.mark.full),
         pytest.param({"within": "a subflow"}, id="in a subflow"),
     ],
 )
@@ -142,7 +142,7 @@ def test_cancel_of_a_flow_that_no_runner_watches(
     start: Start, client: SyncPrefectClient, ledger: str, head: RayHead, arguments: dict[str, Any]
 ) -> None:
     flow = start(**endless(ledger, cluster=head.block, **arguments))
-    wait_for(lambda: len(commits(flow.run)) >= 2, 120, "commits")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "commits")
     flow_run_id = UUID(flow.flow_run_id)
     client.set_flow_run_state(flow_run_id, Cancelling())
     wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the workers to end")
@@ -160,14 +160,14 @@ def test_cancel_of_a_flow_that_no_runner_watches(
         assert [task.state.type for task in tasks if task.state] == [StateType.FAILED], "it does not look running"
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_cancel_of_a_flow_whose_runner_has_died(
     start: Start, client: SyncPrefectClient, ledger: str, head: RayHead
 ) -> None:
     # What a runner tells the processes that it starts; this one has none that would signal it.
     started_by_a_runner = {"PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS": "false"}
     flow = start(**endless(ledger, cluster=head.block, environment=started_by_a_runner))
-    wait_for(lambda: len(commits(flow.run)) >= 2, 120, "commits")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "commits")
     flow_run_id = UUID(flow.flow_run_id)
     client.set_flow_run_state(flow_run_id, Cancelling())
     wait_for(lambda: not head.train_processes(), BOUND_SECONDS, "the workers to end")
@@ -181,7 +181,7 @@ def test_cancel_of_a_subflow_alone_ends_its_training_and_is_an_error_where_it_wa
     start: Start, client: SyncPrefectClient, ledger: str, head: RayHead
 ) -> None:
     flow = start(**endless(ledger, cluster=head.block, within="a subflow"))
-    wait_for(lambda: commits(flow.run), 120, "a commit")
+    flow.wait_for(lambda: commits(flow.run), 120, "a commit")
     below = FlowRunFilter(parent_flow_run_id={"any_": [UUID(flow.flow_run_id)]})  # type: ignore[arg-type]
     subflow = client.read_flow_runs(flow_run_filter=below)[0].id
     client.set_flow_run_state(subflow, Cancelling())
@@ -197,7 +197,7 @@ def test_cluster_that_waits_for_the_next_attempt_is_guarded_and_ends_with_a_canc
     start: Start, client: SyncPrefectClient, ledger: str
 ) -> None:
     flow = start(**endless(ledger, failures={"driver_restart_delay_seconds": 300}, submit=True))
-    driver = wait_for(flow.driver, 60, "a driver")
+    driver = flow.wait_for(flow.driver, 60, "a driver")
     wait_for(lambda: flow.process_named("gcs_server"), 60, "its cluster")
     driver.kill()
     wait_for(lambda: "will start" in flow.log, 30, "the delay before the next attempt")
@@ -217,17 +217,17 @@ def test_cluster_that_waits_for_the_next_attempt_is_guarded_and_ends_with_a_canc
     "arguments",
     [
         pytest.param({"timeout_seconds": 30}, id="training"),
-        pytest.param({"timeout_seconds": 30, "asynchronous": True}, id="training-async", marks=pytest.mark.soak),
-        pytest.param({"flow_timeout": 32}, id="flow", marks=pytest.mark.soak),
-        pytest.param({"flow_timeout": 32, "submit": True}, id="flow-submitted", marks=pytest.mark.soak),
-        pytest.param({"flow_timeout": 32, "asynchronous": True}, id="flow-async", marks=pytest.mark.soak),
+        pytest.param({"timeout_seconds": 30, "asynchronous": True}, id="training-async", marks=pytest.mark.full),
+        pytest.param({"flow_timeout": 32}, id="flow", marks=pytest.mark.full),
+        pytest.param({"flow_timeout": 32, "submit": True}, id="flow-submitted", marks=pytest.mark.full),
+        pytest.param({"flow_timeout": 32, "asynchronous": True}, id="flow-async", marks=pytest.mark.full),
     ],
 )
 def test_training_that_is_out_of_time_ends_as_timed_out(
     start: Start, ledger: str, head: RayHead, arguments: dict[str, Any]
 ) -> None:
     flow = start(**endless(ledger, cluster=head.block, **arguments))
-    wait_for(flow.driver, 60, "the driver")
+    flow.wait_for(flow.driver, 60, "the driver")
     outcome = flow.wait(120)
     assert (outcome["state"], outcome["name"]) == ("FAILED", "TimedOut")
     assert commits(flow.run), "it trained until then"

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.support.processes import FlowProcess, commits, steps_of, titled, wait_for
+from tests.support.processes import FlowProcess, commits, steps_of, titled
 
 Start = Callable[..., FlowProcess]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_local_cluster_that_dies_is_replaced_and_the_run_resumes(start: Start, ledger: str) -> None:
     flow = start(
         loop="tests.support.loops:counting_loop",
@@ -20,7 +20,7 @@ def test_local_cluster_that_dies_is_replaced_and_the_run_resumes(start: Start, l
         config={"steps": 40, "sleep": 0.1, "ledger": ledger},
         scaling={"min_workers": 1, "max_workers": 1},
     )
-    wait_for(lambda: len(commits(flow.run)) >= 3, 120, "commits")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 3, 120, "commits")
     assert flow.driver() is not None
     heads = titled(flow.marked(), "gcs_server")
     assert len(heads) == 1

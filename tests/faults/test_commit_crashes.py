@@ -15,7 +15,6 @@ from tests.support.processes import (
     assert_every_step_counts_once,
     attempts,
     commits,
-    wait_for,
 )
 
 Start = Callable[..., FlowProcess]
@@ -55,19 +54,19 @@ def crashing_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing
 @pytest.mark.parametrize(
     ("step", "dies"),
     [
-        pytest.param("before the upload", "worker", marks=pytest.mark.soak),
-        pytest.param("mid-upload", "worker", marks=pytest.mark.soak),
-        pytest.param("before the commit", "controller", marks=pytest.mark.soak),
+        pytest.param("before the upload", "worker", marks=pytest.mark.full),
+        pytest.param("mid-upload", "worker", marks=pytest.mark.full),
+        pytest.param("before the commit", "controller", marks=pytest.mark.full),
         ("in the middle of the commit", "controller"),
-        pytest.param("before Ray's file", "controller", marks=pytest.mark.soak),
-        pytest.param("after Ray's file", "controller", marks=pytest.mark.soak),
+        pytest.param("before Ray's file", "controller", marks=pytest.mark.full),
+        pytest.param("after Ray's file", "controller", marks=pytest.mark.full),
     ],
 )
 def test_crash_in_a_commit_loses_no_step_and_counts_none_twice(
     start: Start, ledger: str, crashing_head: CrashingHead, step: str, dies: str
 ) -> None:
     flow = start(**hash_training(ledger, cluster=crashing_head.block))
-    wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
     crashing_head.arm(step)
     outcome = flow.wait(180)
     assert crashing_head.died.exists(), "a process died there"

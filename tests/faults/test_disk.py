@@ -49,7 +49,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     small.close()
 
 
-@pytest.mark.parametrize("fault", ["full", pytest.param("read-only", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("fault", ["full", pytest.param("read-only", marks=pytest.mark.full)])
 def test_a_disk_that_takes_no_more_ends_the_training_at_once_and_a_retry_resumes(
     start: Start, ledger: str, head: RayHead, disk: SmallDisk, fault: str
 ) -> None:
@@ -57,7 +57,7 @@ def test_a_disk_that_takes_no_more_ends_the_training_at_once_and_a_retry_resumes
     config["ballast_bytes"] = 2 * 2**20 if fault == "full" else 1000
     training = hash_training(ledger, storage=str(disk.path), cluster=head.block, config=config)
     flow = start(**training)
-    wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
     broken_at = time.monotonic()
     if fault == "read-only":
         disk.remount("ro")

@@ -28,7 +28,7 @@ Start = Callable[..., FlowProcess]
 
 
 def _kill_driver_in_mid_training(flow: FlowProcess, ledger_file: str) -> psutil.Process:
-    wait_for(lambda: len(commits(flow.run)) >= 2 and max(steps_of(ledger_file)) >= 13, 120, "two commits")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 2 and max(steps_of(ledger_file)) >= 13, 120, "two commits")
     driver = flow.driver()
     assert driver is not None
     driver.send_signal(signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_killed_driver_of_a_local_cluster_resumes_at_the_last_commit_with_the_sa
     assert not flow.private_folder.exists()
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_killed_driver_of_a_joined_cluster_resumes_at_once_and_leaves_it_running(
     start: Start, ledger: str, undisturbed: dict[str, Any], head: RayHead
 ) -> None:
@@ -97,7 +97,7 @@ def test_killed_head_is_waited_for_and_the_run_resumes_on_the_new_one(
         failures={"driver_restarts": 5, "driver_restart_delay_seconds": 2},
         environment={"RAY_gcs_rpc_server_reconnect_timeout_s": 6},
     )
-    wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
     first = flow.driver()
     assert first is not None
     head.kill()
@@ -122,7 +122,7 @@ def test_killed_worker_and_then_driver_are_told_in_a_few_lines_and_rays_own_word
     start: Start, ledger: str, undisturbed: dict[str, Any]
 ) -> None:
     flow = start(config=train_config(ledger, sleep=0.1))
-    wait_for(lambda: len(commits(flow.run)) >= 2 and max(steps_of(ledger)) >= 13, 120, "two commits")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 2 and max(steps_of(ledger)) >= 13, 120, "two commits")
     worker = next(line["pid"] for line in read_ledger(ledger) if line["rank"] == 1)
     of_worker = _lines_until_a_new_process_trains(flow, ledger, psutil.Process(worker))
     driver = flow.driver()
@@ -148,7 +148,7 @@ def test_killed_worker_and_then_driver_are_told_in_a_few_lines_and_rays_own_word
 @pytest.mark.parametrize(
     ("loop", "words"),
     [
-        pytest.param("failing_loop", 'raise ArithmeticError("the loss became a pumpkin")', marks=pytest.mark.soak),
+        pytest.param("failing_loop", 'raise ArithmeticError("the loss became a pumpkin")', marks=pytest.mark.full),
         ("remotely_failing_loop", 'raise ValueError("a row without a number")'),
     ],
 )
@@ -163,7 +163,7 @@ def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(
         scaling={"min_workers": 1, "max_workers": 1},
         failures={"max_failures": 1, "driver_restarts": 3},
     )
-    wait_for(flow.driver, 60, "the driver")
+    flow.wait_for(flow.driver, 60, "the driver")
     outcome = flow.wait(120)
     assert outcome["state"] == "FAILED"
     assert outcome["outcome"] == "user_error"
@@ -175,7 +175,7 @@ def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(
     assert flow.marked() == []
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_driver_that_dies_before_its_first_checkpoint_each_time_is_given_up(start: Start, ledger: str) -> None:
     flow = start(
         loop="tests.support.loops:sleeping_loop",

@@ -105,7 +105,7 @@ class Training:
         wait_for(lambda: self.sizes[-1:] == [size], timeout, f"{size} workers, not {self.sizes}")
         # Their number says nothing: old ones are removed.
         before = commits(self.flow.run)[-1:]
-        wait_for(lambda: commits(self.flow.run)[-1:] != before, 60, "a commit")
+        self.flow.wait_for(lambda: commits(self.flow.run)[-1:] != before, 60, "a commit")
 
     def end(self) -> dict[str, Any]:
         """Let it end, and check that every step counted once."""
@@ -119,7 +119,7 @@ class Training:
         return result
 
 
-@pytest.mark.parametrize("gpus", [1, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("gpus", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_gpu_workers_follow_the_nodes_from_none_to_all(
     start: Start, cluster: ElasticCluster, tmp_path: Path, gpus: int
 ) -> None:
@@ -156,7 +156,7 @@ def test_gpu_workers_follow_the_nodes_from_none_to_all(
     assert first_growth.at - arrived <= 1.5 * (INTERVAL + STABILITY) + commit_interval, "at the next commit"
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_lost_node_is_replaced_below_the_minimum(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
     nodes = [cluster.add_gpus(1), cluster.add_gpus(1)]
     training = Training(start, cluster, tmp_path, scaling={"min_workers": 2, "max_workers": 2})
@@ -242,7 +242,7 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
 
 @pytest.mark.parametrize(
     "ask",
-    [pytest.param(True, id="a loop that asks"), pytest.param(False, id="a plain loop", marks=pytest.mark.soak)],
+    [pytest.param(True, id="a loop that asks"), pytest.param(False, id="a plain loop", marks=pytest.mark.full)],
 )
 def test_a_healthy_group_grows_without_losing_a_step(
     start: Start, cluster: ElasticCluster, tmp_path: Path, ask: bool
@@ -263,7 +263,7 @@ def test_a_healthy_group_grows_without_losing_a_step(
     assert ask or not at_a_step_of_its_own
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_drained_node_gives_way_at_once_after_its_last_checkpoint(
     start: Start, cluster: ElasticCluster, tmp_path: Path, rank: int
 ) -> None:
@@ -287,7 +287,7 @@ def test_a_drained_node_gives_way_at_once_after_its_last_checkpoint(
     assert resumed_at - committed < 20, "from the just-in-time checkpoint to the first step of the smaller group"
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_nodes_drained_one_after_the_other_lose_no_step(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
     for _ in range(3):
         cluster.add_gpus(1)
@@ -306,7 +306,7 @@ def test_nodes_drained_one_after_the_other_lose_no_step(start: Start, cluster: E
     assert len(training.sizes) == 1 + result["preemptions"]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_drain_shorter_than_the_upload_goes_on_from_the_commit_before(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
@@ -315,7 +315,7 @@ def test_a_drain_shorter_than_the_upload_goes_on_from_the_commit_before(
     config = {"checkpoint_every": 20, "ask": True, "upload_seconds": 12}
     failures = {"max_failures": 0}
     training = Training(start, cluster, tmp_path, scaling={"max_workers": 2}, config=config, failures=failures)
-    wait_for(lambda: len(commits(training.flow.run)) == 1, 120, "a commit")
+    training.flow.wait_for(lambda: len(commits(training.flow.run)) == 1, 120, "a commit")
     drained = training.node_of(0)
     cluster.drain(drained, 5)
     time.sleep(5)
@@ -328,13 +328,13 @@ def test_a_drain_shorter_than_the_upload_goes_on_from_the_commit_before(
     assert len(folders) <= 3, "what was uploaded in part is gone"
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_drain_costs_a_plain_loop_no_more_than_its_last_interval(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
     nodes = [cluster.add_gpus(1), cluster.add_gpus(1)]
     training = Training(start, cluster, tmp_path, scaling={"max_workers": 2}, config={"checkpoint_every": 25})
-    wait_for(lambda: len(commits(training.flow.run)) == 1, 120, "a commit")
+    training.flow.wait_for(lambda: len(commits(training.flow.run)) == 1, 120, "a commit")
     for node in nodes:
         cluster.drain(node, 8)
     cluster.add_gpus(1)
@@ -345,7 +345,7 @@ def test_a_drain_costs_a_plain_loop_no_more_than_its_last_interval(
     assert (result["preemptions"], result["worker_failures"], result["attempts"]) == (1, 0, 1)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_node_that_comes_and_goes_does_not_restart_the_run_each_time(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
@@ -385,7 +385,7 @@ TPUS = {
 }
 
 
-@pytest.mark.parametrize("framework", ["none", pytest.param("jax", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("framework", ["none", pytest.param("jax", marks=pytest.mark.full)])
 def test_tpu_workers_fill_whole_slices_or_none(
     start: Start, cluster: ElasticCluster, tmp_path: Path, framework: str
 ) -> None:
@@ -412,7 +412,7 @@ def test_tpu_workers_fill_whole_slices_or_none(
             assert numbers == (several if line["world"] == 4 else dict.fromkeys(numbers)), line
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_slice_goes_whole_when_one_of_its_hosts_is_drained(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
@@ -434,7 +434,7 @@ def test_a_slice_goes_whole_when_one_of_its_hosts_is_drained(
     assert (result["preemptions"], result["worker_failures"], result["attempts"]) == (1, 0, 1)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_slice_of_another_job_and_one_without_a_host_are_waited_for(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ def wide_head() -> Iterator[RayHead]:
 
 
 @pytest.mark.parametrize(
-    "races", [pytest.param(1, id="1 race"), pytest.param(50, id="50 races", marks=[pytest.mark.soak])]
+    "races", [pytest.param(1, id="1 race"), pytest.param(50, id="50 races", marks=[pytest.mark.full])]
 )
 def test_of_two_flow_runs_that_race_for_a_run_exactly_one_trains(
     start: Start, ledger: str, wide_head: RayHead, races: int
@@ -73,7 +73,7 @@ def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_it
     start: Start, ledger: str, undisturbed: dict[str, Any], wide_head: RayHead
 ) -> None:
     first = start("first", config=train_config(ledger, sleep=0.1), cluster=wide_head.block)
-    wait_for(lambda: len(commits(first.run)) >= 2, 120, "two commits")
+    first.wait_for(lambda: len(commits(first.run)) >= 2, 120, "two commits")
     driver = first.driver()
     assert driver is not None
     workers = [psutil.Process(pid) for pid in {line["pid"] for line in read_ledger(ledger)}]

@@ -21,27 +21,27 @@ Start = Callable[..., FlowProcess]
 @pytest.mark.parametrize(
     ("number", "arguments", "message"),
     [
-        pytest.param(signal.SIGTERM, {}, "a termination signal", id="SIGTERM", marks=pytest.mark.soak),
+        pytest.param(signal.SIGTERM, {}, "a termination signal", id="SIGTERM", marks=pytest.mark.full),
         pytest.param(
-            signal.SIGTERM, {"submit": True}, "a termination signal", id="SIGTERM-submitted", marks=pytest.mark.soak
+            signal.SIGTERM, {"submit": True}, "a termination signal", id="SIGTERM-submitted", marks=pytest.mark.full
         ),
         pytest.param(
             signal.SIGTERM,
             {"within": "a submitted task"},
             "a termination signal",
             id="SIGTERM-in a task",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.full,
         ),
         pytest.param(
             signal.SIGINT,
             {"within": "mapped tasks"},
             "an interrupt signal",
             id="SIGINT-in mapped tasks",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.full,
         ),
-        pytest.param(signal.SIGINT, {}, "an interrupt signal", id="SIGINT", marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, {}, "an interrupt signal", id="SIGINT", marks=pytest.mark.full),
         pytest.param(
-            signal.SIGINT, {"asynchronous": True}, "an interrupt signal", id="SIGINT-async", marks=pytest.mark.soak
+            signal.SIGINT, {"asynchronous": True}, "an interrupt signal", id="SIGINT-async", marks=pytest.mark.full
         ),
         pytest.param(signal.SIGKILL, {}, None, id="SIGKILL"),
     ],
@@ -55,7 +55,7 @@ def test_nothing_is_left_15_seconds_after_the_flow_process_got_a_signal(
     message: str | None,
 ) -> None:
     flow = start(config=train_config(ledger, steps=100_000), **arguments)
-    wait_for(lambda: commits(flow.run), 120, "a commit")
+    flow.wait_for(lambda: commits(flow.run), 120, "a commit")
     assert flow.driver() is not None
     before = flow.marked()
     assert len(before) > 5, "driver, head, controller and workers"
@@ -75,7 +75,7 @@ def test_nothing_is_left_on_a_joined_cluster_15_seconds_after_the_flow_process_w
     start: Start, ledger: str, head: RayHead
 ) -> None:
     flow = start(config=train_config(ledger, steps=100_000), cluster=head.block)
-    wait_for(lambda: commits(flow.run), 120, "a commit")
+    flow.wait_for(lambda: commits(flow.run), 120, "a commit")
     assert flow.driver() is not None
     # A process's title changes with each call of it, and may be read in between.
     wait_for(lambda: len(head.train_processes()) == 3, 10, "controller and two workers")
@@ -87,13 +87,13 @@ def test_nothing_is_left_on_a_joined_cluster_15_seconds_after_the_flow_process_w
 
 def test_nothing_is_left_when_the_flow_process_is_killed_while_the_cluster_starts(start: Start, ledger: str) -> None:
     flow = start(config=train_config(ledger))
-    wait_for(lambda: flow.driver() is not None and len(flow.marked()) >= 2, 60, "the cluster to begin")
+    flow.wait_for(lambda: flow.driver() is not None and len(flow.marked()) >= 2, 60, "the cluster to begin")
     os.kill(flow.pid, signal.SIGKILL)
     wait_for(lambda: flow.marked() == [], 15, "all processes to end")
     assert steps_of(ledger) == []
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_two_flow_runs_at_once_leave_each_other_alone(start: Start, ledger: str) -> None:
     flows = [
         start(
@@ -106,7 +106,7 @@ def test_two_flow_runs_at_once_leave_each_other_alone(start: Start, ledger: str)
         for name in ("one", "two")
     ]
     for flow in flows:
-        wait_for(lambda flow=flow: flow.driver() is not None, 60, "a driver")
+        flow.wait_for(lambda flow=flow: flow.driver() is not None, 60, "a driver")
     wait_for(lambda: all(commits(flow.run) for flow in flows), 180, "both to train at the same time")
     heads = [[process.pid for process in titled(flow.marked(), "gcs_server")] for flow in flows]
     assert [len(of_one) for of_one in heads] == [1, 1]

@@ -83,13 +83,13 @@ def cluster() -> Iterator[ElasticCluster]:
 
 
 @pytest.mark.parametrize(
-    "killed", [pytest.param(0, id="coordinator"), pytest.param(1, id="other", marks=pytest.mark.soak)]
+    "killed", [pytest.param(0, id="coordinator"), pytest.param(1, id="other", marks=pytest.mark.full)]
 )
 def test_killed_process_is_replaced_and_all_are_joined_again_with_the_same_weights_in_the_end(
     start: Start, ledger: str, undisturbed: Fit, killed: int
 ) -> None:
     flow = start(**training(ledger))
-    wait_for(lambda: commits(flow.run) and max(steps_of(ledger)) >= 13, 120, "a commit")
+    flow.wait_for(lambda: commits(flow.run) and max(steps_of(ledger)) >= 13, 120, "a commit")
     psutil.Process(next(line["pid"] for line in read_ledger(ledger) if line["rank"] == killed)).kill()
     outcome = flow.wait(180)
     assert outcome["state"] == "COMPLETED", flow.log[-4000:]
@@ -106,7 +106,7 @@ def test_killed_process_is_replaced_and_all_are_joined_again_with_the_same_weigh
             assert np.array_equal(fit.weights[precision][name], array), (precision, name)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_fewer_and_more_processes_fit_along_the_same_curve(
     start: Start, ledger: str, undisturbed: Fit, cluster: ElasticCluster
 ) -> None:
@@ -118,7 +118,7 @@ def test_fewer_and_more_processes_fit_along_the_same_curve(
         "stability_delay_seconds": 1,
     }
     flow = start(**training(ledger, sleep_alone=0.4, scaling=scaling, cluster=cluster.block))
-    wait_for(lambda: commits(flow.run) and max(steps_of(ledger)) >= 13, 120, "two workers and a commit")
+    flow.wait_for(lambda: commits(flow.run) and max(steps_of(ledger)) >= 13, 120, "two workers and a commit")
     cluster.remove(nodes[0])
     wait_for(lambda: any(line["world"] == 1 for line in read_ledger(ledger)), 60, "one worker")
     cluster.add(num_cpus=1)

@@ -76,7 +76,7 @@ def _train(start: Start, ledger: str, head: RayHead, name: str = "flow", **more:
 
 
 def _in_mid_training(flow: FlowProcess) -> None:
-    wait_for(lambda: len(commits(flow.run)) >= 2, 120, f"two commits\n{flow.log[-3000:]}")
+    flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
 
 
 def _jobs_of(head: RayHead, flow: FlowProcess) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def test_the_job_of_a_killed_flow_process_goes_on_and_is_followed_by_the_resumed
     assert len(told()) <= steps // CHECKPOINT_EVERY + 6, "those of two seconds may be told twice"
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_the_digits_pipeline_trains_as_a_job_from_any_directory(
     api_url: str, jobs_head: RayHead, tmp_path: Path
 ) -> None:
@@ -168,14 +168,14 @@ def test_killed_driver_of_a_job_is_followed_by_another_job(start: Start, ledger:
     assert driver is not None
     killed_at = time.monotonic()
     driver.kill()
-    wait_for(lambda: len(attempts(flow.run)) == 2, 30, "the second attempt")
+    flow.wait_for(lambda: len(attempts(flow.run)) == 2, 30, "the second attempt")
     print(f"attempt 2 began {time.monotonic() - killed_at:.1f} s after the kill")
     _assert_complete(flow, flow.wait(120), ledger, attempts=2)
     assert [job["status"] for job in _jobs_of(jobs_head, flow)] == ["FAILED", "SUCCEEDED"]
     assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(90.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [pytest.param(90.0, marks=pytest.mark.full)])
 def test_a_dashboard_that_does_not_answer_is_not_a_failure(
     start: Start, ledger: str, jobs_head: RayHead, seconds: float
 ) -> None:
@@ -203,7 +203,7 @@ def _is_dashboard(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_cluster_that_is_started_anew_gets_another_job(start: Start, ledger: str, mortal_head: RayHead) -> None:
     flow = _train(start, ledger, mortal_head)
     _in_mid_training(flow)
@@ -233,7 +233,7 @@ def test_a_cancelled_flow_run_leaves_nothing_in_the_cluster(
     assert commits(flow.run) == written
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("lacking", ["for the workers", "for the driver"])
 def test_a_flow_run_that_is_cancelled_while_it_waits_for_resources_leaves_nothing(
     start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient, lacking: str
@@ -285,7 +285,7 @@ def test_a_flow_process_whose_machine_is_taken_away_leaves_the_job_alone(
     assert len(_jobs_of(jobs_head, flow)) == 1, "its result is read from the job that ended"
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("wakes_up", ["before the end", "after the end"])
 def test_a_frozen_flow_process_leaves_the_job_to_the_resumed_one(
     start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient, wakes_up: str
@@ -310,7 +310,7 @@ def test_a_frozen_flow_process_leaves_the_job_to_the_resumed_one(
     assert client.read_flow_run(UUID(frozen.flow_run_id)).state.type == StateType.COMPLETED  # type: ignore[union-attr]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_driver_that_hangs_is_replaced(start: Start, ledger: str, jobs_head: RayHead) -> None:
     environment = {"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": "40"}
     flow = _train(start, ledger, jobs_head, config={"steps": 100_000}, environment=environment)
@@ -318,7 +318,7 @@ def test_a_driver_that_hangs_is_replaced(start: Start, ledger: str, jobs_head: R
     driver = jobs_head.job_driver()
     assert driver is not None
     driver.send_signal(signal.SIGSTOP)
-    wait_for(lambda: len(attempts(flow.run)) == 2, 120, f"the second attempt\n{flow.log[-3000:]}")
+    flow.wait_for(lambda: len(attempts(flow.run)) == 2, 120, "the second attempt")
     assert "gave no sign of life for 40 s" in flow.log
     assert not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
     flow.process.send_signal(signal.SIGINT)
@@ -326,7 +326,7 @@ def test_a_driver_that_hangs_is_replaced(start: Start, ledger: str, jobs_head: R
     _assert_nothing_left(jobs_head)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_driver_that_somebody_ends_is_replaced_and_a_job_that_somebody_stops_is_not(
     start: Start, ledger: str, jobs_head: RayHead
 ) -> None:
@@ -335,7 +335,7 @@ def test_a_driver_that_somebody_ends_is_replaced_and_a_job_that_somebody_stops_i
     driver = jobs_head.job_driver()
     assert driver is not None
     driver.terminate()
-    wait_for(lambda: len(attempts(flow.run)) == 2, 60, f"the second attempt\n{flow.log[-3000:]}")
+    flow.wait_for(lambda: len(attempts(flow.run)) == 2, 60, "the second attempt")
     assert "was ended by a signal" in flow.log
     jobs_head.dashboard("POST", f"/api/jobs/{jobs_head.jobs()[-1]['submission_id']}/stop")
     outcome = flow.wait(60)
@@ -345,7 +345,7 @@ def test_a_driver_that_somebody_ends_is_replaced_and_a_job_that_somebody_stops_i
     _assert_nothing_left(jobs_head)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_flow_run_that_is_cancelled_during_a_slow_submission_leaves_no_job(
     start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient
 ) -> None:
@@ -362,7 +362,7 @@ def test_a_flow_run_that_is_cancelled_during_a_slow_submission_leaves_no_job(
     _assert_nothing_left(jobs_head)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_cancellation_by_a_runner_stops_the_job(
     deployed: Callable[..., DeployedRun], ledger: str, jobs_head: RayHead, served: Program, tmp_path: Path
 ) -> None:
@@ -387,7 +387,7 @@ def test_a_submission_whose_answer_is_lost_is_recognised(start: Start, ledger: s
     assert len(_jobs_of(jobs_head, flow)) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_gateway_with_tls_and_a_path_prefix_is_passed(
     start: Start, ledger: str, jobs_head: RayHead, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from tests.faults.conftest import CHECKPOINT_EVERY, hash_training, is_right, train_config
+from tests.faults.conftest import CHECKPOINT_EVERY, ROUNDS, hash_training, is_right, train_config
 from tests.support.deployments import DeployedRun, serve_flows
 from tests.support.processes import (
     FlowProcess,
@@ -66,9 +66,9 @@ def _kill_one_and_see_it_end_well(
         cluster=head.block if head is not None else {},
     )
     flow = start(f"{kind}-killed", **arguments)
-    wait_for(lambda: flow.driver(), 60, "a driver")
+    flow.wait_for(lambda: flow.driver(), 60, "a driver")
     if after_commit is not None:
-        wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
+        flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
     time.sleep(after_start if after_commit is None else after_commit)  # type: ignore[arg-type]
     victim = wait_for(lambda: _victim(flow, kind, ledger, head), 120, f"the {kind}")
     before = [*flow.marked(), psutil.Process(flow.pid)]
@@ -79,7 +79,7 @@ def _kill_one_and_see_it_end_well(
         _assert_nothing_is_left(flow, before)
         _assert_nothing_is_held(head)
         flow = start("again", flow_run_id=flow.flow_run_id, **{**arguments, "storage": str(flow.storage)})
-        wait_for(flow.driver, 60, "a driver")
+        flow.wait_for(flow.driver, 60, "a driver")
     outcome = flow.wait(240)
     assert outcome["state"] == "COMPLETED", outcome
     assert is_right(outcome["result"]["checkpoint_uri"], STEPS)
@@ -105,7 +105,7 @@ def _assert_nothing_is_held(head: RayHead | None) -> None:
         wait_for(lambda: not head.placement_groups(), 60, "the placement groups to go")
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["guard", "raylet"])
 def test_killed_process_of_a_run_is_survived_and_leaves_nothing(start: Start, ledger: str, kind: str) -> None:
     _kill_one_and_see_it_end_well(start, ledger, kind, after_commit=1.0)
@@ -119,7 +119,7 @@ def test_controller_killed_on_a_joined_cluster_is_survived_and_leaves_nothing(
 
 def test_guard_and_then_flow_process_killed_leave_nothing(start: Start, ledger: str) -> None:
     flow = start(**hash_training(ledger))
-    wait_for(lambda: commits(flow.run), 120, "a commit")
+    flow.wait_for(lambda: commits(flow.run), 120, "a commit")
     assert flow.driver() is not None
     first = flow.guard()
     assert first is not None
@@ -131,7 +131,7 @@ def test_guard_and_then_flow_process_killed_leave_nothing(start: Start, ledger: 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(ROUNDS))
 @pytest.mark.parametrize("kind", ["flow", "driver", "controller", "worker", "head", "raylet", "guard"])
 def test_any_process_killed_at_any_moment_is_survived_and_leaves_nothing(
     start: Start, ledger: str, kind: str, number: int, request: pytest.FixtureRequest
@@ -150,7 +150,7 @@ def test_any_process_killed_at_any_moment_is_survived_and_leaves_nothing(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(ROUNDS))
 def test_runner_killed_at_any_moment_leaves_its_flow_to_end_or_to_be_resumed(
     deployed: Deploy, api_url: str, ledger: str, tmp_path: Path, number: int
 ) -> None:

@@ -124,7 +124,7 @@ def _remove_oldest_checkpoint(run: Path) -> None:
         pytest.param(
             ("cut snapshot", "empty commit", "both", "cut file", "lost checkpoint"),
             id="all cases",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_torn_run_state_is_repaired_told_and_trained_on_from(
     start: Start, ledger: str, head: RayHead, cases: tuple[str, ...]
 ) -> None:
     first = start("first", **hash_training(ledger, cluster=head.block, checkpoints={"keep": 3}))
-    wait_for(lambda: len(commits(first.run)) >= 4, 120, "four commits")
+    first.wait_for(lambda: len(commits(first.run)) >= 4, 120, "four commits")
     flow_run_id = first.flow_run_id
     first.process.kill()
     first.process.wait(10)
@@ -175,7 +175,7 @@ def test_torn_run_state_is_repaired_told_and_trained_on_from(
     assert flow_run_id == first.flow_run_id
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_trainings_of_subflows_go_on_when_the_flow_run_that_called_them_does(
     start: Start, ledger: str, head: RayHead, number: signal.Signals
@@ -200,7 +200,7 @@ def _repairs(run: Path) -> list[str]:
     return [repair for attempt in attempts(run) for repair in attempt["repairs"]]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_budget_of_attempts_holds_over_all_resumes_and_says_which_it_was(
     start: Start, ledger: str, head: RayHead
 ) -> None:
@@ -211,7 +211,7 @@ def test_budget_of_attempts_holds_over_all_resumes_and_says_which_it_was(
     first = start("first", **arguments)
     process = first
     for resume in (1, 2, 3):
-        wait_for(lambda number=resume: len(attempts(first.run)) == number, 120, f"attempt {resume}")
+        process.wait_for(lambda number=resume: len(attempts(first.run)) == number, 120, f"attempt {resume}")
         wait_for(lambda: len(head.train_processes()) >= 2, 60, "it to train")
         process.process.kill()
         wait_for(lambda: not head.train_processes(), 20, "it to end")
@@ -263,7 +263,7 @@ def test_killed_flow_process_of_a_deployment_is_resumed_by_the_automation(
     assert_each_rank_knew_its_run(ledger, run.folder, str(run.id), DEPLOYMENT)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_says(
     deployed: Deploy, resuming: Callable[[int], None]
 ) -> None:
@@ -276,7 +276,7 @@ def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_
     assert run.state.type == StateType.CRASHED
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("flow_name", ["fault test", "async fault test"])
 def test_deployment_that_got_ctrl_c_is_not_resumed(
     deployed: Deploy, resuming: Callable[..., None], ledger: str, head: RayHead, flow_name: str
@@ -342,7 +342,7 @@ def test_automations_are_created_once_updated_and_deleted(
         assert message in done.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("automated", [True, False], ids=["by the automation", "by the command"])
 def test_runner_and_flow_process_killed_together_are_resumed(
     deployed: Deploy,
@@ -392,8 +392,8 @@ def test_runner_and_flow_process_killed_together_are_resumed(
     ("seconds", "at"),
     [
         pytest.param(15, "middle", id="15 s in mid-training"),
-        pytest.param(180, "middle", id="180 s in mid-training", marks=pytest.mark.soak),
-        pytest.param(180, "end", id="180 s around the end", marks=pytest.mark.soak),
+        pytest.param(180, "middle", id="180 s in mid-training", marks=pytest.mark.full),
+        pytest.param(180, "end", id="180 s around the end", marks=pytest.mark.full),
     ],
 )
 def test_outage_of_the_prefect_api_does_not_disturb_training(
@@ -405,7 +405,7 @@ def test_outage_of_the_prefect_api_does_not_disturb_training(
         arguments["config"]["sleep"] = (seconds + 20) / STEPS
     with prefect_server(tmp_path / "server", port) as url:
         flow = FlowProcess(tmp_path / "flow", url, **arguments)
-        wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
+        flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
         flow_run_id = flow.flow_run_id
     try:
         steps = len(read_ledger(ledger))

@@ -69,7 +69,7 @@ def _in_mid_training(bucket: Bucket) -> None:
     wait_for(lambda: len(bucket.records("commits")) >= 2, 120, "two commits")
 
 
-@pytest.mark.soak  # make test kills a driver whose run is in a bucket in test_secrets.py
+@pytest.mark.full  # make test kills a driver whose run is in a bucket in test_secrets.py
 def test_killed_driver_resumes_from_the_bucket_and_leaves_no_parts_of_uploads(
     start: Start, ledger: str, bucket: Bucket, head: RayHead
 ) -> None:
@@ -89,7 +89,7 @@ def test_killed_driver_resumes_from_the_bucket_and_leaves_no_parts_of_uploads(
 
 @pytest.mark.parametrize(
     ("outage_seconds", "fault_rate"),
-    [pytest.param(15.0, 0.05, id="15 s"), pytest.param(60.0, 0.1, id="60 s", marks=pytest.mark.soak)],
+    [pytest.param(15.0, 0.05, id="15 s"), pytest.param(60.0, 0.1, id="60 s", marks=pytest.mark.full)],
 )
 def test_requests_that_fail_and_an_outage_cost_time_and_nothing_else(
     start: Start, ledger: str, bucket: Bucket, head: RayHead, outage_seconds: float, fault_rate: float
@@ -132,10 +132,10 @@ def _no_bucket(bucket: Bucket) -> None:
 @pytest.mark.parametrize(
     ("break_it", "word"),
     [
-        pytest.param(_expired, "credentials expired", marks=pytest.mark.soak),
-        pytest.param(_wrong_key, "credentials", marks=pytest.mark.soak),
-        pytest.param(_read_only, "credentials", marks=pytest.mark.soak),
-        pytest.param(_no_bucket, "no such bucket", marks=pytest.mark.soak),
+        pytest.param(_expired, "credentials expired", marks=pytest.mark.full),
+        pytest.param(_wrong_key, "credentials", marks=pytest.mark.full),
+        pytest.param(_read_only, "credentials", marks=pytest.mark.full),
+        pytest.param(_no_bucket, "no such bucket", marks=pytest.mark.full),
     ],
 )
 def test_what_the_store_refuses_in_mid_training_ends_it_at_once_and_a_retry_resumes(
@@ -168,8 +168,8 @@ def test_what_the_store_refuses_in_mid_training_ends_it_at_once_and_a_retry_resu
     ("break_it", "word"),
     [
         (_wrong_key, "credentials"),
-        pytest.param(_read_only, "credentials", marks=pytest.mark.soak),
-        pytest.param(_no_bucket, "no such bucket", marks=pytest.mark.soak),
+        pytest.param(_read_only, "credentials", marks=pytest.mark.full),
+        pytest.param(_no_bucket, "no such bucket", marks=pytest.mark.full),
     ],
 )
 def test_what_the_store_refuses_from_the_beginning_is_said_before_anything_starts(
@@ -182,7 +182,7 @@ def test_what_the_store_refuses_from_the_beginning_is_said_before_anything_start
     assert bucket.all_keys() == []
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("races", [20])
 def test_of_two_flow_runs_that_want_one_run_name_in_a_bucket_one_wins(
     start: Start, ledger: str, bucket: Bucket, head: RayHead, races: int
@@ -205,7 +205,7 @@ def test_of_two_flow_runs_that_want_one_run_name_in_a_bucket_one_wins(
         assert _is_right(bucket, outcomes[winner], 20)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_uploads_in_the_background_survive_a_kill_wait_at_the_end_and_do_not_pile_up(
     start: Start, ledger: str, bucket: Bucket, head: RayHead, tmp_path: Path
 ) -> None:
@@ -238,7 +238,7 @@ def test_uploads_in_the_background_survive_a_kill_wait_at_the_end_and_do_not_pil
     assert len(kept) == 1, "what the policy does not keep is deleted"
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_the_digits_pipeline_runs_on_a_bucket_over_a_killed_driver(
     api_url: str, bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Long random runs of faults: `make soak`."""
+"""Long random runs of faults: once in `make test-all`, many times in `make soak`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults.conftest import STEPS, final_weights, same_weights, train_config
+from tests.faults.conftest import ROUNDS, STEPS, final_weights, same_weights, train_config
 from tests.support.processes import FlowProcess, read_ledger, steps_of, wait_for
 
 Start = Callable[..., FlowProcess]
@@ -18,7 +18,7 @@ Start = Callable[..., FlowProcess]
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(ROUNDS))
 def test_drivers_and_workers_killed_at_random_change_nothing_of_the_final_weights(
     start: Start, ledger: str, undisturbed: dict[str, Any], seed: int
 ) -> None:

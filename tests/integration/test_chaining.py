@@ -166,7 +166,7 @@ def test_a_retry_of_the_flow_that_waits_finds_the_run_that_it_has_started(
     assert len({run.id for run in _runs_of(client, deployment)} - before) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_subflows_are_chained_in_one_process(tmp_path: Path, joined: RayCluster) -> None:
     result = pipeline_in_one(
         epochs=1,

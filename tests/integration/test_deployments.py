@@ -116,7 +116,7 @@ def test_bad_block_data_fails_at_load_naming_field_value_and_rule(client: SyncPr
         ElasticScaling.load("bad")
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_deployments_run_with_blocks_by_reference_import_path_and_config(
     client: SyncPrefectClient, served: Program, tmp_path: Path
 ) -> None:
@@ -142,7 +142,7 @@ def test_deployments_run_with_blocks_by_reference_import_path_and_config(
     assert [folder.name for folder in runs] == [f"train-{str(run.id)[:8]}"]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_a_deployment_takes_a_bucket_by_reference_and_its_result_reads_from_it(
     client: SyncPrefectClient, served: Program, tmp_path: Path
 ) -> None:

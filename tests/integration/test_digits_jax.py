@@ -26,7 +26,7 @@ def _learn(tmp_path: Path, joined: RayCluster, workers: int, epochs: int) -> Dig
     return DigitsSummary.model_validate(summary)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_digits_are_learned_by_two_processes(tmp_path: Path, joined: RayCluster) -> None:
     summary = _learn(tmp_path, joined, workers=2, epochs=30)
     assert summary.accuracy > REQUIRED_ACCURACY
@@ -35,7 +35,7 @@ def test_digits_are_learned_by_two_processes(tmp_path: Path, joined: RayCluster)
     assert {file.name for file in Path(summary.checkpoint_uri).iterdir()} >= {"weights.npz", "progress.json"}
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_what_two_processes_have_learned_is_trained_on_by_one(tmp_path: Path, joined: RayCluster) -> None:
     summary = _learn(tmp_path, joined, workers=2, epochs=10)
 

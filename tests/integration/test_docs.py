@@ -26,6 +26,8 @@ from prefect_elastic_train.train_flow import train
 from tests.support.doc_blocks import blocks_of, pages, run_block
 from tests.unit.support import Training, begin, claim, empty_snapshot, with_result
 
+pytestmark = pytest.mark.full
+
 #: Run by a test of their own.
 ELSEWHERE = {"quickstart.md"}
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(block.is_run for block in blocks_of(page))]

@@ -31,7 +31,7 @@ TWO = ElasticScaling(min_workers=2, max_workers=2)
 
 
 # Most other tests train on a local or a joined cluster.
-_OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in ("a local cluster", "a joined cluster")]
+_OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("a local cluster", "a joined cluster")]
 
 
 @pytest.fixture(params=[*_OTHERS, "a job"])
@@ -131,7 +131,7 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, l
 
 @pytest.mark.parametrize(
     "launched",
-    [pytest.param(mode, marks=() if mode == "a job" else pytest.mark.soak) for mode in ("a joined cluster", "a job")],
+    [pytest.param(mode, marks=() if mode == "a job" else pytest.mark.full) for mode in ("a joined cluster", "a job")],
     indirect=True,
 )
 def test_a_loop_that_raises_ends_the_training_with_its_traceback(tmp_path: Path, launched: RayCluster) -> None:

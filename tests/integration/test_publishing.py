@@ -233,7 +233,7 @@ def test_past_events_count_for_the_report_and_are_not_told(
     assert "1 worker failure" in report_of(client, flow_run_id)
 
 
-@pytest.mark.parametrize("seconds", [12, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [12, pytest.param(200, marks=pytest.mark.full)])
 def test_many_events_of_many_workers_are_few_writes(
     make: Make, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:

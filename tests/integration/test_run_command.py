@@ -167,7 +167,7 @@ def test_blocks_that_do_not_exist_are_refused_before_anything_starts(
         assert part in refused.stderr.splitlines()[-1]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_ctrl_c_ends_the_training_and_the_next_command_goes_on_with_it(project: Path, api_url: str) -> None:
     RayCluster(num_cpus=1).save("one-cpu", overwrite=True)
     common = ("my_project/loops.py:train_loop", "--config", "config.yaml", "--framework", "none")

@@ -15,7 +15,7 @@ import pytest
 
 from prefect_elastic_train import S3Storage
 from tests.support.buckets import BUCKET, Bucket
-from tests.support.processes import FlowProcess, RayHead, prefect_server, wait_for
+from tests.support.processes import FlowProcess, RayHead, prefect_server
 from tests.support.s3 import FaultProxy, MotoServer
 
 
@@ -110,7 +110,7 @@ def _driver(flow: FlowProcess, cluster: RayHead, *, job: bool) -> psutil.Process
 
 
 @pytest.mark.parametrize(
-    "job", [pytest.param(False, id="joined cluster"), pytest.param(True, id="job", marks=pytest.mark.soak)]
+    "job", [pytest.param(False, id="joined cluster"), pytest.param(True, id="job", marks=pytest.mark.full)]
 )
 def test_the_secrets_of_a_storage_are_nowhere_to_be_read(
     tmp_path: Path, server: tuple[str, Path], cluster: RayHead, job: bool
@@ -139,7 +139,7 @@ def test_the_secrets_of_a_storage_are_nowhere_to_be_read(
         try:
             block_of_cluster = cluster.jobs_block if job else cluster.block
             flows.append(_train(tmp_path / "good", api_url, block_of_cluster))
-            wait_for(lambda: bucket.records("commits"), 120, "a commit")
+            flows[0].wait_for(lambda: bucket.records("commits"), 120, "a commit")
             driver = _driver(flows[0], cluster, job=job)
             assert driver is not None
             driver.kill()

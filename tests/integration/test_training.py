@@ -34,7 +34,7 @@ def _arguments(tmp_path: Path, joined: RayCluster, **more: Any) -> dict[str, Any
     return {"framework": "none", "storage": LocalStorage(path=str(tmp_path)), "cluster": joined, **more}
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_second_training_of_a_flow_run_gets_a_name_of_its_own(tmp_path: Path, joined: RayCluster) -> None:
     @flow
     def twice() -> list[str]:
@@ -146,7 +146,7 @@ def test_ray_data_shards_reach_the_workers(tmp_path: Path, joined: RayCluster, l
     assert sum(line["total"] for line in lines) == sum(range(100))
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_local_training_without_datasets_answers_as_ray_does(tmp_path: Path) -> None:
     @flow
     def asks() -> TrainingResult:

@@ -27,6 +27,8 @@ from tests.support.deployments import Program, api_client, project_served
 from tests.support.processes import generations, steps_of, wait_for
 from tests.support.ui_loops import CHECKPOINT_EVERY, ERROR, FAILING_STEP
 
+pytestmark = pytest.mark.full
+
 #: Name of the flow run, and of the training's run.
 RUN = "from-the-browser"
 SCALING, STORAGE, CLUSTER = "typed-into-the-form", "folder-of-the-browser", "one-cpu"

@@ -29,6 +29,8 @@ from tests.support.distribution import (
 from tests.support.processes import ROOT, end_carrying, free_port, wait_for
 from tests.support.quickstart import reader, steps
 
+pytestmark = pytest.mark.full
+
 #: How long one step of the quickstart may take.
 STEP_SECONDS = 120.0
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 
@@ -30,15 +30,18 @@ ROOT = Path(__file__).parents[2]
 SESSION_VARIABLE, RUN_VARIABLE = "TEST_SESSION_MARK", "TEST_RUN_MARK"
 
 
-def wait_for(what: Callable[[], T], timeout: float, why: str = "") -> T:
-    """Wait until something is true, and give it."""
+def wait_for(what: Callable[[], T], timeout: float, why: str = "", of: FlowProcess | None = None) -> T:
+    """Return what becomes true; a flow process that ends before, if one is given, fails the test at once."""
     deadline = time.monotonic() + timeout
     while True:
+        has_ended = of is not None and of.process.poll() is not None
         found = what()
         if found:
             return found
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout:g} s for {why or what}")
+        if has_ended or time.monotonic() > deadline:
+            waited = "the flow process ended before there was" if has_ended else f"waited {timeout:g} s for"
+            logs = "".join(f"\n\n{flow.log_file}:\n{flow.log[-4000:]}" for flow in FlowProcess.open)
+            raise AssertionError(f"{waited} {why or what}{logs}")
         time.sleep(0.1)
 
 
@@ -232,6 +235,9 @@ def titled(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
 class FlowProcess:
     """A flow run in a process of its own, to be watched and killed."""
 
+    #: Those that are not closed, whose logs are shown when a test waits in vain.
+    open: ClassVar[list[FlowProcess]] = []
+
     def __init__(self, folder: Path, api_url: str, **arguments: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -260,6 +266,7 @@ class FlowProcess:
                 start_new_session=True,
             )
         self.pid = self.process.pid
+        FlowProcess.open.append(self)
         self._mark = ""
         self.private_folder = Path("/unknown")
 
@@ -276,6 +283,10 @@ class FlowProcess:
         """Give the id of the flow run, once it runs."""
         line = wait_for(lambda: self.flow_run_file.exists() and self.flow_run_file.read_text(), 60, "the flow to run")
         return str(json.loads(str(line).splitlines()[-1])["flow_run_id"])
+
+    def wait_for(self, what: Callable[[], T], timeout: float, why: str) -> T:
+        """Wait for something that only a flow process that lives can bring about."""
+        return wait_for(what, timeout, why, of=self)
 
     def driver(self, besides: int = 0) -> psutil.Process | None:
         """Give the driver process, if one runs."""
@@ -318,6 +329,8 @@ class FlowProcess:
 
     def close(self) -> None:
         """End the flow process and everything of its training."""
+        if self in FlowProcess.open:
+            FlowProcess.open.remove(self)
         if self.process.poll() is None:
             self.driver()
             self.process.kill()

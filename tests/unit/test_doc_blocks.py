@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -126,3 +127,11 @@ def test_tests_that_are_named_as_covering_a_block_exist(page: Path) -> None:
     there = {file.name for file in files}
     there |= {name for file in files for name in re.findall(r"\bdef (test_\w+)\(", file.read_text())}
     assert named <= there
+
+
+def test_what_the_blocks_of_the_readme_import_is_there() -> None:
+    blocks = [block for block in blocks_of(ROOT / "README.md") if block.language == "python"]
+    assert blocks
+    for node in [node for block in blocks for node in ast.walk(ast.parse(block.code))]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            exec(ast.unparse(node), {})
