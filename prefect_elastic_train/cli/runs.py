@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from prefect_elastic_train.cli.errors import fail, prefect_errors, storage_errors
 from prefect_elastic_train.cli.opening import open_briefly
 from prefect_elastic_train.cli.tables import age, clean, console, metrics_in_short, print_pairs, print_table, size
-from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.places import storage_at
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
@@ -190,8 +190,8 @@ def _of_each(look: Callable[[RunStore, str], Answer | None], storage: Storage, n
 def _summary(store: RunStore, name: str) -> RunSummary | None:
     try:
         return summarize(store, name)
-    except StorageFaultError as error:
-        if not error.permanent:
+    except (AttemptFailedError, StorageFaultError) as error:
+        if isinstance(error, StorageFaultError) and not error.permanent:
             raise
         return RunSummary(name=name, uri=store.uri, state=RunState.UNREADABLE, detail=str(error))
 

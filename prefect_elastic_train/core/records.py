@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefect_elastic_train.core.bounds import as_json
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 
 __all__ = [
     "AttemptRecord",
@@ -24,14 +25,17 @@ __all__ = [
     "encode",
 ]
 
-Record = TypeVar("Record", bound=BaseModel)
+#: What this version of the package writes; what an older one has written is refused.
+SCHEMA_VERSION = 2
+
+Record = TypeVar("Record", bound="_Record")
 
 
 class _Record(BaseModel):
     # Another version of this package may have written more fields than we know.
     model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
 
-    schema_version: int = 1
+    schema_version: int = SCHEMA_VERSION
 
 
 class Owner(_Record):
@@ -199,16 +203,27 @@ class Heartbeat(_Record):
     at: float = Field(default_factory=time.time)
 
 
-def encode(record: BaseModel) -> bytes:
+def encode(record: _Record) -> bytes:
     """A record as the bytes of its object."""
     return as_json(record, indent=1).encode()
 
 
 def decode(record_type: type[Record], data: bytes | None) -> Record | None:
-    """Read a record; None if there is none or if it is torn."""
+    """Read a record; None if there is none or if it is torn.
+
+    Raises:
+        AttemptFailedError: An older version of this package has written it; outcome ``invalid``.
+    """
     if data is None:
         return None
     try:
-        return record_type.model_validate_json(data)
+        record = record_type.model_validate_json(data)
     except ValidationError:
         return None
+    if record.schema_version < SCHEMA_VERSION:
+        raise AttemptFailedError(
+            f"the run was written by an older version of prefect-elastic-train (schema {record.schema_version}, this one "
+            f"reads {SCHEMA_VERSION}); go on with that version, or give another run_name",
+            outcome=Outcome.INVALID,
+        )
+    return record

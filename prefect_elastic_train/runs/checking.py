@@ -32,8 +32,7 @@ from prefect_elastic_train.runs.commits import (
 )
 from prefect_elastic_train.runs.resume import ResumePoint, find_resume_point
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
-from prefect_elastic_train.runs.view import RunView
-from prefect_elastic_train.storage.store import RunStore
+from prefect_elastic_train.runs.view import RunReader, RunView
 
 __all__ = [
     "CheckpointCheck",
@@ -113,7 +112,7 @@ class Verification(_Finding):
     leftovers: list[Leftover] = Field(default_factory=list)
 
 
-def verify(store: RunStore, name: str) -> Verification | None:
+def verify(store: RunReader, name: str) -> Verification | None:
     """Check all that a resume needs of a run.
 
     Returns:
@@ -127,7 +126,7 @@ def verify(store: RunStore, name: str) -> Verification | None:
     return found
 
 
-def find_leftovers(store: RunStore, *, unnamed: bool = True) -> list[Leftover]:
+def find_leftovers(store: RunReader, *, unnamed: bool = True) -> list[Leftover]:
     """Find folders that no commit needs.
 
     Args:
@@ -155,7 +154,7 @@ def find_leftovers(store: RunStore, *, unnamed: bool = True) -> list[Leftover]:
     return sorted(found, key=lambda leftover: leftover.folder)
 
 
-def _look(store: RunStore, name: str) -> tuple[RunView, Verification | None]:
+def _look(store: RunReader, name: str) -> tuple[RunView, Verification | None]:
     view = RunView(store)
     begun = bool(all_attempts(view) or all_commits(view) or view.read(layout.RUN) is not None)
     if not begun:

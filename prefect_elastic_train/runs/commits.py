@@ -23,7 +23,7 @@ from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultE
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together, parse_snapshot, without_checkpoints
-from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.runs.view import RunReader, RunView
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
@@ -56,23 +56,23 @@ class FencedOffError(ElasticTrainError):
     """Another attempt has taken the run over; this one must stop and leave the run directory alone."""
 
 
-def all_attempts(store: RunStore) -> list[int]:
+def all_attempts(store: RunReader) -> list[int]:
     """Give the numbers of all attempts that ever began, ascending."""
     return sorted(n for name in store.names(layout.ATTEMPTS) if (n := layout.parse_attempt(name)) is not None)
 
 
-def newest_attempt(store: RunStore) -> int:
+def newest_attempt(store: RunReader) -> int:
     """Give the number of the attempt that holds the fence, 0 if none ever began."""
     return max(all_attempts(store), default=0)
 
 
-def attempt_id(store: RunStore, attempt: int) -> str:
+def attempt_id(store: RunReader, attempt: int) -> str:
     """Give what tells an attempt from that of the same number of another run; empty without its record."""
     record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
     return record.id if record is not None else ""
 
 
-def check_fence(store: RunStore, attempt: int) -> None:
+def check_fence(store: RunReader, attempt: int) -> None:
     """Return if the attempt still holds the fence.
 
     Raises:
@@ -95,7 +95,7 @@ def check_fence(store: RunStore, attempt: int) -> None:
         )
 
 
-def _is_seen(store: RunStore, attempt: int) -> bool:
+def _is_seen(store: RunReader, attempt: int) -> bool:
     """Tell whether an attempt's record is there; a mount may show an old listing for some time."""
     deadline = time.monotonic() + _SEEN_SECONDS
     while store.read(layout.attempt_name(attempt)) is None:
@@ -105,13 +105,13 @@ def _is_seen(store: RunStore, attempt: int) -> bool:
     return True
 
 
-def all_commits(store: RunStore) -> list[tuple[int, int]]:
+def all_commits(store: RunReader) -> list[tuple[int, int]]:
     """Give attempt and sequence number of all commits, ascending."""
     found = (layout.parse_commit(name) for name in store.names(layout.COMMITS))
     return sorted(commit for commit in found if commit is not None)
 
 
-def lineage(store: RunStore, before: int | None = None) -> Iterator[tuple[int, int]]:
+def lineage(store: RunReader, before: int | None = None) -> Iterator[tuple[int, int]]:
     """Give the commits that count, newest first.
 
     These are the commits of the newest attempt, then those up to its base, and so on. What an attempt
@@ -177,7 +177,7 @@ class ReadCommit:
         return self.record.model_copy(update={"snapshot": snapshot, "manifest": manifest})
 
 
-def newest_commit(store: RunStore, attempt: int | None = None, *, whole: bool = False) -> CommitRecord | None:
+def newest_commit(store: RunReader, attempt: int | None = None, *, whole: bool = False) -> CommitRecord | None:
     """Newest commit that counts and has a checkpoint left, without those that were dropped since; or None.
 
     See :func:`read_lineage` for the arguments.
@@ -185,7 +185,7 @@ def newest_commit(store: RunStore, attempt: int | None = None, *, whole: bool = 
     return next((usable for read in read_lineage(store, attempt, whole=whole) if (usable := read.usable)), None)
 
 
-def read_lineage(store: RunStore, attempt: int | None = None, *, whole: bool = False) -> Iterator[ReadCommit]:
+def read_lineage(store: RunReader, attempt: int | None = None, *, whole: bool = False) -> Iterator[ReadCommit]:
     """The commits that count, newest first. Whoever wants to know what is left of one asks here.
 
     Args:
@@ -260,14 +260,14 @@ def _mirrored_commit(view: RunView, before: int | None) -> CommitRecord | None:
     )
 
 
-def dropped_by(store: RunStore, attempt: int) -> dict[str, str]:
+def dropped_by(store: RunReader, attempt: int) -> dict[str, str]:
     """Return the checkpoints that an attempt has given up as damaged, each with words that say so."""
     record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
     names = record.dropped if record is not None else []
     return dict.fromkeys(names, f"it was damaged, and attempt {attempt} gave it up")
 
 
-def damage_of(store: RunStore, checkpoint: str, manifest: dict[str, int] | None) -> str:
+def damage_of(store: RunReader, checkpoint: str, manifest: dict[str, int] | None) -> str:
     """What is wrong with a checkpoint's files; empty for nothing.
 
     Args:
@@ -419,13 +419,13 @@ class Mark:
         """Create it, if it is not there yet; for a damaged checkpoint, so that its folder goes."""
         store.create(self.name, encode(UploadMark(attempt=self.attempt, damaged=damaged)))
 
-    def is_of_damage(self, store: RunStore) -> bool:
+    def is_of_damage(self, store: RunReader) -> bool:
         """Whether it was set for a damaged checkpoint."""
         record = decode(UploadMark, store.read(self.name))
         return record is not None and record.damaged
 
 
-def marks(store: RunStore) -> list[Mark]:
+def marks(store: RunReader) -> list[Mark]:
     """Give the marks of all attempts."""
     found = []
     for name in store.names(layout.UPLOADS):
@@ -435,7 +435,7 @@ def marks(store: RunStore) -> list[Mark]:
     return found
 
 
-def is_there(store: RunStore, checkpoint: str) -> bool:
+def is_there(store: RunReader, checkpoint: str) -> bool:
     """Tell whether there is a folder of this name."""
     parent, _, name = checkpoint.rpartition("/")
     return name in store.folders(parent)

@@ -18,6 +18,7 @@ from prefect_elastic_train.core.events import (
     encode_event,
 )
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.view import RunReader
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["HistoryWriter", "read_history"]
@@ -37,7 +38,7 @@ _FIRST_REPORTS = 10
 _SEGMENT = re.compile(r"^(\d{4,})-(\d{3,})\.jsonl$")
 
 
-def read_history(store: RunStore) -> Iterator[Event]:
+def read_history(store: RunReader) -> Iterator[Event]:
     """Give the events of all attempts in order; a torn line is passed over."""
     segments = sorted(
         (int(match[1]), int(match[2]), name) for name in store.names(layout.EVENTS) if (match := _SEGMENT.match(name))

@@ -29,7 +29,7 @@ from prefect_elastic_train.runs.snapshots import (
     seed_snapshot,
     without_checkpoints,
 )
-from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.runs.view import RunReader, RunView
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
@@ -83,7 +83,7 @@ class ResumePoint:
         return latest["checkpoint_dir_name"] if latest else ""
 
 
-def find_resume_point(store: RunStore) -> ResumePoint:
+def find_resume_point(store: RunReader) -> ResumePoint:
     """Find the newest commit of the valid lineage with a whole checkpoint, and drop what is damaged.
 
     Raises:
@@ -112,7 +112,7 @@ def find_resume_point(store: RunStore) -> ResumePoint:
     return ResumePoint(None, dropped, repairs)
 
 
-def _check_nothing_is_given_up(store: RunStore) -> None:
+def _check_nothing_is_given_up(store: RunReader) -> None:
     """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
     rays_file = store.read(layout.SNAPSHOT)
     # A mark alone is no proof of an interrupted upload once Ray's file exists, which is written after a commit.
@@ -140,7 +140,7 @@ def _check_nothing_is_given_up(store: RunStore) -> None:
     )
 
 
-def _has_ever_committed(store: RunStore) -> bool:
+def _has_ever_committed(store: RunReader) -> bool:
     """Look for traces of commits, which may be lost by now."""
     if all_commits(store):
         return True

@@ -21,7 +21,7 @@ from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name, is_r
 from prefect_elastic_train.runs.inspecting import PRUNER
 from prefect_elastic_train.runs.resume import seed_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.runs.view import RunReader, RunView
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
@@ -318,7 +318,7 @@ def _some(words: Sequence[str], separator: str) -> str:
     return separator.join([*words[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])])
 
 
-def _check_completed(source: RunStore, name: str) -> None:
+def _check_completed(source: RunReader, name: str) -> None:
     """Refuse a run that is not complete: it may go on, and one that failed half-way is no base for another.
 
     Raises:
@@ -335,7 +335,7 @@ def _check_completed(source: RunStore, name: str) -> None:
         raise _UnfitError(f"run {name!r} ended as {ended.outcome}")
 
 
-def _check_stays(source: RunStore, name: str) -> None:
+def _check_stays(source: RunReader, name: str) -> None:
     """Refuse a run that is being deleted.
 
     Raises:
@@ -347,7 +347,7 @@ def _check_stays(source: RunStore, name: str) -> None:
         raise _UnfitError(f"run {name!r} is being deleted by `{PRUNER}`")
 
 
-def _chosen(store: RunStore, source: Source) -> _Chosen:
+def _chosen(store: RunReader, source: Source) -> _Chosen:
     """Give the checkpoint that was chosen before, by its folder.
 
     Raises:
@@ -356,7 +356,7 @@ def _chosen(store: RunStore, source: Source) -> _Chosen:
     return _choose(store, source.run, source.folder, by_folder=True)
 
 
-def _choose(source: RunStore, name: str, choice: str, *, by_folder: bool = False) -> _Chosen:
+def _choose(source: RunReader, name: str, choice: str, *, by_folder: bool = False) -> _Chosen:
     """Give a whole checkpoint of a run, whatever its folder is called if that is what was chosen.
 
     Raises:

@@ -4,16 +4,44 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Protocol, TypeVar
 
-from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.retrying_store import RetryingStore
-from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["RunView"]
+__all__ = ["RunReader", "RunView"]
 
 Answer = TypeVar("Answer")
+
+
+class RunReader(Protocol):
+    """The half of a :class:`RunStore` that writes nothing."""
+
+    @property
+    def path(self) -> str:
+        """See :meth:`RunStore.path`."""
+        ...
+
+    @property
+    def uri(self) -> str:
+        """See :meth:`RunStore.uri`."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """See :meth:`RunStore.read`."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """See :meth:`RunStore.names`."""
+        ...
+
+    def folders(self, folder: str = "") -> list[str]:
+        """See :meth:`RunStore.folders`."""
+        ...
+
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        """See :meth:`RunStore.file_sizes`."""
+        ...
 
 
 class RunView:
@@ -23,7 +51,7 @@ class RunView:
         store: The run directory.
     """
 
-    def __init__(self, store: RunStore) -> None:
+    def __init__(self, store: RunReader) -> None:
         self._store = store
         self._known: dict[tuple[str, str], object] = {}
         inner = store.inner if isinstance(store, RetryingStore) else store
@@ -68,35 +96,8 @@ class RunView:
             sizes[name.removeprefix(prefix)] = size
         return sizes or None
 
-    def create(self, name: str, data: bytes) -> bool:
-        """Refused."""
-        self._refuse(f"create {name}")
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Refused."""
-        self._refuse(f"write {name}")
-
-    def delete(self, name: str) -> None:
-        """Refused."""
-        self._refuse(f"delete {name}")
-
-    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        """Refused."""
-        self._refuse(f"delete {name}")
-
-    def empty_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        """Refused."""
-        self._refuse(f"empty {name}")
-
-    def abandon_uploads(self) -> int:
-        """Refused."""
-        self._refuse("remove unfinished uploads")
-
     def _once(self, what: str, name: str, ask: Callable[[str], Answer]) -> Answer:
         key = (what, name)
         if key not in self._known:
             self._known[key] = ask(name)
         return self._known[key]  # type: ignore[return-value]
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ElasticTrainError(f"refused to {what} in {self.uri}, which is only looked at")

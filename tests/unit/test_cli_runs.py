@@ -32,7 +32,7 @@ from prefect_elastic_train.core.events import (
     WorkersPreempted,
     encode_event,
 )
-from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.report.accounts import add_up
@@ -51,7 +51,6 @@ from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_
 from prefect_elastic_train.runs.reading import make_result
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.seeding import Source, choose_source
-from prefect_elastic_train.runs.view import RunView
 from prefect_elastic_train.storage.opening import Storage, open_storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.s3 import MotoServer
@@ -328,6 +327,21 @@ def test_a_run_that_may_not_be_read_does_not_hide_the_others(storage: Storage, m
     assert result.stderr.startswith("error: 1 of 2 runs cannot be read: ")
     assert len(result.stderr.splitlines()) == 1
     assert "Permission denied" in _refused("show", storage.uri, "secret")
+
+
+@pytest.mark.parametrize("older", [layout.RUN, layout.attempt_name(1)])
+def test_a_run_of_an_older_version_is_refused_in_one_line_and_hides_no_other(storage: Storage, older: str) -> None:
+    _trained(storage, "new")
+    store = _trained(storage, "old")
+    store.replace(older, (store.read(older) or b"").replace(b'"schema_version": 2', b'"schema_version": 1'))
+    before = _everything(storage)
+    with pytest.raises(AttemptFailedError, match="written by an older version") as refused:
+        begin(store)
+    assert refused.value.outcome is Outcome.INVALID
+    assert "go on with that version, or give another run_name" in _refused("show", storage.uri, "old")
+    runs = json.loads(_run("list", storage.uri, "--json").stdout)["runs"]
+    assert {run["name"]: run["state"] for run in runs}["new"] == "unknown"
+    assert _everything(storage) == before
 
 
 def test_looking_at_a_directory_imports_neither_ray_nor_prefect(storage: Storage) -> None:
@@ -673,20 +687,6 @@ def test_a_run_that_goes_on_meanwhile_is_looked_at_anew(storage: Storage) -> Non
     found = verify(Moving(store.path), "mnist")
     assert found is not None
     assert (found.whole, found.resume_checkpoint) == (True, "b")
-
-
-def test_a_view_of_a_run_cannot_write(store: LocalRunStore) -> None:
-    view = RunView(store)
-    for write in (
-        lambda: view.create("x", b""),
-        lambda: view.replace("x", b""),
-        lambda: view.delete("x"),
-        lambda: view.delete_folder("x"),
-        lambda: view.empty_folder("x"),
-        lambda: view.abandon_uploads(),
-    ):
-        with pytest.raises(ElasticTrainError, match="only looked at"):
-            write()
 
 
 # prune
