@@ -222,8 +222,8 @@ def decode(record_type: type[Record], data: bytes | None) -> Record | None:
         return None
     if record.schema_version < SCHEMA_VERSION:
         raise AttemptFailedError(
-            f"the run was written by an older version of prefect-elastic-train (schema {record.schema_version}, this one "
-            f"reads {SCHEMA_VERSION}); go on with that version, or give another run_name",
+            f"the run was written by an older version of prefect-elastic-train (schema {record.schema_version}, this "
+            f"one reads {SCHEMA_VERSION}); go on with that version, or give another run_name",
             outcome=Outcome.INVALID,
         )
     return record
