@@ -28,6 +28,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 
 from prefect_elastic_train.core.bounds import bounded_metrics, cut
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import (
     ALIVE_SECONDS,
     CheckpointCommitted,
@@ -45,7 +46,7 @@ from prefect_elastic_train.core.events import (
 )
 from prefect_elastic_train.core.rank_errors import distinct
 from prefect_elastic_train.core.ray_output import mark_ray_logs, mark_told
-from prefect_elastic_train.elastic.checkpoints import RunStorageContext, readable
+from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
 from prefect_elastic_train.elastic.loop_watch import (
     IgnoredCheckpointError,
     LoopWatch,
@@ -111,19 +112,32 @@ def _never_raises(method: _Method) -> _Method:
     return wrapper  # type: ignore[return-value]
 
 
-class LoopCallback(WorkerCallback, TrainContextCallback):  # type: ignore[misc]
+class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     """What happens in each worker around the train loop.
 
     Checkpoints are written and read by the run filesystem, which is told which folders are being uploaded. After the
     report that a restart waits for, the worker stands still: what it did from then on would be done twice. And a loop
     that reports faster than its checkpoints are uploaded waits: Ray would let them pile up on the disk.
+
+    Args:
+        attempt: Its number, for the names of checkpoints.
     """
+
+    def __init__(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._group = 0
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Count the worker groups in the controller; the workers are sent a copy of this callback next."""
+        self._group += 1
+        return {}
 
     def after_init_train_context(self) -> None:
         """Let checkpoints be read and written by the run filesystem, and note what the loop asks for."""
+        context = get_train_context()
+        name_folders(context, self._attempt, self._group)
         try:
             mark_ray_logs()
-            context = get_train_context()
             note_checkpoints(context)
             context.checkpoint = readable(context.checkpoint)
             context.storage_context = RunStorageContext(context.storage_context)
@@ -324,7 +338,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         # What another run has counted says nothing of this one.
         is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
         metrics = latest["metrics"] if latest and is_own else {}
-        self._loops.begin(workers, self._checkpoint, metrics, self._saved_by.get(self._checkpoint))
+        self._loops.begin(workers, loop_name(self._checkpoint), metrics, self._saved_by.get(self._checkpoint))
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in workers

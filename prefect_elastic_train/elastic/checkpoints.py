@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import itertools
 import os
 import shutil
 import tempfile
@@ -19,8 +20,10 @@ from typing import Any
 
 from pyarrow import fs
 from ray.train import Checkpoint
+from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.storage import StorageContext
 
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
 from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
 from prefect_elastic_train.elastic.loop_watch import note_opened
@@ -28,7 +31,7 @@ from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem, Ob
 from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
 from prefect_elastic_train.storage.objects import open_client
 
-__all__ = ["RunCheckpoint", "RunStorageContext", "open_checkpoint", "readable"]
+__all__ = ["RunCheckpoint", "RunStorageContext", "name_folders", "open_checkpoint", "readable"]
 
 #: How long a reader waits for another one on its machine to fetch the checkpoint, before it does so itself.
 _SHARE_SECONDS = 3600.0
@@ -61,6 +64,26 @@ class RunStorageContext(StorageContext):  # type: ignore[misc]
         handler.create_dir(path, recursive=True)
         handler.upload_folder(checkpoint.path, path)
         return RunCheckpoint(path, self.storage_filesystem)
+
+
+def name_folders(context: TrainContext, attempt: int, group: int) -> None:
+    """Have the checkpoints of a worker written into folders whose names are never used again.
+
+    Rank 0's name is that of all ranks, for uploads in the foreground, in the background and by the loop's own function.
+
+    Args:
+        context: Of the worker.
+        attempt: Its number.
+        group: How many worker groups the attempt has started.
+    """
+    agree, reports = context._sync_checkpoint_dir_name_across_ranks, itertools.count(1)
+
+    def agree_on_folder(name: str | None = None) -> str:
+        name = name or context.storage_context.make_default_checkpoint_dir_name()
+        folder: str = agree(physical_name(name.rstrip("/"), attempt, group, next(reports)))
+        return folder
+
+    context._sync_checkpoint_dir_name_across_ranks = agree_on_folder
 
 
 class _NotedCheckpoint(Checkpoint):  # type: ignore[misc]

@@ -71,7 +71,8 @@ class _ElasticTrainerMixin:
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
         setup = self._elastic_setup
-        ours: list[Any] = [setup.callback, LoopCallback(), RunContextCallback(setup.context), StorageWaitsCallback()]
+        in_workers = [LoopCallback(setup.context.attempt), RunContextCallback(setup.context), StorageWaitsCallback()]
+        ours: list[Any] = [setup.callback, *in_workers]
         if setup.stall_timeout_seconds:
             ours.append(StallCallback(setup.stall_timeout_seconds))
         if not self.datasets:  # type: ignore[attr-defined]

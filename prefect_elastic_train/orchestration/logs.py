@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import (
     EVENT_TAG,
     AttemptEnded,
@@ -124,7 +125,7 @@ class RunLog:
             )
         elif isinstance(event, AttemptStarted):
             self._begin(event)
-            where = f"from checkpoint {event.checkpoint}" if event.checkpoint else "from the beginning"
+            where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
             log.info(
                 "Attempt %d of run %s starts %s; run directory %s", event.attempt, event.run_name, where, event.run_uri
             )
@@ -134,7 +135,8 @@ class RunLog:
                 log.warning("Run %s: %s", event.run_name, note)
         elif isinstance(event, WorkerGroupStarted):
             self._know(event.ranks)
-            where = f"; checkpoint {event.checkpoint} is offered" if event.checkpoint else " from the beginning"
+            name = loop_name(event.checkpoint)
+            where = f"; checkpoint {name} is offered" if name else " from the beginning"
             log.info("%d workers train%s", event.world_size, where)
         elif isinstance(event, CheckpointTaken):
             where = f"; its first report is {event.where}" if event.where else ""
@@ -178,7 +180,7 @@ class RunLog:
         """Tell in a line what failed and what is done about it, and below it what the loop raised, each error once."""
         then = f"{event.gives_up}; {event.reports_lost} reports since the last checkpoint"
         if event.retried:
-            where = f"checkpoint {self._checkpoint}" if self._checkpoint else "the beginning"
+            where = f"checkpoint {loop_name(self._checkpoint)}" if self._checkpoint else "the beginning"
             again = f"{event.reports_lost} reports since then are" if event.reports_lost else "nothing is"
             then = f"the worker group is restarted from {where}, {again} done again"
         why = "; ".join(causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
@@ -233,7 +235,11 @@ class RunLog:
         before = f"; {self._commits_left_out} before it are not told" if self._commits_left_out else ""
         metrics = _short(event.metrics)
         self._logger.info(
-            "Checkpoint %s is committed (%s): %s%s", event.checkpoint, size(event.size_bytes), metrics, before
+            "Checkpoint %s is committed (%s): %s%s",
+            loop_name(event.checkpoint),
+            size(event.size_bytes),
+            metrics,
+            before,
         )
         self._commits_left_out = 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import (
     AttemptStarted,
     CheckpointCommitted,
@@ -74,14 +75,14 @@ def translate(event: Event, report: RunReport, common: Mapping[str, Any]) -> Ite
             why = report.incident_of("driver")
             yield told(
                 "driver-restarted",
-                checkpoint=event.checkpoint,
+                checkpoint=loop_name(event.checkpoint),
                 reason=why.why[:_MAX_TEXT] if why else "",
                 driver_restarts=report.driver_restarts,
             )
         else:
-            yield told("started", checkpoint=event.checkpoint, started_from=event.started_from[:_MAX_TEXT])
+            yield told("started", checkpoint=loop_name(event.checkpoint), started_from=event.started_from[:_MAX_TEXT])
     elif isinstance(event, WorkerGroupStarted):
-        yield told("workers-started", world_size=event.world_size, checkpoint=event.checkpoint)
+        yield told("workers-started", world_size=event.world_size, checkpoint=loop_name(event.checkpoint))
     elif isinstance(event, WorkerGroupResized):
         yield told(
             "resized",
@@ -105,7 +106,7 @@ def translate(event: Event, report: RunReport, common: Mapping[str, Any]) -> Ite
         yield told(
             event.problem,
             message=event.message[:_MAX_TEXT],
-            checkpoint=event.checkpoint,
+            checkpoint=loop_name(event.checkpoint),
             ranks=event.ranks[:_MAX_RANKS],
         )
     elif isinstance(event, WaitingForCapacity):
@@ -196,7 +197,7 @@ def send(event: RunEvent, report_name: str, flow_run_id: str, related: Sequence[
 
 def _checkpoint(made: Checkpoint, report: RunReport) -> dict[str, Any]:
     return {
-        "checkpoint": made.name,
+        "checkpoint": loop_name(made.name),
         "checkpoint_uri": f"{report.run_uri}/{made.name}",
         "size_bytes": made.size_bytes,
         "metrics": _plain(made.metrics),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.run_report import Checkpoint, Incident, RunReport
 from prefect_elastic_train.report.words import clock, code, duration, metrics_in_words, plain, size
@@ -160,7 +161,8 @@ def _checkpoint(made: Checkpoint, best: Checkpoint | None, now: float) -> list[s
     is_best = best is not None and made.name == best.name
     metrics = metrics_in_words(made.metrics, 4, leave_out=_TOTALS)
     when = clock(made.at, now)
-    return [code(made.name), when, str(made.attempt), metrics, size(made.size_bytes), "**best**" if is_best else ""]
+    best_word = "**best**" if is_best else ""
+    return [code(loop_name(made.name)), when, str(made.attempt), metrics, size(made.size_bytes), best_word]
 
 
 def _places(report: RunReport) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
@@ -281,7 +282,7 @@ class RunReport(BaseModel):
         self.started_from = event.started_from
         if event.inherited:
             self._inherit(event)
-        where = f"from checkpoint {event.checkpoint}" if event.checkpoint else "from the beginning"
+        where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
         if self.attempt_before:
             self.driver_restarts += 1
             why = event.previous_end or self.last_end or "the driver before it ended without a word"

@@ -178,7 +178,9 @@ def hashing_loop(config: dict[str, Any]) -> None:
         "node": ray.get_runtime_context().get_node_id(),
         "slices": {name: value for name, value in os.environ.items() if name.startswith("MEGASCALE_")},
     }
-    options = {"checkpoint_upload_fn": _slow_upload(config["upload_seconds"])} if config.get("upload_seconds") else {}
+    options: dict[str, Any] = {}
+    if config.get("upload_seconds"):
+        options["checkpoint_upload_fn"] = _slow_upload(config["upload_seconds"])
     while step < steps:
         step += 1
         if config.get("until") and broadcast_from_rank_zero(os.path.exists(config["until"])):
@@ -207,6 +209,8 @@ def hashing_loop(config: dict[str, Any]) -> None:
                     with open(os.path.join(folder, "ballast"), "wb") as file:
                         file.write(os.urandom(config["ballast_bytes"]))
             saved = ray.train.Checkpoint.from_directory(folder)
+            if config.get("named"):
+                options["checkpoint_dir_name"] = f"step-{step}"
         ray.train.report({"step": step}, checkpoint=saved, **(options if saved else {}))
 
 
@@ -242,6 +246,7 @@ def async_loop(config: dict[str, Any]) -> None:
             ray.train.report(
                 {"step": step},
                 checkpoint=ray.train.Checkpoint.from_directory(folder),
+                checkpoint_dir_name=f"step-{step}" if config.get("named") else None,
                 checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
                 delete_local_checkpoint_after_upload=True,
             )

@@ -385,7 +385,7 @@ def test_metrics_are_plain_numbers_or_short_text() -> None:
 
 def test_a_worker_marks_its_uploads_through_rays_hook(store: LocalRunStore) -> None:
     filesystem = run_filesystem(store, begin(store).attempt)
-    with LoopCallback().on_checkpoint_transfer():
+    with LoopCallback(1).on_checkpoint_transfer():
         filesystem.create_dir(f"{store.path}/ckpt-1")
     filesystem.create_dir(f"{store.path}/other")
     assert store.names(layout.UPLOADS) == ["0001-ckpt-1"]

@@ -153,6 +153,8 @@ SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
     (DataParallelTrainer._initialize_and_run_controller, ["self", "controller_init_kwargs"]),
     (DataParallelTrainer._create_default_callbacks, ["self"]),
     (CheckpointManager.__init__, ["self", "checkpoint_config", "storage_context"]),
+    (context.TrainContext._sync_checkpoint_dir_name_across_ranks, ["self", "checkpoint_dir_name"]),
+    (StorageContext.make_default_checkpoint_dir_name, []),
     (StorageContext.persist_current_checkpoint, ["self", "checkpoint", "checkpoint_dir_name"]),
 ]
 
@@ -217,6 +219,14 @@ def test_ray_writes_its_snapshot_through_an_output_stream_of_the_filesystem() ->
     (stream,) = _calls(_tree(CheckpointManager._write_state_to_storage), "open_output_stream")
     assert "checkpoint_manager_snapshot_path" in ast.unparse(stream)
     assert constants.CHECKPOINT_MANAGER_SNAPSHOT_FILENAME == layout.SNAPSHOT
+
+
+def test_ranks_agree_on_a_checkpoints_folder_in_one_place_for_every_way_to_upload() -> None:
+    report = _tree(context.TrainContext.report)
+    assert len(_calls(report, "_sync_checkpoint_dir_name_across_ranks")) == 1
+    assert not _calls(report, "make_default_checkpoint_dir_name")
+    (broadcast,) = _calls(_tree(context.TrainContext._sync_checkpoint_dir_name_across_ranks), "remote")
+    assert {"data": "checkpoint_dir_name"}.items() <= {k.arg: ast.unparse(k.value) for k in broadcast.keywords}.items()
 
 
 def test_the_folder_of_a_checkpoint_is_created_inside_of_the_transfer_hook_in_the_same_thread() -> None:

@@ -1,0 +1,41 @@
+"""The two names of a checkpoint: the loop's own, which people see, and its folder's, which is never used twice.
+
+A loop may give the same name after each restart. Its folder also carries the attempt, the worker group of the attempt
+and the report of the group that wrote it, so no two reports ever write into one folder, whoever is late.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["loop_name", "physical_name", "written_by"]
+
+_PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})$", re.DOTALL)
+
+
+def physical_name(name: str, attempt: int, group: int = 0, report: int = 0) -> str:
+    """Return the folder of a checkpoint, relative to the run directory.
+
+    Args:
+        name: The loop's own name.
+        attempt: Number of the attempt that writes it; 0 for what was there before the first.
+        group: How many worker groups the attempt has started.
+        report: How many reports the group has made.
+
+    Example:
+        >>> physical_name("epoch-3", 2, 1, 4)
+        'epoch-3.a0002.g01.r0004'
+    """
+    return f"{name}.a{attempt:04d}.g{group:02d}.r{report:04d}"
+
+
+def loop_name(folder: str) -> str:
+    """Return the loop's own name of a checkpoint; the folder itself, if it is none that :func:`physical_name` made."""
+    match = _PHYSICAL.match(folder)
+    return match[1] if match else folder
+
+
+def written_by(folder: str) -> int | None:
+    """Return the attempt that wrote a checkpoint's folder, or None for one that :func:`physical_name` did not make."""
+    match = _PHYSICAL.match(folder)
+    return int(match[2]) if match else None

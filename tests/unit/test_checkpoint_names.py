@@ -1,0 +1,57 @@
+"""The loop's name of a checkpoint and its folder's, which is never used twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name, written_by
+from prefect_elastic_train.elastic.callbacks import LoopCallback
+from prefect_elastic_train.elastic.checkpoints import name_folders
+
+_numbers = st.tuples(st.integers(0, 20_000), st.integers(0, 300), st.integers(0, 20_000))
+
+
+@given(st.text(min_size=1), st.text(min_size=1), _numbers, _numbers)
+def test_folders_differ_and_lead_back_to_name_and_attempt(
+    name: str, other: str, numbers: tuple[int, int, int], others: tuple[int, int, int]
+) -> None:
+    folder = physical_name(name, *numbers)
+    assert (loop_name(folder), written_by(folder)) == (name, numbers[0])
+    assert (folder == physical_name(other, *others)) == ((name, numbers) == (other, others))
+
+
+def test_any_other_folder_is_its_own_name_and_nobodys() -> None:
+    for folder in ("checkpoint_2026-11-22", "epoch-3.a0001", "epoch.a01.g01.r0001", ".a0001.g01.r0001", ""):
+        assert (loop_name(folder), written_by(folder)) == (folder, None)
+
+
+def _worker(sent: list[str]) -> Any:
+    def agree(name: str) -> str:
+        sent.append(name)
+        return sent[0]
+
+    storage = SimpleNamespace(make_default_checkpoint_dir_name=lambda: "checkpoint_now")
+    return SimpleNamespace(_sync_checkpoint_dir_name_across_ranks=agree, storage_context=storage)
+
+
+def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_twice() -> None:
+    sent: list[str] = []
+    worker = _worker(sent)
+    name_folders(worker, 3, 2)
+    for name in ("latest", "latest/", None, None):
+        assert worker._sync_checkpoint_dir_name_across_ranks(name) == "latest.a0003.g02.r0001"
+    assert sent == [
+        "latest.a0003.g02.r0001",
+        "latest.a0003.g02.r0002",
+        "checkpoint_now.a0003.g02.r0003",
+        "checkpoint_now.a0003.g02.r0004",
+    ]
+
+
+def test_each_worker_group_of_an_attempt_has_another_number() -> None:
+    callback = LoopCallback(1)
+    assert [(callback.before_init_train_context([]), callback._group) for _ in range(2)] == [({}, 1), ({}, 2)]
