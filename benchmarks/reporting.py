@@ -154,13 +154,18 @@ class SimulatedRun:
 
         at, attempt = self._at, self._attempt
         metrics = simulated_metrics(self._step, self._loop.steps)
-        name = "" if self._loop.steps_after_checkpoint(number) else f"checkpoint_{number:09}"
-        yield Reported(
-            at=at, attempt=attempt, index=self._index, metrics=metrics, world_size=self._workers, checkpoint=name
-        )
-        if name:
+        common = {
+            "at": at,
+            "attempt": attempt,
+            "index": self._index,
+            "metrics": metrics,
+            "world_size": self._workers,
+        }
+        if self._loop.steps_after_checkpoint(number):
+            yield Reported(**common)
+        else:
             self._kept = self._step
-            yield CheckpointCommitted(at=at, attempt=attempt, checkpoint=name, size_bytes=123 * MB, metrics=metrics)
+            yield CheckpointCommitted(checkpoint=f"checkpoint_{number:09}", size_bytes=123 * MB, **common)
             yield CheckpointStalled(at=at, attempt=attempt, seconds=self._loop.step_seconds / 10)
         if at - self._alive_at >= ALIVE_SECONDS:
             self._alive_at = at

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -27,7 +27,10 @@ __all__ = [
     "ClusterWanted",
     "ControllerAlive",
     "Event",
+    "EventHandler",
+    "GroupFailed",
     "LoopWarned",
+    "Report",
     "Reported",
     "RunRecalled",
     "StateChanged",
@@ -59,7 +62,9 @@ class _Event(BaseModel):
     at: float = Field(default_factory=time.time)
     attempt: int = 0
     #: Whether the event may be dropped when a channel is full.
-    droppable: bool = False
+    droppable: ClassVar[bool] = False
+    #: Another kind's name by which it may be handled, too.
+    family: ClassVar[str] = ""
 
 
 class ClusterWanted(_Event):
@@ -170,13 +175,13 @@ class WorkerGroupResized(_Event):
     seconds_lost: float = 0.0
 
 
-class WorkerFailed(_Event):
-    """Ranks of the worker group failed.
+class GroupFailed(_Event):
+    """The worker group failed.
 
     ``errors`` maps a rank to its traceback, each different one once; ``also`` has the other ranks with the same.
     """
 
-    kind: Literal["worker_failed"] = "worker_failed"
+    family: ClassVar[str] = "group_failed"
     errors: dict[str, str]
     also: dict[str, list[int]] = Field(default_factory=dict)
     retried: bool
@@ -186,37 +191,41 @@ class WorkerFailed(_Event):
     reports_lost: int = 0
 
 
-class WorkersPreempted(_Event):
+class WorkerFailed(GroupFailed):
+    """Ranks of the worker group failed."""
+
+    kind: Literal["worker_failed"] = "worker_failed"
+
+
+class WorkersPreempted(GroupFailed):
     """A node of the worker group was drained or reclaimed."""
 
     kind: Literal["workers_preempted"] = "workers_preempted"
-    errors: dict[str, str]
-    also: dict[str, list[int]] = Field(default_factory=dict)
-    retried: bool
-    #: Why not, if it is not.
-    gives_up: str = "the budget is used up"
-    #: Reports since the last checkpoint, which are done again.
-    reports_lost: int = 0
 
 
-class Reported(_Event):
-    """All ranks reported. ``checkpoint`` is the folder of the checkpoint that came with it, if any."""
+class Report(_Event):
+    """All ranks reported."""
 
-    kind: Literal["reported"] = "reported"
+    family: ClassVar[str] = "report"
     #: Number of the report within the attempt, counted by the driver.
     index: int = 0
     metrics: dict[str, Any]
-    world_size: int
-    checkpoint: str = ""
+    world_size: int = 0
 
 
-class CheckpointCommitted(_Event):
-    """A checkpoint is durable: a restart will not fall behind it."""
+class Reported(Report):
+    """All ranks reported, without a checkpoint."""
+
+    kind: Literal["reported"] = "reported"
+    droppable: ClassVar[bool] = True
+
+
+class CheckpointCommitted(Report):
+    """All ranks reported with a checkpoint, and it is durable: a restart will not fall behind it."""
 
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
     checkpoint: str
     size_bytes: int
-    metrics: dict[str, Any]
 
 
 class StorageWaited(_Event):
@@ -253,6 +262,7 @@ class ControllerAlive(_Event):
     """The controller's process lives; ``doing`` says what it does, ``seconds`` since when."""
 
     kind: Literal["controller_alive"] = "controller_alive"
+    droppable: ClassVar[bool] = True
     doing: str
     seconds: float
     callback_errors: int = 0
@@ -293,6 +303,25 @@ Event = Annotated[
 ]
 
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+_KINDS = get_args(get_args(Event)[0])
+_METHODS = {f"on_{name}" for event in _KINDS for name in (event.model_fields["kind"].default, event.family)}
+
+
+class EventHandler:
+    """Hands each event to its method ``on_<kind>`` or ``on_<family>``, as :class:`ast.NodeVisitor` does.
+
+    Any other event is passed over.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if unknown := {name for name in vars(cls) if name.startswith("on_")} - _METHODS:
+            raise TypeError(f"{cls.__name__} handles events that there are not: {', '.join(sorted(unknown))}")
+
+    def handle(self, event: Event) -> Any:
+        """Return what the method for this kind of event returns, None if there is none."""
+        method = getattr(self, f"on_{event.kind}", None) or getattr(self, f"on_{event.family}", None)
+        return None if method is None else method(event)
 
 
 def encode_event(event: Event) -> str:

@@ -33,10 +33,9 @@ from prefect_elastic_train.core.events import (
     ClusterWanted,
     ControllerAlive,
     Event,
-    Reported,
+    GroupFailed,
+    Report,
     RunRecalled,
-    WorkerFailed,
-    WorkersPreempted,
 )
 from prefect_elastic_train.core.outcomes import (
     AttemptFailedError,
@@ -277,14 +276,14 @@ class _Driver:
         with self._emitting:
             self._sequence += 1
             update: dict[str, Any] = {"sequence": self._sequence, "attempt": self._attempt}
-            if isinstance(event, Reported):
+            if isinstance(event, Report):
                 self._reports += 1
                 update["index"] = self._reports
             event = event.model_copy(update=update)
             self._output.put(event)
             if self._history is not None:
                 self._history.add(event)
-        if isinstance(event, WorkerFailed | WorkersPreempted):
+        if isinstance(event, GroupFailed):
             self._details.keep_errors(event.errors, event.also)
             later = threading.Timer(_DETAILS_SECONDS, self._write_details)
             later.daemon = True
@@ -470,7 +469,7 @@ class _Driver:
 
         def run() -> None:
             while not done.wait(ALIVE_SECONDS):
-                self.emit(ControllerAlive(doing=doing, seconds=time.time() - since, droppable=True))
+                self.emit(ControllerAlive(doing=doing, seconds=time.time() - since))
 
         threading.Thread(target=run, daemon=True).start()
         try:

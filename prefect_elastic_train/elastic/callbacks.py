@@ -402,14 +402,26 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/") if checkpoint else ""
         rank_zero = bounded_metrics(_plain(metrics[0]), self._score_attribute) if metrics else {}
         self._reports_since_checkpoint = 0 if checkpoint else self._reports_since_checkpoint + 1
-        self._send(Reported(metrics=rank_zero, world_size=self._world_size, checkpoint=name, droppable=not checkpoint))
-        if checkpoint:
+        if not checkpoint:
+            self._send(Reported(metrics=rank_zero, world_size=self._world_size))
+        else:
             self._commits_of_turn += 1
             self._last_commit_at = time.time()
             self._checkpoint = name
             self._saved_by = {name: self._world_size}
-            sizes = self._store.file_sizes(name) or {}
-            self._send(CheckpointCommitted(checkpoint=name, size_bytes=sum(sizes.values()), metrics=rank_zero))
+            self._send(
+                CheckpointCommitted(
+                    checkpoint=name, size_bytes=self._size_of(name), metrics=rank_zero, world_size=self._world_size
+                )
+            )
+
+    def _size_of(self, checkpoint: str) -> int:
+        """Return the bytes of a checkpoint, 0 if the storage does not say: the commit is told all the same."""
+        try:
+            return sum((self._store.file_sizes(checkpoint) or {}).values())
+        except OSError:
+            self.errors += 1
+            return 0
 
     @_never_raises
     def after_controller_finish(self, result: Any) -> None:
@@ -539,7 +551,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                     doing=self._state if waiting is None else "waiting for the storage",
                     seconds=time.time() - self._state_since if waiting is None else time.monotonic() - waiting,
                     callback_errors=self.errors,
-                    droppable=True,
                 )
             )
 

@@ -7,18 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from prefect_elastic_train.core.events import (
-    AttemptEnded,
-    AttemptStarted,
-    Event,
-    LoopWarned,
-    Reported,
-    StorageWaited,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.result import TimeAccount, WorldSize
 from prefect_elastic_train.report.goodput import GoodputMeter
@@ -61,8 +50,11 @@ class _GroupReports(BaseModel):
     before: int = 0
 
 
-class Tally(_Counts):
-    """Counts of a run, event by event. Its state is plain values of a bounded size."""
+class Tally(_Counts, ev.EventHandler):
+    """Counts and times of a run, event by event: all that is told of them comes from here.
+
+    Its state is plain values of a bounded size.
+    """
 
     meter: GoodputMeter = Field(default_factory=GoodputMeter)
     attempt: int = 0
@@ -74,44 +66,66 @@ class Tally(_Counts):
     #: Reports that are lost if another attempt follows.
     pending: int = 0
 
-    def take(self, event: Event) -> None:
+    @property
+    def position(self) -> int:
+        """Number of the last report, counted without those that were done again."""
+        return self.kept + (self.group.last - self.group.kept if self.group is not None else 0)
+
+    def take(self, event: ev.Event) -> None:
         """Take the next event in."""
         self.meter.take(event)
-        if isinstance(event, AttemptStarted):
-            self._close(None)  # the attempt before died without a word
-            self.steps_lost += self.pending
-            self.pending = self.index = 0
-            self.attempts += event.attempt != self.attempt
-            self.attempt = event.attempt
-        elif isinstance(event, WorkerGroupStarted):
-            self._close(None)
-            self.group = _GroupReports(first=self.index, last=self.index, kept=self.index, before=self.kept)
-        elif isinstance(event, Reported):
-            self.index = event.index
-            if self.group is not None:
-                self.group.last = event.index
-                if event.checkpoint:
-                    self.kept += event.index - self.group.kept
-                    self.group.kept = event.index
-        elif isinstance(event, LoopWarned) and self.group is not None:
-            again = round(self.group.before * event.again)
-            if event.is_redone:
-                again = min(again, self.index - self.group.first)
-            self.kept -= again
-            self.steps_lost += again
-        elif isinstance(event, StorageWaited):
-            self.storage_wait_seconds = round(self.storage_wait_seconds + event.seconds, 3)
-        elif isinstance(event, WorkerFailed | WorkersPreempted):
-            if isinstance(event, WorkerFailed):
-                self.worker_failures += 1
-            else:
-                self.preemptions += 1
-            self._close(event.reports_lost if event.retried else 0)
-            self.pending = 0 if event.retried else event.reports_lost
-        elif isinstance(event, WorkerGroupResized):
-            self.resizes += 1
-            self._close(None)
-        elif isinstance(event, AttemptEnded) and event.outcome is Outcome.COMPLETED:
+        self.handle(event)
+
+    def on_attempt_started(self, event: ev.AttemptStarted) -> None:
+        self._close(None)  # the attempt before died without a word
+        self.steps_lost += self.pending
+        self.pending = self.index = 0
+        self.attempts += event.attempt != self.attempt
+        self.attempt = event.attempt
+
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
+        self._close(None)
+        self.group = _GroupReports(first=self.index, last=self.index, kept=self.index, before=self.kept)
+
+    def on_report(self, event: ev.Report) -> None:
+        """Count reports; their numbers tell of those that have been dropped on the way, too."""
+        self.index = event.index
+        if self.group is not None:
+            self.group.last = event.index
+
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
+        self.on_report(event)
+        if self.group is not None:
+            self.kept += event.index - self.group.kept
+            self.group.kept = event.index
+
+    def on_loop_warned(self, event: ev.LoopWarned) -> None:
+        if self.group is None:
+            return
+        again = round(self.group.before * event.again)
+        if event.is_redone:
+            again = min(again, self.index - self.group.first)
+        self.kept -= again
+        self.steps_lost += again
+
+    def on_storage_waited(self, event: ev.StorageWaited) -> None:
+        self.storage_wait_seconds = round(self.storage_wait_seconds + event.seconds, 3)
+
+    def on_group_failed(self, event: ev.GroupFailed) -> None:
+        """Count a failure or a preemption; what it loses is lost once it is done again."""
+        if isinstance(event, ev.WorkerFailed):
+            self.worker_failures += 1
+        else:
+            self.preemptions += 1
+        self._close(event.reports_lost if event.retried else 0)
+        self.pending = 0 if event.retried else event.reports_lost
+
+    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
+        self.resizes += 1
+        self._close(None)
+
+    def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
+        if event.outcome is Outcome.COMPLETED:
             self._close(0)
 
     def _close(self, lost: int | None) -> None:
@@ -132,34 +146,31 @@ class _Rows:
     def add(self, row: dict[str, Any]) -> None:
         if self.count % self._stride == 0:
             self._rows.append(row)
-            if len(self._rows) > 2 * _MAX_HISTORY_ROWS:
+            if len(self._rows) > _MAX_HISTORY_ROWS:
                 self._rows = self._rows[::2]
                 self._stride *= 2
         self.count += 1
         self._last = row
 
     def taken(self) -> list[dict[str, Any]]:
-        rows = list(self._rows)
-        if self._last is not None and rows[-1] is not self._last:
-            rows.append(self._last)
-        if len(rows) <= _MAX_HISTORY_ROWS:
-            return rows
-        step = (len(rows) - 1) / (_MAX_HISTORY_ROWS - 1)
-        return [rows[round(n * step)] for n in range(_MAX_HISTORY_ROWS)]
+        if self._last is None or self._rows[-1] is self._last:
+            return self._rows
+        return [*self._rows[: _MAX_HISTORY_ROWS - 1], self._last]
 
 
-def add_up(events: Iterable[Event]) -> Accounts:
-    """Give the accounts of a run from its events, in order, over all attempts."""
+def add_up(events: Iterable[ev.Event]) -> Accounts:
+    """Return the accounts of a run from its events, in order, over all attempts."""
     tally, rows = Tally(), _Rows()
     accounts = Accounts()
     for event in events:
         tally.take(event)
-        if isinstance(event, WorkerGroupStarted):
+        if isinstance(event, ev.WorkerGroupStarted):
             accounts.world_sizes.append(WorldSize(at=event.at, size=event.world_size))
-        elif isinstance(event, Reported):
+        elif isinstance(event, ev.Report):
             accounts.last_metrics = event.metrics
             where = {"_attempt": event.attempt, "_at": event.at, "_world_size": event.world_size}
             rows.add({**event.metrics, **where})
     counts = tally.model_dump(include=set(_Counts.model_fields))
-    told = {"time": tally.meter.account(), "history": rows.taken(), "reports": rows.count}
-    return accounts.model_copy(update={**counts, **told})
+    return accounts.model_copy(
+        update={**counts, "time": tally.meter.account(), "history": rows.taken(), "reports": rows.count}
+    )

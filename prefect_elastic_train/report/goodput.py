@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from prefect_elastic_train.core.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    CheckpointStalled,
-    ClusterConnected,
-    ClusterWanted,
-    ControllerAlive,
-    Event,
-    LoopWarned,
-    Reported,
-    RunRecalled,
-    StateChanged,
-    WaitingForCapacity,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.result import TimeAccount
 
-__all__ = ["GoodputMeter", "measure"]
+__all__ = ["GoodputMeter"]
 
 #: Reports after a group's first that tell how long one takes.
 _TYPICAL_OF = 5
@@ -38,9 +19,9 @@ _TYPICAL_OF = 5
 _MAX_COMMITS = 50
 
 #: What takes no part: said by whoever starts a driver, or of no moment of its own.
-_TIMELESS = (ClusterConnected, ClusterWanted, ControllerAlive, RunRecalled)
+_TIMELESS = (ev.ClusterConnected, ev.ClusterWanted, ev.ControllerAlive, ev.RunRecalled)
+_BUCKETS = ("startup", "waiting_for_capacity", "restart", "resize", "checkpoint_stall", "lost")
 
-_Setup = Literal["startup", "restart", "resize"]
 #: What the run does: sets up; waits for capacity; the loop runs and has not reported; it trains; it is done; nobody
 #: tries to train.
 _Phase = Literal["setup", "waiting", "first", "training", "winding", "done", "stopped"]
@@ -50,6 +31,8 @@ class _Commit(BaseModel):
     checkpoint: str
     #: Preserved seconds up to it.
     productive: float
+    #: It also preserves what is not known yet: how much of the time to its group's first report was training.
+    with_first: bool = False
 
 
 class _FirstReport(BaseModel):
@@ -60,11 +43,9 @@ class _FirstReport(BaseModel):
     intervals: list[float] = Field(default_factory=list)
     running: float = 0.0
     committed: bool = False
-    #: How many commits were known before the group.
-    commits_before: int = 0
 
 
-class GoodputMeter(BaseModel):
+class GoodputMeter(BaseModel, ev.EventHandler):
     """Adds up where the time goes, event by event. Its state is plain values of a bounded size.
 
     Times are seconds; events must come in their order, over all attempts.
@@ -76,7 +57,7 @@ class GoodputMeter(BaseModel):
     pending: float = 0.0
     stopped: float = 0.0
     phase: _Phase | None = None
-    setup: _Setup = "startup"
+    setup: Literal["startup", "restart", "resize"] = "startup"
     #: Up to when the time is spent, in seconds since the epoch.
     mark: float = 0.0
     first: _FirstReport | None = None
@@ -90,42 +71,33 @@ class GoodputMeter(BaseModel):
     given_up: float = 0.0
     given_up_at: float = 0.0
 
-    def take(self, event: Event) -> None:
+    def take(self, event: ev.Event) -> None:
         """Take the next event in."""
-        if isinstance(event, AttemptStarted):
-            self._begin(event)
-        elif self.phase in (None, "done") or isinstance(event, _TIMELESS):
-            return
-        elif isinstance(event, WaitingForCapacity):
-            self._advance(event.since or event.at)
-            self.phase = "waiting" if self.phase in ("setup", "waiting") else self.phase
-            self._advance(event.at)
-        else:
-            self._advance(event.at)
-            self._take(event)
+        if not isinstance(event, ev.AttemptStarted):
+            if self.phase in (None, "done") or isinstance(event, _TIMELESS):
+                return
+            self._advance((event.since or event.at) if isinstance(event, ev.WaitingForCapacity) else event.at)
+        self.handle(event)
 
     def account(self, now: float | None = None) -> TimeAccount:
-        """Give the account, with what a living run does since its last event up to `now` (seconds since the epoch)."""
+        """Return the account, up to `now` (seconds since the epoch) if the run still lives."""
         meter = self.model_copy(deep=True)
         if now is not None and meter.phase not in (None, "done", "stopped"):
             meter._advance(now)
         meter._resolve_first()
         kept = meter.productive + meter.pending
-        spent = {name: round(meter.spent.get(name, 0.0), 3) for name in _BUCKETS}
-        wall = kept + sum(meter.spent.values())
         return TimeAccount(
-            wall_seconds=round(wall, 3),
+            wall_seconds=round(kept + sum(meter.spent.values()), 3),
             productive_seconds=round(kept, 3),
             stopped_seconds=round(meter.stopped, 3),
-            **{f"{name}_seconds": seconds for name, seconds in spent.items()},
+            **{f"{name}_seconds": round(meter.spent.get(name, 0.0), 3) for name in _BUCKETS},
         )
 
-    def _begin(self, event: AttemptStarted) -> None:
+    def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         """Begin an attempt: the one before may have died without a word, and what it goes on from may be older."""
         began = min(event.driver_started_at or event.at, event.at)
         if self.phase is None:
             self.mark = began
-            self.setup = "startup"
             if event.checkpoint:  # another run's
                 self.commits.append(_Commit(checkpoint=event.checkpoint, productive=0.0))
         else:
@@ -143,57 +115,89 @@ class GoodputMeter(BaseModel):
         self.attempt_at = self.mark
         self._advance(event.at)
 
-    def _take(self, event: Event) -> None:
-        if isinstance(event, WorkerGroupStarted):
-            self._close_group()
-            self.given_up, self.at_start = 0.0, self.productive
-            self.first = _FirstReport(commits_before=len(self.commits))
-            self.phase = "first"
-        elif isinstance(event, Reported):
-            if self.phase == "first":
-                self.phase = "training"
-            elif self.first is not None:
-                self.first.intervals.append(self.first.running)
-                self.first.running = 0.0
-                if len(self.first.intervals) >= _TYPICAL_OF:
-                    self._resolve_first()
-            if event.checkpoint:
-                self._commit(event.checkpoint)
-        elif isinstance(event, CheckpointCommitted):
-            self._commit(event.checkpoint)
-        elif isinstance(event, CheckpointStalled):
-            self._stall(event.seconds)
-        elif isinstance(event, LoopWarned):
-            again = min(self.productive, self.at_start * event.again)
-            if event.is_redone:
-                self._resolve_first()
-                again = min(again, self.productive + self.pending - self.at_start)
-            self._give_up(again)
-        elif isinstance(event, WorkerFailed | WorkersPreempted | WorkerGroupResized):
-            self._close_group()
-            self.setup = "resize" if isinstance(event, WorkerGroupResized) else "restart"
-            self.phase = "setup"
-        elif isinstance(event, StateChanged):
-            self._change_state(event.state)
-        elif isinstance(event, AttemptEnded):
-            self._end(event)
+    def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
+        self.phase = "waiting" if self.phase in ("setup", "waiting") else self.phase
+        self._advance(event.at)
 
-    def _change_state(self, state: str) -> None:
-        if self.phase == "waiting" and state in ("SCHEDULING", "RUNNING"):
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
+        self._close_group()
+        self.given_up, self.at_start = 0.0, self.productive
+        self.first = _FirstReport()
+        self.phase = "first"
+
+    def on_report(self, event: ev.Report) -> None:
+        if self.phase == "first":
+            self.phase = "training"
+        elif self.first is not None:
+            self.first.intervals.append(self.first.running)
+            self.first.running = 0.0
+            if len(self.first.intervals) >= _TYPICAL_OF:
+                self._resolve_first()
+
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
+        self.on_report(event)
+        self.productive, self.pending = self.productive + self.pending, 0.0
+        if self.first is not None:
+            self.first.committed = True
+        self._remember(event.checkpoint)
+
+    def on_checkpoint_stalled(self, event: ev.CheckpointStalled) -> None:
+        """Move the time in which the loop stood still for a checkpoint out of its training."""
+        of_pending = min(event.seconds, self.pending)
+        self.pending -= of_pending
+        last = self.commits[-2].productive if len(self.commits) > 1 else 0.0
+        of_kept = min(event.seconds - of_pending, max(0.0, self.productive - last))
+        self.productive -= of_kept
+        if self.commits:
+            self.commits[-1].productive = min(self.commits[-1].productive, self.productive)
+        of_first = 0.0
+        if self.first is not None:
+            if self.first.intervals:
+                self.first.intervals[-1] = max(0.0, self.first.intervals[-1] - event.seconds)
+            if self.phase != "first":
+                of_first = min(event.seconds - of_pending - of_kept, self.first.seconds)
+                self.first.seconds -= of_first
+        self._spend("checkpoint_stall", of_pending + of_kept + of_first)
+
+    def on_loop_warned(self, event: ev.LoopWarned) -> None:
+        """Give up what was preserved and is done again all the same."""
+        again = min(self.productive, self.at_start * event.again)
+        if event.is_redone:
+            self._resolve_first()
+            again = min(again, self.productive + self.pending - self.at_start)
+        self.productive -= again
+        for commit in self.commits:
+            commit.productive = max(0.0, commit.productive - again)
+        self._spend("lost", again)
+
+    def on_group_failed(self, event: ev.GroupFailed) -> None:
+        self._set_up("restart")
+
+    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
+        self._set_up("resize")
+
+    def on_state_changed(self, event: ev.StateChanged) -> None:
+        if self.phase == "waiting" and event.state in ("SCHEDULING", "RUNNING"):
             self.phase = "setup"
-        elif self.phase in ("training", "first") and state == "SHUTTING_DOWN":
+        elif self.phase in ("training", "first") and event.state == "SHUTTING_DOWN":
             self.phase = "winding"
 
-    def _end(self, event: AttemptEnded) -> None:
+    def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
+        """Keep what was trained if the loop has returned, else give up what no commit preserves."""
         if event.outcome is Outcome.COMPLETED:
             self.phase = "winding"  # also a loop that never reported has done its work
             self._resolve_first()
             self.productive, self.pending = self.productive + self.pending, 0.0
             self.phase = "done"
-            return
+        elif event.outcome.retryable and not event.final:
+            self._set_up("restart")
+        else:
+            self._set_up("startup")
+            self.phase = "stopped"
+
+    def _set_up(self, why: Literal["startup", "restart", "resize"]) -> None:
         self._close_group()
-        restarts = event.outcome.retryable and not event.final
-        self.phase, self.setup = ("setup", "restart") if restarts else ("stopped", "startup")
+        self.phase, self.setup = "setup", why
 
     def _advance(self, at: float) -> None:
         """Spend the time up to `at` on what the run does."""
@@ -201,13 +205,7 @@ class GoodputMeter(BaseModel):
         if seconds <= 0:
             return
         self.mark = at
-        if self.phase == "setup":
-            self._spend(self.setup, seconds)
-        elif self.phase == "waiting":
-            self._spend("waiting_for_capacity", seconds)
-        elif self.phase == "winding":
-            self._spend("startup", seconds)
-        elif self.phase == "stopped":
+        if self.phase == "stopped":
             self.stopped += seconds
         elif self.phase == "first" and self.first is not None:
             self.first.seconds += seconds
@@ -215,6 +213,9 @@ class GoodputMeter(BaseModel):
             self.pending += seconds
             if self.first is not None:
                 self.first.running += seconds
+        else:
+            buckets = {"setup": self.setup, "waiting": "waiting_for_capacity", "winding": "startup"}
+            self._spend(buckets[self.phase or "setup"], seconds)
 
     def _spend(self, bucket: str, seconds: float) -> None:
         self.spent[bucket] = self.spent.get(bucket, 0.0) + seconds
@@ -235,38 +236,14 @@ class GoodputMeter(BaseModel):
             self.pending += trained
             return
         self.productive += trained
-        for commit in self.commits[first.commits_before :]:
-            commit.productive += trained
+        for commit in self.commits:
+            commit.productive += trained if commit.with_first else 0.0
+            commit.with_first = False
 
-    def _commit(self, checkpoint: str) -> None:
-        self.productive, self.pending = self.productive + self.pending, 0.0
-        if self.first is not None:
-            self.first.committed = True
-        if self.commits and self.commits[-1].checkpoint == checkpoint:
-            self.commits[-1].productive = self.productive
-            return
-        self.commits.append(_Commit(checkpoint=checkpoint, productive=self.productive))
-        if len(self.commits) > _MAX_COMMITS:
-            self.commits.pop(0)
-            if self.first is not None:
-                self.first.commits_before = max(0, self.first.commits_before - 1)
-
-    def _stall(self, seconds: float) -> None:
-        """Move the time in which the loop stood still for a checkpoint out of its training."""
-        of_pending = min(seconds, self.pending)
-        self.pending -= of_pending
-        last = self.commits[-2].productive if len(self.commits) > 1 else 0.0
-        of_kept = min(seconds - of_pending, max(0.0, self.productive - last))
-        self.productive -= of_kept
-        if self.commits:
-            self.commits[-1].productive = min(self.commits[-1].productive, self.productive)
-        if self.first is not None and self.first.intervals:
-            self.first.intervals[-1] = max(0.0, self.first.intervals[-1] - seconds)
-        of_first = 0.0
-        if self.first is not None and self.phase != "first":
-            of_first = min(seconds - of_pending - of_kept, self.first.seconds)
-            self.first.seconds -= of_first
-        self._spend("checkpoint_stall", of_pending + of_kept + of_first)
+    def _remember(self, checkpoint: str) -> None:
+        """Remember a commit, and what is preserved up to it."""
+        commit = _Commit(checkpoint=checkpoint, productive=self.productive, with_first=self.first is not None)
+        self.commits = [*self.commits[-_MAX_COMMITS + 1 :], commit]
 
     def _close_group(self) -> None:
         """Give up what was trained since the last commit."""
@@ -276,7 +253,7 @@ class GoodputMeter(BaseModel):
             self.given_up, self.given_up_at = self.pending, self.mark
         self.pending = 0.0
 
-    def _close_attempt(self, event: AttemptStarted) -> None:
+    def _close_attempt(self, event: ev.AttemptStarted) -> None:
         """Close an attempt that may have died without a word, and before it could tell of its last commit."""
         untold = self.phase == "training"
         self._close_group()
@@ -290,14 +267,7 @@ class GoodputMeter(BaseModel):
             kept += max(0.0, event.checkpoint_at - self.mark)
             self.mark = max(self.mark, event.checkpoint_at)
         self.productive += kept
-        self.commits.append(_Commit(checkpoint=event.checkpoint, productive=self.productive))
-
-    def _give_up(self, seconds: float) -> None:
-        """Give up what was preserved and is done again all the same."""
-        self.productive -= seconds
-        for commit in self.commits:
-            commit.productive = max(0.0, commit.productive - seconds)
-        self._spend("lost", seconds)
+        self._remember(event.checkpoint)
 
     def _roll_back(self, checkpoint: str) -> None:
         """Give up what lies between the commit that an attempt goes on from and the newest."""
@@ -313,14 +283,3 @@ class GoodputMeter(BaseModel):
         lost = max(0.0, self.productive - kept)
         self.productive -= lost
         self._spend("lost", lost)
-
-
-_BUCKETS = ("startup", "waiting_for_capacity", "restart", "resize", "checkpoint_stall", "lost")
-
-
-def measure(events: Iterable[Event]) -> TimeAccount:
-    """Give the account of a run from its events, in order, over all attempts."""
-    meter = GoodputMeter()
-    for event in events:
-        meter.take(event)
-    return meter.account()

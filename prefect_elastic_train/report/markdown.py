@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
+from prefect_elastic_train.report.metrics import COUNTERS, TOTALS
 from prefect_elastic_train.report.run_report import Checkpoint, Incident, RunReport
 from prefect_elastic_train.report.words import clock, code, duration, metrics_in_words, plain, size
 
@@ -15,10 +16,6 @@ __all__ = ["MAX_BYTES", "TIME_PARTS", "headline", "render", "summary_line"]
 MAX_BYTES = 290_000
 _MAX_ADDRESS = 300
 _OLD_PICTURE_SECONDS = 15.0
-_COUNTERS = frozenset({"step", "global_step", "iteration", "epoch", "progress"})
-_TOTALS = frozenset(
-    f"{prefix}_{name}" for prefix in ("total", "max", "num") for name in ("steps", "epochs", "iterations")
-)
 
 #: What wall time goes into: the field of the account, and its name for people.
 TIME_PARTS: Sequence[tuple[str, str]] = (
@@ -94,7 +91,7 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     progress = report.progress
     if progress is not None and progress.remaining_seconds is not None and report.state == "training":
         yield f"about {duration(progress.remaining_seconds)} left"
-    told_by_progress = _TOTALS | (_COUNTERS if progress is not None else frozenset())
+    told_by_progress = TOTALS | ({"progress", *COUNTERS} if progress is not None else set())
     metrics = metrics_in_words(report.metrics, 4, leave_out=told_by_progress)
     if metrics:
         yield metrics
@@ -159,7 +156,7 @@ def _checkpoints(report: RunReport, now: float) -> str:
 
 def _checkpoint(made: Checkpoint, best: Checkpoint | None, now: float) -> list[str]:
     is_best = best is not None and made.name == best.name
-    metrics = metrics_in_words(made.metrics, 4, leave_out=_TOTALS)
+    metrics = metrics_in_words(made.metrics, 4, leave_out=TOTALS)
     when = clock(made.at, now)
     best_word = "**best**" if is_best else ""
     return [code(loop_name(made.name)), when, str(made.attempt), metrics, size(made.size_bytes), best_word]

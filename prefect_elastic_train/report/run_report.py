@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    ClusterConnected,
-    ControllerAlive,
-    Event,
-    LoopWarned,
-    Reported,
-    RunRecalled,
-    StateChanged,
-    StorageWaited,
-    WaitingForCapacity,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-)
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.rank_errors import causes, ranks_in_words
 from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.report.curves import Curve, Steps
+from prefect_elastic_train.report.metrics import COUNTERS, TOTALS, bounded, fraction, number
 
 __all__ = ["WORTH_TELLING_SECONDS", "Checkpoint", "Incident", "Progress", "RunReport", "is_better"]
 
@@ -40,23 +23,12 @@ MAX_INCIDENTS = 60
 _FIRST_INCIDENTS = 10
 MAX_CHECKPOINTS = 10
 MAX_METRICS = 12
-_MAX_NAME = 60
 _MAX_TEXT = 500
-_MAX_SAMPLES = 60
 _MAX_BESTS = 20
 #: A storage that waits for less says nothing: a request was repeated.
 WORTH_TELLING_SECONDS = 3.0
 
-#: Metrics that tell how far the training is rather than how good, in the order in which they are asked: a ``step``
-#: beside a ``global_step`` begins anew with each epoch.
-_COUNTERS = ("global_step", "iteration", "step", "epoch")
-_TOTALS: Mapping[str, tuple[str, ...]] = {
-    "global_step": ("total_steps", "max_steps", "num_steps"),
-    "iteration": ("total_iterations", "max_iterations", "num_iterations"),
-    "step": ("total_steps", "max_steps", "num_steps"),
-    "epoch": ("total_epochs", "max_epochs", "num_epochs"),
-}
-_NO_CURVE = {"progress", *_COUNTERS, *(name for names in _TOTALS.values() for name in names)}
+_NO_CURVE = {"progress", *COUNTERS, *TOTALS}
 
 Kind = Literal["begin", "failure", "preemption", "resize", "driver", "capacity", "storage", "repair", "loop", "end"]
 
@@ -96,7 +68,7 @@ class Progress(BaseModel):
     remaining_seconds: float | None = None
 
 
-class RunReport(BaseModel):
+class RunReport(BaseModel, ev.EventHandler):
     """The state of a run as far as its events tell.
 
     Args:
@@ -122,11 +94,6 @@ class RunReport(BaseModel):
     world_size: int = 0
     driver_restarts: int = 0
     reports: int = 0
-    #: Number of the last report counted without those that were done again, as of now and of the last commit.
-    position: int = 0
-    kept_position: int = 0
-    #: The same when the worker group started.
-    begun_position: int = 0
     metrics: dict[str, Any] = Field(default_factory=dict)
     #: How far the last report that told it was, from 0 to 1, and in words.
     done: tuple[float, str] | None = None
@@ -149,11 +116,11 @@ class RunReport(BaseModel):
     axis_at: float | None = None
     curves: dict[str, Curve] = Field(default_factory=dict)
     world_sizes: Steps = Field(default_factory=Steps)
-    #: Time and fraction, since the last restart, and the pace before it in fractions a second.
-    samples: list[tuple[float, float]] = Field(default_factory=list)
+    #: When the loop first told how far it was since the last restart, and when last; and the pace before that restart
+    #: in fractions a second.
+    paced_from: tuple[float, float] | None = None
+    paced_to: tuple[float, float] | None = None
     pace: float | None = None
-    sample_stride: int = 1
-    samples_seen: int = 0
     #: Whether the controller waits for its storage.
     waits: bool = False
     #: Whether an attempt came before the newest, and whether the newest waiting for capacity has just begun.
@@ -162,47 +129,40 @@ class RunReport(BaseModel):
     #: How the newest attempt ended.
     last_end: str = ""
 
-    def take(self, event: Event) -> None:
+    def take(self, event: ev.Event) -> None:
         """Take the next event in."""
-        if isinstance(event, RunRecalled):
-            self._recall(event)
+        if not isinstance(event, ev.RunRecalled | ev.ControllerAlive) and not _is_old_end(event):
+            self.tally.take(event)
+            self.last_event_at = max(self.last_event_at, event.at)
+        self.handle(event)
+
+    def on_run_recalled(self, event: ev.RunRecalled) -> None:
+        """Take over what was before, bar what this process knows itself."""
+        try:
+            recalled = RunReport.model_validate(event.report)
+        except ValidationError:  # another version's
             return
-        if isinstance(event, ControllerAlive):
-            self._look_alive(event)
-            return
-        if isinstance(event, AttemptEnded) and event.already_finished:
+        own = {"run_name", "score_attribute", "score_order", "dashboard_url", "state", "detail"}
+        for name in RunReport.model_fields:
+            if name not in own:
+                setattr(self, name, getattr(recalled, name))
+
+    def on_controller_alive(self, event: ev.ControllerAlive) -> None:
+        waits = event.doing == "waiting for the storage"
+        if waits:
+            self.detail = f"waiting for the storage for {event.seconds:.0f} s"
+        elif self.waits:
+            self.detail = ""
+        self.waits = waits
+
+    def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
+        url = event.dashboard_url
+        self.dashboard_url = f"http://{url}" if url and "://" not in url else url or self.dashboard_url
+
+    def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
+        if _is_old_end(event):
             self._set_state("completed", event.message)
             return
-        self.tally.take(event)
-        self.last_event_at = max(self.last_event_at, event.at)
-        if isinstance(event, Reported):
-            self._report(event)
-        elif isinstance(event, CheckpointCommitted):
-            self._commit(event)
-        elif isinstance(event, ClusterConnected):
-            url = event.dashboard_url
-            self.dashboard_url = f"http://{url}" if url and "://" not in url else url or self.dashboard_url
-        elif isinstance(event, AttemptStarted):
-            self._begin(event)
-        elif isinstance(event, StateChanged):
-            self._change_state(event)
-        elif isinstance(event, WaitingForCapacity):
-            self._wait(event)
-        elif isinstance(event, WorkerGroupStarted):
-            self._start_group(event)
-        elif isinstance(event, WorkerFailed | WorkersPreempted):
-            self._fail(event)
-        elif isinstance(event, WorkerGroupResized):
-            self._resize(event)
-        elif isinstance(event, LoopWarned):
-            self._warn(event)
-        elif isinstance(event, StorageWaited):
-            self._wait_for_storage(event)
-        elif isinstance(event, AttemptEnded):
-            self.end_attempt(event)
-
-    def end_attempt(self, event: AttemptEnded) -> None:
-        """Take in how an attempt ended."""
         self._set_world(event.at, 0)
         self.outcome = event.outcome.value
         self.last_end = f"{event.outcome.value}: {first_line(event.message)}"[:_MAX_TEXT]
@@ -221,14 +181,14 @@ class RunReport(BaseModel):
             # What the driver could not say, or nobody has heard: what it trained since its last commit is lost.
             outcome = ended if ended is not Outcome.DRIVER_LOST or not self.outcome else Outcome(self.outcome)
             said_at = at if state in ("cancelled", "timed out", "interrupted") else self.last_event_at or at
-            self.tally.take(AttemptEnded(at=said_at, attempt=self.attempt, outcome=outcome, final=True))
+            self.tally.take(ev.AttemptEnded(at=said_at, attempt=self.attempt, outcome=outcome, final=True))
             self.outcome = outcome.value
         self._set_state(state, first_line(why) or (self.detail if state == "completed" else ""))
         self._set_world(self.last_event_at if state == "completed" else at, 0)
         self._tell(at, "end", state, why)
 
     def incident_of(self, kind: Kind) -> Incident | None:
-        """Give the newest incident of a kind."""
+        """Return the newest incident of a kind."""
         return next((incident for incident in reversed(self.incidents) if incident.kind == kind), None)
 
     @property
@@ -246,36 +206,20 @@ class RunReport(BaseModel):
         """How far the training is, if the loop reports a total or ``progress``."""
         if self.done is None:
             return None
-        fraction, words = self.done
+        done, words = self.done
         if self.state == "completed":  # many loops count from 0
             return Progress(fraction=1.0, words=words)
-        pace = self.pace
-        if len(self.samples) > 1:
-            (first_at, first), (last_at, last) = self.samples[0], self.samples[-1]
-            if last_at > first_at and last > first:
-                pace = (last - first) / (last_at - first_at)
-        remaining = (1 - fraction) / pace if pace else None
-        return Progress(fraction=fraction, words=words, remaining_seconds=remaining)
+        pace = self._known_pace()
+        remaining = (1 - done) / pace if pace else None
+        return Progress(fraction=done, words=words, remaining_seconds=remaining)
 
-    def _recall(self, event: RunRecalled) -> None:
-        try:
-            recalled = RunReport.model_validate(event.report)
-        except ValidationError:  # another version's
-            return
-        own = {"run_name", "score_attribute", "score_order", "dashboard_url", "state", "detail"}
-        for name in RunReport.model_fields:
-            if name not in own:
-                setattr(self, name, getattr(recalled, name))
+    def _known_pace(self) -> float | None:
+        if self.paced_from is None or self.paced_to is None:
+            return self.pace
+        (first_at, first), (last_at, last) = self.paced_from, self.paced_to
+        return (last - first) / (last_at - first_at) if last_at > first_at and last > first else self.pace
 
-    def _look_alive(self, event: ControllerAlive) -> None:
-        waits = event.doing == "waiting for the storage"
-        if waits:
-            self.detail = f"waiting for the storage for {event.seconds:.0f} s"
-        elif self.waits:
-            self.detail = ""
-        self.waits = waits
-
-    def _begin(self, event: AttemptStarted) -> None:
+    def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         self.attempt_before = event.attempt > 1
         self._roll_back(event)
         self.run_uri, self.attempt, self.outcome = event.run_uri, event.attempt, ""
@@ -295,7 +239,7 @@ class RunReport(BaseModel):
         self._set_world(event.at, 0)
         self._set_state("starting")
 
-    def _roll_back(self, event: AttemptStarted) -> None:
+    def _roll_back(self, event: ev.AttemptStarted) -> None:
         """Forget the checkpoints after the one that an attempt goes on from: they were damaged, or never whole."""
         base = next((made for made in self.checkpoints if made.name == event.checkpoint), None)
         until = base.at if base is not None else event.checkpoint_at
@@ -304,24 +248,24 @@ class RunReport(BaseModel):
         self.checkpoints = [made for made in self.checkpoints if event.checkpoint and made.at <= until]
         self.bests = [made for made in self.bests if event.checkpoint and made.at <= until]
 
-    def _inherit(self, event: AttemptStarted) -> None:
+    def _inherit(self, event: ev.AttemptStarted) -> None:
         """Take in that the run has a checkpoint of another one, which its own have to beat to be the best."""
         inherited = self._checkpoint(event.checkpoint, event.checkpoint_at, 0, 0, event.inherited)
         if is_better(inherited, self.best, self.score_order):
             self.bests = [*self.bests[-_MAX_BESTS + 1 :], inherited]
 
     def _checkpoint(self, name: str, at: float, attempt: int, size_bytes: int, metrics: dict[str, Any]) -> Checkpoint:
-        score = _number(metrics.get(self.score_attribute)) if self.score_attribute else None
+        score = number(metrics.get(self.score_attribute)) if self.score_attribute else None
         return Checkpoint(
             name=name[:200],
             at=at,
             attempt=attempt,
             size_bytes=size_bytes,
-            metrics=_bounded(metrics, MAX_METRICS),
+            metrics=bounded(metrics, MAX_METRICS),
             score=score if score is not None and not math.isnan(score) else None,
         )
 
-    def _settle_best(self, event: AttemptEnded) -> None:
+    def _settle_best(self, event: ev.AttemptEnded) -> None:
         """Take the best checkpoint from the result: an asynchronous validation scores one after its commit."""
         best = ((event.result or {}).get("best_checkpoints") or [None])[-1]
         if not self.score_attribute or not isinstance(best, dict):
@@ -336,7 +280,7 @@ class RunReport(BaseModel):
         if found.score is not None:
             self.bests = [*self.bests[-_MAX_BESTS + 1 :], found]
 
-    def _wait_for_storage(self, event: StorageWaited) -> None:
+    def on_storage_waited(self, event: ev.StorageWaited) -> None:
         """Tell of a wait; those that follow each other are one incident."""
         if event.seconds < WORTH_TELLING_SECONDS:
             return
@@ -347,7 +291,7 @@ class RunReport(BaseModel):
             what += f", {self.tally.storage_wait_seconds:.0f} s in all so far"
         self._tell(event.at, "storage", what, why)
 
-    def _change_state(self, event: StateChanged) -> None:
+    def on_state_changed(self, event: ev.StateChanged) -> None:
         if event.state == "SCHEDULING":
             self._set_state("starting workers")
         elif event.state == "PREEMPTING":
@@ -355,7 +299,7 @@ class RunReport(BaseModel):
         elif event.state == "SHUTTING_DOWN" and self.state == "training":
             self._set_state("winding up")
 
-    def _wait(self, event: WaitingForCapacity) -> None:
+    def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
         lacking = f"{event.possible_workers} of at least {event.min_workers} workers fit"
         why = f"{lacking}; lacking: {event.missing}" if event.missing else lacking
         self.waits_anew = self.state != "waiting for capacity"
@@ -363,74 +307,55 @@ class RunReport(BaseModel):
             self._tell(event.since or event.at, "capacity", "waiting for capacity", why)
         self._set_state("waiting for capacity", why)
 
-    def _start_group(self, event: WorkerGroupStarted) -> None:
-        if len(self.samples) > 1:
-            progress = self.progress
-            if progress is not None and progress.remaining_seconds:
-                self.pace = (1 - progress.fraction) / progress.remaining_seconds
-        self.samples, self.sample_stride, self.samples_seen = [], 1, 0
-        self.axis_at = None
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
+        self.pace = self._known_pace()
+        self.paced_from = self.paced_to = self.axis_at = None
         self.segment += 1
-        self.position = self.begun_position = self.kept_position
         self._set_world(event.at, event.world_size)
         self._set_state("training")
 
-    def _report(self, event: Reported) -> None:
+    def on_report(self, event: ev.Report) -> None:
         self.reports += 1
-        self.position += 1
-        if event.checkpoint:
-            self.kept_position = self.position
-        self.metrics = _bounded(event.metrics, 4 * MAX_METRICS)
+        self.metrics = bounded(event.metrics, 4 * MAX_METRICS)
         if self.state != "training" and self.state != "draining":
             self._set_state("training")
-        self._sample(event.at)
+        if (found := fraction(self.metrics)) is not None:
+            self.done = found
+            self.paced_to = (event.at, found[0])
+            self.paced_from = self.paced_from or self.paced_to
         x = self._place_on_axis()
         if x is None:
             return
         for name, value in self.metrics.items():
-            number = None if name in _NO_CURVE else _number(value)
-            if number is None or (name not in self.curves and len(self.curves) >= MAX_CURVES):
+            y = None if name in _NO_CURVE else number(value)
+            if y is None or (name not in self.curves and len(self.curves) >= MAX_CURVES):
                 continue
-            if name not in self.curves and not math.isfinite(number):
+            if name not in self.curves and not math.isfinite(y):
                 continue
-            self.curves.setdefault(name, Curve()).add(self.segment, x, number)
+            self.curves.setdefault(name, Curve()).add(self.segment, x, y)
 
     def _place_on_axis(self) -> float | None:
-        """Give where a report stands on the axis; one that does not say stands where the one before it does."""
+        """Return where a report stands on the axis; one that does not say stands where the one before it does."""
         if not self.axis and not self.curves and not self.by_position:
-            self.axis = next((name for name in _COUNTERS if _number(self.metrics.get(name)) is not None), "")
-        x = _number(self.metrics.get(self.axis)) if self.axis else None
+            self.axis = next((name for name in COUNTERS if number(self.metrics.get(name)) is not None), "")
+        x = number(self.metrics.get(self.axis)) if self.axis else None
         if x is not None and self.axis_at is not None and x < self.axis_at:
             self.axis, self.by_position, self.curves = "", True, {}
         if not self.axis:
-            return float(self.position)
+            return float(self.tally.position)
         self.axis_at = self.axis_at if x is None else x
         return self.axis_at
 
-    def _sample(self, at: float) -> None:
-        """Remember how far the training is now and then, at growing distances."""
-        found = _fraction(self.metrics)
-        if found is None:
-            return
-        self.done = found
-        self.samples_seen += 1
-        if self.samples_seen % self.sample_stride == 0 or not self.samples:
-            self.samples.append((at, found[0]))
-        if len(self.samples) > _MAX_SAMPLES:
-            self.samples = self.samples[::2]
-            self.sample_stride *= 2
-
-    def _commit(self, event: CheckpointCommitted) -> None:
-        if self.checkpoints and self.checkpoints[-1].name == event.checkpoint:
-            return
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
+        self.on_report(event)
         made = self._checkpoint(event.checkpoint, event.at, event.attempt, event.size_bytes, event.metrics)
         self.checkpoints_made += 1
         self.checkpoints = [*self.checkpoints[-MAX_CHECKPOINTS + 1 :], made]
         if is_better(made, self.best, self.score_order):
             self.bests = [*self.bests[-_MAX_BESTS + 1 :], made]
 
-    def _fail(self, event: WorkerFailed | WorkersPreempted) -> None:
-        preempted = isinstance(event, WorkersPreempted)
+    def on_group_failed(self, event: ev.GroupFailed) -> None:
+        preempted = isinstance(event, ev.WorkersPreempted)
         what = "preemption" if preempted else "worker failure"
         then = "the workers are restarted" if event.retried else event.gives_up
         lost = f"; {event.reports_lost} reports are done again" if event.reports_lost else ""
@@ -439,19 +364,15 @@ class RunReport(BaseModel):
         self._set_world(event.at, 0)
         self._set_state("restarting workers", first_line(why))
 
-    def _warn(self, event: LoopWarned) -> None:
+    def on_loop_warned(self, event: ev.LoopWarned) -> None:
         what = {
             "checkpoint-ignored": f"the loop ignores checkpoint {event.checkpoint}",
             "no-checkpoint": "the loop saves no checkpoint",
             "ranks-missing": f"{ranks_in_words(event.ranks)} did not report",
         }[event.problem]
-        again = round(self.begun_position * event.again)
-        if event.is_redone:
-            again = min(again, self.position - self.begun_position)
-        self.position, self.kept_position = self.position - again, self.kept_position - again
         self._tell(event.at, "loop", what, event.message)
 
-    def _resize(self, event: WorkerGroupResized) -> None:
+    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         lost = f"; {event.reports_lost} reports are done again" if event.reports_lost else "; nothing is done again"
         why = {
             "commit": f"waited {event.waited_seconds:.0f} s for a checkpoint",
@@ -478,6 +399,11 @@ class RunReport(BaseModel):
             self.incidents_left_out += 1
 
 
+def _is_old_end(event: ev.Event) -> bool:
+    """Return whether the run had ended before this attempt, which is no news."""
+    return isinstance(event, ev.AttemptEnded) and event.already_finished
+
+
 _STATES = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
 #: How a training ended that the flow has seen end so, unless its driver knows better.
 _OUTCOMES = {
@@ -489,7 +415,7 @@ _OUTCOMES = {
 
 
 def is_better(made: Checkpoint, best: Checkpoint | None, order: str) -> bool:
-    """Tell whether a checkpoint is the best so far; one without a score never is.
+    """Return whether a checkpoint is the best so far; one without a score never is.
 
     Of two with the same score the later is: it is the one that Ray Train keeps.
     """
@@ -501,35 +427,5 @@ def is_better(made: Checkpoint, best: Checkpoint | None, order: str) -> bool:
 
 
 def first_line(text: str) -> str:
-    """Give the first line of a text that has something to say."""
+    """Return the first line of a text that has something to say."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "").removesuffix(" Its last output:")
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def _bounded(metrics: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Give so many metrics, their names and texts cut."""
-    return {
-        name[:_MAX_NAME]: value if value is None or _number(value) is not None else str(value)[:_MAX_NAME]
-        for name, value in list(metrics.items())[:most]
-    }
-
-
-def _fraction(metrics: Mapping[str, Any]) -> tuple[float, str] | None:
-    """Find how far a training is: ``progress``, or a counter with its total."""
-    progress = _number(metrics.get("progress"))
-    if progress is not None and 0 <= progress <= 1:
-        return progress, f"{progress:.1%}"
-    for counter, totals in _TOTALS.items():
-        done = _number(metrics.get(counter))
-        total = next((number for name in totals if (number := _number(metrics.get(name)))), None)
-        if done is not None and total is not None and math.isfinite(done) and total > 0 and math.isfinite(total):
-            return min(1.0, max(0.0, done / total)), f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f}"
-    return None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from prefect_elastic_train.core.events import (
     ControllerAlive,
     Event,
+    Report,
     Reported,
     RunRecalled,
     WorkerGroupStarted,
@@ -79,10 +80,10 @@ class HistoryWriter:
         """Take an event; signs of life and most reports without a checkpoint are left out."""
         if isinstance(event, ControllerAlive | RunRecalled):
             return
-        if isinstance(event, Reported):
-            if not event.checkpoint and not self._keeps(event):
-                self._left_out = event
-                return
+        if isinstance(event, Reported) and not self._keeps(event):
+            self._left_out = event
+            return
+        if isinstance(event, Report):
             self._left_out = None
         elif isinstance(event, WorkerGroupStarted):
             self._of_group = 0

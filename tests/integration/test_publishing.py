@@ -74,15 +74,10 @@ def _begin(publisher: Publisher, workers: int = 2) -> None:
 
 def _report(index: int, total: int = 1000, checkpoint: str = "") -> list[Event]:
     metrics = {"step": index, "total_steps": total, "loss": 1 / index}
-    reported = Reported(
-        sequence=2 * index + 2, attempt=1, index=index, metrics=metrics, world_size=2, checkpoint=checkpoint
-    )
+    common = {"sequence": 2 * index + 2, "attempt": 1, "index": index, "metrics": metrics, "world_size": 2}
     if not checkpoint:
-        return [reported]
-    committed = CheckpointCommitted(
-        sequence=2 * index + 3, attempt=1, checkpoint=checkpoint, size_bytes=1000, metrics=metrics
-    )
-    return [reported, committed]
+        return [Reported(**common)]
+    return [CheckpointCommitted(**common, checkpoint=checkpoint, size_bytes=1000)]
 
 
 def _train_in_an_earlier_process(make: Make) -> None:

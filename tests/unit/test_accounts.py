@@ -18,6 +18,7 @@ from prefect_elastic_train.core.events import (
     ClusterConnected,
     Event,
     LoopWarned,
+    Report,
     Reported,
     StateChanged,
     WorkerFailed,
@@ -45,11 +46,11 @@ def report(at: float, index: int, attempt: int = 1, **metrics: Any) -> Reported:
 
 
 def commit(at: float, index: int, attempt: int = 1, **metrics: Any) -> list[Event]:
-    """Give a report with a checkpoint, and its commit."""
     name = f"checkpoint-{attempt}-{index}"
     return [
-        report(at, index, attempt, **metrics).model_copy(update={"checkpoint": name}),
-        CheckpointCommitted(at=T + at, attempt=attempt, checkpoint=name, size_bytes=1, metrics=metrics),
+        CheckpointCommitted(
+            at=T + at, attempt=attempt, index=index, checkpoint=name, size_bytes=1, metrics=metrics, world_size=2
+        )
     ]
 
 
@@ -274,7 +275,7 @@ def test_goodput_is_a_share_and_losses_are_never_more_than_was_reported(events: 
     accounts = add_up(events)
     assert 0 <= accounts.time.goodput <= 1
     told = sum(event.reports_lost for event in events if isinstance(event, WorkerFailed | WorkersPreempted))
-    reports = sum(isinstance(event, Reported) for event in events)
+    reports = sum(isinstance(event, Report) for event in events)
     assert 0 <= accounts.steps_lost <= reports + told
     assert len(accounts.history) == reports
     assert accounts.attempts == len({event.attempt for event in events if isinstance(event, AttemptStarted)})

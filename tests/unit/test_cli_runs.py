@@ -386,8 +386,7 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     events = [
         AttemptStarted(attempt=1, at=at, run_name="mnist", run_uri=store.uri),
         WorkerGroupStarted(attempt=1, at=at, world_size=2),
-        Reported(attempt=1, at=at + 10, index=1, metrics={}, world_size=2, checkpoint="a"),
-        CheckpointCommitted(attempt=1, at=at + 10, checkpoint="a", size_bytes=3, metrics={}),
+        CheckpointCommitted(attempt=1, at=at + 10, index=1, checkpoint="a", size_bytes=3, metrics={}),
         WorkerFailed(attempt=1, at=at + 20, errors={"0": "x"}, retried=True, reports_lost=2),
         WorkerGroupStarted(attempt=1, at=at + 20, world_size=1),
         WorkerGroupResized(attempt=1, at=at + 30, old_size=1, new_size=2),
@@ -448,8 +447,8 @@ def test_what_a_driver_trained_before_it_died_without_a_word_is_lost(storage: St
     events = [
         AttemptStarted(attempt=1, at=at, run_name="mnist", run_uri=store.uri),
         WorkerGroupStarted(attempt=1, at=at, world_size=1),
-        *(Reported(attempt=1, at=at + 10 * number, index=number, metrics={}, world_size=1) for number in range(1, 11)),
-        CheckpointCommitted(attempt=1, at=at + 100, checkpoint="a", size_bytes=3, metrics={}),
+        *(Reported(attempt=1, at=at + 10 * number, index=number, metrics={}, world_size=1) for number in range(1, 10)),
+        CheckpointCommitted(attempt=1, at=at + 100, index=10, checkpoint="a", size_bytes=3, metrics={}),
         Reported(attempt=1, at=at + 400, index=11, metrics={}, world_size=1),
     ]
     store.create(f"{layout.EVENTS}/0001-000.jsonl", b"\n".join(encode_event(event).encode() for event in events))

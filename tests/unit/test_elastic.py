@@ -190,13 +190,27 @@ def test_a_report_is_told_as_progress_and_a_checkpoint_as_lifecycle(
     controller.callback.after_report(_TrainingReport(None, {"loss": 1}, validation=False), [{"loss": 1}, {"loss": 9}])
     checkpoint = Checkpoint(f"{store.path}/ckpt-1", fs.LocalFileSystem())
     controller.callback.after_report(_TrainingReport(checkpoint, {"loss": 0.5}, validation=False), [{"loss": 0.5}])
-    first, second, commit = controller.heard()
+    first, commit = controller.heard()
     assert isinstance(first, Reported)
-    assert (first.metrics, first.checkpoint, first.droppable) == ({"loss": 1}, "", True)
-    assert isinstance(second, Reported)
-    assert (second.metrics, second.checkpoint, second.droppable) == ({"loss": 0.5}, "ckpt-1", False)
+    assert (first.metrics, first.droppable) == ({"loss": 1}, True)
     assert isinstance(commit, CheckpointCommitted)
-    assert (commit.checkpoint, commit.size_bytes, commit.droppable) == ("ckpt-1", 5, False)
+    assert (commit.metrics, commit.droppable) == ({"loss": 0.5}, False)
+    assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", 5)
+
+
+def test_a_commit_is_told_also_when_its_size_cannot_be_seen(
+    controller: Controller, store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(name: str) -> dict[str, int]:
+        raise OSError("EIO")
+
+    monkeypatch.setattr(controller.callback._store, "file_sizes", fails)
+    checkpoint = Checkpoint(f"{store.path}/ckpt-1", fs.LocalFileSystem())
+    controller.callback.after_report(_TrainingReport(checkpoint, {"loss": 0.5}, validation=False), [{"loss": 0.5}])
+    (commit,) = controller.heard()
+    assert isinstance(commit, CheckpointCommitted)
+    assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", 0)
+    assert controller.callback.take_commit(), "and a growth may use it"
 
 
 def test_a_failure_is_told_with_the_errors_of_the_ranks_and_what_it_costs(controller: Controller) -> None:

@@ -39,7 +39,7 @@ from prefect_elastic_train.core.events import (
 )
 from prefect_elastic_train.core.outcomes import Outcome
 
-BASE = {"sequence": 7, "at": 1234.5, "attempt": 3, "droppable": True}
+BASE = {"sequence": 7, "at": 1234.5, "attempt": 3}
 
 #: One event of each kind, every field of it other than by default.
 EVENTS: list[Event] = [
@@ -87,8 +87,8 @@ EVENTS: list[Event] = [
     WorkersPreempted(
         errors={"1": "node drained"}, also={"1": [7]}, retried=False, gives_up="no", reports_lost=1, **BASE
     ),
-    Reported(index=9, metrics={"loss": 0.5, "text": "x", "none": None}, world_size=4, checkpoint="a", **BASE),
-    CheckpointCommitted(checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, **BASE),
+    Reported(index=9, metrics={"loss": 0.5, "text": "x", "none": None}, world_size=4, **BASE),
+    CheckpointCommitted(index=9, checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, world_size=4, **BASE),
     CheckpointStalled(seconds=2.5, **BASE),
     CheckpointTaken(checkpoint="checkpoint_a", where="step 9", **BASE),
     LoopWarned(problem="checkpoint-ignored", message="a", checkpoint="b", ranks=[1], again=0.5, is_redone=True, **BASE),

@@ -29,7 +29,7 @@ from prefect_elastic_train.core.events import (
 )
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.result import TimeAccount
-from prefect_elastic_train.report.goodput import GoodputMeter, measure
+from prefect_elastic_train.report.goodput import GoodputMeter
 from tests.unit.support import examples
 
 #: When the runs of these tests begin, in seconds since the epoch.
@@ -55,13 +55,12 @@ def group(at: float) -> WorkerGroupStarted:
     return WorkerGroupStarted(at=T + at, world_size=2)
 
 
-def report(at: float, checkpoint: str = "") -> Reported:
-    return Reported(at=T + at, metrics={}, world_size=2, checkpoint=checkpoint)
+def report(at: float) -> Reported:
+    return Reported(at=T + at, metrics={}, world_size=2)
 
 
 def commit(at: float, checkpoint: str) -> list[Event]:
-    """Give a report with a checkpoint, and its commit."""
-    return [report(at, checkpoint), CheckpointCommitted(at=T + at, checkpoint=checkpoint, size_bytes=1, metrics={})]
+    return [CheckpointCommitted(at=T + at, checkpoint=checkpoint, size_bytes=1, metrics={})]
 
 
 def reports(first: float, last: float, every: float = 10) -> list[Event]:
@@ -98,6 +97,13 @@ def parts(account: TimeAccount) -> dict[str, float]:
     """Give what is more than nothing, without ``_seconds``."""
     fields = account.model_dump()
     return {name.removesuffix("_seconds"): seconds for name, seconds in fields.items() if seconds}
+
+
+def measure(events: Sequence[Event]) -> TimeAccount:
+    meter = GoodputMeter()
+    for event in events:
+        meter.take(event)
+    return meter.account()
 
 
 def spent(*events: Event | Sequence[Event]) -> dict[str, float]:

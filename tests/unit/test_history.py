@@ -16,8 +16,10 @@ from prefect_elastic_train import LocalStorage, TrainingResult, checkpoint_direc
 from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
+    CheckpointCommitted,
     ControllerAlive,
     Event,
+    Report,
     Reported,
     RunRecalled,
     StateChanged,
@@ -46,10 +48,13 @@ def _result(*arguments: Any, **more: Any) -> TrainingResult:
 STARTED = AttemptStarted(attempt=1, run_name="mnist", run_uri="/runs/mnist")
 
 
-def _report(index: int, at: float = 0.0, checkpoint: str = "", size: int = 0) -> Reported:
-    return Reported(
-        index=index, at=at, metrics={"step": index, "text": "x" * size}, world_size=1, checkpoint=checkpoint
-    )
+def _report(index: int, at: float = 0.0, checkpoint: str = "", size: int = 0) -> Report:
+    metrics = {"step": index, "text": "x" * size}
+    if checkpoint:
+        return CheckpointCommitted(
+            index=index, at=at, metrics=metrics, world_size=1, checkpoint=checkpoint, size_bytes=1
+        )
+    return Reported(index=index, at=at, metrics=metrics, world_size=1)
 
 
 def _storage(store: LocalRunStore) -> Storage:
@@ -58,7 +63,7 @@ def _storage(store: LocalRunStore) -> Storage:
 
 
 def _indices(store: LocalRunStore) -> list[int]:
-    return [event.index for event in read_history(store) if isinstance(event, Reported)]
+    return [event.index for event in read_history(store) if isinstance(event, Report)]
 
 
 def test_the_history_of_all_attempts_is_read_in_order(store: LocalRunStore) -> None:

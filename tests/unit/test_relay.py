@@ -137,10 +137,10 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplo
     sender = EventSender(driver.receiving)
     started = time.monotonic()
     for number in range(3000):
-        sender.send(Reported(metrics={"n": number}, world_size=1, droppable=True))
+        sender.send(Reported(metrics={"n": number}, world_size=1))
     for number in range(50):
         sender.send(WorkerFailed(errors={"0": str(number)}, retried=True))
-        sender.send(ControllerAlive(doing="RUNNING", seconds=1, droppable=True))
+        sender.send(ControllerAlive(doing="RUNNING", seconds=1))
     assert time.monotonic() - started < 2, "sending held up the controller"
     key, *lines = driver.lines(1 + 1000 + 50)
     sender.close(5)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from prefect_elastic_train import TrainingResult
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
-from prefect_elastic_train.core.events import Event, Reported, encode_event
+from prefect_elastic_train.core.events import Event, Report, encode_event
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
@@ -179,7 +179,7 @@ def test_a_run_ends_with_its_result_and_nothing_that_is_told_of_it_is_large(
         assert (run / layout.ended_name(1)).stat().st_size < 2 * MAX_EVENT_BYTES
         segments = list((run / layout.EVENTS).iterdir())
         assert max(segment.stat().st_size for segment in segments) < 2 * MAX_EVENT_BYTES
-    told = [event for event in supervisor.events if isinstance(event, Reported)]
+    told = [event for event in supervisor.events if isinstance(event, Report)]
     assert [event.metrics[SCORE] for event in told] == [*range(reports)], "no report is lost"
     made = len({*range(0, reports, every), reports - 1})
     assert len(result.history) + result.left_out.get("history", 0) == reports
