@@ -28,7 +28,7 @@ from prefect_elastic_train import (
     RayCluster,
     S3Storage,
 )
-from prefect_elastic_train.blocks.lookup import load_block, load_if_saved, load_storage
+from prefect_elastic_train.blocks.lookup import find_saved, load_block, load_storage
 from prefect_elastic_train.train_flow import train
 
 #: What the flows call each type of block.
@@ -59,7 +59,7 @@ def block_parameters(name: str, storage: str, environment: Mapping[str, str]) ->
         ConfigurationError: A variable that the profile needs is not set, there is no storage, or a block holds a bad
             value.
     """
-    parameters = {key: block for kind, key in PARAMETERS.items() if (block := load_if_saved(kind, name)) is not None}
+    parameters = {key: block for kind, key in PARAMETERS.items() if (block := find_saved([kind], name)) is not None}
     if storage:
         parameters["storage"] = load_storage(storage)
     if set(parameters) == set(PARAMETERS.values()):

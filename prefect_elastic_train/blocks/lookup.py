@@ -1,33 +1,47 @@
-"""Finding saved blocks by name, and a storage by what a person types: a directory, a URL, or the name of a block."""
+"""Saved blocks by name: those that a person names, those of a profile, those that the settings name as default."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.storage import FsspecStorage, LocalStorage, S3Storage
+from prefect_elastic_train.blocks.settings import (
+    CheckpointPolicy,
+    ElasticScaling,
+    FailureBudget,
+    FsspecStorage,
+    LocalStorage,
+    RayCluster,
+    S3Storage,
+)
+from prefect_elastic_train.core.operator_settings import default_block_name, naming_the_setting
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.places import storage_at
 from prefect_elastic_train.core.settings import plain
 from prefect_elastic_train.core.storage_settings import (
+    DEFAULT_STORAGE,
     FsspecStorageSettings,
     LocalStorageSettings,
     S3StorageSettings,
     StorageSettings,
+    storage_at,
 )
 
 __all__ = [
+    "BLOCK_TYPES",
     "STORAGE_TYPES",
     "StorageBlock",
+    "chosen_block",
+    "chosen_blocks",
+    "find_saved",
     "load_block",
-    "load_if_saved",
+    "load_saved",
     "load_storage",
     "plain_storage",
     "saved_name",
-    "storage_block_named",
     "storage_named",
 ]
 
@@ -41,101 +55,91 @@ STORAGE_TYPES: dict[type[StorageBlock], type[StorageSettings]] = {
     S3Storage: S3StorageSettings,
     FsspecStorage: FsspecStorageSettings,
 }
+#: The types of blocks that each argument of ``elastic_train`` takes.
+BLOCK_TYPES: dict[str, Sequence[type[TrainingBlock]]] = {
+    "scaling": [ElasticScaling],
+    "failures": [FailureBudget],
+    "checkpoints": [CheckpointPolicy],
+    "storage": [*STORAGE_TYPES],
+    "cluster": [RayCluster],
+}
 
 
-def load_if_saved(kind: type[AnyBlock], name: str) -> AnyBlock | None:
-    """Load a saved block; None if there is none of this type and name.
-
-    Raises:
-        ConfigurationError: Its data are not allowed.
-        ValueError: It cannot be loaded, such as without an API to ask.
-    """
-    try:
-        return kind.load(name, _sync=True)  # type: ignore[call-arg, return-value]
-    except ValueError as error:
-        if isinstance(error.__cause__, ObjectNotFound):
-            return None
-        raise
-
-
-def load_block(kind: type[AnyBlock], name: str) -> AnyBlock:
-    """Load a saved block of a type.
+def find_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
+    """Load a saved block of one of some types.
 
     Args:
-        kind: The type.
-        name: ``"<name>"`` or ``"<block type>/<name>"``.
+        kinds: The types.
+        name: ``"<block type>/<name>"``, or the name alone if no two of the types have it.
+
+    Returns:
+        The block; None if there is none.
 
     Raises:
-        ConfigurationError: There is no such block, or it cannot be loaded, or its data are not allowed.
+        ConfigurationError: There are several, or it cannot be loaded, or its data are not allowed.
     """
-    slug = kind.get_block_type_slug()
-    short = name.removeprefix(f"{slug}/")
-    hint = f"See `prefect block ls`, or save one with {kind.__name__}(...).save({short!r})"
-    try:
-        block = load_if_saved(kind, short)
-    except ConfigurationError:
-        raise
-    except ValueError as error:
-        raise ConfigurationError(f"cannot load block {slug}/{short}: {error}. {hint}") from error
+    slug, slash, short = name.rpartition("/")
+    found: list[AnyBlock] = []
+    for kind in kinds:
+        if slash and slug != kind.get_block_type_slug():
+            continue
+        try:
+            found.append(kind.load(short, _sync=True))  # type: ignore[call-arg, arg-type]
+        except ConfigurationError:
+            raise
+        except ValueError as error:
+            if not isinstance(error.__cause__, ObjectNotFound):
+                raise ConfigurationError(f"{_failure(kinds, name)}: {error}") from error
+    if len(found) > 1:
+        raise ConfigurationError(f"{name!r} are several blocks: say which of {', '.join(map(saved_name, found))}")
+    return found[0] if found else None
+
+
+def load_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock:
+    """Load a saved block that must be there, see :func:`find_saved`.
+
+    Raises:
+        ConfigurationError: There is no such block, or several, or it cannot be loaded, or its data are not allowed.
+    """
+    block = find_saved(kinds, name)
     if block is None:
-        raise ConfigurationError(f"cannot load block {slug}/{short}: there is none. {hint}")
+        raise ConfigurationError(
+            f"{_failure(kinds, name)}: there is none. See `prefect block ls`, or save one with "
+            f"{kinds[-1].__name__}(...).save({name.rpartition('/')[2]!r})"
+        )
     return block
 
 
+def _failure(kinds: Sequence[type[TrainingBlock]], name: str) -> str:
+    slugs = [kind.get_block_type_slug() for kind in kinds]
+    if len(slugs) == 1:
+        return f"cannot load block {slugs[0]}/{name.rpartition('/')[2]}"
+    return f"cannot load storage block {name!r} (a {' or '.join(slugs)})"
+
+
+def load_block(kind: type[AnyBlock], name: str) -> AnyBlock:
+    """Load a saved block of one type, see :func:`load_saved`."""
+    return load_saved([kind], name)
+
+
+def load_storage(name: str) -> StorageBlock:
+    """Load a saved storage block of whatever type, see :func:`load_saved`."""
+    return load_saved([*STORAGE_TYPES], name)
+
+
 def saved_name(block: TrainingBlock) -> str:
-    """Give what loads a block elsewhere, ``"<block type>/<name>"``; empty if it is not a saved one."""
+    """Return what loads a block elsewhere, ``"<block type>/<name>"``; empty if it is not a saved one."""
     name = block._block_document_name
     return f"{block.get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
 
 
-def load_storage(name: str) -> StorageBlock:
-    """Load a saved storage block.
-
-    Args:
-        name: ``"<block type>/<name>"``, or the name alone if no two types have it.
-
-    Raises:
-        ConfigurationError: There is no such block, or several; or its data are not allowed.
-    """
-    slug, slash, short = name.rpartition("/")
-    types = [kind for kind in STORAGE_TYPES if not slash or kind.get_block_type_slug() == slug]
-    try:
-        found: list[StorageBlock] = [block for kind in types if (block := load_if_saved(kind, short)) is not None]
-    except ConfigurationError:
-        raise
-    except ValueError as error:
-        raise ConfigurationError(f"cannot load storage block {name!r}: {error}") from error
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(f"{block.get_block_type_slug()}/{short}" for block in found)
-        raise ConfigurationError(f"several storage blocks are called {short!r}: give one of {names}")
-    slugs = ", ".join(kind.get_block_type_slug() for kind in STORAGE_TYPES)
-    raise ConfigurationError(
-        f"cannot load storage block {name!r}: there is none among {slugs}. See `prefect block ls`, or save one with "
-        f"S3Storage(...).save({short!r})"
-    )
-
-
 def plain_storage(block: StorageBlock) -> StorageSettings:
-    """Give a storage block's values as the plain settings that everything else reads."""
+    """Return a storage block's values as the plain settings that everything else reads."""
     return plain(STORAGE_TYPES[type(block)], block)
 
 
-def storage_block_named(text: str) -> StorageBlock:
-    """Give the storage that a person names, as a block: the saved one, or one that holds no more than the place.
-
-    Takes and raises the same as :func:`storage_named`.
-    """
-    settings = storage_at(text)
-    if settings is None:
-        return _load_named(text)
-    [kind] = [kind for kind, plain_kind in STORAGE_TYPES.items() if type(settings) is plain_kind]
-    return kind(**{name: getattr(settings, name) for name in type(settings).model_fields})
-
-
 def storage_named(text: str) -> StorageSettings:
-    """Give the storage that a person names.
+    """Return the storage that a person names.
 
     Args:
         text: A directory (``./runs``, ``/mnt/runs``), a URL (``s3://bucket/runs`` with the ambient credentials), or a
@@ -144,12 +148,64 @@ def storage_named(text: str) -> StorageSettings:
     Raises:
         ConfigurationError: It is none of these.
     """
-    return storage_at(text) or plain_storage(_load_named(text))
+    return plain_storage(_storage_block_named(text))
 
 
-def _load_named(name: str) -> StorageBlock:
+def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBlock:
+    """Load one block of a training.
+
+    Args:
+        argument: The argument of ``elastic_train`` that it is for.
+        name: Its name; a storage may also be a directory or a URL. Empty for what comes next:
+        profile: A name that some blocks are saved under. Without one of this type there: as the settings say, else the
+            default.
+
+    Raises:
+        ConfigurationError: There is no such block, or it cannot be loaded.
+    """
+    if name:
+        return _storage_block_named(name) if argument == "storage" else load_saved(BLOCK_TYPES[argument], name)
     try:
-        return load_storage(name)
+        block = find_saved(BLOCK_TYPES[argument], profile) if profile else None
     except ConfigurationError as error:
-        hint = f". For the directory of this name give ./{name}" if Path(name).is_dir() else ""
+        raise ConfigurationError(f"--profile {profile}: {error}") from error
+    if block is not None:
+        return block
+    if name := default_block_name(argument):
+        with naming_the_setting(argument):
+            return load_saved(BLOCK_TYPES[argument], name)
+    return LocalStorage(path=DEFAULT_STORAGE) if argument == "storage" else BLOCK_TYPES[argument][0]()
+
+
+def chosen_blocks(names: Mapping[str, str], profile: str = "") -> dict[str, TrainingBlock]:
+    """Load all blocks of a training.
+
+    Args:
+        names: Names by arguments, as :func:`chosen_block` takes them.
+        profile: See there.
+
+    Returns:
+        A block for each of ``scaling``, ``failures``, ``checkpoints``, ``storage`` and ``cluster``.
+
+    Raises:
+        ConfigurationError: There is no such block, no block of that profile, or one that cannot be loaded.
+    """
+    blocks = {argument: chosen_block(argument, names.get(argument, ""), profile) for argument in BLOCK_TYPES}
+    left = [argument for argument in blocks if not names.get(argument)]
+    if profile and left and not any(blocks[argument]._block_document_name == profile for argument in left):
+        wanted = ", ".join(f"{kind.get_block_type_slug()}/{profile}" for one in left for kind in BLOCK_TYPES[one])
+        raise ConfigurationError(f"--profile {profile}: there is none of the blocks {wanted}. See `prefect block ls`")
+    return blocks
+
+
+def _storage_block_named(text: str) -> StorageBlock:
+    """Return the storage that a person names, as a block: the saved one, or one that holds no more than the place."""
+    settings = storage_at(text)
+    if settings is not None:
+        [kind] = [kind for kind, plain_kind in STORAGE_TYPES.items() if type(settings) is plain_kind]
+        return kind(**{name: getattr(settings, name) for name in type(settings).model_fields})
+    try:
+        return load_storage(text)
+    except ConfigurationError as error:
+        hint = f". For the directory of this name give ./{text}" if Path(text).is_dir() else ""
         raise ConfigurationError(f"{error}{hint}") from error

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect_elastic_train import blocks
-from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import load_block
+from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_block
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
 __all__ = ["saved_blocks"]
 
-_KINDS: dict[str, type[TrainingBlock]] = {
-    kind.get_block_type_slug(): kind for kind in (getattr(blocks, name) for name in blocks.__all__)
-}
+_KINDS = {kind.get_block_type_slug(): kind for kinds in BLOCK_TYPES.values() for kind in kinds}
 
 
 def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
-    """Give references to saved blocks, for the parameters of a deployment.
+    """Return references to saved blocks, for the parameters of a deployment.
 
     The blocks are loaded once, so that a deployment with a block that is missing or holds a bad value is refused.
 
@@ -47,14 +43,13 @@ def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
               scaling: "{{ blocks.scaling }}"
               storage: "{{ blocks.storage }}"
     """
-    return {key: _reference(name) for key, name in names.items()}
-
-
-def _reference(name: str) -> dict[str, Any]:
-    slug, _, short = name.partition("/")
-    if slug not in _KINDS or not short:
-        raise ConfigurationError(
-            f"{name!r} is no block of a training: expected <block type>/<name> with one of {', '.join(_KINDS)}"
-        )
-    block = load_block(_KINDS[slug], short)
-    return {"$ref": {"block_document_id": str(block._block_document_id)}}
+    references = {}
+    for key, name in names.items():
+        slug, _, short = name.partition("/")
+        if slug not in _KINDS or not short:
+            raise ConfigurationError(
+                f"{name!r} is no block of a training: expected <block type>/<name> with one of {', '.join(_KINDS)}"
+            )
+        block = load_block(_KINDS[slug], short)
+        references[key] = {"$ref": {"block_document_id": str(block._block_document_id)}}
+    return references

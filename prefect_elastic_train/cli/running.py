@@ -173,7 +173,7 @@ def _plan(
     workers: str,
 ) -> _Plan:
     """Check all that can be checked before anything starts."""
-    from prefect_elastic_train.blocks.choosing import chosen_blocks
+    from prefect_elastic_train.blocks.lookup import chosen_blocks
     from prefect_elastic_train.cli.block_arguments import with_workers
     from prefect_elastic_train.cli.loop_config import loop_config
     from prefect_elastic_train.orchestration.task import check_arguments

@@ -17,9 +17,8 @@ from prefect_elastic_train.cli.errors import fail, prefect_errors, storage_error
 from prefect_elastic_train.cli.opening import open_briefly
 from prefect_elastic_train.cli.tables import age, clean, console, metrics_in_short, print_pairs, print_table, size
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
-from prefect_elastic_train.core.places import storage_at
 from prefect_elastic_train.core.result import TimeAccount
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings, storage_at
 from prefect_elastic_train.report.markdown import TIME_PARTS
 from prefect_elastic_train.report.words import duration
 from prefect_elastic_train.runs.ancestry import ancestors

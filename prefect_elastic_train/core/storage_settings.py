@@ -13,9 +13,17 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from prefect_elastic_train.core.masking import without_credentials
+from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import JsonDict, _Settings
 
-__all__ = ["DEFAULT_STORAGE", "FsspecStorageSettings", "LocalStorageSettings", "S3StorageSettings", "StorageSettings"]
+__all__ = [
+    "DEFAULT_STORAGE",
+    "FsspecStorageSettings",
+    "LocalStorageSettings",
+    "S3StorageSettings",
+    "StorageSettings",
+    "storage_at",
+]
 
 #: Where runs go when no storage is given.
 DEFAULT_STORAGE = "~/elastic_train_runs"
@@ -240,3 +248,27 @@ class FsspecStorageSettings(_StorageSettings):
 
 
 StorageSettings = LocalStorageSettings | S3StorageSettings | FsspecStorageSettings
+
+
+def storage_at(text: str) -> StorageSettings | None:
+    """Return the storage at a directory or a URL, with the ambient credentials.
+
+    Args:
+        text: A directory (``./runs``, ``~/runs``, ``/mnt/runs``) or a URL (``s3://bucket/runs``).
+
+    Returns:
+        None if it is neither, and perhaps the name of a saved block.
+
+    Raises:
+        ConfigurationError: It is one that cannot be a storage.
+    """
+    try:
+        if text.startswith(("s3://", "s3a://")):
+            return S3StorageSettings(bucket_path=text)
+        if text.startswith(("file://", "/", ".", "~")):
+            return LocalStorageSettings(path=text)
+        if "://" in text:
+            return FsspecStorageSettings(url=text)
+    except ValueError as error:
+        raise ConfigurationError(f"storage {without_credentials(text)!r}: {error}") from error
+    return None

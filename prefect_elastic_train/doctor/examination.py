@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prefect_elastic_train.blocks.choosing import chosen_block, load_for
-from prefect_elastic_train.blocks.lookup import StorageBlock, load_if_saved, plain_storage
+from prefect_elastic_train.blocks.lookup import (
+    BLOCK_TYPES,
+    StorageBlock,
+    chosen_block,
+    find_saved,
+    load_saved,
+    plain_storage,
+)
 from prefect_elastic_train.core.operator_settings import DEFAULT_BLOCKS, default_block_name, naming_the_setting
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.places import storage_at
 from prefect_elastic_train.core.settings import ClusterSettings, plain
-from prefect_elastic_train.core.storage_settings import StorageSettings
+from prefect_elastic_train.core.storage_settings import StorageSettings, storage_at
 from prefect_elastic_train.doctor.clusters import check_cluster
 from prefect_elastic_train.doctor.findings import Finding, fail, ok, skip
 from prefect_elastic_train.doctor.leftovers import check_leftovers
 from prefect_elastic_train.doctor.looking import Look
 from prefect_elastic_train.doctor.operator_settings import check_settings
 from prefect_elastic_train.doctor.prefect_server import check_server, has_server
-from prefect_elastic_train.doctor.saved_blocks import BLOCK_TYPES, check_blocks
+from prefect_elastic_train.doctor.saved_blocks import check_blocks
 from prefect_elastic_train.doctor.storage import check_storage
 from prefect_elastic_train.doctor.versions import check_versions
 
@@ -88,7 +93,8 @@ class Examination:
             if name := _default(argument):
                 yield _look_up(argument, name)
         if self.profile:
-            found = [kind.get_block_type_slug() for kind in BLOCK_TYPES if load_if_saved(kind, self.profile)]
+            kinds = [kind for kinds in BLOCK_TYPES.values() for kind in kinds]
+            found = [kind.get_block_type_slug() for kind in kinds if find_saved([kind], self.profile)]
             if found:
                 yield ok(f"profile {self.profile!r} has {', '.join(found)}")
             else:
@@ -137,7 +143,7 @@ def _look_up(argument: str, name: str) -> Finding:
     """Load a default block, as a training does that gives none."""
     try:
         with naming_the_setting(argument):
-            load_for(argument, name)
+            load_saved(BLOCK_TYPES[argument], name)
     except ConfigurationError as error:
         return fail(str(error))
     return ok(f"default {argument} {name!r} is there")

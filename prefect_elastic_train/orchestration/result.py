@@ -111,7 +111,7 @@ def _missing(uri: str, is_of_run: bool) -> FileNotFoundError:
 
 def _storage_of(uri: str, given: StorageBlock | str | None) -> StorageSettings:
     if not given:
-        from prefect_elastic_train.core.places import storage_at
+        from prefect_elastic_train.core.storage_settings import storage_at
 
         found = storage_at(uri)  # needs no Prefect
         if found is None:
