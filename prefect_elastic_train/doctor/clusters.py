@@ -18,6 +18,7 @@ from typing import Any
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.spec import DriverSpec, write_spec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
@@ -131,10 +132,7 @@ def _driver(
     cluster: ClusterSettings, folder: Path, environment: dict[str, str], address_file: str = ""
 ) -> subprocess.Popen[bytes]:
     spec = DriverSpec(
-        run_name="doctor",
-        framework="none",
-        owner=Owner(flow_run_id="doctor"),
-        fingerprint=fingerprint("doctor:none", "none", None),
+        RunRequest("doctor", Owner(flow_run_id="doctor"), fingerprint("doctor:none", "none", None)),
         scaling=ScalingSettings(),
         failures=FailureSettings(),
         checkpoints=CheckpointSettings(),

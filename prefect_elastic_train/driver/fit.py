@@ -23,7 +23,8 @@ from prefect_elastic_train.core.outcomes import (
 )
 from prefect_elastic_train.core.rank_errors import cause as in_short
 from prefect_elastic_train.core.rank_errors import causes, distinct
-from prefect_elastic_train.core.spec import DriverSpec, Payload
+from prefect_elastic_train.core.request import Payload
+from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.elastic.sending import Receiving
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs.commits import FencedOffError
@@ -61,25 +62,25 @@ def prepare(spec: DriverSpec) -> Prepared:
     """
     sys.path[:] = list(dict.fromkeys([*sys.path, *spec.sys_path]))
     try:
-        if spec.framework == "torch":
+        if spec.request.framework == "torch":
             import ray.train.torch  # noqa: F401
-        elif spec.framework == "jax":
+        elif spec.request.framework == "jax":
             import jax  # noqa: F401
     except ImportError as error:
         raise AttemptFailedError(
-            f"framework {spec.framework!r} is not installed where the driver runs ({error}); install it with "
-            f"`pip install 'prefect-elastic-train[{spec.framework}]'`",
+            f"framework {spec.request.framework!r} is not installed where the driver runs ({error}); install it with "
+            f"`pip install 'prefect-elastic-train[{spec.request.framework}]'`",
             outcome=Outcome.INVALID,
         ) from error
     try:
-        payload = pickle.loads(spec.payload)
+        payload = pickle.loads(spec.request.payload)
         loop = resolve_loop(payload.train_loop) if isinstance(payload.train_loop, str) else payload.train_loop
         check_loop(loop)
     except ConfigurationError as error:
         raise AttemptFailedError(str(error), outcome=Outcome.INVALID) from error
     except Exception as error:
         raise AttemptFailedError(
-            f"the driver cannot load train loop {spec.loop_label!r} and its configuration: "
+            f"the driver cannot load train loop {spec.request.fingerprint.loop!r} and its configuration: "
             f"{type(error).__name__}: {error}. What it refers to must be {_where_importable(spec)}, or defined in the "
             "flow's own script",
             outcome=Outcome.INVALID,
@@ -106,19 +107,19 @@ def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
 
     try:
         resources_per_worker(spec.scaling)
-        environments = [spec.worker_runtime_env]
+        environments = [spec.request.worker_runtime_env]
         if not spec.cluster.is_submitted:  # a job has its environment by now
             environments.append(spec.cluster.runtime_env)
             _check_folder(spec.cluster.working_dir)
         for environment in environments:
             _check_folder(str(environment.get("working_dir") or ""))
             RuntimeEnv(**environment)
-        if spec.framework == "torch" and payload.torch_config is not None:
+        if spec.request.framework == "torch" and payload.torch_config is not None:
             from ray.train.torch import TorchConfig
 
             if not isinstance(payload.torch_config, TorchConfig):
                 raise TypeError(f"torch_config must be a ray.train.torch.TorchConfig, got {payload.torch_config!r}")
-        if spec.framework == "jax" and payload.jax_config is not None:
+        if spec.request.framework == "jax" and payload.jax_config is not None:
             from ray.train.v2.jax import JaxConfig
 
             if not isinstance(payload.jax_config, JaxConfig):
@@ -280,18 +281,18 @@ def fit(
     )
     try:
         trainer = make_trainer(
-            spec.framework,
+            spec.request.framework,
             setup,
             train_loop_per_worker=prepared.train_loop,
             train_loop_config=payload.train_loop_config,
             scaling_config=scaling_config(spec.scaling),
             run_config=run_config(
-                name=spec.run_name,
+                name=spec.request.run_name,
                 storage_path=store.path.rpartition("/")[0],
                 storage_filesystem=run_filesystem(store, attempt),
                 failures=spec.failures,
                 checkpoints=spec.checkpoints,
-                worker_runtime_env=spec.worker_runtime_env,
+                worker_runtime_env=spec.request.worker_runtime_env,
             ),
             datasets=datasets,
             dataset_config=payload.dataset_config or DataConfig(),

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,7 +49,6 @@ from prefect_elastic_train.core.records import AttemptRecord, decode
 from prefect_elastic_train.core.result import RunResult, bounded
 from prefect_elastic_train.core.spec import STOP_FILE, DriverSpec, read_spec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.core.version import __version__
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.loop.context import RunContext
@@ -58,7 +56,6 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import inherited_metrics, started_from
 from prefect_elastic_train.runs.attempts import (
     Begun,
-    Claim,
     Finished,
     begin_attempt,
     end_attempt,
@@ -169,7 +166,7 @@ class _Driver:
         self._output = output
         self._details = details
         self._storage = open_storage(spec.storage)
-        self._store = self._storage.run(spec.run_name)
+        self._store = self._storage.run(spec.request.run_name)
         self._emitting = threading.Lock()
         self._score = spec.checkpoints.score_attribute
         self._sequence = 0
@@ -190,16 +187,17 @@ class _Driver:
             return self._run(trying.enter_context(preflight(self.spec.storage)), trying)
 
     def _run(self, probe: Probe | None, trying: ExitStack) -> AttemptEnded:
-        claim = self._claim()
+        spec = self._as_owner()
         with self._showing_life("looking whether the run is free"):
-            finished = peek(self._store, claim)
+            finished = peek(self._store, spec)
         if finished is not None:
             return self._finished(finished)
-        if self.spec.resume_from and next(lineage(self._store), None) is None:
+        source = None
+        if self.spec.request.resume_from and next(lineage(self._store), None) is None:
             with self._showing_life("looking for the checkpoint that the run starts from"):
-                source = choose_source(self._storage, claim, self._store)
-            claim = replace(claim, source=source.checkpoint)
-            self._source_notes += source.notes
+                chosen = choose_source(self._storage, spec.request, self._store)
+            source = chosen.checkpoint
+            self._source_notes += chosen.notes
         self.emit(ClusterWanted())
         # The poll interval is read when Ray Train is imported in the controller, which inherits it from here.
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(self.spec.poll_interval_seconds)
@@ -228,7 +226,7 @@ class _Driver:
         if probe is not None and not self.spec.cluster.is_local and next(lineage(self._store), None) is None:
             self._try_from_nodes(probe)
         trying.close()
-        begun = self._begin_attempt(claim)
+        begun = self._begin_attempt(spec, source)
         if isinstance(begun, Finished):
             return self._finished(begun)
         self._begin(begun)
@@ -236,7 +234,7 @@ class _Driver:
         with self._showing_life("making the datasets"):
             datasets = training.make_datasets(prepared, begun.attempt)
         try:
-            spec = replace(self.spec, scaling=scaling)
+            spec = replace(spec, scaling=scaling)
             context = self._context(begun)
             training.fit(spec, prepared, datasets, self._store, context, self._receiver.receiving)
         except AttemptFailedError as error:
@@ -361,34 +359,17 @@ class _Driver:
         except OSError as error:
             logger.warning("unfinished uploads may be left: %s", error)
 
-    def _claim(self) -> Claim:
-        spec = self.spec
-        owner = spec.owner.model_copy(
-            update={
-                "host": host_id(),
-                "pid": os.getpid(),
-                "process_started_at": process_start(os.getpid()),
-            }
-        )
-        versions = {"ray": version("ray"), "prefect-elastic-train": __version__}
-        return Claim(
-            name=spec.run_name,
-            owner=owner,
-            fingerprint=spec.fingerprint,
-            named=spec.named,
-            resume=spec.resume,
-            resume_from=spec.resume_from,
-            part=spec.part,
-            versions={**versions, "python": sys.version.split()[0]},
-            driver_restarts=spec.failures.driver_restarts,
-            max_attempts_without_progress=spec.failures.max_attempts_without_progress,
-        )
+    def _as_owner(self) -> DriverSpec:
+        """Return the spec with this process in the request's owner."""
+        process = {"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid())}
+        request = self.spec.request
+        return replace(self.spec, request=replace(request, owner=request.owner.model_copy(update=process)))
 
     def _context(self, begun: Begun) -> RunContext:
         """Give what the train loop may know of the run."""
-        owner = self.spec.owner
+        owner = self.spec.request.owner
         return RunContext(
-            run_name=self.spec.run_name,
+            run_name=self.spec.request.run_name,
             run_id=begun.run_id,
             attempt=begun.attempt,
             storage_uri=self.spec.storage.uri,
@@ -399,15 +380,15 @@ class _Driver:
             deployment_name=owner.deployment_name,
         )
 
-    def _begin_attempt(self, claim: Claim) -> Begun | Finished:
+    def _begin_attempt(self, spec: DriverSpec, source: str | None) -> Begun | Finished:
         from prefect_elastic_train.runs.seeding import seed_from_source
 
         def seed() -> None:
             with self._showing_life("copying the checkpoint that the run starts from"):
-                self._source_notes += seed_from_source(self._storage, claim, self._store)
+                self._source_notes += seed_from_source(self._storage, spec.request, self._store)
 
         with self._showing_life("looking for where to resume"):
-            return begin_attempt(self._store, claim, seed=seed)
+            return begin_attempt(self._store, spec, source=source, seed=seed)
 
     def _begin(self, begun: Begun) -> None:
         self._attempt = begun.attempt
@@ -427,7 +408,7 @@ class _Driver:
         commit = begun.point.commit
         self.emit(
             AttemptStarted(
-                run_name=self.spec.run_name,
+                run_name=self.spec.request.run_name,
                 run_uri=self._store.uri,
                 checkpoint=begun.point.checkpoint,
                 checkpoint_at=commit.at if commit is not None else 0.0,
@@ -447,7 +428,7 @@ class _Driver:
         deadline = time.monotonic() + _RECALL_SECONDS
         checkpoints = self.spec.checkpoints
         report = RunReport(
-            run_name=self.spec.run_name,
+            run_name=self.spec.request.run_name,
             score_attribute=checkpoints.score_attribute,
             score_order=checkpoints.score_order,
         )
@@ -483,15 +464,15 @@ class _Driver:
         if newest <= attempt:
             return None
         record = decode(AttemptRecord, self._store.read(layout.attempt_name(newest)))
-        if record is None or record.owner.flow_run_id == self.spec.owner.flow_run_id:
+        if record is None or record.owner.flow_run_id == self.spec.request.owner.flow_run_id:
             return AttemptFailedError(
                 f"attempt {newest}, of another process of the same flow run, has taken over",
                 outcome=Outcome.SUPERSEDED,
                 attempt=attempt,
             )
         return AttemptFailedError(
-            f"run {self.spec.run_name!r} was taken over by {record.owner.describe()} with resume=True; what this "
-            "attempt trained after that counts for nothing",
+            f"run {self.spec.request.run_name!r} was taken over by {record.owner.describe()} with resume=True; what "
+            "this attempt trained after that counts for nothing",
             outcome=Outcome.INVALID,
             attempt=attempt,
         )
@@ -524,7 +505,7 @@ class _Driver:
         from prefect_elastic_train.runs.reading import make_result
 
         accounts = add_up(chain(read_history(self._store), more))
-        return make_result(self._store, self.spec.run_name, accounts, self.spec.storage_block, self._score)
+        return make_result(self._store, self.spec.request.run_name, accounts, self.spec.storage_block, self._score)
 
 
 def _storage_message(spec: DriverSpec, error: OSError) -> str:

@@ -49,7 +49,8 @@ from prefect_elastic_train.core.outcomes import (
     may_retry,
     restart_delays,
 )
-from prefect_elastic_train.core.records import Fingerprint, Owner
+from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
 from prefect_elastic_train.core.settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -57,7 +58,7 @@ from prefect_elastic_train.core.settings import (
     ScalingSettings,
     plain,
 )
-from prefect_elastic_train.core.spec import DriverSpec, Payload, dump_payload
+from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.orchestration.cancellation import (
@@ -109,23 +110,12 @@ class _Request:
     """A training as the user asked for it, checked as far as that needs nothing but itself."""
 
     key: str
-    run_name: str
-    named: bool
-    owner: Owner
-    train_loop: TrainLoop
-    fingerprint: Fingerprint
-    framework: str
+    wanted: RunRequest
     scaling: ElasticScaling | str
     failures: FailureBudget | str
     checkpoints: CheckpointPolicy | str
     storage: StorageBlock | str
     cluster: RayCluster | str
-    datasets: Any
-    resume: bool
-    resume_from: str
-    part: str
-    payload: bytes
-    worker_runtime_env: dict[str, Any]
     timeout_seconds: float | None
     asked_at: float
     called_at: datetime
@@ -137,8 +127,11 @@ class _Request:
     interruptions: int
     #: Those of them that were SIGTERM.
     terminations: int
-    #: The flow run ran before, perhaps in another process.
-    resumed: bool
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run."""
+        return self.wanted.run_name
 
     @property
     def is_out_of_time(self) -> bool:
@@ -419,7 +412,7 @@ def _leave(request: _Request, stop: _Stop) -> None:
 
 def _is_of_the_root(request: _Request, stop: _Stop) -> bool:
     """Tell whether it is the root's state that stops the training, and not only a subflow's."""
-    return stop.flow_run_id == request.owner.flow_run_id
+    return stop.flow_run_id == request.wanted.owner.flow_run_id
 
 
 def _silent_end(request: _Request, message: str, outcome: Outcome) -> BaseException:
@@ -472,7 +465,7 @@ def _attempt(request: _Request, stop: threading.Event) -> TrainingResult:
             def check_executions() -> None:
                 # No fence tells two processes apart that follow the same job.
                 if watch is not None and watch.is_executed_again and runtime.follows_job:
-                    raise _Stop(StopReason.TAKEN_OVER, request.owner.flow_run_id)
+                    raise _Stop(StopReason.TAKEN_OVER, request.wanted.owner.flow_run_id)
 
             def check_stop() -> None:
                 told = _Stop() if stop.is_set() else _told_to_stop(request, around, watch)
@@ -569,7 +562,7 @@ def _publisher(request: _Request, spec: DriverSpec, log: RunLog) -> Publisher | 
             checkpoints = spec.checkpoints
             publisher = _publishers[request.key] = Publisher(
                 RunReport(
-                    run_name=spec.run_name,
+                    run_name=spec.request.run_name,
                     score_attribute=checkpoints.score_attribute,
                     score_order=checkpoints.score_order,
                 ),
@@ -627,7 +620,7 @@ def _supervise(request: _Request, runtime: Runtime, log: RunLog) -> tuple[Traini
     """Start a driver and follow it to its end; give the result, and whether the run had it before."""
     runtime.check_stop()
     try:
-        spec, extra_cpus = _spec(request)
+        spec = _spec(request)
     except ConfigurationError:
         raise
     except Exception as error:
@@ -646,7 +639,7 @@ def _supervise(request: _Request, runtime: Runtime, log: RunLog) -> tuple[Traini
     runtime.on_event, runtime.on_past_event = on_event, partial(on_event, told=True)
     if publisher is not None:
         spec = replace(spec, previous_end=publisher.last_end)
-    ended = runtime.run_attempt(spec, extra_cpus)
+    ended = runtime.run_attempt(spec)
     if publisher is not None and not ended.sequence:
         # The driver could not say so itself. The time since it spoke last is nobody's work.
         publisher.take(ended.model_copy(update={"at": publisher.last_event_at}))
@@ -678,35 +671,22 @@ def _failure(request: _Request, ended: AttemptEnded) -> AttemptFailedError:
     )
 
 
-def _spec(request: _Request) -> tuple[DriverSpec, int]:
+def _spec(request: _Request) -> DriverSpec:
     """Resolve the blocks, anew at each attempt, into what the driver is told."""
     scaling = plain(ScalingSettings, _resolved(ElasticScaling, request.scaling))
     failures = plain(FailureSettings, _resolved(FailureBudget, request.failures))
     storage = _resolved_storage(request.storage)
-    spec = DriverSpec(
-        run_name=request.run_name,
-        framework=request.framework,
-        owner=request.owner.model_copy(update={"supervisor": request.key}),
-        fingerprint=request.fingerprint,
+    return DriverSpec(
+        request=request.wanted,
         scaling=scaling,
         failures=failures,
         checkpoints=plain(CheckpointSettings, _resolved(CheckpointPolicy, request.checkpoints)),
         storage=plain_storage(storage),
         cluster=plain(ClusterSettings, _resolved(RayCluster, request.cluster)),
-        named=request.named,
-        resumed=request.resumed,
-        resume=request.resume,
-        resume_from=request.resume_from,
-        part=request.part,
         poll_interval_seconds=get_settings().poll_interval(scaling.max_workers),
         sys_path=import_path(),
-        worker_runtime_env=request.worker_runtime_env,
-        loop_label=loop_name(request.train_loop),
         storage_block=saved_name(storage),
-        payload=request.payload,
     )
-    # Ray Data needs a CPU beside those that the workers hold.
-    return spec, 1 if request.datasets else 0
 
 
 def _request(
@@ -763,21 +743,23 @@ def _request(
     # Last, since it counts the trainings of the flow run: one that was refused is none.
     identity = _identity(train_loop)
     name = check_run_name(run_name if run_name is not None else identity.default_name)
+    key = uuid.uuid4().hex
     return _Request(
-        key=uuid.uuid4().hex,
-        run_name=name,
-        named=run_name is not None,
-        owner=identity.owner,
-        train_loop=train_loop,
-        # Now, as the payload: the user's dict may be changed for the next training.
-        fingerprint=fingerprint(train_loop, framework, train_loop_config),
-        framework=framework,
-        datasets=datasets,
-        resume=resume,
-        resume_from=resume_from or "",
-        part=identity.part,
-        payload=payload,
-        worker_runtime_env=worker_runtime_env or {},
+        key=key,
+        wanted=RunRequest(
+            run_name=name,
+            named=run_name is not None,
+            owner=identity.owner.model_copy(update={"supervisor": key}),
+            # Now, as the payload: the user's dict may be changed for the next training.
+            fingerprint=fingerprint(train_loop, framework, train_loop_config),
+            resume=resume,
+            resume_from=resume_from or "",
+            part=identity.part,
+            resumed=identity.resumed,
+            has_datasets=bool(datasets),
+            worker_runtime_env=worker_runtime_env or {},
+            payload=payload,
+        ),
         timeout_seconds=timeout_seconds,
         asked_at=time.monotonic(),
         called_at=datetime.now(timezone.utc),
@@ -786,7 +768,6 @@ def _request(
         submitted=False,
         interruptions=interruptions(),
         terminations=interruptions(signal.SIGTERM),
-        resumed=identity.resumed,
         **blocks,
     )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -17,13 +19,16 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import (
     AttemptRecord,
     EndedRecord,
-    Fingerprint,
     Heartbeat,
     Owner,
     RunRecord,
     decode,
     encode,
 )
+from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.settings import FailureSettings
+from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.version import __version__
 from prefect_elastic_train.report.words import clock, duration
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage
@@ -37,7 +42,7 @@ from prefect_elastic_train.runs.resume import (
 )
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["Begun", "Claim", "Finished", "begin_attempt", "end_attempt", "host_id", "is_alive", "peek", "process_start"]
+__all__ = ["Begun", "Finished", "begin_attempt", "end_attempt", "host_id", "is_alive", "peek", "process_start"]
 
 #: Bound of the take-over loop. It turns again only when somebody else took a step in between.
 _MAX_TURNS = 20
@@ -47,37 +52,6 @@ _MISSED_BEATS = 3
 _CAUSE_CHARACTERS = 1000
 #: How much of them is recorded.
 _MESSAGE_BYTES = 4000
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a driver wants with a run.
-
-    Attributes:
-        name: The run's name.
-        owner: The flow run and the driver process.
-        fingerprint: What makes it the same training as before.
-        named: The user gave the run name, so that a changed configuration is meant.
-        resume: Take over a run of another flow run.
-        resume_from: The run whose checkpoint a new run starts from, empty for none.
-        source: What that came to; see :class:`RunRecord`.
-        part: Which training of its flow run it is.
-        versions: Versions in use, for the record.
-        driver_restarts: Attempts allowed beyond the first one, over all resumes of the flow run.
-        max_attempts_without_progress: Attempts in a row without a commit after which none is begun.
-    """
-
-    name: str
-    owner: Owner
-    fingerprint: Fingerprint
-    named: bool = False
-    resume: bool = False
-    resume_from: str = ""
-    source: str | None = None
-    part: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    driver_restarts: int = 3
-    max_attempts_without_progress: int = 2
 
 
 @dataclass(frozen=True)
@@ -145,8 +119,9 @@ class _Past:
 
 def begin_attempt(
     store: RunStore,
-    claim: Claim,
+    spec: DriverSpec,
     *,
+    source: str | None = None,
     seed: Callable[[], None] | None = None,
     observe_seconds: float | None = None,
 ) -> Begun | Finished:
@@ -154,7 +129,8 @@ def begin_attempt(
 
     Args:
         store: The run directory.
-        claim: Who wants it, and how.
+        spec: Who wants it, and how; its owner is the driver process.
+        source: What `resume_from` of a new run came to; see :class:`RunRecord`.
         seed: Copies the checkpoint that a new run starts from; called while the run has no commit.
         observe_seconds: How long another flow run's attempt is watched for a sign of life; default three of
             its heartbeat intervals.
@@ -167,21 +143,22 @@ def begin_attempt(
             training. With ``no_progress`` or ``driver_lost``: a budget is used up.
     """
     notes: list[str] = []
-    run_id = _claim_run(store, claim, notes).run_id
+    request = spec.request
+    run_id = _claim_run(store, request, source, notes).run_id
     for _ in range(_MAX_TURNS):
         past = _past_attempts(store)
         last = past[-1] if past else None
         if last is not None:
-            if last.flow_run_id == claim.owner.flow_run_id:
-                if last.ended is not None and _has_finished(claim, last):
+            if last.flow_run_id == request.owner.flow_run_id:
+                if last.ended is not None and _has_finished(request, last):
                     return Finished(last.number, last.ended)
-                _check_not_taken_over(claim, past)
+                _check_not_taken_over(request, past)
                 note = _end_old_driver(last)
                 notes += [note] if note else []
             else:
-                _check_takeover(store, claim, last, observe_seconds)
-        counted, without_progress = _spent(store, claim, past)
-        _check_budgets(store, claim, past, counted, without_progress)
+                _check_takeover(store, request, last, observe_seconds)
+        counted, without_progress = _spent(store, request, past)
+        _check_budgets(store, spec.failures, past, counted, without_progress)
         if seed is not None and next(lineage(store), None) is None:
             seed()
         newest = next(lineage(store), None)
@@ -191,13 +168,13 @@ def begin_attempt(
         record = AttemptRecord(
             attempt=attempt,
             run_id=run_id,
-            owner=claim.owner,
-            fingerprint=claim.fingerprint,
+            owner=request.owner,
+            fingerprint=request.fingerprint,
             confirmed=False,
             base=point.base,
             dropped=point.dropped,
             repairs=point.repairs,
-            versions=claim.versions,
+            versions=_versions(),
         )
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # somebody else began this attempt: look again at who holds the run
@@ -211,13 +188,13 @@ def begin_attempt(
         repairs = point.repairs + restore_snapshot(store, point)
         return Begun(attempt, point, counted + 1, without_progress, notes + repairs, run_id)
     raise AttemptFailedError(
-        f"run {claim.name!r} changed hands {_MAX_TURNS} times while this driver tried to begin; "
+        f"run {request.run_name!r} changed hands {_MAX_TURNS} times while this driver tried to begin; "
         "another flow run is starting on it, give this one another run_name",
         outcome=Outcome.INVALID,
     )
 
 
-def peek(store: RunStore, claim: Claim, observe_seconds: float | None = None) -> Finished | None:
+def peek(store: RunStore, spec: DriverSpec, observe_seconds: float | None = None) -> Finished | None:
     """Tell, without beginning anything, whether the run is finished for this flow run.
 
     Takes the arguments of :func:`begin_attempt`.
@@ -225,26 +202,27 @@ def peek(store: RunStore, claim: Claim, observe_seconds: float | None = None) ->
     Raises:
         AttemptFailedError: :func:`begin_attempt` would refuse because the run is another flow run's or training.
     """
+    request = spec.request
     past = _past_attempts(store)
     if not past:
         existing = decode(RunRecord, store.read(layout.RUN))
         if existing is not None:
-            _check_unbegun(store, claim, existing)
+            _check_unbegun(store, request, existing)
         return None
     last = past[-1]
-    if last.flow_run_id == claim.owner.flow_run_id:
+    if last.flow_run_id == request.owner.flow_run_id:
         existing = decode(RunRecord, store.read(layout.RUN))
-        changed = _check_same_training(claim, existing) if existing is not None else []
-        if last.ended is not None and _has_finished(claim, last):
-            if changed and not claim.resume:
+        changed = _check_same_training(request, existing) if existing is not None else []
+        if last.ended is not None and _has_finished(request, last):
+            if changed and not request.resume:
                 raise AttemptFailedError(
-                    f"run {claim.name!r} is finished, and {changed[0]}. Give this training another run_name, or "
+                    f"run {request.run_name!r} is finished, and {changed[0]}. Give this training another run_name, or "
                     "resume=True to train on from the run's last checkpoint",
                     outcome=Outcome.INVALID,
                 )
             return Finished(last.number, last.ended)
     else:
-        _check_takeover(store, claim, last, observe_seconds)
+        _check_takeover(store, request, last, observe_seconds)
     return None
 
 
@@ -313,65 +291,70 @@ def _heart_beats(store: RunStore, observe_seconds: float | None) -> bool:
     return False
 
 
-def _claim_run(store: RunStore, claim: Claim, notes: list[str]) -> RunRecord:
+def _claim_run(store: RunStore, request: RunRequest, source: str | None, notes: list[str]) -> RunRecord:
     """Create the run, or check that it is the same training; give its record."""
     record = RunRecord(
-        name=claim.name,
+        name=request.run_name,
         id=uuid.uuid4().hex,
-        creator=claim.owner,
-        fingerprint=claim.fingerprint,
-        resume_from=claim.resume_from,
-        source=claim.source,
-        part=claim.part,
-        versions=claim.versions,
+        creator=request.owner,
+        fingerprint=request.fingerprint,
+        resume_from=request.resume_from,
+        source=source,
+        part=request.part,
+        versions=_versions(),
     )
     if store.read(layout.RUN) is None:
         if store.read(layout.SNAPSHOT) is not None and not store.names(layout.ATTEMPTS):
-            if not claim.resume:
+            if not request.resume:
                 raise AttemptFailedError(
                     f"{store.uri} holds a run that another program wrote with Ray Train; give another run_name, "
                     "or resume=True to continue it",
                     outcome=Outcome.INVALID,
                 )
             notes += adopt_snapshot(store)
-        record = _as_begun(store, claim, record)
+        record = _as_begun(store, request, record)
         if store.create(layout.RUN, encode(record)):
             if all_attempts(store):
                 notes.append("run.json was torn or missing and was written anew")
-            elif claim.resume and not notes:
-                notes.append(f"resume=True, but there was no run {claim.name!r} in this storage: it is a new one")
+            elif request.resume and not notes:
+                notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
             return record
     existing = decode(RunRecord, store.read(layout.RUN))
     if existing is None:
         notes.append("run.json was torn or missing and was written anew")
-        record = _as_begun(store, claim, record)
+        record = _as_begun(store, request, record)
         store.replace(layout.RUN, encode(record))
         return record
     if not all_attempts(store):
-        _check_unbegun(store, claim, existing)
-    notes += _check_same_training(claim, existing)
+        _check_unbegun(store, request, existing)
+    notes += _check_same_training(request, existing)
     return existing
 
 
-def _check_unbegun(store: RunStore, claim: Claim, existing: RunRecord) -> None:
+def _versions() -> dict[str, str]:
+    """Versions in use, for the records."""
+    return {"ray": version("ray"), "prefect-elastic-train": __version__, "python": sys.version.split()[0]}
+
+
+def _check_unbegun(store: RunStore, request: RunRequest, existing: RunRecord) -> None:
     """Refuse a run without an attempt that another flow run has claimed, unless the user wants it and it is free.
 
     Before its first attempt a run has no heartbeat, so only a driver on this machine is seen to live.
     """
     creator = existing.creator
-    if creator.flow_run_id == claim.owner.flow_run_id:
+    if creator.flow_run_id == request.owner.flow_run_id:
         return
-    if not claim.resume:
-        raise _owned(store, claim, creator, "it has not begun an attempt yet")
+    if not request.resume:
+        raise _owned(store, request, creator, "it has not begun an attempt yet")
     if creator.host == host_id() and _same_process(creator) is not None:
         raise AttemptFailedError(
-            f"run {claim.name!r} is being started right now by {creator.describe()} on this machine, pid "
+            f"run {request.run_name!r} is being started right now by {creator.describe()} on this machine, pid "
             f"{creator.pid}; cancel that flow run first, then resume",
             outcome=Outcome.INVALID,
         )
 
 
-def _as_begun(store: RunStore, claim: Claim, record: RunRecord) -> RunRecord:
+def _as_begun(store: RunStore, request: RunRequest, record: RunRecord) -> RunRecord:
     """Give the record of a run that has lost its own: whoever asks for a run is not its creator for that."""
     past = _past_attempts(store)
     begun = [attempt.record for attempt in past if attempt.record is not None]
@@ -379,27 +362,27 @@ def _as_begun(store: RunStore, claim: Claim, record: RunRecord) -> RunRecord:
         fingerprint = begun[-1].fingerprint or record.fingerprint
         ids = [record.id, *(attempt.run_id for attempt in begun if attempt.run_id)]
         return record.model_copy(update={"creator": begun[0].owner, "fingerprint": fingerprint, "id": ids[-1]})
-    if past and not claim.resume:
-        raise _owned(store, claim, None, past[-1].state(store))
+    if past and not request.resume:
+        raise _owned(store, request, None, past[-1].state(store))
     return record
 
 
-def _check_same_training(claim: Claim, existing: RunRecord) -> list[str]:
+def _check_same_training(request: RunRequest, existing: RunRecord) -> list[str]:
     """Refuse to go on with what may be another training; give what changed on purpose, in words."""
-    if claim.resume_from and existing.resume_from != claim.resume_from:
+    if request.resume_from and existing.resume_from != request.resume_from:
         raise AttemptFailedError(
-            f"run {claim.name!r} exists and did not start from {claim.resume_from!r}; resume_from starts a new "
+            f"run {request.run_name!r} exists and did not start from {request.resume_from!r}; resume_from starts a new "
             "run, so give it a new run_name",
             outcome=Outcome.INVALID,
         )
-    differences = existing.fingerprint.differences(claim.fingerprint)
+    differences = existing.fingerprint.differences(request.fingerprint)
     if not differences:
         return []
-    if not (claim.named or claim.resume):
+    if not (request.named or request.resume):
         raise AttemptFailedError(
-            f"run {claim.name!r} was begun with another configuration: {'; '.join(differences)}. If this flow "
+            f"run {request.run_name!r} was begun with another configuration: {'; '.join(differences)}. If this flow "
             "trains several models, give each its own run_name; to continue this run with the new configuration, "
-            f"give run_name={claim.name!r}",
+            f"give run_name={request.run_name!r}",
             outcome=Outcome.INVALID,
         )
     return ["the run has another configuration than before: " + "; ".join(differences)]
@@ -417,33 +400,33 @@ def _past_attempts(store: RunStore) -> list[_Past]:
     return past
 
 
-def _has_finished(claim: Claim, last: _Past) -> bool:
+def _has_finished(request: RunRequest, last: _Past) -> bool:
     """Tell whether the flow run's own last attempt has finished what is asked for; with ``resume``, the same again."""
     if last.ended is None or last.ended.outcome != Outcome.COMPLETED.value:
         return False
     before = last.record.fingerprint if last.record is not None else None
-    return not claim.resume or (before is not None and not before.differences(claim.fingerprint))
+    return not request.resume or (before is not None and not before.differences(request.fingerprint))
 
 
-def _check_takeover(store: RunStore, claim: Claim, last: _Past, observe_seconds: float | None) -> None:
+def _check_takeover(store: RunStore, request: RunRequest, last: _Past, observe_seconds: float | None) -> None:
     """Refuse another flow run's run unless the user wants it and nobody works on it."""
-    if not claim.resume:
-        raise _owned(store, claim, last.owner, last.state(store))
+    if not request.resume:
+        raise _owned(store, request, last.owner, last.state(store))
     if last.ended is not None:
         return
     if last.record is None:
         if _heart_beats(store, observe_seconds):
             raise AttemptFailedError(
-                f"run {claim.name!r} is being trained right now, by all that can be told by {_describe(last.owner)}: "
-                f"its heart beats, and the record of attempt {last.number} is torn; cancel that flow run first, then "
-                "resume",
+                f"run {request.run_name!r} is being trained right now, by all that can be told by "
+                f"{_describe(last.owner)}: its heart beats, and the record of attempt {last.number} is torn; "
+                "cancel that flow run first, then resume",
                 outcome=Outcome.INVALID,
             )
         return
     if is_alive(store, last.record, observe_seconds):
         owner = last.record.owner
         raise AttemptFailedError(
-            f"run {claim.name!r} is being trained right now by {owner.describe()} on "
+            f"run {request.run_name!r} is being trained right now by {owner.describe()} on "
             f"{owner.host.partition('/')[0]}, pid {owner.pid}; cancel that flow run first, then resume",
             outcome=Outcome.INVALID,
         )
@@ -453,27 +436,27 @@ def _describe(owner: Owner | None) -> str:
     return owner.describe() if owner is not None else "a flow run whose name cannot be read any more"
 
 
-def _check_not_taken_over(claim: Claim, past: list[_Past]) -> None:
+def _check_not_taken_over(request: RunRequest, past: list[_Past]) -> None:
     """Give way to another process of the same flow run that has taken over from this one."""
     supervisors = [attempt.record.owner.supervisor for attempt in past if attempt.record is not None]
-    mine = claim.owner.supervisor
+    mine = request.owner.supervisor
     if mine and mine in supervisors and supervisors[-1] != mine:
         raise AttemptFailedError(
-            f"attempt {past[-1].number} of run {claim.name!r} was begun by another process of the same flow run; "
+            f"attempt {past[-1].number} of run {request.run_name!r} was begun by another process of the same flow run; "
             "this one gives way",
             outcome=Outcome.SUPERSEDED,
         )
 
 
-def _owned(store: RunStore, claim: Claim, owner: Owner | None, state: str) -> AttemptFailedError:
+def _owned(store: RunStore, request: RunRequest, owner: Owner | None, state: str) -> AttemptFailedError:
     return AttemptFailedError(
-        f"run {claim.name!r} in {store.uri} belongs to {_describe(owner)}; {state}. Give this training another "
+        f"run {request.run_name!r} in {store.uri} belongs to {_describe(owner)}; {state}. Give this training another "
         "run_name, or resume=True to take the run over",
         outcome=Outcome.INVALID,
     )
 
 
-def _spent(store: RunStore, claim: Claim, past: list[_Past]) -> tuple[int, int]:
+def _spent(store: RunStore, request: RunRequest, past: list[_Past]) -> tuple[int, int]:
     """Count this flow run's attempts, and those in a row without a commit, since the last verdict.
 
     A verdict is an end that no automatic restart follows: only a person's retry gets past it, and that
@@ -483,7 +466,7 @@ def _spent(store: RunStore, claim: Claim, past: list[_Past]) -> tuple[int, int]:
     counted = without_progress = 0
     in_a_row = True
     for attempt in reversed(past):
-        if attempt.flow_run_id != claim.owner.flow_run_id:
+        if attempt.flow_run_id != request.owner.flow_run_id:
             break
         if attempt.number in progressed:
             in_a_row = False
@@ -507,20 +490,22 @@ def _counts(outcome: str) -> bool:
         return False
 
 
-def _check_budgets(store: RunStore, claim: Claim, past: list[_Past], counted: int, without_progress: int) -> None:
+def _check_budgets(
+    store: RunStore, failures: FailureSettings, past: list[_Past], counted: int, without_progress: int
+) -> None:
     """Refuse another attempt when a budget is used up, and record that as the run's verdict."""
-    if without_progress >= claim.max_attempts_without_progress:
+    if without_progress >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
         message = (
             f"{without_progress} attempts in a row ended without a new checkpoint, so another one would too. Mend "
             "what ends them and retry the flow run, or raise max_attempts_without_progress (now "
-            f"{claim.max_attempts_without_progress}) of the FailureBudget"
+            f"{failures.max_attempts_without_progress}) of the FailureBudget"
         )
-    elif counted > claim.driver_restarts:
+    elif counted > failures.driver_restarts:
         outcome = Outcome.DRIVER_LOST
         message = (
             f"the driver restarts of this flow run are used up: {counted} attempts began, 1 + driver_restarts "
-            f"({claim.driver_restarts}) are allowed over all its resumes. Retry the flow run for a fresh budget, or "
+            f"({failures.driver_restarts}) are allowed over all its resumes. Retry the flow run for a fresh budget, or "
             "raise driver_restarts of the FailureBudget"
         )
     else:

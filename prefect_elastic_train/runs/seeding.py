@@ -14,8 +14,8 @@ from typing import Any
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, is_passing
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, RunRecord, decode, encode
+from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Claim
 from prefect_elastic_train.runs.commits import Mark, damage_of, newest_attempt, read_lineage
 from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name, is_run_name
 from prefect_elastic_train.runs.inspecting import PRUNER
@@ -88,7 +88,7 @@ def parse_source(resume_from: str) -> tuple[str, str]:
     return check_run_name(name), choice or ("best" if name == LATEST_RUN else "latest")
 
 
-def choose_source(storage: Storage, claim: Claim, target: RunStore) -> Source:
+def choose_source(storage: Storage, request: RunRequest, target: RunStore) -> Source:
     """Choose the checkpoint that a new run starts from. Nothing is written.
 
     ``"latest"`` is looked up once: the checkpoint that the run's record says stays the one, unless it is gone or about
@@ -96,23 +96,23 @@ def choose_source(storage: Storage, claim: Claim, target: RunStore) -> Source:
 
     Args:
         storage: Where both runs are.
-        claim: What the new run's driver wants.
+        request: What the new run's driver wants.
         target: The new run, which need not exist.
 
     Raises:
         AttemptFailedError: A run was named that has no such checkpoint; outcome ``invalid``.
     """
-    name, choice = parse_source(claim.resume_from)
+    name, choice = parse_source(request.resume_from)
     if name != LATEST_RUN:
         try:
             _check_stays(storage.run(name), name)
             chosen = _choose(storage.run(name), name, choice)
-            return Source(f"{name}@{chosen.folder}", _notes(claim, chosen.passed_over))
+            return Source(f"{name}@{chosen.folder}", _notes(request, chosen.passed_over))
         except _UnfitError as error:
-            raise _invalid(claim.resume_from, error) from error
+            raise _invalid(request.resume_from, error) from error
     recorded = decode(RunRecord, target.read(layout.RUN))
     if recorded is None or recorded.source is None:
-        return _newest_run(storage, claim, choice)
+        return _newest_run(storage, request, choice)
     if not recorded.source:
         return Source("")
     before = Source(recorded.source)
@@ -121,12 +121,12 @@ def choose_source(storage: Storage, claim: Claim, target: RunStore) -> Source:
         _chosen(storage.run(before.run), before)
         return before
     except _UnfitError as error:
-        anew = _newest_run(storage, claim, choice)
-        note = f"resume_from={claim.resume_from!r}: it was to start from {before.checkpoint}, but {error}"
+        anew = _newest_run(storage, request, choice)
+        note = f"resume_from={request.resume_from!r}: it was to start from {before.checkpoint}, but {error}"
         return Source(anew.checkpoint, [note, *anew.notes])
 
 
-def seed_from_source(storage: Storage, claim: Claim, target: RunStore) -> list[str]:
+def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) -> list[str]:
     """Copy the checkpoint that a new run starts from into it, as its first commit.
 
     The choice is in the run's record before the source is looked at for the last time, and whoever deletes a run takes
@@ -134,7 +134,7 @@ def seed_from_source(storage: Storage, claim: Claim, target: RunStore) -> list[s
 
     Args:
         storage: Where both runs are.
-        claim: What the new run's driver wants; its record exists.
+        request: What the new run's driver wants; its record exists.
         target: The new run.
 
     Returns:
@@ -146,11 +146,11 @@ def seed_from_source(storage: Storage, claim: Claim, target: RunStore) -> list[s
     notes: list[str] = []
     for _ in range(_MAX_CHOICES):
         record = decode(RunRecord, target.read(layout.RUN))
-        if not claim.resume_from:  # a run that is taken over starts from what it was to start from
+        if not request.resume_from:  # a run that is taken over starts from what it was to start from
             if record is None or not record.resume_from:
                 return notes
-            claim = replace(claim, resume_from=record.resume_from)
-        source = choose_source(storage, claim, target)
+            request = replace(request, resume_from=record.resume_from)
+        source = choose_source(storage, request, target)
         notes += source.notes
         if record is not None and record.source != source.checkpoint:
             target.replace(layout.RUN, encode(record.model_copy(update={"source": source.checkpoint})))
@@ -160,7 +160,7 @@ def seed_from_source(storage: Storage, claim: Claim, target: RunStore) -> list[s
             _copy(storage.run(source.run), source, storage, target)
             return notes
     raise AttemptFailedError(
-        f"resume_from={claim.resume_from!r}: {_MAX_CHOICES} runs were deleted while this one was about to start from "
+        f"resume_from={request.resume_from!r}: {_MAX_CHOICES} runs were deleted while this one was about to start from "
         "them; retry the flow run",
         outcome=Outcome.STORAGE_ERROR,
     )
@@ -211,17 +211,17 @@ def _name_of_copy(source: RunStore, run: str, checkpoint: str) -> str:
     return f"from-{run}-{original.replace('/', '-')}"
 
 
-def _newest_run(storage: Storage, claim: Claim, choice: str) -> Source:
+def _newest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
     """Choose among the earlier runs of the same training, the newest first, with one request for each run there is."""
-    records, passed_over = _records(storage, claim.name)
-    earlier = [(name, record) for name, record in records if _may_be_same_training(record, claim)]
+    records, passed_over = _records(storage, request.run_name)
+    earlier = [(name, record) for name, record in records if _may_be_same_training(record, request)]
     flow_runs: dict[str, list[tuple[str, RunRecord]]] = {}
     for name, record in sorted(earlier, key=lambda one: (one[1].created_at, one[0]), reverse=True):
         flow_runs.setdefault(record.creator.flow_run_id, []).append((name, record))
-    config = claim.fingerprint.config
+    config = request.fingerprint.config
     several = any(len(runs) > 1 for runs in flow_runs.values())
     by_config = several and any(record.fingerprint.config == config for _, record in earlier)
-    same = (one for runs in flow_runs.values() for one in _same_training(runs, claim, by_config))
+    same = (one for runs in flow_runs.values() for one in _same_training(runs, request, by_config))
     for name, record in same:
         view = RunView(storage.run(name))
         try:
@@ -230,18 +230,18 @@ def _newest_run(storage: Storage, claim: Claim, choice: str) -> Source:
         except _UnfitError as error:
             passed_over.append(str(error))
             continue
-        notes = _notes(claim, [*chosen.passed_over, *passed_over])
-        if differences := record.fingerprint.differences(claim.fingerprint):
+        notes = _notes(request, [*chosen.passed_over, *passed_over])
+        if differences := record.fingerprint.differences(request.fingerprint):
             words = _some(differences, "; ")
-            notes.append(f"resume_from={claim.resume_from!r}: run {name!r} had another configuration: {words}")
+            notes.append(f"resume_from={request.resume_from!r}: run {name!r} had another configuration: {words}")
         return Source(f"{name}@{chosen.folder}", notes)
-    owner = claim.owner
+    owner = request.owner
     of = "this deployment" if owner.deployment_id else f"flow {owner.flow_name!r}" if owner.flow_name else "no flow"
     nothing = (
-        f"resume_from={claim.resume_from!r}: {storage.uri} holds no completed run with a checkpoint of training "
-        f"{claim.part!r} (train loop {claim.fingerprint.loop!r}) of {of}; it trains from the beginning"
+        f"resume_from={request.resume_from!r}: {storage.uri} holds no completed run with a checkpoint of training "
+        f"{request.part!r} (train loop {request.fingerprint.loop!r}) of {of}; it trains from the beginning"
     )
-    return Source("", [*_notes(claim, passed_over), nothing])
+    return Source("", [*_notes(request, passed_over), nothing])
 
 
 def _records(storage: Storage, besides: str) -> tuple[list[tuple[str, RunRecord]], list[str]]:
@@ -273,7 +273,9 @@ def _records(storage: Storage, besides: str) -> tuple[list[tuple[str, RunRecord]
     return records, unreadable
 
 
-def _same_training(runs: Sequence[tuple[str, RunRecord]], claim: Claim, by_config: bool) -> list[tuple[str, RunRecord]]:
+def _same_training(
+    runs: Sequence[tuple[str, RunRecord]], request: RunRequest, by_config: bool
+) -> list[tuple[str, RunRecord]]:
     """Give those runs of one earlier flow run that are of the same training in it.
 
     A flow run that trains several models may begin them in another order the next night, or not all of them: the one
@@ -281,36 +283,36 @@ def _same_training(runs: Sequence[tuple[str, RunRecord]], claim: Claim, by_confi
 
     Args:
         runs: Of the flow run.
-        claim: Of the training.
+        request: Of the training.
         by_config: Some flow run trained several models, and the configuration tells which is meant.
     """
-    alike = [one for one in runs if one[1].fingerprint.config == claim.fingerprint.config]
+    alike = [one for one in runs if one[1].fingerprint.config == request.fingerprint.config]
     if by_config and (len(alike) == 1 or len(runs) == 1):
         return alike
-    return [one for one in runs if one[1].part == claim.part]
+    return [one for one in runs if one[1].part == request.part]
 
 
-def _may_be_same_training(record: RunRecord, claim: Claim) -> bool:
+def _may_be_same_training(record: RunRecord, request: RunRequest) -> bool:
     """Tell whether another flow run's run is of the same deployment (without one: flow) and loop."""
-    ours, theirs = claim.owner, record.creator
+    ours, theirs = request.owner, record.creator
     return (
         theirs.flow_run_id != ours.flow_run_id
         and theirs.deployment_id == ours.deployment_id
-        and (bool(ours.deployment_id) or _is_same_flow(record, claim))
-        and record.fingerprint.may_be_loop_of(claim.fingerprint)
+        and (bool(ours.deployment_id) or _is_same_flow(record, request))
+        and record.fingerprint.may_be_loop_of(request.fingerprint)
     )
 
 
-def _is_same_flow(record: RunRecord, claim: Claim) -> bool:
+def _is_same_flow(record: RunRecord, request: RunRequest) -> bool:
     """Tell whether a run without a deployment is of the same flow, and its loop of the same file."""
-    same_file = record.fingerprint.may_be_in_file_of(claim.fingerprint)
-    return record.creator.flow_name == claim.owner.flow_name and same_file
+    same_file = record.fingerprint.may_be_in_file_of(request.fingerprint)
+    return record.creator.flow_name == request.owner.flow_name and same_file
 
 
-def _notes(claim: Claim, passed_over: list[str]) -> list[str]:
+def _notes(request: RunRequest, passed_over: list[str]) -> list[str]:
     if not passed_over:
         return []
-    return [f"resume_from={claim.resume_from!r} passed over {_some(passed_over, '; ')}"]
+    return [f"resume_from={request.resume_from!r} passed over {_some(passed_over, '; ')}"]
 
 
 def _some(words: Sequence[str], separator: str) -> str:

@@ -99,12 +99,11 @@ class Runtime:
         """Whether the attempt is a job, which others may follow, too."""
         return self._jobs.in_use
 
-    def run_attempt(self, spec: DriverSpec, extra_cpus: int = 0) -> AttemptEnded:
+    def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
         """Run one driver to its end.
 
         Args:
             spec: What the driver is told.
-            extra_cpus: CPUs of a local cluster beside those of this machine.
 
         Returns:
             How the attempt ended, also if the driver went without a word.
@@ -115,6 +114,7 @@ class Runtime:
             return self._jobs.run_attempt(spec, folder, environment)
         if spec.cluster.is_local:
             if self._cluster is None:
+                extra_cpus = 1 if spec.request.has_datasets else 0
                 self._cluster = LocalCluster(spec.cluster, extra_cpus, folder, environment)
             spec = _with_address_file(spec, folder)
             if not self._cluster.is_alive():

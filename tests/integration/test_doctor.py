@@ -266,10 +266,10 @@ def test_a_training_takes_the_blocks_that_the_settings_name(server: str, monkeyp
     LocalStorage(path="/mnt/shared/seven").save("seven", overwrite=True, _sync=True)
     monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_DEFAULT_SCALING", "seven")
     monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_DEFAULT_STORAGE", "training-storage-directory/seven")
-    spec, _ = _spec(_request("package.module:loop"))
+    spec = _spec(_request("package.module:loop"))
     assert (spec.scaling.max_workers, spec.storage.uri) == (7, "/mnt/shared/seven")
     assert spec.storage_block == "training-storage-directory/seven"
-    given, _ = _spec(_request("package.module:loop", scaling=ElasticScaling(max_workers=2)))
+    given = _spec(_request("package.module:loop", scaling=ElasticScaling(max_workers=2)))
     assert given.scaling.max_workers == 2, "what is given stands before the settings"
 
     get_settings.cache_clear()

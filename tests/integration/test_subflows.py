@@ -33,7 +33,7 @@ def _loop() -> None:
 def _ask(where: str) -> None:
     """Do what elastic_train does first."""
     request = _request(train_loop=_loop)
-    asked.append((where, request.run_name, request.owner.describe()))
+    asked.append((where, request.run_name, request.wanted.owner.describe()))
     related[where] = request.related
 
 

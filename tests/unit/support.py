@@ -15,9 +15,13 @@ import pytest
 from hypothesis import settings
 
 from prefect_elastic_train.core.records import CommitRecord, Owner
+from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Begun, Claim, Finished, begin_attempt
+from prefect_elastic_train.runs.attempts import Begun, Finished, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.snapshots import parse_snapshot
@@ -53,9 +57,11 @@ def claim(
     pid: int = 0,
     process_started_at: float = 0.0,
     flow_run_name: str = "eager-otter",
+    driver_restarts: int = 3,
+    max_attempts_without_progress: int = 2,
     **arguments: Any,
-) -> Claim:
-    """Give a claim on a run, by default from a driver on another machine."""
+) -> DriverSpec:
+    """Give what a driver is told that wants a run, by default one on another machine."""
     owner = Owner(
         flow_run_id=flow_run,
         flow_name="nightly",
@@ -64,12 +70,30 @@ def claim(
         pid=pid,
         process_started_at=process_started_at,
     )
-    return Claim(name=name, owner=owner, fingerprint=fingerprint("train:loop", "torch", config), **arguments)
+    request = RunRequest(name, owner, fingerprint("train:loop", "torch", config), **arguments)
+    failures = FailureSettings(
+        driver_restarts=driver_restarts, max_attempts_without_progress=max_attempts_without_progress
+    )
+    return spec(request, failures=failures)
 
 
-def begin(store: RunStore, wanted: Claim | None = None, **arguments: Any) -> Begun:
+def spec(request: RunRequest | None = None, **settings: Any) -> DriverSpec:
+    """Give what the driver of a run is told, with the settings that blocks have by default."""
+    request = request or RunRequest("mnist", Owner(flow_run_id="1"), fingerprint("m:loop", "none", {}))
+    defaults = {
+        "scaling": ScalingSettings(),
+        "failures": FailureSettings(),
+        "checkpoints": CheckpointSettings(),
+        "storage": LocalStorageSettings(path="/runs"),
+        "cluster": ClusterSettings(),
+    }
+    return DriverSpec(request, **{**defaults, **settings})
+
+
+def begin(store: RunStore, wanted: DriverSpec | RunRequest | None = None, **arguments: Any) -> Begun:
     """Begin an attempt that must not find the run finished."""
-    begun = begin_attempt(store, wanted or claim(), **arguments)
+    wanted = spec(wanted) if isinstance(wanted, RunRequest) else wanted or claim()
+    begun = begin_attempt(store, wanted, **arguments)
     assert not isinstance(begun, Finished)
     return begun
 

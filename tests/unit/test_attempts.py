@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Any
 
 import psutil
@@ -68,17 +69,17 @@ def test_a_refusal_says_since_when_and_where_the_attempt_runs(store: LocalRunSto
 
 
 def test_the_first_attempt_is_number_one_and_starts_from_the_beginning(store: LocalRunStore) -> None:
-    begun = begin(store, claim(config={"lr": 0.1}, versions={"ray": "2.60.0"}))
+    begun = begin(store, claim(config={"lr": 0.1}))
     assert (begun.attempt, begun.counted, begun.without_progress) == (1, 1, 0)
     assert begun.point.base is None
     assert begun.point.checkpoint == ""
     assert begun.notes == []
     run = decode(RunRecord, store.read(layout.RUN))
     assert run is not None
-    assert (run.name, run.creator.flow_run_id, run.versions) == ("mnist", FLOW_RUN, {"ray": "2.60.0"})
+    assert (run.name, run.creator.flow_run_id, run.versions["ray"]) == ("mnist", FLOW_RUN, version("ray"))
     record = decode(AttemptRecord, store.read(layout.attempt_name(1)))
     assert record is not None
-    assert record.owner == claim().owner
+    assert record.owner == claim().request.owner
 
 
 def test_the_same_flow_run_takes_over_and_resumes(store: LocalRunStore) -> None:
@@ -137,8 +138,8 @@ def test_a_run_of_another_flow_run_is_refused_with_its_owner_and_what_to_do(
 
 
 def test_a_run_that_another_flow_run_created_a_moment_ago_is_refused(store: LocalRunStore) -> None:
-    owner = claim().owner
-    record = RunRecord(name="mnist", creator=owner, fingerprint=claim().fingerprint)
+    owner = claim().request.owner
+    record = RunRecord(name="mnist", creator=owner, fingerprint=claim().request.fingerprint)
     store.create(layout.RUN, encode(record))
     error = _refused(store, claim(OTHER_FLOW_RUN))
     assert FLOW_RUN in str(error)
@@ -361,7 +362,7 @@ def test_attempts_of_another_flow_run_do_not_count(store: LocalRunStore) -> None
 
 def test_an_attempt_that_gave_way_before_it_did_anything_does_not_count(store: LocalRunStore) -> None:
     Training(store, begin(store).attempt).report("a")
-    store.create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))))
+    store.create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=claim().request.owner, base=(1, 1))))
     end_attempt(store, 2, "superseded", void=True)
     begun = begin(store, claim(driver_restarts=1))
     assert (begun.attempt, begun.counted) == (3, 2)

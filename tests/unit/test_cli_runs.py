@@ -239,7 +239,7 @@ def test_a_storage_without_runs_is_said_to_have_none(storage: Storage) -> None:
 def test_a_run_that_another_program_wrote_and_one_not_begun_are_told(storage: Storage) -> None:
     _raw_ray(storage, "raw")
     begun = _local(storage, "claimed")
-    record = RunRecord(name="claimed", creator=claim().owner, fingerprint=claim().fingerprint)
+    record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().fingerprint)
     begun.create(layout.RUN, encode(record))
     runs = _summaries(storage)
     assert (runs["raw"]["state"], runs["raw"]["checkpoints"], runs["raw"]["metrics"]) == ("foreign", 2, {"acc": 2})
@@ -375,7 +375,7 @@ def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage, mo
 
 
 def test_show_tells_all_about_a_run(storage: Storage) -> None:
-    store = _trained(storage, "mnist", "ab", config={"lr": 0.1}, versions={"ray": "2.60.0"})
+    store = _trained(storage, "mnist", "ab", config={"lr": 0.1})
     _end(store, Outcome.DRIVER_LOST, "killed\nby somebody")
     store.delete_folder("b")
     second = Ray(store, begin(store, claim(config={"lr": 0.1})).attempt).start()
@@ -399,7 +399,7 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     assert details["summary"] == _summaries(storage)["mnist"]
     assert details["creator"]["flow_run_name"] == "eager-otter"
     assert (details["fingerprint"]["loop"], list(details["fingerprint"]["config"])) == ("loop", ["lr"])
-    assert details["versions"] == {"ray": "2.60.0"}
+    assert details["versions"].keys() == {"ray", "prefect-elastic-train", "python"}
     assert [(one["attempt"], one["outcome"], one["base"]) for one in details["attempts"]] == [
         (1, "driver_lost", ""),
         (2, "completed", "0001-000002"),
@@ -875,7 +875,7 @@ def test_older_than_deletes_whole_runs_that_are_over_and_old(storage: Storage) -
 def test_a_run_is_kept_for_one_that_is_about_to_start_from_it(storage: Storage) -> None:
     _end(_trained(storage, "source"))
     _make_older(_local(storage, "source"), LONG_AGO)
-    record = RunRecord(name="tuned", creator=claim().owner, fingerprint=claim().fingerprint, resume_from="source@best")
+    record = RunRecord(name="tuned", creator=claim().request.owner, fingerprint=claim().fingerprint, resume_from="source@best")
     _local(storage, "tuned").create(layout.RUN, encode(record))
     text = _done("prune", storage.uri, "source", "--older-than", "7", "--yes")
     assert "left alone: source: run tuned is about to start from its checkpoint" in text

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
+from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.orchestration.task import _request
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import ancestors, started_from
-from prefect_elastic_train.runs.attempts import Begun, Claim, begin_attempt, end_attempt, host_id, peek, process_start
+from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, host_id, peek, process_start
 from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.inspecting import PRUNER
@@ -27,7 +28,7 @@ from prefect_elastic_train.runs.seeding import Source, choose_source, parse_sour
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from tests.support.s3 import FaultProxy
-from tests.unit.support import Training, begin, claim
+from tests.unit.support import Training, begin, spec
 
 DAY = 86400.0
 
@@ -42,7 +43,7 @@ class Nights:
     number: int = 0
     names: dict[str, str] = field(default_factory=dict)
 
-    def claim(self, name: str, **more: str) -> Claim:
+    def claim(self, name: str, **more: str) -> RunRequest:
         """Give what the driver of another night wants."""
         owner = Owner(
             flow_run_id=str(uuid.uuid4()),
@@ -51,7 +52,7 @@ class Nights:
             host="elsewhere/1",
         )
         marks = fingerprint(more.pop("loop", "train:loop"), "torch", None)
-        return replace(claim(name=name), owner=owner, fingerprint=marks, part="nightly", resume_from="latest", **more)
+        return RunRequest(name, owner, marks, part="nightly", resume_from="latest", **more)
 
     def add(self, name: str, outcome: str = "completed", scores: tuple[float, ...] = (0.5,), **more: str) -> RunRecord:
         """Train a run from the beginning; without an outcome it has not ended."""
@@ -70,17 +71,20 @@ class Nights:
         store.replace(layout.RUN, encode(dated))
         return dated
 
-    def source(self, wanted: Claim) -> Source:
+    def source(self, wanted: RunRequest) -> Source:
         """Give what a night's driver finds before it begins."""
-        return choose_source(self.storage, wanted, self.storage.run(wanted.name))
+        return choose_source(self.storage, wanted, self.storage.run(wanted.run_name))
 
-    def start(self, wanted: Claim) -> tuple[Begun, list[str]]:
+    def start(self, wanted: RunRequest) -> tuple[Begun, list[str]]:
         """Begin a run as a driver does; give what the user is told, too."""
         source = self.source(wanted)
         notes = list(source.notes)
-        wanted = replace(wanted, source=source.checkpoint)
-        store = self.storage.run(wanted.name)
-        begun = begin(store, wanted, seed=lambda: notes.extend(seed_from_source(self.storage, wanted, store)))
+        store = self.storage.run(wanted.run_name)
+
+        def seed() -> None:
+            notes.extend(seed_from_source(self.storage, wanted, store))
+
+        begun = begin(store, wanted, source=source.checkpoint, seed=seed)
         return begun, notes
 
 
@@ -215,7 +219,7 @@ def test_what_a_retry_starts_from_is_never_looked_up_anew(on_disk: Nights) -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        begin_attempt(store, replace(wanted, source=source.checkpoint), seed=die)
+        begin_attempt(store, spec(wanted), source=source.checkpoint, seed=die)
     on_disk.add("night-2")
     begun, notes = on_disk.start(wanted)
     assert (begun.point.checkpoint, notes) == ("from-night-1-checkpoint_0", [])
@@ -230,7 +234,7 @@ def test_a_run_that_was_asked_to_start_from_another_does_not_start_from_the_newe
     on_disk.start(on_disk.claim("night-1"))
     wanted = replace(on_disk.claim("night-1"), resume_from="other")
     with pytest.raises(AttemptFailedError, match="did not start from 'other'"):
-        begin_attempt(on_disk.storage.run("night-1"), wanted)
+        begin_attempt(on_disk.storage.run("night-1"), spec(wanted))
 
 
 def test_loops_of_the_same_name_from_two_places_are_two_trainings(on_disk: Nights) -> None:
@@ -242,7 +246,7 @@ def test_loops_of_the_same_name_from_two_places_are_two_trainings(on_disk: Night
     assert on_disk.source(on_disk.claim("night-2", loop="my.text:train_loop")).run == "same"
 
 
-def _of(nights: Nights, name: str, region: str, part: str, flow_run_id: str) -> Claim:
+def _of(nights: Nights, name: str, region: str, part: str, flow_run_id: str) -> RunRequest:
     """Give what a training of a region wants, in a flow run that trains several at a time."""
     wanted = nights.claim(name)
     owner = wanted.owner.model_copy(update={"flow_run_id": flow_run_id})
@@ -289,7 +293,7 @@ def test_another_configuration_is_no_other_training_where_a_night_has_one(on_dis
 
 
 def test_without_a_deployment_loops_of_two_files_are_two_trainings(on_disk: Nights, tmp_path: Path) -> None:
-    def of(name: str, file: str, deployment_id: str = "") -> Claim:
+    def of(name: str, file: str, deployment_id: str = "") -> RunRequest:
         wanted = on_disk.claim(name, deployment_id=deployment_id)
         return replace(wanted, fingerprint=wanted.fingerprint.model_copy(update={"file": file}))
 
@@ -346,7 +350,7 @@ def test_a_recorded_source_stays_though_its_run_goes_on_and_fails(on_disk: Night
     wanted = on_disk.claim("night-2")
     store = on_disk.storage.run("night-2")
     with pytest.raises(KeyboardInterrupt):
-        begin_attempt(store, replace(wanted, source=on_disk.source(wanted).checkpoint), seed=_interrupt)
+        begin_attempt(store, spec(wanted), source=on_disk.source(wanted).checkpoint, seed=_interrupt)
     begin(on_disk.storage.run("night-1"), replace(on_disk.claim("night-1"), resume_from="", resume=True, named=True))
     assert on_disk.source(wanted) == Source("night-1@checkpoint_0")
 
@@ -360,7 +364,7 @@ def test_a_run_that_is_taken_over_before_its_first_attempt_starts_from_what_was_
     first = on_disk.claim("night-2")
     store = on_disk.storage.run("night-2")
     with pytest.raises(KeyboardInterrupt):
-        begin_attempt(store, replace(first, source=on_disk.source(first).checkpoint), seed=_interrupt)
+        begin_attempt(store, spec(first), source=on_disk.source(first).checkpoint, seed=_interrupt)
     other = replace(on_disk.claim("night-2"), resume_from="", resume=True, named=True)
     begun = begin(store, other, seed=lambda: seed_from_source(on_disk.storage, other, store))
     assert begun.point.checkpoint == "from-night-1-checkpoint_0"
@@ -372,18 +376,18 @@ def test_a_run_that_another_driver_is_starting_is_refused_before_anything_starts
     owner = first.owner.model_copy(
         update={"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid())}
     )
-    first = replace(first, owner=owner, source="night-1@checkpoint_0")
+    first = replace(first, owner=owner)
     store = on_disk.storage.run("night-2")
     with pytest.raises(KeyboardInterrupt):
-        begin_attempt(store, first, seed=_interrupt)
+        begin_attempt(store, spec(first), source="night-1@checkpoint_0", seed=_interrupt)
     with pytest.raises(AttemptFailedError, match=r"belongs to .* it has not begun an attempt yet"):
-        peek(store, on_disk.claim("night-2"))
+        peek(store, spec(on_disk.claim("night-2")))
     wants_it = replace(on_disk.claim("night-2"), resume=True, named=True)
     with pytest.raises(AttemptFailedError, match="is being started right now by"):
-        peek(store, wants_it)
+        peek(store, spec(wants_it))
     with pytest.raises(AttemptFailedError, match="is being started right now by"):
         begin(store, wants_it)
-    assert peek(store, first) is None
+    assert peek(store, spec(first)) is None
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
@@ -405,19 +409,19 @@ def test_among_hundreds_of_runs_one_is_found_with_a_request_for_each(
 
 
 @pytest.fixture
-def claimed(on_disk: Nights) -> Claim:
+def claimed(on_disk: Nights) -> RunRequest:
     """A night that has recorded what it will start from, and waits before it copies that."""
     on_disk.add("night-1", scores=(0.3,))
     on_disk.add("night-2")
     wanted = on_disk.claim("night-3")
-    wanted = replace(wanted, source=on_disk.source(wanted).checkpoint)
+    source = on_disk.source(wanted).checkpoint
 
     def die() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        begin_attempt(on_disk.storage.run("night-3"), wanted, seed=die)
-    assert wanted.source == "night-2@checkpoint_0"
+        begin_attempt(on_disk.storage.run("night-3"), spec(wanted), source=source, seed=die)
+    assert source == "night-2@checkpoint_0"
     return wanted
 
 
@@ -429,7 +433,7 @@ def _prune(nights: Nights, name: str) -> list[str]:
     return [deletion.run for deletion in carry_out(store, planned, AwaitedSources(nights.storage, 0))]
 
 
-def test_prune_leaves_a_run_alone_that_was_chosen_after_the_plan(on_disk: Nights, claimed: Claim) -> None:
+def test_prune_leaves_a_run_alone_that_was_chosen_after_the_plan(on_disk: Nights, claimed: RunRequest) -> None:
     with pytest.raises(RunChangedError, match="night-3 is about to start from its checkpoint"):
         _prune(on_disk, "night-2")
     assert _prune(on_disk, "night-1") == ["night-1"]
@@ -444,7 +448,7 @@ def _is_deleted(store: RetryingStore, number: int = 2) -> None:
     assert store.create(layout.attempt_name(number), encode(AttemptRecord(attempt=number, owner=owner)))
 
 
-def test_a_night_chooses_another_run_when_prune_was_first(on_disk: Nights, claimed: Claim) -> None:
+def test_a_night_chooses_another_run_when_prune_was_first(on_disk: Nights, claimed: RunRequest) -> None:
     _is_deleted(on_disk.storage.run("night-2"))
     store = on_disk.storage.run("night-3")
     notes: list[str] = []

@@ -21,13 +21,12 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
 from prefect_elastic_train.core.settings import (
-    CheckpointSettings,
     ClusterSettings,
-    FailureSettings,
     ScalingSettings,
 )
-from prefect_elastic_train.core.spec import DriverSpec, Payload, dump_payload
+from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver import fit as training
 from prefect_elastic_train.driver import main
@@ -37,6 +36,7 @@ from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.storage.store import LocalRunStore
+from tests.unit.support import spec
 
 
 @pytest.fixture(autouse=True)
@@ -46,24 +46,9 @@ def _path_as_before() -> Iterator[None]:
     sys.path[:] = path
 
 
-def _spec(payload: bytes = b"", **arguments: Any) -> DriverSpec:
-    settings: dict[str, Any] = {
-        "framework": "none",
-        "scaling": ScalingSettings(),
-        "cluster": ClusterSettings(),
-        **arguments,
-    }
-    return DriverSpec(
-        run_name="mnist",
-        owner=Owner(flow_run_id="1"),
-        fingerprint=fingerprint("m:loop", "none", {}),
-        failures=FailureSettings(),
-        checkpoints=CheckpointSettings(),
-        storage=LocalStorageSettings(path="/runs"),
-        loop_label="loop",
-        payload=payload,
-        **settings,
-    )
+def _spec(payload: bytes = b"", **settings: Any) -> DriverSpec:
+    request = RunRequest("mnist", Owner(flow_run_id="1"), fingerprint("m:loop", "none", {}), payload=payload)
+    return spec(request, **settings)
 
 
 class _Callable:
@@ -264,6 +249,6 @@ def test_a_driver_shows_life_while_it_takes_a_run_over_in_a_slow_storage(
     with (tmp_path / "output").open("w") as file:
         output = EventOutput(file)
     driver = main._Driver(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output, Details())
-    assert driver._begin_attempt(driver._claim()).attempt == 1
+    assert driver._begin_attempt(driver._as_owner(), None).attempt == 1
     output.close()
     assert (tmp_path / "output").read_text().count('"controller_alive"') > 3

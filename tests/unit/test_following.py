@@ -25,33 +25,17 @@ from prefect_elastic_train.core.events import (
 )
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.settings import (
-    CheckpointSettings,
     ClusterSettings,
-    FailureSettings,
-    ScalingSettings,
 )
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.runs.attempts import end_attempt
-from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.storage.store import LocalRunStore
 from prefect_elastic_train.supervisor.launch import Runtime, _Following
 from tests.support.processes import attempts
-from tests.unit.support import begin, claim
+from tests.unit.support import begin, spec
 
-SPEC = DriverSpec(
-    run_name="mnist",
-    framework="none",
-    owner=Owner(flow_run_id="1"),
-    fingerprint=fingerprint("m:loop", "none", {}),
-    scaling=ScalingSettings(),
-    failures=FailureSettings(),
-    checkpoints=CheckpointSettings(),
-    storage=LocalStorageSettings(path="/runs"),
-    cluster=ClusterSettings(address="auto"),
-)
+SPEC = spec(cluster=ClusterSettings(address="auto"))
 
 STARTED = AttemptStarted(attempt=4, run_name="mnist", run_uri="/runs/mnist")
 
@@ -210,8 +194,7 @@ def test_a_finished_training_whose_last_word_was_lost_is_found_by_the_next_drive
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalRunStore(f"{tmp_path}/runs/mnist")
-    claimed = claim(SPEC.owner.flow_run_id)
-    begun = begin(store, replace(claimed, fingerprint=SPEC.fingerprint))
+    begun = begin(store, SPEC)
     rows = [{f"metric_{number}": number / 7 for number in range(40)}] * 2000
     result = TrainingResult(run_name="mnist", run_uri=store.uri, history=rows)
     end_attempt(store, begun.attempt, "completed", result=result.model_dump(mode="json"))

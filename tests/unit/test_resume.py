@@ -257,7 +257,7 @@ def _event(store: RunStore) -> None:
 
 
 def _base(store: RunStore) -> None:
-    store.create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))))
+    store.create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=claim().request.owner, base=(1, 1))))
 
 
 @pytest.mark.parametrize(

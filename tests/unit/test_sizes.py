@@ -20,8 +20,7 @@ from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_LOG_BYTES, si
 from prefect_elastic_train.core.events import Event, Report, encode_event
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
-from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.settings import CheckpointSettings
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver.main import _Driver
@@ -33,26 +32,15 @@ from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Finished, begin_attempt, peek
-from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.supervisor.following import AttemptAccount
 from prefect_elastic_train.supervisor.lines import read_lines
-from tests.unit.support import Training, examples, private_folder
+from tests.unit.support import Training, examples, private_folder, spec
 
 SCORE = "score of a name that is longer than all others"
 
 
 def spec_of(folder: str) -> DriverSpec:
-    return DriverSpec(
-        run_name="mnist",
-        framework="none",
-        owner=Owner(flow_run_id="1"),
-        fingerprint=fingerprint("m:loop", "none", {}),
-        scaling=ScalingSettings(),
-        failures=FailureSettings(),
-        checkpoints=CheckpointSettings(score_attribute=SCORE),
-        storage=LocalStorageSettings(path=folder),
-        cluster=ClusterSettings(),
-    )
+    return spec(checkpoints=CheckpointSettings(score_attribute=SCORE), storage=LocalStorageSettings(path=folder))
 
 
 class Supervisor(logging.Handler):

@@ -15,16 +15,13 @@ import pytest
 from prefect.utilities.importtools import load_script_as_module
 
 from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
 from prefect_elastic_train.core.settings import (
-    CheckpointSettings,
     ClusterSettings,
-    FailureSettings,
-    ScalingSettings,
 )
-from prefect_elastic_train.core.spec import DriverSpec, Payload, dump_payload, read_spec, write_spec
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.core.spec import DriverSpec, read_spec, write_spec
 from prefect_elastic_train.runs.identity import fingerprint
-from tests.unit.support import python
+from tests.unit.support import python, spec
 
 _LOAD_AND_CALL = """
 import pickle
@@ -75,25 +72,15 @@ def _called_elsewhere(
     return python(_LOAD_AND_CALL, str(file), **environment).stdout.strip()
 
 
-def _spec(**arguments: Any) -> DriverSpec:
-    return DriverSpec(
-        run_name="mnist",
-        framework="torch",
-        owner=Owner(flow_run_id="1"),
-        fingerprint=fingerprint("m:loop", "torch", {"lr": 0.1}),
-        scaling=ScalingSettings(max_workers=4),
-        failures=FailureSettings(),
-        checkpoints=CheckpointSettings(keep=2),
-        storage=LocalStorageSettings(path="/runs"),
-        cluster=ClusterSettings(auth_token="hush"),
-        **arguments,
-    )
+def _spec(payload: bytes = b"", **arguments: Any) -> DriverSpec:
+    request = RunRequest("mnist", Owner(flow_run_id="1"), fingerprint("m:loop", "torch", {"lr": 0.1}), payload=payload)
+    return spec(request, cluster=ClusterSettings(auth_token="hush"), **arguments)
 
 
 def test_a_spec_comes_back_as_it_was_with_its_secrets(tmp_path: Path) -> None:
-    spec = _spec(payload=b"\x80", sys_path=["/code"], resume=True)
-    write_spec(spec, tmp_path / "spec")
-    assert read_spec(tmp_path / "spec") == spec
+    told = _spec(payload=b"\x80", sys_path=["/code"])
+    write_spec(told, tmp_path / "spec")
+    assert read_spec(tmp_path / "spec") == told
     assert read_spec(tmp_path / "spec").cluster.auth_token.get_secret_value() == "hush"
 
 
@@ -110,7 +97,7 @@ def test_the_next_spec_in_the_same_place_replaces_the_whole_of_it(tmp_path: Path
 
 def test_a_payload_stays_pickled_until_the_driver_wants_it(tmp_path: Path) -> None:
     write_spec(_spec(payload=b"no pickle at all"), tmp_path / "spec")
-    assert read_spec(tmp_path / "spec").payload == b"no pickle at all"
+    assert read_spec(tmp_path / "spec").request.payload == b"no pickle at all"
 
 
 def test_the_text_of_a_spec_does_not_hold_its_secrets() -> None:

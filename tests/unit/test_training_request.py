@@ -73,15 +73,15 @@ def test_a_bad_request_is_refused_before_anything_starts(arguments: dict[str, An
 def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     request = _request(train_loop=loop)
-    spec, extra_cpus = _spec(request)
-    assert spec.run_name.startswith("loop-")
-    assert not spec.named
-    assert spec.framework == "torch"
+    spec = _spec(request)
+    assert spec.request.run_name.startswith("loop-")
+    assert not spec.request.named
+    assert spec.request.framework == "torch"
     assert spec.storage.path == "/home/ada/elastic_train_runs"
     assert spec.cluster.is_local
     assert (spec.scaling.min_workers, spec.scaling.max_workers) == (1, 1)
-    assert (spec.poll_interval_seconds, extra_cpus) == (0.1, 0)
-    assert pickle.loads(spec.payload).train_loop is loop
+    assert (spec.poll_interval_seconds, spec.request.has_datasets) == (0.1, False)
+    assert pickle.loads(spec.request.payload).train_loop is loop
 
 
 def test_trainings_outside_of_flows_have_different_names() -> None:
@@ -104,17 +104,18 @@ def test_everything_that_was_asked_for_reaches_the_driver() -> None:
         jax_config="j",
         worker_runtime_env={"env_vars": {"A": "1"}},
     )
-    spec, extra_cpus = _spec(request)
-    assert (spec.run_name, spec.named, spec.resume, spec.resume_from) == ("mnist", True, False, "base@best")
-    assert (spec.framework, spec.loop_label) == ("jax", "loop")
+    spec = _spec(request)
+    wanted = spec.request
+    assert (wanted.run_name, wanted.named, wanted.resume, wanted.resume_from) == ("mnist", True, False, "base@best")
+    assert (spec.request.framework, spec.request.fingerprint.loop) == ("jax", "loop")
     assert (spec.scaling.max_workers, spec.failures.driver_restarts, spec.checkpoints.keep) == (64, 7, 3)
     assert spec.storage.path == "/mnt/runs"
     assert spec.cluster.auth_token.get_secret_value() == "hush"
     assert spec.poll_interval_seconds == pytest.approx(0.32)
-    assert spec.worker_runtime_env == {"env_vars": {"A": "1"}}
+    assert spec.request.worker_runtime_env == {"env_vars": {"A": "1"}}
     assert spec.storage_block == ""
-    assert extra_cpus == 1, "Ray Data needs a CPU of its own"
-    payload = pickle.loads(spec.payload)
+    assert spec.request.has_datasets, "Ray Data needs a CPU of its own"
+    payload = pickle.loads(spec.request.payload)
     assert (payload.train_loop, payload.train_loop_config, payload.jax_config) == (
         "package.module:loop",
         {"lr": 0.1},

@@ -169,11 +169,11 @@ class JobLauncher:
             AttemptFailedError: It does not, or it refuses us.
         """
         limit = spec.cluster.connect_timeout_seconds
-        if spec.resumed:
+        if spec.request.resumed:
             limit = max(limit, min(spec.cluster.unreachable_timeout_seconds, _RESUMED_SECONDS))
         if self._reached:
             limit = max(limit, spec.cluster.unreachable_timeout_seconds)
-        known = self._reached or spec.resumed
+        known = self._reached or spec.request.resumed
         began = time.monotonic()
         tell_at = began + BLIND_SECONDS
         while True:
@@ -233,8 +233,8 @@ class JobLauncher:
     ) -> Job:
         """Submit a job, and recognise it if the answer was lost."""
         request = folder / "request.json"
-        owner = spec.owner.model_copy(update={"job": submission_id})
-        spec = replace(spec, owner=owner)
+        owner = spec.request.owner.model_copy(update={"job": submission_id})
+        spec = replace(spec, request=replace(spec.request, owner=owner))
         about = {"flow_run_id": owner.flow_run_id, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}
         write_request(
             request,
@@ -319,9 +319,9 @@ def check_version(api: JobsApi, cluster: ClusterVersion) -> None:
 def _metadata(spec: DriverSpec) -> dict[str, str]:
     """Give what tells the jobs of a run from all others."""
     return {
-        _RUN: spec.run_name,
+        _RUN: spec.request.run_name,
         _STORAGE: hashlib.sha256(spec.storage.uri.encode()).hexdigest()[:16],
-        _OWNER: spec.owner.flow_run_id,
+        _OWNER: spec.request.owner.flow_run_id,
     }
 
 

@@ -152,7 +152,7 @@ def _write_job(spec: DriverSpec, folder: Path) -> Path:
         "python": PYTHON,
         "ray": version("ray"),
         "package": __version__,
-        "modules": [*_NEEDED, *_FRAMEWORKS[spec.framework], *stores.get(type(spec.storage), ())],
+        "modules": [*_NEEDED, *_FRAMEWORKS[spec.request.framework], *stores.get(type(spec.storage), ())],
     }
     (job / "wanted.json").write_text(json.dumps(wanted))
     # The driver is inside by then.
