@@ -239,7 +239,7 @@ def test_a_storage_without_runs_is_said_to_have_none(storage: Storage) -> None:
 def test_a_run_that_another_program_wrote_and_one_not_begun_are_told(storage: Storage) -> None:
     _raw_ray(storage, "raw")
     begun = _local(storage, "claimed")
-    record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().fingerprint)
+    record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().request.fingerprint)
     begun.create(layout.RUN, encode(record))
     runs = _summaries(storage)
     assert (runs["raw"]["state"], runs["raw"]["checkpoints"], runs["raw"]["metrics"]) == ("foreign", 2, {"acc": 2})
@@ -627,7 +627,7 @@ def test_what_an_attempt_has_given_up_is_told_and_is_no_new_damage(storage: Stor
 def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one(storage: Storage, choice: str) -> None:
     store = _trained(storage, "mnist", "abcd")
     tear(store, "d/model.pt")
-    wanted = claim(name="tuned", resume_from=f"mnist@{choice}")
+    wanted = claim(name="tuned", resume_from=f"mnist@{choice}").request
     source = choose_source(storage, wanted, storage.run("tuned"))
     assert source.checkpoint == "mnist@c"
     assert "checkpoint 'd' of run 'mnist' is damaged" in source.notes[0]
@@ -650,7 +650,7 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     assert [(one["name"], one["ok"]) for one in found["checkpoints"] if one["latest"]] == [("c", True)]
     assert [one["name"] for one in found["checkpoints"] if not one["ok"]] == ["d"]
     with pytest.raises(AttemptFailedError, match=r"checkpoint 'd' of run 'mnist' is damaged: .* attempt 2 gave it up"):
-        choose_source(storage, claim(name="tuned", resume_from="mnist@d"), storage.run("tuned"))
+        choose_source(storage, claim(name="tuned", resume_from="mnist@d").request, storage.run("tuned"))
 
 
 def test_what_is_left_over_is_told_by_its_kind(storage: Storage) -> None:
@@ -875,7 +875,9 @@ def test_older_than_deletes_whole_runs_that_are_over_and_old(storage: Storage) -
 def test_a_run_is_kept_for_one_that_is_about_to_start_from_it(storage: Storage) -> None:
     _end(_trained(storage, "source"))
     _make_older(_local(storage, "source"), LONG_AGO)
-    record = RunRecord(name="tuned", creator=claim().request.owner, fingerprint=claim().fingerprint, resume_from="source@best")
+    record = RunRecord(
+        name="tuned", creator=claim().request.owner, fingerprint=claim().request.fingerprint, resume_from="source@best"
+    )
     _local(storage, "tuned").create(layout.RUN, encode(record))
     text = _done("prune", storage.uri, "source", "--older-than", "7", "--yes")
     assert "left alone: source: run tuned is about to start from its checkpoint" in text

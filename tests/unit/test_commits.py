@@ -119,7 +119,7 @@ def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunSto
     first = Training(store, begin(store).attempt)
     first.report("a")
     before = store.read(layout.SNAPSHOT)
-    successor = AttemptRecord(attempt=2, owner=claim().owner, base=(1, 1))
+    successor = AttemptRecord(attempt=2, owner=claim().request.owner, base=(1, 1))
     hooked = HookedStore(store, layout.COMMITS, lambda: store.create(layout.attempt_name(2), encode(successor)))
     first.log = CommitLog(hooked, 1)
     first.upload("b")
@@ -298,7 +298,7 @@ def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
     with private_folder() as folder:
         store = LocalRunStore(folder)
         for number, (base, commits) in enumerate(history, 1):
-            record = AttemptRecord(attempt=number, owner=claim().owner, base=base)
+            record = AttemptRecord(attempt=number, owner=claim().request.owner, base=base)
             store.create(layout.attempt_name(number), encode(record))
             for sequence in range(1, commits + 1):
                 Path(folder, layout.COMMITS).mkdir(parents=True, exist_ok=True)

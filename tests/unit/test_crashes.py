@@ -138,7 +138,7 @@ class CrashingRun(RuleBasedStateMachine):
         try:
             if dies_in == "begin":
                 store.die_after(2 * after)
-            begun = begin(store, claim(driver_restarts=10**6, max_attempts_without_progress=10**6))
+            begun = begin(store, claim(driver_restarts=1000, max_attempts_without_progress=10**6))
             resumed = self._contents(begun.point.snapshot)
             assert resumed[-1:] == expected[-1:], f"resumed from {resumed[-1:]} instead of {expected[-1:]}"
             assert set(resumed) <= set(expected), f"mixed: {resumed} instead of {expected}"

@@ -282,7 +282,7 @@ def test_a_package_holds_what_the_driver_needs_and_not_the_token(tmp_path: Path)
     assert (Path(package) / "driver" / "main.py").is_file()
     assert not list(Path(package).rglob("__pycache__"))
     assert environment["env_vars"]["A"] == "1"
-    assert read_spec(Path(job) / "spec").run_name == spec.request.run_name
+    assert read_spec(Path(job) / "spec").request.run_name == spec.request.run_name
     assert (Path(job) / "spec").stat().st_mode & 0o077 == 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
 

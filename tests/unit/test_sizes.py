@@ -95,7 +95,7 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     """Train as driver and controller do, with a checkpoint at every so manieth report and at the last."""
     supervisor = Supervisor()
     driver = _Driver(spec_of(folder), supervisor.output, Details())
-    begun = begin_attempt(driver._store, driver._claim())
+    begun = begin_attempt(driver._store, driver._as_owner())
     assert not isinstance(begun, Finished)
     driver._begin(begun)
     assert driver._receiver is not None
@@ -121,7 +121,7 @@ def find_finished(folder: str) -> TrainingResult:
     """Ask for the run once more, as the driver of a retry does."""
     supervisor = Supervisor()
     driver = _Driver(spec_of(folder), supervisor.output, Details())
-    finished = peek(driver._store, driver._claim())
+    finished = peek(driver._store, driver._as_owner())
     assert finished is not None
     driver.close(driver._finished(finished))
     return supervisor.hear_all()
