@@ -45,8 +45,8 @@ test: lint types  ## what CI runs: check, and one integration or fault test of e
 test-all: lint types  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel, random faults once
 	$(BIN)/python -m pytest tests -q $(PARALLEL)
 
-soak: $(STAMP)  ## the random faults only, twenty rounds of each: hours
-	SOAK_ROUNDS=20 $(BIN)/python -m pytest tests -q -m soak --timeout 7200
+soak: $(STAMP)  ## the random faults only, ten rounds of each: hours
+	SOAK_ROUNDS=10 $(BIN)/python -m pytest tests -q -m soak --timeout 7200
 
 api: $(STAMP)  ## write the snapshot of the public API anew, after a change of it that is meant
 	$(BIN)/python -m tests.support.public_api

@@ -54,11 +54,8 @@ def crashing_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing
 @pytest.mark.parametrize(
     ("step", "dies"),
     [
-        pytest.param("before the upload", "worker", marks=pytest.mark.full),
         pytest.param("mid-upload", "worker", marks=pytest.mark.full),
-        pytest.param("before the commit", "controller", marks=pytest.mark.full),
         ("in the middle of the commit", "controller"),
-        pytest.param("before Ray's file", "controller", marks=pytest.mark.full),
         pytest.param("after Ray's file", "controller", marks=pytest.mark.full),
     ],
 )

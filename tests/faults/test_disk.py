@@ -77,6 +77,7 @@ def test_a_disk_that_takes_no_more_ends_the_training_at_once_and_a_retry_resumes
     assert is_right(outcome["result"]["checkpoint_uri"])
 
 
+@pytest.mark.full
 def test_a_node_that_does_not_share_the_directory_is_found_before_anything_starts(
     start: Start, ledger: str, disk: SmallDisk, own_head: RayHead
 ) -> None:

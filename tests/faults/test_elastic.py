@@ -119,11 +119,8 @@ class Training:
         return result
 
 
-@pytest.mark.parametrize("gpus", [1, pytest.param(4, marks=pytest.mark.full)])
-def test_gpu_workers_follow_the_nodes_from_none_to_all(
-    start: Start, cluster: ElasticCluster, tmp_path: Path, gpus: int
-) -> None:
-    fewest, more, most = gpus, 2 * gpus, 3 * gpus
+def test_gpu_workers_follow_the_nodes_from_none_to_all(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
+    gpus, fewest, more, most = 1, 1, 2, 3
     training = Training(start, cluster, tmp_path, scaling={"min_workers": fewest, "max_workers": most})
     wait_for(lambda: any(isinstance(e, WaitingForCapacity) for e in training.events()), 120, "a word of waiting")
     first = cluster.add_gpus(gpus)
@@ -137,10 +134,7 @@ def test_gpu_workers_follow_the_nodes_from_none_to_all(
     cluster.remove(first, second)
     wait_for(lambda: isinstance(training.events()[-1], WaitingForCapacity), 120, "a word of waiting")
     cluster.add_gpus(gpus)
-    cluster.add_gpus(gpus)
-    wait_for(lambda: len(training.sizes) > groups and training.sizes[-1] == more, 150, "as many workers again")
-    cluster.add_gpus(gpus)
-    training.wait_for_size(most)
+    wait_for(lambda: len(training.sizes) > groups and training.sizes[-1] == fewest, 150, "workers again")
     result = training.end()
     assert all(fewest <= size <= most for size in training.sizes)
     assert result["attempts"] == 1, "waiting costs no retry"
@@ -169,6 +163,7 @@ def test_a_lost_node_is_replaced_below_the_minimum(start: Start, cluster: Elasti
     assert (result["attempts"], result["worker_failures"]) == (1, 1)
 
 
+@pytest.mark.full
 def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_three(
     start: Start, cluster: ElasticCluster, tmp_path: Path, api: str
 ) -> None:
@@ -240,32 +235,21 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
     assert result["goodput"] == pytest.approx(spent["productive_seconds"] / spent["wall_seconds"], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [pytest.param(True, id="a loop that asks"), pytest.param(False, id="a plain loop", marks=pytest.mark.full)],
-)
-def test_a_healthy_group_grows_without_losing_a_step(
-    start: Start, cluster: ElasticCluster, tmp_path: Path, ask: bool
-) -> None:
+def test_a_healthy_group_grows_without_losing_a_step(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
     cluster.add_gpus(1)
-    config = {"checkpoint_every": 20, "ask": ask}
+    config = {"checkpoint_every": 20, "ask": True}
     training = Training(start, cluster, tmp_path, scaling={"max_workers": 2}, config=config)
     training.wait_for_size(1)
     cluster.add_gpus(1)
     training.wait_for_size(2)
     result = training.end()
     assert training.sizes == [1, 2]
-    redone = repeated(steps_of(training.ledger))
-    # A plain loop may learn of the growth only when its checkpoint is reported.
-    assert redone == 0 if ask else redone <= 2, redone
+    assert repeated(steps_of(training.ledger)) == 0
     assert (result["resizes"], result["worker_failures"], result["preemptions"]) == (1, 0, 0)
-    at_a_step_of_its_own = [line["resumed_from"] for line in read_ledger(training.ledger)][-1] % 20
-    assert ask or not at_a_step_of_its_own
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_drained_node_gives_way_at_once_after_its_last_checkpoint(
-    start: Start, cluster: ElasticCluster, tmp_path: Path, rank: int
+    start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
     cluster.add_gpus(1)
     cluster.add_gpus(1)
@@ -273,7 +257,7 @@ def test_a_drained_node_gives_way_at_once_after_its_last_checkpoint(
     training = Training(start, cluster, tmp_path, scaling={"max_workers": 2}, config=config)
     wait_for(lambda: len(steps_of(training.ledger)) > 10, 120, "training")
     assert training.sizes == [2]
-    drained = training.node_of(rank)
+    drained = training.node_of(0)
     notice = time.time()
     cluster.drain(drained, 30)
     wait_for(lambda: training.sizes == [2, 1], 60, "a smaller group")
@@ -285,25 +269,6 @@ def test_a_drained_node_gives_way_at_once_after_its_last_checkpoint(
     assert (result["preemptions"], result["worker_failures"], result["attempts"]) == (1, 0, 1)
     committed = [e.at for e in training.events() if isinstance(e, CheckpointCommitted) and e.at < resumed_at][-1]
     assert resumed_at - committed < 20, "from the just-in-time checkpoint to the first step of the smaller group"
-
-
-@pytest.mark.full
-def test_nodes_drained_one_after_the_other_lose_no_step(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
-    for _ in range(3):
-        cluster.add_gpus(1)
-    config = {"checkpoint_every": 1000, "ask": True}
-    training = Training(start, cluster, tmp_path, scaling={"max_workers": 3}, config=config)
-    wait_for(lambda: len(steps_of(training.ledger)) > 10, 120, "training")
-    drained = [training.node_of(1), training.node_of(0)]
-    for node in drained:
-        cluster.drain(node, 30)
-        time.sleep(4)
-    wait_for(lambda: training.sizes[-1] == 1, 60, "one worker")
-    cluster.remove(*drained)
-    result = training.end()
-    assert repeated(steps_of(training.ledger)) <= result["preemptions"] <= 2
-    assert (result["worker_failures"], result["attempts"]) == (0, 1)
-    assert len(training.sizes) == 1 + result["preemptions"]
 
 
 @pytest.mark.full
@@ -329,23 +294,6 @@ def test_a_drain_shorter_than_the_upload_goes_on_from_the_commit_before(
 
 
 @pytest.mark.full
-def test_a_drain_costs_a_plain_loop_no_more_than_its_last_interval(
-    start: Start, cluster: ElasticCluster, tmp_path: Path
-) -> None:
-    nodes = [cluster.add_gpus(1), cluster.add_gpus(1)]
-    training = Training(start, cluster, tmp_path, scaling={"max_workers": 2}, config={"checkpoint_every": 25})
-    training.flow.wait_for(lambda: len(commits(training.flow.run)) == 1, 120, "a commit")
-    for node in nodes:
-        cluster.drain(node, 8)
-    cluster.add_gpus(1)
-    wait_for(lambda: training.sizes == [2, 1], 60, "a smaller group")
-    cluster.remove(*nodes)
-    result = training.end()
-    assert repeated(steps_of(training.ledger)) < 25
-    assert (result["preemptions"], result["worker_failures"], result["attempts"]) == (1, 0, 1)
-
-
-@pytest.mark.full
 def test_a_node_that_comes_and_goes_does_not_restart_the_run_each_time(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
@@ -362,6 +310,7 @@ def test_a_node_that_comes_and_goes_does_not_restart_the_run_each_time(
     assert training.sizes == [1], "it has never been there for long enough"
 
 
+@pytest.mark.full
 def test_a_wait_for_capacity_ends_when_its_bound_is_reached(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
@@ -385,13 +334,11 @@ TPUS = {
 }
 
 
-@pytest.mark.parametrize("framework", ["none", pytest.param("jax", marks=pytest.mark.full)])
-def test_tpu_workers_fill_whole_slices_or_none(
-    start: Start, cluster: ElasticCluster, tmp_path: Path, framework: str
-) -> None:
+@pytest.mark.full
+def test_tpu_workers_fill_whole_slices_or_none(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
     cluster.add_host("one", 0)
     scaling = {**TPUS, "min_workers": 2, "max_workers": 4}
-    training = Training(start, cluster, tmp_path, scaling=scaling, framework=framework)
+    training = Training(start, cluster, tmp_path, scaling=scaling, framework="jax")
     waiting = wait_for(
         lambda: [e for e in training.events() if isinstance(e, WaitingForCapacity)], 120, "a word of waiting"
     )
@@ -405,11 +352,10 @@ def test_tpu_workers_fill_whole_slices_or_none(
     result = training.end()
     assert training.sizes == [2, 4, 2]
     assert (result["attempts"], result["worker_failures"], result["resizes"]) == (1, 1, 1)
-    if framework == "jax":
-        for line in read_ledger(training.ledger):
-            numbers = {name: line["slices"].get(f"MEGASCALE_{name}") for name in ("NUM_SLICES", "SLICE_ID")}
-            several = {"NUM_SLICES": "2", "SLICE_ID": str(line["rank"] // 2)}
-            assert numbers == (several if line["world"] == 4 else dict.fromkeys(numbers)), line
+    for line in read_ledger(training.ledger):
+        numbers = {name: line["slices"].get(f"MEGASCALE_{name}") for name in ("NUM_SLICES", "SLICE_ID")}
+        several = {"NUM_SLICES": "2", "SLICE_ID": str(line["rank"] // 2)}
+        assert numbers == (several if line["world"] == 4 else dict.fromkeys(numbers)), line
 
 
 @pytest.mark.full

@@ -6,12 +6,11 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, final_weights, same_weights, train_config
+from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right, train_config
 from tests.support.processes import (
     FlowProcess,
     RayHead,
@@ -35,44 +34,36 @@ def wide_head() -> Iterator[RayHead]:
     cluster.close()
 
 
-@pytest.mark.parametrize(
-    "races", [pytest.param(1, id="1 race"), pytest.param(50, id="50 races", marks=[pytest.mark.full])]
-)
-def test_of_two_flow_runs_that_race_for_a_run_exactly_one_trains(
-    start: Start, ledger: str, wide_head: RayHead, races: int
-) -> None:
-    chance = random.Random(races)
-    for race in range(races):
-        ledger_file = f"{ledger}.{race}"
-        flows = []
-        for name in ("one", "other"):
-            flows.append(
-                start(
-                    f"{race}-{name}",
-                    loop="tests.support.loops:counting_loop",
-                    framework="none",
-                    config={"steps": 20, "sleep": 0.05, "ledger": ledger_file},
-                    scaling={"min_workers": 1, "max_workers": 1},
-                    cluster=wide_head.block,
-                    storage=f"{ledger}.runs.{race}",
-                    run_name="contested",
-                )
+@pytest.mark.full
+def test_of_two_flow_runs_that_race_for_a_run_exactly_one_trains(start: Start, ledger: str, wide_head: RayHead) -> None:
+    flows = []
+    for name in ("one", "other"):
+        flows.append(
+            start(
+                name,
+                **hash_training(ledger, config=train_config(ledger, steps=20)),
+                cluster=wide_head.block,
+                storage=f"{ledger}.runs",
+                run_name="contested",
             )
-            time.sleep(chance.choice([0, chance.uniform(0, 0.5), chance.uniform(0, 3)]))
-        outcomes = [flow.wait(120) for flow in flows]
-        assert sorted(outcome["state"] for outcome in outcomes) == ["COMPLETED", "FAILED"], f"race {race}"
-        winner = next(number for number, outcome in enumerate(outcomes) if outcome["state"] == "COMPLETED")
-        error = outcomes[1 - winner]["error"]
-        assert "run 'contested'" in error
-        assert f"(id {flows[winner].flow_run_id})" in error, "the holder is named"
-        assert steps_of(ledger_file) == list(range(1, 21)), f"race {race}"
-        assert len(attempts(flows[winner].run)) == 1
+        )
+        time.sleep(random.uniform(0, 1))
+    outcomes = [flow.wait(120) for flow in flows]
+    assert sorted(outcome["state"] for outcome in outcomes) == ["COMPLETED", "FAILED"]
+    winner = next(number for number, outcome in enumerate(outcomes) if outcome["state"] == "COMPLETED")
+    error = outcomes[1 - winner]["error"]
+    assert "run 'contested'" in error
+    assert f"(id {flows[winner].flow_run_id})" in error, "the holder is named"
+    assert steps_of(ledger) == list(range(1, 21))
+    assert len(attempts(flows[winner].run)) == 1
 
 
 def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_itself(
-    start: Start, ledger: str, undisturbed: dict[str, Any], wide_head: RayHead
+    start: Start, ledger: str, wide_head: RayHead
 ) -> None:
-    first = start("first", config=train_config(ledger, sleep=0.1), cluster=wide_head.block)
+    two = {"min_workers": 2, "max_workers": 2}
+    training = hash_training(ledger, config=train_config(ledger, sleep=0.1), scaling=two, cluster=wide_head.block)
+    first = start("first", **training)
     first.wait_for(lambda: len(commits(first.run)) >= 2, 120, "two commits")
     driver = first.driver()
     assert driver is not None
@@ -90,13 +81,7 @@ def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_it
     record_file.write_text(json.dumps(record))
     before = commits(first.run)
 
-    second = start(
-        "second",
-        config=train_config(ledger, sleep=0.1),
-        cluster=wide_head.block,
-        storage=str(first.storage),
-        flow_run_id=first.flow_run_id,
-    )
+    second = start("second", **{**training, "storage": str(first.storage)}, flow_run_id=first.flow_run_id)
     wait_for(lambda: [c for c in commits(first.run) if c["attempt"] == 2], 120, "a commit of the second attempt")
     for process in reversed(frozen):
         process.resume()
@@ -106,7 +91,7 @@ def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_it
     assert outcome["state"] == "COMPLETED"
     assert outcome["result"]["attempts"] == 2
     assert attempts(first.run)[1]["base"] == [1, max(c["sequence"] for c in before)]
-    assert same_weights(final_weights(outcome["result"]["checkpoint_uri"]), undisturbed)
+    assert is_right(outcome["result"]["checkpoint_uri"])
     new = {process.pid for process in workers}
     of_the_second = [line for line in read_ledger(ledger) if line["rank"] == 0 and line["pid"] not in new]
     resumed_from = of_the_second[0]["resumed_from"]

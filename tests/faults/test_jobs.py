@@ -21,7 +21,7 @@ from prefect.states import Cancelling
 
 from flows.digits import REQUIRED_ACCURACY
 from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right
-from tests.support.deployments import SERVED, DeployedRun, Program, flow_run_log
+from tests.support.deployments import flow_run_log
 from tests.support.gateway import Gateway
 from tests.support.processes import (
     ROOT,
@@ -104,13 +104,13 @@ def _assert_nothing_left(head: RayHead) -> None:
 def test_the_job_of_a_killed_flow_process_goes_on_and_is_followed_by_the_resumed_flow_run(
     start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient
 ) -> None:
-    steps = 400
+    steps = 200
     first = _train(start, ledger, jobs_head, config={"steps": steps})
     _in_mid_training(first)
     first.process.kill()
     at_kill = len(steps_of(ledger))
-    time.sleep(20)
-    assert len(steps_of(ledger)) > at_kill + 50, "it trains on"
+    time.sleep(5)
+    assert len(steps_of(ledger)) > at_kill + 20, "it trains on"
     second = _train(
         start,
         ledger,
@@ -175,10 +175,8 @@ def test_killed_driver_of_a_job_is_followed_by_another_job(start: Start, ledger:
     assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(90.0, marks=pytest.mark.full)])
-def test_a_dashboard_that_does_not_answer_is_not_a_failure(
-    start: Start, ledger: str, jobs_head: RayHead, seconds: float
-) -> None:
+@pytest.mark.full
+def test_a_dashboard_that_does_not_answer_is_not_a_failure(start: Start, ledger: str, jobs_head: RayHead) -> None:
     flow = _train(start, ledger, jobs_head, config={"steps": 200})
     _in_mid_training(flow)
     dashboards = [one for one in jobs_head.processes() if _is_dashboard(one)]
@@ -186,7 +184,7 @@ def test_a_dashboard_that_does_not_answer_is_not_a_failure(
     for one in dashboards:
         one.send_signal(signal.SIGSTOP)
     try:
-        time.sleep(seconds)
+        time.sleep(60)
         assert flow.process.poll() is None
         assert "The dashboard has not answered for" in flow.log
     finally:
@@ -234,31 +232,6 @@ def test_a_cancelled_flow_run_leaves_nothing_in_the_cluster(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lacking", ["for the workers", "for the driver"])
-def test_a_flow_run_that_is_cancelled_while_it_waits_for_resources_leaves_nothing(
-    start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient, lacking: str
-) -> None:
-    wanted: dict[str, Any] = (
-        {"scaling": {"min_workers": 1, "max_workers": 1, "resources_per_worker": {"unobtainium": 1}}}
-        if lacking == "for the workers"
-        else {"cluster": {**jobs_head.jobs_block, "driver_resources": {"unobtainium": 1}}}
-    )
-    before = len(jobs_head.jobs())
-    flow = _train(start, ledger, jobs_head, **wanted)
-    wait_for(lambda: len(jobs_head.jobs()) > before, 60, "the job")
-    if lacking == "for the workers":
-        wait_for(lambda: "Waiting for capacity" in flow.log, 60, "the training to wait")
-    else:
-        time.sleep(5)
-        assert jobs_head.jobs()[-1]["status"] == "PENDING"
-    client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
-    [job] = jobs_head.jobs()[before:]
-    status = f"/api/jobs/{job['submission_id']}"
-    wait_for(lambda: jobs_head.dashboard("GET", status)["status"] in ("STOPPED", "FAILED"), 20, "the job to end")
-    _assert_nothing_left(jobs_head)
-    flow.process.wait(60)
-
-
 def test_a_flow_process_whose_machine_is_taken_away_leaves_the_job_alone(
     start: Start, ledger: str, jobs_head: RayHead
 ) -> None:
@@ -286,9 +259,8 @@ def test_a_flow_process_whose_machine_is_taken_away_leaves_the_job_alone(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wakes_up", ["before the end", "after the end"])
 def test_a_frozen_flow_process_leaves_the_job_to_the_resumed_one(
-    start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient, wakes_up: str
+    start: Start, ledger: str, jobs_head: RayHead, client: SyncPrefectClient
 ) -> None:
     steps = 250
     frozen = _train(start, ledger, jobs_head, config={"steps": steps})
@@ -297,12 +269,9 @@ def test_a_frozen_flow_process_leaves_the_job_to_the_resumed_one(
     more: dict[str, Any] = {"flow_run_id": frozen.flow_run_id, "storage": str(frozen.storage)}
     resumed = _train(start, ledger, jobs_head, "resumed", config={"steps": steps}, **more)
     wait_for(lambda: "which is followed from now on" in resumed.log, 60, "the resumed flow run to follow")
-    if wakes_up == "after the end":
-        outcome = resumed.wait(120)
     frozen.process.send_signal(signal.SIGCONT)
     frozen.process.wait(60)
-    if wakes_up == "before the end":
-        outcome = resumed.wait(120)
+    outcome = resumed.wait(120)
     assert outcome["state"] == "COMPLETED", resumed.log[-3000:]
     assert not frozen.result_file.exists() or json.loads(frozen.result_file.read_text())["state"] != "COMPLETED"
     assert steps_of(ledger) == list(range(1, steps + 1))
@@ -359,20 +328,6 @@ def test_a_flow_run_that_is_cancelled_during_a_slow_submission_leaves_no_job(
         client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
         flow.process.wait(90)
     assert [job["status"] for job in jobs_head.jobs()[before:]] == ["STOPPED"], flow.log[-3000:]
-    _assert_nothing_left(jobs_head)
-
-
-@pytest.mark.full
-def test_a_cancellation_by_a_runner_stops_the_job(
-    deployed: Callable[..., DeployedRun], ledger: str, jobs_head: RayHead, served: Program, tmp_path: Path
-) -> None:
-    arguments = {**hash_training(ledger), "cluster": jobs_head.jobs_block}
-    arguments["config"] = {**arguments["config"], "steps": 100_000}
-    run = deployed(f"fault test/{SERVED}", **arguments)
-    wait_for(lambda: len(commits(run.folder)) >= 2, 120, "two commits")
-    run.propose(Cancelling())
-    assert run.wait_for_end(60).type == StateType.CANCELLED
-    assert jobs_head.jobs()[-1]["status"] == "STOPPED"
     _assert_nothing_left(jobs_head)
 
 

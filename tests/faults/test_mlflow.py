@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from flows.mlflow_curve import WEIGHTS, open_client, take_step
 from tests.support.processes import FlowProcess, attempts, commits, titled, wait_for
@@ -31,6 +32,7 @@ def _commits_of(flow: FlowProcess, attempt: int) -> int:
     return max((commit["sequence"] for commit in commits(flow.run) if commit["attempt"] == attempt), default=0)
 
 
+@pytest.mark.full
 def test_killed_worker_and_killed_driver_leave_one_mlflow_run_with_each_step_once(start: Start, tmp_path: Path) -> None:
     store = tmp_path / "mlflow"
     flow = start(

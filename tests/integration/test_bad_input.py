@@ -7,7 +7,6 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,10 +76,6 @@ def _own_processes() -> list[str]:
     [
         ({"framework": "tensorflow"}, ["framework 'tensorflow'", "'torch'", "'jax'", "'none'"]),
         ({"run_name": "a/b"}, ["'a/b'", "letters, digits"]),
-        ({"run_name": ".."}, ["'..'"]),
-        ({"run_name": "a..b"}, ["'a..b'"]),
-        ({"run_name": "für alle"}, ["für alle"]),
-        ({"run_name": "x" * 200}, ["128"]),
         ({"resume": True}, ["run_name"]),
         ({"resume": True, "run_name": "a", "resume_from": "b"}, ["one of them"]),
         ({"resume_from": "../other", "run_name": "a"}, ["'../other'"]),
@@ -135,8 +130,6 @@ def _drive(tmp_path: Path, joined: RayCluster, parts: list[str], at_most: float 
     [
         ("no_such_module:loop", ["no_such_module", "ModuleNotFoundError"]),
         ("tests.support.loops:no_such_loop", ["has no 'no_such_loop'"]),
-        ("tests.support.loops:two_argument_loop", ["2 arguments", "config, other"]),
-        ("tests.support.processes:ROOT", ["it must be a function"]),
     ],
 )
 def test_import_path_that_leads_nowhere_is_refused(
@@ -193,10 +186,8 @@ def test_more_workers_than_the_local_cluster_can_hold_are_refused(tmp_path: Path
     ("arguments", "parts"),
     [
         ({"cluster": RayCluster(working_dir="/no/such/dir")}, ["working_dir '/no/such/dir' does not exist"]),
-        ({"cluster": RayCluster(runtime_env={"env_vars": {"A": 1}})}, ["env_vars"]),
-        ({"worker_runtime_env": {"working_dir": "/no/such/dir"}}, ["working_dir '/no/such/dir' does not exist"]),
+        ({"worker_runtime_env": {"env_vars": {"A": 1}}}, ["env_vars"]),
         ({"framework": "torch", "torch_config": 3}, ["torch_config must be a ray.train.torch.TorchConfig, got 3"]),
-        ({"framework": "jax", "jax_config": {}}, ["jax_config must be a ray.train.v2.jax.JaxConfig, got {}"]),
         ({"run_name": "new", "resume_from": "tpyo"}, ["resume_from='tpyo'", "has no committed checkpoint"]),
     ],
 )
@@ -207,16 +198,9 @@ def test_what_ray_would_refuse_later_is_refused_before_anything_starts(
     assert list((tmp_path / "runs").glob("*")) == [], "nothing of the run is there"
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        ElasticScaling(min_workers=1, max_workers=2, placement_strategy="STRICT_SPREAD"),
-        ElasticScaling(label_selector={"market-type": "spot"}),
-    ],
-)
-def test_placement_that_a_local_cluster_can_never_give_is_refused(
-    tmp_path: Path, joined: RayCluster, scaling: ElasticScaling
-) -> None:
+@pytest.mark.full
+def test_placement_that_a_local_cluster_can_never_give_is_refused(tmp_path: Path, joined: RayCluster) -> None:
+    scaling = ElasticScaling(min_workers=1, max_workers=2, placement_strategy="STRICT_SPREAD")
     _drive(tmp_path, joined, ["the local cluster is one node"], at_most=60, cluster=RayCluster(), scaling=scaling)
 
 
@@ -226,24 +210,6 @@ def test_automatic_address_without_a_cluster_is_refused_at_once(
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     cluster = RayCluster(address="auto", connect_timeout_seconds=2)
     _drive(tmp_path, joined, ["no Ray cluster answers at"], cluster=cluster)
-
-
-@pytest.mark.parametrize(
-    ("make", "parts"),
-    [
-        (lambda: ElasticScaling(min_workers=3, max_workers=2), ["min_workers (3)", "max_workers (2)"]),
-        (lambda: ElasticScaling(max_workers=0), ["max_workers", "greater than or equal to 1"]),
-        (lambda: ElasticScaling(min_workers=-1), ["min_workers", "greater than or equal to 1"]),
-        (lambda: ElasticScaling(resources_per_worker={"CPU": 0}), ["resources_per_worker", "some resource"]),
-        (lambda: RayCluster(address="nowhere"), ["host:port", "'nowhere'"]),
-        (lambda: LocalStorage(path=""), ["path", "empty"]),
-    ],
-)
-def test_bad_blocks_are_refused_where_they_are_made(make: Callable[[], Any], parts: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        make()
-    for part in parts:
-        assert part in str(caught.value)
 
 
 def _job(what: str, head: RayHead, api_url: str, folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.support.deployments import api_client, flow_run_log, project_served
 from tests.support.processes import wait_for
 from tests.support.reports import report_of, run_events
 
-pytestmark = pytest.mark.usefixtures("api")
+pytestmark = [pytest.mark.usefixtures("api"), pytest.mark.full]
 
 POLICY = CheckpointPolicy(keep=3, score_attribute="train_accuracy")
 
@@ -166,7 +166,6 @@ def test_a_retry_of_the_flow_that_waits_finds_the_run_that_it_has_started(
     assert len({run.id for run in _runs_of(client, deployment)} - before) == 1
 
 
-@pytest.mark.full
 def test_subflows_are_chained_in_one_process(tmp_path: Path, joined: RayCluster) -> None:
     result = pipeline_in_one(
         epochs=1,

@@ -117,32 +117,6 @@ def test_bad_block_data_fails_at_load_naming_field_value_and_rule(client: SyncPr
 
 
 @pytest.mark.full
-def test_deployments_run_with_blocks_by_reference_import_path_and_config(
-    client: SyncPrefectClient, served: Program, tmp_path: Path
-) -> None:
-    deployment = client.read_deployment_by_name("train/train").id
-    storage = LocalStorage(path=str(tmp_path / "runs"))
-    storage.save("referenced", overwrite=True)
-    scaling = ElasticScaling(min_workers=1, max_workers=1)
-    scaling.save("referenced", overwrite=True)
-    run = client.create_flow_run_from_deployment(
-        deployment,
-        parameters={
-            "train_loop": "tests.support.loops:counting_loop",
-            "train_loop_config": {"steps": 3},
-            "framework": "none",
-            "storage": {"$ref": {"block_document_id": str(storage._block_document_id)}},
-            "scaling": {"$ref": {"block_document_id": str(scaling._block_document_id)}},
-        },
-    )
-    ended = _end_of(client, run, 180)
-    assert ended.state is not None
-    assert ended.state.type == StateType.COMPLETED, served.log[-3000:]
-    runs = list((tmp_path / "runs").iterdir())
-    assert [folder.name for folder in runs] == [f"train-{str(run.id)[:8]}"]
-
-
-@pytest.mark.full
 def test_a_deployment_takes_a_bucket_by_reference_and_its_result_reads_from_it(
     client: SyncPrefectClient, served: Program, tmp_path: Path
 ) -> None:
@@ -271,6 +245,7 @@ def evaluated(client: SyncPrefectClient, served: Program) -> Iterator[Any]:
     assert len(automations.delete(client, ["digits/digits"])) == 3
 
 
+@pytest.mark.full
 def test_digits_deployment_learns_to_read_and_its_best_checkpoints_are_evaluated(
     client: SyncPrefectClient, served: Program, evaluated: Any
 ) -> None:

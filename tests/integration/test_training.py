@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import flow, task
+from prefect import flow
 
 from prefect_elastic_train import (
     AttemptFailedError,
@@ -18,7 +18,6 @@ from prefect_elastic_train import (
     Outcome,
     RayCluster,
     TrainingResult,
-    aelastic_train,
     elastic_train,
 )
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
@@ -32,19 +31,6 @@ TWO = ElasticScaling(min_workers=2, max_workers=2)
 
 def _arguments(tmp_path: Path, joined: RayCluster, **more: Any) -> dict[str, Any]:
     return {"framework": "none", "storage": LocalStorage(path=str(tmp_path)), "cluster": joined, **more}
-
-
-@pytest.mark.full
-def test_second_training_of_a_flow_run_gets_a_name_of_its_own(tmp_path: Path, joined: RayCluster) -> None:
-    @flow
-    def twice() -> list[str]:
-        first = elastic_train(LOOP, train_loop_config={"steps": 1}, **_arguments(tmp_path, joined))
-        second = elastic_train.submit(LOOP, train_loop_config={"steps": 2}, **_arguments(tmp_path, joined)).result()
-        assert (first.metrics, second.metrics) == ({"step": 1}, {"step": 2})
-        return [first.run_name, second.run_name]
-
-    first, second = twice()
-    assert second == f"{first}-2"
 
 
 def test_training_that_reports_more_than_any_message_holds_ends_with_its_result(
@@ -70,57 +56,6 @@ def test_training_that_reports_more_than_any_message_holds_ends_with_its_result(
     assert [made.metrics["step"] for made in result.best_checkpoints] == [2, 3]
     assert result.left_out == {"best_checkpoints": 1}
     assert len(result.model_dump_json()) < MAX_EVENT_BYTES
-
-
-def test_retried_task_around_a_training_gets_the_run_that_it_had(
-    tmp_path: Path, joined: RayCluster, ledger: str
-) -> None:
-    tries = 0
-
-    @task(retries=1)
-    def wrapper() -> str:
-        nonlocal tries
-        tries += 1
-        config = {"steps": 2, "ledger": ledger}
-        name = elastic_train(LOOP, train_loop_config=config, **_arguments(tmp_path / "runs", joined)).run_name
-        if tries == 1:
-            raise RuntimeError("after its training")
-        return name
-
-    @flow
-    def wraps() -> str:
-        return wrapper()
-
-    name = wraps()
-    assert tries == 2
-    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == [name]
-    assert steps_of(ledger) == [1, 2], "trained once"
-
-
-async def test_async_twin_trains_without_holding_the_event_loop(tmp_path: Path, joined: RayCluster) -> None:
-    import asyncio
-
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            ticks += 1
-            await asyncio.sleep(0.05)
-
-    @flow
-    async def asynchronous() -> TrainingResult:
-        ticking = asyncio.create_task(tick())
-        try:
-            return await aelastic_train(
-                LOOP, train_loop_config={"steps": 5, "sleep": 0.2}, **_arguments(tmp_path, joined)
-            )
-        finally:
-            ticking.cancel()
-
-    result = await asynchronous()
-    assert result.metrics == {"step": 5}
-    assert ticks > 20
 
 
 def test_ray_data_shards_reach_the_workers(tmp_path: Path, joined: RayCluster, ledger: str) -> None:

@@ -22,7 +22,7 @@ from prefect.states import Pending, Running
 
 from prefect_elastic_train.core.spec import MARK_VARIABLE
 from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
-from tests.support.processes import ROOT, run_folder, wait_for
+from tests.support.processes import ROOT, is_driver, run_folder, wait_for
 
 WORK_POOL = "fault-tests"
 SERVED, WORKED = "served", "worked"
@@ -186,7 +186,7 @@ class DeployedRun:
     def processes(self) -> list[psutil.Process]:
         """Give all processes of the run's trainings, as far as they have been seen by now."""
         for process in psutil.process_iter(["cmdline"]):
-            if "prefect_elastic_train.driver" in (process.info["cmdline"] or []):
+            if is_driver(process.info["cmdline"] or []):
                 with contextlib.suppress(psutil.Error):
                     if process.ppid() in self.flow_processes:
                         self._marks.add(process.environ()[MARK_VARIABLE])

@@ -30,6 +30,8 @@ from prefect_elastic_train import (
     aelastic_train,
     elastic_train,
 )
+from prefect_elastic_train.supervisor.launch import Runtime
+from tests.support.scripted_driver import MODULE
 
 
 def storage_of(given: str | dict[str, Any]) -> LocalStorage | S3Storage | str:
@@ -57,8 +59,10 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tell_who_runs(arguments: dict[str, Any]) -> None:
-    """Write id and process of the flow run for the test to find."""
+def _begin(arguments: dict[str, Any]) -> None:
+    """Write id and process of the flow run for the test to find, and let a script be its driver if it has one."""
+    if "script" in arguments:
+        Runtime.driver_command = (sys.executable, "-m", MODULE, arguments["script"])
     if "flow_run_file" in arguments:
         line = json.dumps({"flow_run_id": flow_run.id, "pid": os.getpid(), "at": time.time()})
         with Path(arguments["flow_run_file"]).open("a") as file:
@@ -98,7 +102,7 @@ def _train_within(arguments: dict[str, Any]) -> dict[str, Any]:
 @flow(name="fault test", log_prints=True)
 def train(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train once."""
-    _tell_who_runs(arguments)
+    _begin(arguments)
     if arguments.get("die_at_once"):
         os.kill(os.getpid(), 9)
     return _train_within(arguments)
@@ -107,7 +111,7 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
 @flow(name="async fault test", log_prints=True)
 async def atrain(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train once, without holding the event loop."""
-    _tell_who_runs(arguments)
+    _begin(arguments)
     return (await aelastic_train(**training(arguments))).model_dump(mode="json")
 
 

@@ -64,14 +64,6 @@ def ledger_loop(config: dict[str, Any]) -> None:
         ray.train.report({"step": step, "loss": loss.item()}, checkpoint=saved)
 
 
-def failing_loop(config: dict[str, Any]) -> None:
-    """Raise in every attempt."""
-    import ray.train
-
-    write_ledger(config["ledger"], rank=ray.train.get_context().get_world_rank(), world=1, step=1, resumed_from=0)
-    raise ArithmeticError("the loss became a pumpkin")
-
-
 def remotely_failing_loop(config: dict[str, Any]) -> None:
     """Ask Ray for something that raises there."""
     import ray
@@ -286,10 +278,6 @@ def asking_loop(config: dict[str, Any]) -> None:
     except KeyError as error:
         answer = str(error)
     ray.train.report({"dataset": answer, "preemption": str(ray.train.get_preemption_info())})
-
-
-def two_argument_loop(config: dict[str, Any], other: int) -> None:
-    """A loop that no trainer can call."""
 
 
 def run_known_here() -> dict[str, Any]:

@@ -232,6 +232,11 @@ def titled(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
     return found
 
 
+def is_driver(command: list[str]) -> bool:
+    """Whether a command line is that of a driver, or of a script in its place."""
+    return bool({"prefect_elastic_train.driver", "tests.support.scripted_driver"} & set(command))
+
+
 class FlowProcess:
     """A flow run in a process of its own, to be watched and killed."""
 
@@ -288,11 +293,11 @@ class FlowProcess:
         """Wait for something that only a flow process that lives can bring about."""
         return wait_for(what, timeout, why, of=self)
 
-    def driver(self, besides: int = 0) -> psutil.Process | None:
+    def driver(self) -> psutil.Process | None:
         """Give the driver process, if one runs."""
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if "prefect_elastic_train.driver" in command and process.pid != besides:
+            if is_driver(command):
                 with contextlib.suppress(psutil.Error):
                     if process.ppid() == self.pid:
                         self._mark = process.environ()[MARK_VARIABLE]

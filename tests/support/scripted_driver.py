@@ -1,0 +1,174 @@
+"""A driver that does what a script says: all that the supervisor sees of a training, without Ray.
+
+It takes the driver's place in :attr:`Runtime.driver_command`, is told the spec of the attempt as any driver, speaks the
+events of :mod:`prefect_elastic_train.core.events` on its standard output and heeds SIGINT. As a script:
+``python -m tests.support.scripted_driver <script> <spec>``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect_elastic_train.core.events import (
+    EVENT_TAG,
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    Event,
+    encode_event,
+)
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.result import RunResult
+from prefect_elastic_train.core.spec import STOP_FILE, read_spec
+
+#: An event is said; ``kill``, ``hang`` (without a word), ``deaf`` (to SIGINT from now on), ``child`` (starts a process
+#: that heeds no signal that can be ignored); ``{"exit": code}``, ``{"print": text}``, ``{"wait": seconds}``,
+#: ``{"until": file}``, ``{"train": steps}`` (20 a second, each with a checkpoint).
+Step = Event | str | dict[str, Any]
+
+MODULE = "tests.support.scripted_driver"
+COMPLETED: Step = AttemptEnded(outcome=Outcome.COMPLETED)
+
+
+def ended(outcome: Outcome, message: str = "as the script says", **more: Any) -> Event:
+    """The last word of an attempt that does not complete."""
+    return AttemptEnded(outcome=outcome, message=message, **more)
+
+
+class Script:
+    """What the drivers of one training do.
+
+    Args:
+        folder: Keeps the script, and what its drivers did.
+        attempts: What each driver does, one after the other; those after the last do the same as the last.
+    """
+
+    def __init__(self, folder: Path, *attempts: list[Step]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "script.json"
+        self.path.write_text(json.dumps(attempts, default=lambda event: event.model_dump(mode="json")))
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What starts a driver."""
+        return (sys.executable, "-m", MODULE, str(self.path))
+
+    def drivers(self) -> list[dict[str, Any]]:
+        """What each driver was told, with its ``pid`` and when it began (``at``, seconds since the epoch)."""
+        return [line for line in _journal(self.path) if "run_name" in line]
+
+    def trained(self, driver: int = -1) -> int:
+        """The number of steps that a driver has taken."""
+        drivers = self.drivers()
+        pid = drivers[driver]["pid"] if drivers else 0
+        return sum(line.get("did") == "train" for line in _journal(self.path) if line["pid"] == pid)
+
+    def did(self, what: str) -> list[dict[str, Any]]:
+        """When drivers did something: ``train``, or a signal by its name, with what it was sent for."""
+        return [line for line in _journal(self.path) if line.get("did") == what]
+
+
+def _journal(script: Path) -> list[dict[str, Any]]:
+    path = script.with_suffix(".journal")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class _Driver:
+    def __init__(self, script: Path, spec_file: Path) -> None:
+        self._script, self._spec_file, self._spec = script, spec_file, read_spec(spec_file)
+        self._attempt = 1 + sum("run_name" in line for line in _journal(script))
+        self._sequence = self._steps = 0
+        self._note(
+            run_name=self._spec.request.run_name,
+            flow_run_id=self._spec.request.owner.flow_run_id,
+            resumed=self._spec.request.resumed,
+            previous_end=self._spec.previous_end,
+        )
+        signal.signal(signal.SIGINT, self._interrupted)
+
+    def run(self) -> None:
+        attempts = json.loads(self._script.read_text())
+        self._say(AttemptStarted(run_name=self._spec.request.run_name, run_uri=f"/{self._spec.request.run_name}"))
+        for step in attempts[min(self._attempt, len(attempts)) - 1]:
+            self._do(step)
+
+    def _do(self, step: Any) -> None:
+        if step == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif step == "hang":
+            while True:
+                time.sleep(1)
+        elif step == "deaf":
+            signal.signal(signal.SIGINT, lambda *_: self._note(did="SIGINT"))
+        elif step == "child":
+            code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(600)"
+            subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        elif "kind" in step:
+            self._tell(step)
+        else:
+            [(what, value)] = step.items()
+            if what == "exit":
+                sys.exit(value)
+            elif what == "print":
+                print(value, flush=True)
+            elif what == "wait":
+                time.sleep(value)
+            elif what == "until":
+                while not Path(value).exists():
+                    time.sleep(0.05)
+            elif what == "train":
+                for _ in range(value):
+                    self._train()
+
+    def _train(self) -> None:
+        self._steps += 1
+        self._note(did="train")
+        self._say(
+            CheckpointCommitted(
+                index=self._steps,
+                metrics={"step": self._steps},
+                world_size=1,
+                checkpoint=f"checkpoint_{self._steps}",
+                size_bytes=1,
+            )
+        )
+        time.sleep(0.05)
+
+    def _interrupted(self, *_: object) -> None:
+        stop = self._spec_file.with_name(STOP_FILE)
+        outcome = Outcome(stop.read_text()) if stop.exists() else Outcome.DRIVER_LOST
+        self._note(did="SIGINT", sent_for=outcome.value)
+        self._say(ended(outcome, "was told to end"))
+        os._exit(0)
+
+    def _say(self, event: Event) -> None:
+        self._tell(json.loads(encode_event(event)))
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self._sequence += 1
+        event = {**event, "sequence": self._sequence, "attempt": self._attempt, "at": time.time()}
+        if event["kind"] == "attempt_ended" and event["outcome"] == "completed":
+            result = RunResult(
+                run_name=self._spec.request.run_name,
+                run_uri=f"/{self._spec.request.run_name}",
+                metrics={"step": self._steps},
+                attempts=self._attempt,
+            )
+            event["result"] = result.model_dump(mode="json")
+        print(f"{EVENT_TAG}{json.dumps(event)}", flush=True)
+
+    def _note(self, **what: Any) -> None:
+        with self._script.with_suffix(".journal").open("a") as file:
+            file.write(json.dumps({"pid": os.getpid(), "at": time.time(), **what}) + "\n")
+
+
+if __name__ == "__main__":
+    _Driver(Path(sys.argv[1]), Path(sys.argv[2])).run()

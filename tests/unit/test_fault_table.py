@@ -1,0 +1,57 @@
+"""The README's table of faults, and all other pages, name tests that exist, and the table says where they run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.doc_blocks import pages
+from tests.support.processes import ROOT
+
+_NAME = re.compile(r"`(test_\w+)`")
+
+
+def _tests() -> dict[str, tuple[str, bool]]:
+    """The file of each test, and whether all its cases run under `make test-all` only."""
+    found = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        is_full = any("pytest.mark.full" in line for line in text.splitlines() if line.startswith("pytestmark"))
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                marks = [ast.unparse(mark) for mark in node.decorator_list]
+                only_all = is_full or "pytest.mark.full" in marks or "pytest.mark.soak" in marks
+                found[node.name] = (str(path.relative_to(ROOT)), only_all)
+    return found
+
+
+TESTS = _tests()
+
+
+def _rows() -> list[list[str]]:
+    """The cells of the rows of the table."""
+    _, _, after = (ROOT / "README.md").read_text().partition("| fault | what happens | shown by | runs in |\n")
+    rows = after.partition("\n\n")[0].splitlines()[1:]
+    return [re.split(r"(?<!\\) \| ", row.removeprefix("| ").removesuffix(" |")) for row in rows]
+
+
+@pytest.mark.parametrize("row", _rows(), ids=lambda row: row[0][:40])
+def test_a_row_names_tests_that_exist_and_says_where_they_run(row: list[str]) -> None:
+    fault, _, shown_by, where = row
+    names = _NAME.findall(shown_by)
+    assert names, f"{fault}: no test"
+    assert set(names) <= set(TESTS)
+    for name, file in re.findall(r"(test_\w+)`\]\(([^)]+)\)", shown_by):
+        assert TESTS[name][0] == file
+    if "scripted driver:" in shown_by:
+        assert "on Ray:" in shown_by, f"{fault}: a real test stands behind a scripted one"
+    only_all = {TESTS[name][1] for name in names}
+    assert where == ("both" if len(only_all) == 2 else "`make test-all`" if True in only_all else "`make test`")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem.lower())
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    assert set(_NAME.findall(page.read_text())) <= set(TESTS)
