@@ -63,9 +63,9 @@ def transfers(endpoint_url: str, size: int) -> dict[str, tuple[Transfer, Transfe
     from boto3.s3.transfer import TransferConfig
     from pyarrow import fs
 
-    from prefect_elastic_train.storage.objects import TransferFile, open_client
+    from prefect_elastic_train.storage.objects import ObjectClient, TransferFile
 
-    ours = open_client(s3_settings(endpoint_url))
+    ours = ObjectClient(s3_settings(endpoint_url))
     boto = boto3.client(
         "s3", endpoint_url=endpoint_url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
     )
@@ -75,9 +75,7 @@ def transfers(endpoint_url: str, size: int) -> dict[str, tuple[Transfer, Transfe
 
     def of_ours() -> tuple[Transfer, Transfer]:
         return (
-            lambda path, key: ours.upload(
-                [TransferFile(str(path), f"{BUCKET}/{key}", path.stat().st_size)], lambda: None
-            ),
+            lambda path, key: ours.upload([TransferFile(str(path), f"{BUCKET}/{key}", path.stat().st_size)]),
             lambda path, key: ours.download([TransferFile(str(path), f"{BUCKET}/{key}", size)]),
         )
 
@@ -313,14 +311,14 @@ def upload_and_watch(endpoint_url: str, folder: str) -> None:
     """Upload a folder, in a process of its own, and print by how much its resident memory grew at most."""
     from prefect_elastic_train.elastic.run_filesystem import run_filesystem
     from prefect_elastic_train.runs import layout
-    from prefect_elastic_train.storage.objects import open_client
+    from prefect_elastic_train.storage.objects import ObjectClient
     from prefect_elastic_train.storage.opening import open_storage
 
     settings = s3_settings(endpoint_url)
     store = open_storage(settings).run("memory")
     store.create(layout.attempt_name(1), b"{}")
     handler = run_filesystem(store, 1).handler
-    open_client(settings)
+    ObjectClient(settings)
     process = psutil.Process()
     peak = before = process.memory_info().rss
     done = threading.Event()

@@ -61,7 +61,7 @@ from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
 from prefect_elastic_train.runs.commits import check_fence, newest_commit
 from prefect_elastic_train.runs.resume import SEED_COMMIT, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.storage.faults import Waits, take_waits, waiting_since
+from prefect_elastic_train.storage.retries import Waits, take_waits, waiting_since
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["LoopCallback", "NoDatasetsCallback", "RunCallback", "current", "remember_errors"]

@@ -29,7 +29,7 @@ from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
 from prefect_elastic_train.elastic.loop_watch import note_opened
 from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem, ObjectRunFilesystem
 from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
-from prefect_elastic_train.storage.objects import open_client
+from prefect_elastic_train.storage.objects import ObjectClient
 
 __all__ = ["RunCheckpoint", "RunStorageContext", "name_folders", "open_checkpoint", "readable"]
 
@@ -165,7 +165,7 @@ def open_checkpoint(uri: str, settings: StorageSettings) -> Checkpoint:
     """
     if isinstance(settings, LocalStorageSettings):
         return Checkpoint(uri)
-    filesystem = fs.PyFileSystem(ObjectFilesystem(open_client(settings)))
+    filesystem = fs.PyFileSystem(ObjectFilesystem(ObjectClient(settings)))
     return RunCheckpoint(uri.partition("://")[2], filesystem)
 
 

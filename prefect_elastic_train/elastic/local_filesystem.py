@@ -22,8 +22,8 @@ import pyarrow as pa
 from pyarrow import fs
 
 from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
-from prefect_elastic_train.storage.faults import Retries
-from prefect_elastic_train.storage.objects import files_below, run_all
+from prefect_elastic_train.storage.files import files_below, run_all
+from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import (
     TEMPORARY_PREFIX,
     RunStore,

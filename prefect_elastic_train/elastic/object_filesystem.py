@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import tempfile
 from typing import Any
 
@@ -14,8 +13,9 @@ from pyarrow import fs
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
 from prefect_elastic_train.runs.commits import newest_commit
+from prefect_elastic_train.storage.files import files_below
 from prefect_elastic_train.storage.object_store import ObjectRunStore
-from prefect_elastic_train.storage.objects import ObjectClient, RangeReader, TransferFile, files_below
+from prefect_elastic_train.storage.objects import ObjectClient, TransferFile
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import RunStore
 
@@ -33,7 +33,7 @@ class _Objects:
     _client: ObjectClient
 
     def normalize_path(self, path: str) -> str:
-        """Give the path as keys are written."""
+        """Return the path as keys are written."""
         return path.strip("/")
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
@@ -73,7 +73,7 @@ class _Objects:
         )
 
     def _is_empty_checkpoint(self, path: str) -> bool:
-        """Tell whether a checkpoint without any file was committed: a store has no folder to show for it."""
+        """Return whether a checkpoint without any file was committed: a store has no folder to show for it."""
         return False
 
     def _describe(self, path: str) -> fs.FileInfo:
@@ -94,7 +94,7 @@ class _Objects:
 
 
 class ObjectRunFilesystem(_Objects, RunFilesystem):
-    """See :class:`RunFilesystem`. Nothing is overwritten before the fence was looked at again."""
+    """See :class:`RunFilesystem`. No two attempts write below one name, so nothing of another's is overwritten."""
 
     def __init__(self, store: RunStore, attempt: int) -> None:
         super().__init__(store, attempt)
@@ -108,14 +108,10 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
         self._retries.call(f"delete {path}", lambda: self._client.delete([path.strip("/")]))
 
     def move(self, src: str, dest: str) -> None:
-        """Copy an object through this machine and delete it, unless another attempt has taken over."""
-        self.copy_file(src, dest)
-        self.delete_file(src)
+        """Refused: a store has no such operation."""
+        raise io.UnsupportedOperation(f"{src} is not moved or copied within the store; write {dest} itself")
 
-    def copy_file(self, src: str, dest: str) -> None:
-        """Copy an object through this machine, unless another attempt has taken over."""
-        with self._open_input(src) as source, self._open_output(dest) as target:
-            shutil.copyfileobj(source, target, _READ_BYTES)
+    copy_file = move
 
     def upload_folder(self, source: str, target: str) -> None:
         """See :meth:`RunFilesystem.upload_folder`."""
@@ -142,7 +138,7 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
     def _upload(self, files: list[TransferFile]) -> None:
         self._check_fence()
         try:
-            self._client.upload(files, on_exists=self._check_fence)
+            self._client.upload(files)
         except Exception:
             # A successor aborts what it finds unfinished: then that is what went wrong.
             self._check_fence()
@@ -207,16 +203,37 @@ class ObjectFilesystem(_Objects, fs.FileSystemHandler):  # type: ignore[misc]
     move = copy_file = open_output_stream = open_append_stream = _refuse
 
 
-class _ObjectReader(RangeReader):
+class _ObjectReader(io.RawIOBase):
     """Reads an object in ranges, each with retries."""
 
     def __init__(self, client: ObjectClient, key: str, size: int) -> None:
-        super().__init__(size)
         self._client = client
         self._key = key
+        self._size = size
+        self._position = 0
 
-    def _fetch(self, begin: int, end: int) -> bytes:
-        return self._client.retries.call(f"read {self._key}", lambda: self._client.get(self._key, begin, end))
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._position, min(self._position + len(buffer), self._size)
+        if begin >= end:
+            return 0
+        data = self._client.retries.call(f"read {self._key}", lambda: self._client.get(self._key, begin, end))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 class _SpooledObject(io.RawIOBase):

@@ -24,8 +24,8 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import CommitLog, Mark, check_fence, is_there, marks, newest_commit
 from prefect_elastic_train.runs.resume import attempt_snapshot
 from prefect_elastic_train.runs.snapshots import checkpoint_names
-from prefect_elastic_train.storage.faults import Retries
 from prefect_elastic_train.storage.object_store import ObjectRunStore
+from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import RunStore
 

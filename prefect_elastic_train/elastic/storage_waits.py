@@ -13,7 +13,7 @@ from ray.train.v2._internal.execution.callback import ReportCallback, WorkerGrou
 
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.stalls import take_stall
-from prefect_elastic_train.storage.faults import Waits, take_waits
+from prefect_elastic_train.storage.retries import Waits, take_waits
 
 __all__ = ["StorageWaitsCallback"]
 

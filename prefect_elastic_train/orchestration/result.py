@@ -90,10 +90,10 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
         yield Path(uri)
         return
     from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem
-    from prefect_elastic_train.storage.objects import open_client
+    from prefect_elastic_train.storage.objects import ObjectClient
 
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
-        client, path = open_client(settings), uri.partition("://")[2].strip("/")
+        client, path = ObjectClient(settings), uri.partition("://")[2].strip("/")
         try:
             ObjectFilesystem(client).download_folder(path, directory)
         except FileNotFoundError as error:

@@ -101,7 +101,7 @@ class ObjectRunStore:
 
     def abandon_uploads(self) -> int:
         """See :meth:`RunStore.abandon_uploads`."""
-        return self._client.abandon_uploads(self._path)
+        return self._client.abort_uploads(self._path)
 
     def _key(self, name: str) -> str:
         return f"{self._path}/{name}".rstrip("/")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
-from prefect_elastic_train.storage.faults import Retries
 from prefect_elastic_train.storage.object_store import ObjectRunStore
-from prefect_elastic_train.storage.objects import TransferFile, open_client
+from prefect_elastic_train.storage.objects import ObjectClient, TransferFile
+from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore, sync_tree
 
@@ -71,7 +71,7 @@ class Storage:
                 paths = {name: os.path.join(folder, str(number)) for number, name in enumerate(some)}
                 client.download([TransferFile(paths[name], f"{source}/{name}", sizes[name]) for name in some])
                 files = [TransferFile(paths[name], f"{target}/{name}", sizes[name]) for name in some]
-                client.upload(files, on_exists=lambda: None)
+                client.upload(files)
 
     def run_names(self) -> list[str]:
         """Give the names of the folders that may be run directories."""
@@ -103,7 +103,7 @@ def open_storage(settings: StorageSettings, retry_seconds: float | None = None) 
         settings = settings.model_copy(update={"retry_seconds": retry_seconds})
     if isinstance(settings, LocalStorageSettings):
         return Storage(settings, Retries(settings.retry_seconds, settings.uri), lambda path: LocalRunStore(path))
-    client = open_client(settings)
+    client = ObjectClient(settings)
     return Storage(settings, client.retries, lambda path: ObjectRunStore(client, path))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prefect_elastic_train.storage.faults import Retries
+from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["RetryingStore"]

@@ -26,8 +26,8 @@ from prefect_elastic_train.runs.commits import (
     newest_attempt,
 )
 from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads, restore_snapshot
-from prefect_elastic_train.storage.faults import Retries
 from prefect_elastic_train.storage.opening import Storage
+from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.unit.support import Training, begin, claim, empty_snapshot, private_folder, tear, with_result
