@@ -169,6 +169,8 @@ def _http_answer(error: BaseException) -> tuple[str, int]:
         code = str(response.get("Error", {}).get("Code", ""))
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0
         return code, int(status) or (int(code) if code.isdecimal() else 0)
+    if any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__):
+        return "", 0  # aiohttp's of an answer that was cut off; the status in it is of aiohttp's own making
     code = str(getattr(error, "error_code", None) or "")  # azure
     for name in ("status_code", "status", "code"):  # azure, aiohttp, gcsfs
         value = getattr(error, name, None)

@@ -233,6 +233,8 @@ class ObjectClient:
         try:
             self.retries.call(f"download {file.key}", lambda: self._do(get))
             partial.replace(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.scheme}{file.key}: there is no such object") from error
         finally:
             partial.unlink(missing_ok=True)
 

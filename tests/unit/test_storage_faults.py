@@ -135,6 +135,7 @@ CONNECTIONS: list[Exception] = [
     aiohttp.ServerDisconnectedError(),
     aiohttp.ServerTimeoutError(),
     aiohttp.ClientPayloadError("cut"),
+    aiohttp.http_exceptions.ContentLengthError("not enough data"),
     aiohttp.ClientOSError(errno.ECONNRESET, "reset"),
     urllib3.exceptions.ProtocolError("cut"),
     urllib3.exceptions.ReadTimeoutError(None, "/", "slow"),  # type: ignore[arg-type]
