@@ -322,7 +322,7 @@ class Follower:
     """Does with each line of a driver's output what `elastic_train` does, and takes the time of it."""
 
     def __init__(self, log: RunLog, publisher: Publisher) -> None:
-        from prefect_elastic_train.supervisor.following import AttemptAccount
+        from prefect_elastic_train.supervisor.attempt import AttemptAccount
 
         self.work = dict.fromkeys(("decode", "log", "report"), 0.0)
         self._account = AttemptAccount()

@@ -23,12 +23,11 @@ from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSetti
 from prefect_elastic_train.core.spec import DriverSpec, write_spec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.doctor.findings import Finding, fail, ok, warn
-from prefect_elastic_train.doctor.jobs import check_jobs
 from prefect_elastic_train.doctor.probe import ANSWER_TAG
 from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.supervisor.cluster import LocalCluster
-from prefect_elastic_train.supervisor.launch import Runtime, let_join
+from prefect_elastic_train.supervisor.local_cluster import LocalCluster
+from prefect_elastic_train.supervisor.runtime import Runtime, let_join
 
 __all__ = ["check_cluster"]
 
@@ -53,6 +52,8 @@ def check_cluster(cluster: ClusterSettings, seconds: float) -> Iterator[Finding]
     end = time.monotonic() + seconds
     deadline = end - _LEAVE_SECONDS
     if cluster.is_submitted:
+        from prefect_elastic_train.doctor.jobs import check_jobs  # it loads Ray's client
+
         yield from check_jobs(cluster, end)
     elif cluster.is_local:
         yield from _room()

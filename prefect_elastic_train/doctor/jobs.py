@@ -12,9 +12,8 @@ from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, decode_ev
 from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.doctor.findings import Finding, fail, ok
-from prefect_elastic_train.supervisor.jobs import package
-from prefect_elastic_train.supervisor.jobs.api import Job, JobsApi, UnreachableError
-from prefect_elastic_train.supervisor.jobs.launcher import check_version
+from prefect_elastic_train.supervisor import job_package as package
+from prefect_elastic_train.supervisor.job_client import JobClient, JobDetails, UnreachableError
 
 __all__ = ["check_jobs"]
 
@@ -38,11 +37,9 @@ def check_jobs(cluster: ClusterSettings, end: float) -> Iterator[Finding]:
     Raises:
         AttemptFailedError: The cluster cannot be used; the message says what to do.
     """
-    api = JobsApi(cluster)
+    api = JobClient(cluster)
     try:
-        found = api.version()
-        api.jobs()  # the version is told to everybody
-        check_version(api, found)
+        api.session()
         yield ok(f"the dashboard at {api.address} answers and lets us in")
         yield from _versions(api, end)
     except UnreachableError as error:
@@ -54,14 +51,14 @@ def check_jobs(cluster: ClusterSettings, end: float) -> Iterator[Finding]:
         api.close()
 
 
-def _versions(api: JobsApi, end: float) -> Iterator[Finding]:
+def _versions(api: JobClient, end: float) -> Iterator[Finding]:
     submission_id = f"elastic-train-doctor-{uuid.uuid4().hex[:12]}"
     started = time.monotonic()
     # Reserves nothing, whatever a driver would: it shall not wait in the cluster for what is taken just now.
     api.submit(submission_id, package.tell_versions(), _METADATA)
     job = None
     try:
-        while job is None or not job.is_terminal:
+        while job is None or not job.status.is_terminal():
             if time.monotonic() > end - _LEAVE_SECONDS:
                 status = job.status if job is not None else "unknown to the cluster"
                 told = f": {job.message}" if job is not None and job.message else ""
@@ -100,24 +97,24 @@ def _compared(output: str, seconds: float) -> Finding | None:
     return None
 
 
-def _log(api: JobsApi, job: Job) -> str:
+def _log(api: JobClient, job: JobDetails) -> str:
     if not job.driver_node_id:
         return ""
-    with suppress(UnreachableError), api.log(job, -1, follow=False) as pieces:
-        return b"".join(pieces).decode(errors="replace")
+    with suppress(UnreachableError):
+        return b"".join(api.log(job, -1)).decode(errors="replace")
     return ""
 
 
-def _forget(api: JobsApi, job: Job | None, submission_id: str, end: float) -> None:
+def _forget(api: JobClient, job: JobDetails | None, submission_id: str, end: float) -> None:
     """Delete a job, and end it before if it has not ended."""
     with suppress(UnreachableError, AttemptFailedError):
         left = {submission_id}
-        if job is None or not job.is_terminal:
+        if job is None or not job.status.is_terminal():
             left |= _end(api, job, submission_id, end - _DELETE_SECONDS)
         _delete(api, left)
 
 
-def _end(api: JobsApi, job: Job | None, submission_id: str, end: float) -> set[str]:
+def _end(api: JobClient, job: JobDetails | None, submission_id: str, end: float) -> set[str]:
     """End a job: one that runs by Ray's stop, and one that waits for its start by another job, which is given."""
     if job is not None and job.status != "PENDING":
         api.stop(submission_id)
@@ -130,15 +127,15 @@ def _end(api: JobsApi, job: Job | None, submission_id: str, end: float) -> set[s
     return {helper}
 
 
-def _await_end(api: JobsApi, submission_id: str, end: float) -> None:
+def _await_end(api: JobClient, submission_id: str, end: float) -> None:
     while time.monotonic() < end:
         job = api.job(submission_id)
-        if job is None or job.is_terminal:
+        if job is None or job.status.is_terminal():
             return
         time.sleep(_LOOK_SECONDS)
 
 
-def _delete(api: JobsApi, submission_ids: set[str]) -> None:
+def _delete(api: JobClient, submission_ids: set[str]) -> None:
     """Delete jobs that have ended.
 
     Ray's monitor of a job looks once a second, and takes one that is deleted under its eyes for failed: it would write
@@ -150,4 +147,4 @@ def _delete(api: JobsApi, submission_ids: set[str]) -> None:
         if not left:
             return
         for one in left:
-            api.delete(one)
+            api.delete_job(one)

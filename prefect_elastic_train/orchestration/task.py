@@ -83,7 +83,7 @@ from prefect_elastic_train.runs.identity import (
     loop_name,
     training_part,
 )
-from prefect_elastic_train.supervisor.launch import Runtime, import_path
+from prefect_elastic_train.supervisor.runtime import Runtime, import_path
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

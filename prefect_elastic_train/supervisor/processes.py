@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -20,37 +21,25 @@ from prefect_elastic_train.core.spec import MARK_VARIABLE
 __all__ = ["end_marked", "end_process", "marked_processes"]
 
 
-def marked_processes(mark: str, besides: Iterable[int] = ()) -> list[psutil.Process]:
-    """Give the living processes that carry a mark, and their descendants.
-
-    Args:
-        mark: The mark.
-        besides: Process ids to leave out; this process is always left out.
-    """
-    left_out = {os.getpid(), *besides}
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Return the living processes that carry a mark, and their descendants; this process is none of them."""
     entry = f"{MARK_VARIABLE}={mark}".encode()
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
-        if process.pid in left_out or process.pid in found:
+        if process.pid in found or process.pid == os.getpid() or not _carries(process, mark, entry):
             continue
-        if not _carries(process, mark, entry):
-            continue
-        found[process.pid] = process
-        try:
-            children = process.children(recursive=True)
-        except psutil.Error:
-            continue
-        found.update({child.pid: child for child in children if child.pid not in left_out})
+        with suppress(psutil.Error):
+            found |= {one.pid: one for one in (process, *process.children(recursive=True))}
+    found.pop(os.getpid(), None)
     return [process for process in found.values() if _is_alive(process)]
 
 
-def end_marked(mark: str, timeout_seconds: float, besides: Iterable[int] = ()) -> list[int]:
+def end_marked(mark: str, timeout_seconds: float) -> list[int]:
     """Kill all processes that carry a mark, also those that appear meanwhile.
 
     Args:
         mark: The mark.
         timeout_seconds: When to give up.
-        besides: Process ids to leave alone.
 
     Returns:
         The ids of the processes that are still alive; empty unless one cannot be killed.
@@ -58,12 +47,10 @@ def end_marked(mark: str, timeout_seconds: float, besides: Iterable[int] = ()) -
     deadline = time.monotonic() + timeout_seconds
     quiet_looks = 0
     while True:
-        left = marked_processes(mark, besides)
+        left = marked_processes(mark)
         for process in left:
-            try:
+            with suppress(psutil.Error):
                 process.kill()
-            except psutil.Error:
-                continue
         # A process that was between fork and exec at one look shows its mark at the next.
         quiet_looks = 0 if left else quiet_looks + 1
         if quiet_looks >= 3:
@@ -89,44 +76,33 @@ def end_process(process: psutil.Process, grace_seconds: float) -> None:
 
 
 def _carries(process: psutil.Process, mark: str, entry: bytes) -> bool:
-    if _carries_in_environment(process, mark, entry):
+    if entry in _read(process, "environ").split(b"\0"):
         return True
     return mark.startswith("/") and (_writes_into(process, mark) or _works_for_ray_in(process, mark))
 
 
 def _writes_into(process: psutil.Process, folder: str) -> bool:
-    for descriptor in (1, 2):
-        try:
-            if os.readlink(f"/proc/{process.pid}/fd/{descriptor}").startswith(f"{folder}/"):
-                return True
-        except OSError:
-            continue
-    return False
+    return any(_link(process, f"fd/{descriptor}").startswith(f"{folder}/") for descriptor in (1, 2))
 
 
 def _works_for_ray_in(process: psutil.Process, folder: str) -> bool:
-    """Tell Ray's agents, whose output goes through pipes, from the shell of somebody who looks around in there."""
-    try:
-        where = os.readlink(f"/proc/{process.pid}/cwd").removesuffix(" (deleted)")
-        if where != folder and not where.startswith(f"{folder}/"):
-            return False
-        return "".join(process.cmdline()).startswith("ray::")
-    except (OSError, psutil.Error):
-        return False
+    """Whether it is one of Ray's agents, whose output goes through pipes, and no shell of somebody who looks there."""
+    where = _link(process, "cwd").removesuffix(" (deleted)")
+    return f"{where}/".startswith(f"{folder}/") and _read(process, "cmdline").startswith(b"ray::")
 
 
-def _carries_in_environment(process: psutil.Process, mark: str, entry: bytes) -> bool:
+def _read(process: psutil.Process, name: str) -> bytes:
     try:
-        with open(f"/proc/{process.pid}/environ", "rb") as file:
-            return entry in file.read().split(b"\0")
-    except FileNotFoundError:
-        pass
+        return Path(f"/proc/{process.pid}/{name}").read_bytes()
+    except OSError:  # it is gone, or another user's
+        return b""
+
+
+def _link(process: psutil.Process, name: str) -> str:
+    try:
+        return os.readlink(f"/proc/{process.pid}/{name}")
     except OSError:
-        return False
-    try:
-        return process.environ().get(MARK_VARIABLE) == mark
-    except (psutil.Error, OSError):
-        return False
+        return ""
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -33,7 +33,7 @@ from prefect_elastic_train import (
     elastic_train,
 )
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.supervisor.launch import Runtime
+from prefect_elastic_train.supervisor.runtime import Runtime
 from tests.support.deployments import SERVED, DeployedRun, Program
 from tests.support.processes import FlowProcess, alive, free_port, prefect_server, wait_for
 from tests.support.reports import report_of, run_events

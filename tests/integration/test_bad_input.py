@@ -27,7 +27,7 @@ from prefect_elastic_train import (
     elastic_train,
 )
 from prefect_elastic_train.core.spec import MARK_VARIABLE
-from prefect_elastic_train.supervisor.jobs import package
+from prefect_elastic_train.supervisor import job_package as package
 from tests.support.gateway import Gateway
 from tests.support.processes import ROOT, SESSION_VARIABLE, RayHead, attempts, free_port
 

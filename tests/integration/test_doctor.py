@@ -27,8 +27,8 @@ from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.doctor.saved_blocks import BLOCK_TYPES
-from prefect_elastic_train.supervisor.jobs import package
-from prefect_elastic_train.supervisor.jobs.api import JobsApi
+from prefect_elastic_train.supervisor import job_package as package
+from prefect_elastic_train.supervisor.job_client import JobClient
 from tests.support.processes import ROOT, RayHead, free_port, prefect_server, wait_for
 
 PASSWORD = "operator:of-these-tests"
@@ -241,13 +241,13 @@ def test_a_job_that_does_not_start_is_named_and_not_left(
     RayCluster(**head.jobs_block).save("jobs", overwrite=True, _sync=True)
     before = _ids(head)
 
-    def submit(api: JobsApi, submission_id: str, entrypoint: str, metadata: dict[str, str]) -> None:
-        request = {"entrypoint": entrypoint, "submission_id": submission_id, "metadata": metadata}
-        if not submission_id.endswith("-end"):
-            request["entrypoint_resources"] = {"unobtainium": 1}  # type: ignore[assignment]
-        api._json("POST", "/api/jobs/", json=request)
+    def submit(client: JobClient, submission_id: str, entrypoint: str, metadata: dict[str, str]) -> None:
+        wanted = {} if submission_id.endswith("-end") else {"unobtainium": 1}
+        client.submit_job(
+            entrypoint=entrypoint, submission_id=submission_id, metadata=metadata, entrypoint_resources=wanted
+        )
 
-    monkeypatch.setattr(JobsApi, "submit", submit)
+    monkeypatch.setattr(JobClient, "submit", submit)
     answer = _doctor("--storage", str(tmp_path), "--cluster", "jobs", "--timeout", "20")
     _assert_names(answer, "cluster", "a job that only tells its versions is PENDING", "/#/jobs", "give more --timeout")
     # On a busy machine it goes on beyond what it was given; a thread of this process has it in hand.

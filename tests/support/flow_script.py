@@ -30,7 +30,7 @@ from prefect_elastic_train import (
     aelastic_train,
     elastic_train,
 )
-from prefect_elastic_train.supervisor.launch import Runtime
+from prefect_elastic_train.supervisor.runtime import Runtime
 from tests.support.scripted_driver import MODULE
 
 

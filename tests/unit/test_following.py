@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from prefect_elastic_train.core.settings import (
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.storage.store import LocalRunStore
-from prefect_elastic_train.supervisor.launch import Runtime, _Following
+from prefect_elastic_train.supervisor.attempt import Follower
+from prefect_elastic_train.supervisor.child import ChildDriver
+from prefect_elastic_train.supervisor.runtime import Runtime
 from tests.support.processes import attempts
 from tests.unit.support import begin, spec
 
@@ -51,38 +53,28 @@ class Supervisor:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.lines: list[tuple[str, str]] = []
-        self._drivers: list[subprocess.Popen[bytes]] = []
 
     def follow(self, code: str, liveness: float = 60.0, check_stop: Callable[[], None] = lambda: None) -> AttemptEnded:
         """Follow a driver that runs some code to its end."""
-        driver = subprocess.Popen(
-            [sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{code}"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        self._drivers.append(driver)
-        runtime = Runtime(
-            ElasticTrainSettings(liveness_timeout_seconds=liveness),
+        follower = Follower(
+            ElasticTrainSettings(liveness_timeout_seconds=liveness, stop_grace_seconds=0.1),
             self.events.append,
             lambda source, text: self.lines.append((source, text)),
             check_stop,
         )
-        return _Following(runtime, driver, SPEC).until_end()
-
-    def close(self) -> None:
-        """End what a test has left."""
-        for driver in self._drivers:
-            driver.kill()
-            driver.wait()
+        driver = ChildDriver(
+            follower, [sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{code}"], dict(os.environ)
+        )
+        try:
+            return follower.follow(driver) or driver.given_up(Outcome.COMPLETED, "without a last word")
+        finally:
+            driver.stop()
 
 
 @pytest.fixture
-def supervisor() -> Iterator[Supervisor]:
+def supervisor() -> Supervisor:
     """A supervisor without a cluster."""
-    supervisor = Supervisor()
-    yield supervisor
-    supervisor.close()
+    return Supervisor()
 
 
 def test_the_last_word_of_a_driver_is_how_the_attempt_ended(supervisor: Supervisor) -> None:
@@ -99,7 +91,6 @@ def test_the_last_word_of_a_driver_is_how_the_attempt_ended(supervisor: Supervis
         ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
         ("os._exit(7)", "exit code 7"),
-        ("", "exit code 0"),
     ],
 )
 def test_a_driver_that_went_without_a_word_was_lost(supervisor: Supervisor, code: str, how: str) -> None:

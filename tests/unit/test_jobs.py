@@ -7,67 +7,72 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
+from zipfile import ZipFile
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from prefect_elastic_train import __version__
-from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, ControllerAlive, decode_event, encode_event
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.settings import ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.events import (
+    EVENT_TAG,
+    AttemptEnded,
+    AttemptStarted,
+    ControllerAlive,
+    Event,
+    StateChanged,
+    decode_event,
+    encode_event,
+)
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import read_spec
 from prefect_elastic_train.driver import job_entry as entry
-from prefect_elastic_train.supervisor.jobs import log
-from prefect_elastic_train.supervisor.jobs.api import Job, JobsApi, UnreachableError, token_of
-from prefect_elastic_train.supervisor.jobs.log import JobLog
-from prefect_elastic_train.supervisor.jobs.package import ENTRYPOINT, make_runtime_env
+from prefect_elastic_train.supervisor import job_driver, job_log
+from prefect_elastic_train.supervisor.attempt import Follower
+from prefect_elastic_train.supervisor.job import JobLauncher
+from prefect_elastic_train.supervisor.job_client import JobClient, JobDetails, RefusedError, UnreachableError
+from prefect_elastic_train.supervisor.job_log import JobLog
+from prefect_elastic_train.supervisor.job_package import ENTRYPOINT, job_modules, make_runtime_env
 from tests.unit.test_following import SPEC
 
-JOB = Job("elastic-train-mnist-1", "RUNNING", "", "", {}, 0.0, "node", "01")
+JOB = JobDetails(type="SUBMISSION", submission_id="elastic-train-mnist-1", status="RUNNING", entrypoint="true")
 
 
 class Log:
-    """A log as the dashboard gives it: from so many lines before its end, and not always to its end."""
+    """A client that gives a log as the dashboard does: from so many lines before its end, and not always to its end."""
 
     def __init__(self) -> None:
         self.written = b""
         self.breaks: list[int] = []
-        self.reads = 0
 
-    @contextmanager
-    def log(self, job: Job, lines: int, *, follow: bool) -> Iterator[Iterator[bytes]]:
-        self.reads += 1
+    def log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
         text = self.written
         if lines >= 0:
-            kept = text.splitlines(keepends=True)[-lines:] if lines else []
-            text = b"".join(kept)
-        limit = self.breaks.pop(0) if self.breaks else None
-
-        def pieces() -> Iterator[bytes]:
-            sent = text if limit is None else text[:limit]
-            for begin in range(0, len(sent), 7):
-                yield sent[begin : begin + 7]
-            if follow or limit is not None:
-                raise UnreachableError("it broke off")
-
-        yield pieces()
+            text = b"".join(text.splitlines(keepends=True)[-lines:])
+        limit = self.breaks.pop(0) if self.breaks else len(text)
+        for begin in range(0, limit, 7):
+            yield text[:limit][begin : begin + 7]
+        if limit < len(text):
+            raise UnreachableError("it broke off")
 
 
 def _event(number: int) -> bytes:
-    return f"{EVENT_TAG}{encode_event(ControllerAlive(sequence=number, at=1.0, doing='RUNNING', seconds=0))}\n".encode()
-
-
-def _current(api: Log, taken: list[bytes]) -> JobLog:
-    followed = JobLog(api, JOB, taken.append)  # type: ignore[arg-type]
-    followed._reader = threading.current_thread()
-    return followed
+    return (
+        f"{EVENT_TAG}{encode_event(ControllerAlive(sequence=number, at=number, doing='RUNNING', seconds=0))}\n".encode()
+    )
 
 
 @given(
@@ -75,198 +80,457 @@ def _current(api: Log, taken: list[bytes]) -> JobLog:
     steps=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 400)), max_size=12),
     look_back=st.integers(1, 8),
 )
-def test_every_line_of_a_log_is_taken_once_wherever_the_connection_breaks(
+def test_every_line_of_a_log_is_read_once_wherever_the_connection_breaks(
     kinds: list[bool], steps: list[tuple[int, int]], look_back: int
 ) -> None:
     lines = [_event(number) if is_event else b"the same line\n" for number, is_event in enumerate(kinds, start=1)]
-    api, taken = Log(), list[bytes]()
-    followed = _current(api, taken)
+    client, taken = Log(), list[bytes]()
+    log = JobLog(client)  # type: ignore[arg-type]
     written = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log, "_LOOK_BACK", (look_back, 4 * look_back, -1))
+        patch.setattr(job_log, "_LEAST_LINES", look_back)
         for more, breaks_after in steps:
             written = min(len(lines), written + more)
-            api.written = b"".join(lines[:written])
-            api.breaks = [breaks_after]
-            followed._catch_up()
-            try:
-                followed._read(look_back, follow=True)
-            except UnreachableError:
-                pass
-        api.written, api.breaks = b"".join(lines), []
-        assert followed._catch_up(to_the_end=True)
+            client.written = b"".join(lines[:written])
+            client.breaks = [breaks_after]
+            with suppress(UnreachableError):
+                for line in log.read(JOB):
+                    taken.append(line)
+        client.written, client.breaks = b"".join(lines), []
+        taken += log.read(JOB, to_the_end=True)
     assert [line + b"\n" for line in taken] == lines
 
 
 def test_the_rest_of_a_line_counts_only_when_nobody_writes_any_more() -> None:
-    api, taken = Log(), list[bytes]()
-    followed = _current(api, taken)
-    api.written = _event(1) + b"half a"
-    assert followed._catch_up()
-    assert len(taken) == 1
-    api.written += b" line, the last"
-    assert followed._catch_up(to_the_end=True)
-    assert taken[1:] == [b"half a line, the last"]
+    client = Log()
+    log = JobLog(client)  # type: ignore[arg-type]
+    client.written = _event(1) + b"half a"
+    assert len([*log.read(JOB)]) == 1
+    client.written += b" line, the last"
+    assert [*log.read(JOB, to_the_end=True)] == [b"half a line, the last"]
 
 
-def test_a_stream_that_begins_behind_the_last_known_line_is_left_for_one_that_begins_before_it() -> None:
-    api, taken = Log(), list[bytes]()
-    followed = _current(api, taken)
-    api.written = _event(1)
-    assert followed._catch_up()
-    api.written += b"more\n" * 20
-    assert not followed._read(3, follow=True), "a stream that never ends would be waited in for ever"
-    assert followed._catch_up()
-    assert len(taken) == 21
+def test_a_log_that_was_begun_anew_is_not_taken_for_the_one_that_was_read() -> None:
+    client = Log()
+    log = JobLog(client)  # type: ignore[arg-type]
+    client.written = _event(1)
+    assert len([*log.read(JOB)]) == 1
+    client.written = _event(2)
+    with pytest.raises(UnreachableError):
+        [*log.read(JOB)]
 
 
-def test_a_reader_that_is_left_behind_takes_nothing_any_more() -> None:
-    api, taken = Log(), list[bytes]()
-    followed = _current(api, taken)
-    api.written = _event(1)
-    assert followed._catch_up()
-    followed.stop()
-    api.written += _event(2)
-    followed._catch_up()
-    assert len(taken) == 1
+class Dashboard:
+    """A dashboard and the jobs behind it, as far as they are said here.
+
+    Attributes:
+        answers: What is answered to a request, by method and path, in place of what would be; a number of seconds is
+            a wait, None a connection that is closed without an answer.
+        jobs: What the cluster knows, by submission id.
+        asked: The requests so far.
+        log: Of all drivers.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, str] | float | None] = {}
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.asked: list[str] = []
+        self.uploads: list[bytes] = []
+        self.tokens: list[str] = []
+        self.log = b""
+        self.session = "session_1"
+        self.refuses_connections = False
+        self.on_submit: Callable[[str], None] = lambda submission_id: None
+        dashboard = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                path, _, query = self.path.partition("?")
+                request = f"{self.command} {path}"
+                dashboard.asked.append(request)
+                dashboard.tokens.append(self.headers.get("Authorization", "").removeprefix("Bearer "))
+                found = dashboard.answers.get(request, 0.0)
+                if found is None or dashboard.refuses_connections:
+                    self.close_connection = True
+                    return
+                if isinstance(found, float):
+                    time.sleep(found)
+                status, text = found if isinstance(found, tuple) else dashboard._do(self.command, path, query, body)
+                content = text.encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST = do_PUT = do_DELETE = _answer
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.cluster = ClusterSettings(address=self.url, connect_timeout_seconds=2, unreachable_timeout_seconds=10)
+
+    def _do(self, method: str, path: str, query: str, body: bytes) -> tuple[int, str]:
+        if path == "/api/version":
+            return 200, json.dumps({"ray_version": ray.__version__, "session_name": self.session})
+        if path.startswith("/api/packages/"):
+            self.uploads += [body] if method == "PUT" else []
+            return (404, "") if method == "GET" else (200, "{}")
+        if path.startswith("/api/v0/logs/"):
+            lines = int(parse_qs(query)["lines"][0])
+            return 200, b"".join(self.log.splitlines(True)[-lines if lines > 0 else 0 :]).decode()
+        if path == "/api/jobs/" and method == "GET":
+            return 200, json.dumps([*self.jobs.values()])
+        if path == "/api/jobs/":
+            return self._submit(json.loads(body))
+        _, _, _, submission_id, *what = path.split("/")
+        if submission_id not in self.jobs:
+            return 404, f"Job {submission_id} does not exist"
+        if what == ["stop"]:
+            self.jobs[submission_id]["status"] = "STOPPED"
+            return 200, '{"stopped": true}'
+        return 200, json.dumps(self.jobs[submission_id])
+
+    def _submit(self, request: dict[str, Any]) -> tuple[int, str]:
+        submission_id = request["submission_id"]
+        if submission_id in self.jobs:
+            return 500, f"RuntimeError: Job with submission_id {submission_id} already exists"
+        self.add(submission_id, request["metadata"])
+        self.on_submit(submission_id)
+        return 200, json.dumps({"job_id": submission_id, "submission_id": submission_id})
+
+    def add(self, submission_id: str, metadata: dict[str, str], **more: Any) -> None:
+        """Have a job that runs."""
+        known = {"type": "SUBMISSION", "entrypoint": "true", "status": "RUNNING", "driver_node_id": "node"}
+        self.jobs[submission_id] = {**known, "submission_id": submission_id, "metadata": metadata, **more}
+
+    def say(self, *events: Event) -> None:
+        """Have the driver tell something."""
+        self.log += b"".join(f"{EVENT_TAG}{encode_event(event)}\n".encode() for event in events)
+
+    def end(self, status: str = "SUCCEEDED") -> None:
+        """Have all jobs ended."""
+        for job in self.jobs.values():
+            job["status"] = status
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._server.shutdown()
+        self._server.server_close()
 
 
 @pytest.fixture
-def dashboard() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
-    """A server whose answers are set by path."""
-    answers: dict[str, tuple[int, str]] = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            status, body = answers.get(f"{path} of {token}") or answers.get(path, (404, "<html>not here</html>"))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", answers
-    server.shutdown()
-    server.server_close()
+def dashboard() -> Iterator[Dashboard]:
+    """A dashboard without jobs."""
+    dashboard = Dashboard()
+    yield dashboard
+    dashboard.close()
 
 
 @pytest.mark.parametrize(
     ("answer", "expected", "says"),
     [
-        ((200, '{"ray_version": "2.60.0", "session_name": "s"}'), None, ""),
-        ((404, "<html>"), AttemptFailedError, "is no Ray dashboard"),
-        ((200, "<html>a login page</html>"), AttemptFailedError, "is no Ray dashboard"),
-        ((401, "who are you"), AttemptFailedError, "refused the token (HTTP 401: who are you)"),
-        ((403, ""), AttemptFailedError, "refused the token (HTTP 403)"),
+        ((200, '{"ray_version": "2.1.0", "session_name": "s"}'), RefusedError, "use the same minor version"),
+        ((404, "<html>"), UnreachableError, "is no Ray dashboard"),
+        ((200, "<html>a login page</html>"), UnreachableError, "is no Ray dashboard"),
+        ((401, "who are you"), RefusedError, "refused the token (HTTP 401: who are you)"),
+        ((403, ""), RefusedError, "refused the token (HTTP 403)"),
         ((502, "bad gateway"), UnreachableError, "HTTP 502: bad gateway"),
-        ((503, "<html>maintenance"), UnreachableError, "HTTP 503"),
+        (None, UnreachableError, "RemoteDisconnected"),
     ],
 )
 def test_what_a_dashboard_answers_is_told_apart(
-    dashboard: tuple[str, dict[str, tuple[int, str]]],
-    answer: tuple[int, str],
-    expected: type[Exception] | None,
-    says: str,
+    dashboard: Dashboard, answer: tuple[int, str] | None, expected: type[Exception], says: str
 ) -> None:
-    url, answers = dashboard
-    answers["/api/version"] = answer
-    api = JobsApi(ClusterSettings(address=url))
-    if expected is None:
-        assert (api.version().ray, api.version().session) == ("2.60.0", "s")
-        return
+    client = JobClient(dashboard.cluster)
+    assert client.session() == "session_1"
+    dashboard.answers["GET /api/version"] = answer
     with pytest.raises(expected) as raised:
-        api.version()
+        client.session()
     assert says in str(raised.value)
-    if isinstance(raised.value, AttemptFailedError):
-        assert raised.value.outcome is Outcome.INVALID
 
 
-def test_a_job_is_gone_only_where_ray_itself_says_so(dashboard: tuple[str, dict[str, tuple[int, str]]]) -> None:
-    url, answers = dashboard
-    api = JobsApi(ClusterSettings(address=url))
-    with pytest.raises(UnreachableError):
-        api.job("a-1")  # some gateway's 404
-    for page in ("<html>the page you look for does not exist</html>", "Job a-12 does not exist"):
-        answers["/api/jobs/a-1"] = (404, page)
-        with pytest.raises(UnreachableError):
-            api.job("a-1")
-    for body in ("<html>log in</html>", "[]", '{"submission_id": "another"}'):
-        answers["/api/jobs/a-1"] = (200, body)
-        with pytest.raises(UnreachableError):
-            api.job("a-1")
-    answers["/api/jobs/"] = (200, "<html>log in</html>")
-    with pytest.raises(UnreachableError):
-        api.jobs()
-    answers["/api/jobs/a-1"] = (404, "Job a-1 does not exist")
-    assert api.job("a-1") is None
-    answers["/api/jobs/a-1"] = (200, '{"submission_id": "a-1", "status": "RUNNING", "type": "SUBMISSION"}')
-    found = api.job("a-1")
+def test_a_job_is_gone_only_where_ray_itself_says_so(dashboard: Dashboard) -> None:
+    client = JobClient(dashboard.cluster)
+    assert client.job("a-1") is None
+    dashboard.add("a-1", {})
+    found = client.job("a-1")
     assert found is not None
-    assert (found.status, found.is_terminal, found.driver_node_id) == ("RUNNING", False, "")
+    assert not found.status.is_terminal()
+    pages = [
+        (404, "<html>not here</html>"),
+        (200, "<html>log in</html>"),
+        (200, "[]"),
+    ]
+    for page in pages:
+        dashboard.answers |= {"GET /api/jobs/a-1": page, "GET /api/jobs/": (200, "<html>log in</html>")}
+        with pytest.raises(UnreachableError):
+            client.job("a-1")
+        with pytest.raises(UnreachableError):
+            client.jobs()
 
 
-def test_nobody_answers() -> None:
-    with pytest.raises(UnreachableError):
-        JobsApi(ClusterSettings(address="http://127.0.0.1:1")).version()
-
-
-def test_the_token_is_the_block_s_or_what_ray_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_go_to_the_block_s_address_with_its_token_whatever_the_environment_says(
+    dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    url = "http://head:8265"
-    assert token_of(ClusterSettings(address=url)) == ""
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password hush")
     (tmp_path / ".ray").mkdir()
+    expected = ["", "of-the-home", "of-the-file", "of-the-environment", "of-the-block"]
+    JobClient(dashboard.cluster).jobs()
     (tmp_path / ".ray" / "auth_token").write_text("of-the-home\n")
-    assert token_of(ClusterSettings(address=url)) == "of-the-home"
+    JobClient(dashboard.cluster).jobs()
     (tmp_path / "token").write_text("of-the-file")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    assert token_of(ClusterSettings(address=url)) == "of-the-file"
+    JobClient(dashboard.cluster).jobs()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
-    assert token_of(ClusterSettings(address=url)) == "of-the-environment"
-    assert token_of(ClusterSettings(address=url, auth_token="of-the-block")) == "of-the-block"
+    JobClient(dashboard.cluster).jobs()
+    JobClient(dashboard.cluster.model_copy(update={"auth_token": SecretStr("of-the-block")})).jobs()
+    assert dashboard.tokens == expected
 
 
 @pytest.mark.parametrize("token", ["hush hush", "hush\nhush", "h\u00fcsh", "hush\x00"])
 def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str) -> None:
-    with pytest.raises(AttemptFailedError) as refused:
-        JobsApi(ClusterSettings(address="http://head:8265", auth_token=token))
+    with pytest.raises(RefusedError) as refused:
+        JobClient(ClusterSettings(address="http://head:8265", auth_token=token))
     assert refused.value.outcome is Outcome.INVALID
     assert "hush" not in str(refused.value)
     assert token not in str(refused.value)
 
 
+def test_an_error_does_not_hold_the_request_that_holds_the_token(dashboard: Dashboard) -> None:
+    dashboard.answers["GET /api/jobs/"] = None
+    with pytest.raises(UnreachableError) as raised:
+        JobClient(dashboard.cluster.model_copy(update={"auth_token": SecretStr("hush")})).jobs()
+    assert dashboard.tokens == ["hush"]
+    assert raised.value.__cause__ is raised.value.__context__ is None
+
+
 def test_a_token_that_changes_in_its_file_is_read_again(
-    dashboard: tuple[str, dict[str, tuple[int, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, answers = dashboard
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     (tmp_path / "token").write_text("old")
-    answers["/api/jobs/ of new"] = (200, "[]")
-    answers["/api/jobs/ of old"] = (403, "expired")
-    api = JobsApi(ClusterSettings(address=url))
-    with pytest.raises(AttemptFailedError):
-        api.jobs()
+    client = JobClient(dashboard.cluster)
+    dashboard.answers["GET /api/jobs/"] = (403, "expired")
     (tmp_path / "token").write_text("new")
-    assert api.jobs() == []
+    with pytest.raises(RefusedError):
+        client.jobs()
+    assert dashboard.tokens == ["old", "new"]
 
 
-@pytest.mark.parametrize("pattern", ["*.json", "spec", "main.py", "driver", "driver/*"])
-def test_excludes_that_would_strip_the_driver_are_refused(tmp_path: Path, pattern: str) -> None:
-    def environment(excludes: list[str]) -> dict[str, Any]:
-        cluster = ClusterSettings(address="http://head:8265", runtime_env={"excludes": excludes})
-        return make_runtime_env(replace(SPEC, cluster=cluster), tmp_path)
+class Flow(Follower):
+    """A flow process that follows jobs, and what it was told."""
 
-    with pytest.raises(AttemptFailedError, match=r"would leave .* of the driver out") as refused:
-        environment(["/data/*.bin", pattern])
-    assert refused.value.outcome is Outcome.INVALID
-    assert environment(["/data/*.bin", "*.ckpt", "notebooks"])["excludes"] == ["/data/*.bin", "*.ckpt", "notebooks"]
+    def __init__(self, folder: Path) -> None:
+        self.events: list[Event] = []
+        self.past: list[Event] = []
+        self.lines: list[str] = []
+        self.notes: list[str] = []
+        super().__init__(
+            ElasticTrainSettings(),
+            self.events.append,
+            lambda source, text: self.lines.append(text),
+            on_note=self.notes.append,
+        )
+        self.on_past_event = self.past.append
+        self._folder = folder
+
+    def train(self, dashboard: Dashboard) -> AttemptEnded:
+        """Run an attempt as a job."""
+        return JobLauncher(self, self._folder).run_attempt(replace(SPEC, cluster=dashboard.cluster))
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Flow:
+    """A flow process."""
+    return Flow(tmp_path)
+
+
+STARTED = AttemptStarted(sequence=1, at=1.0, attempt=1, run_name="mnist", run_uri="/runs/mnist")
+STATE = StateChanged(sequence=2, at=2.0, state="RUNNING")
+ENDED = AttemptEnded(sequence=3, at=3.0, attempt=1, outcome=Outcome.COMPLETED, result={})
+
+
+def _trains_well(dashboard: Dashboard) -> None:
+    def run(submission_id: str) -> None:
+        dashboard.say(STARTED, STATE, ENDED)
+        dashboard.end()
+
+    dashboard.on_submit = run
+
+
+def test_a_job_is_submitted_followed_and_told_event_by_event(dashboard: Dashboard, flow: Flow) -> None:
+    dashboard.log = b"a line of before\n"
+    _trains_well(dashboard)
+    excluding = {"excludes": ["*.py", "spec"], "working_dir": str(Path(__file__).parent)}
+    dashboard.cluster = dashboard.cluster.model_copy(update={"runtime_env": excluding})
+    assert flow.train(dashboard) == ENDED
+    assert flow.events == [STARTED, STATE, ENDED]
+    assert flow.lines == ["a line of before"]
+    [job] = dashboard.jobs.values()
+    assert job["metadata"]["flow_run_id"] == SPEC.request.owner.flow_run_id
+    names = {name for package in dashboard.uploads for name in ZipFile(BytesIO(package)).namelist()}
+    assert {"prefect_elastic_train/driver/main.py", "elastic_train_job/spec"} <= names
+    assert Path(__file__).name not in names, "what the user excludes is the user's"
+
+
+@pytest.mark.parametrize("answer", [None, (500, "who knows")])
+def test_a_submission_whose_answer_is_lost_is_recognised(
+    dashboard: Dashboard, flow: Flow, answer: tuple[int, str] | None
+) -> None:
+    _trains_well(dashboard)
+    real = dashboard._submit
+
+    def lose(request: dict[str, Any]) -> tuple[int, str]:
+        real(request)
+        return answer or (502, "bad gateway")
+
+    dashboard._submit = lose  # type: ignore[method-assign]
+    assert flow.train(dashboard) == ENDED
+    assert dashboard.asked.count("POST /api/jobs/") == 1
+    assert len(dashboard.jobs) == 1
+
+
+def test_a_submission_that_has_not_arrived_is_repeated_and_one_that_is_refused_is_not(
+    dashboard: Dashboard, flow: Flow
+) -> None:
+    _trains_well(dashboard)
+    dashboard.answers["POST /api/jobs/"] = (503, "busy")
+
+    def heal(text: str) -> None:
+        dashboard.answers.clear()
+
+    flow.check_stop = lambda: heal("") if dashboard.asked.count("POST /api/jobs/") == 1 else None
+    assert flow.train(dashboard) == ENDED
+    assert dashboard.asked.count("POST /api/jobs/") == 2
+    dashboard.jobs.clear()
+    flow.check_stop = lambda: None
+    dashboard.answers["POST /api/jobs/"] = (400, "ValueError: no such field")
+    with pytest.raises(RefusedError, match=r"Ray does not accept the job: .*no such field"):
+        flow.train(dashboard)
+
+
+def test_a_dashboard_that_is_away_says_nothing_about_the_job(
+    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_driver, "BLIND_SECONDS", 0.5)
+
+    def note(text: str) -> None:
+        flow.notes.append(text)
+        if "has not answered for" in text:
+            dashboard.refuses_connections = False
+            dashboard.say(ENDED)
+            dashboard.end()
+
+    def on_event(event: Event) -> None:
+        flow.events.append(event)
+        dashboard.refuses_connections = event == STATE
+
+    flow.on_note, flow.on_event = note, on_event
+    dashboard.on_submit = lambda submission_id: dashboard.say(STARTED, STATE)
+    assert flow.train(dashboard) == ENDED
+    assert flow.events == [STARTED, STATE, ENDED]
+    assert dashboard.asked.count("POST /api/jobs/") == 1
+    assert any("may go on unseen" in note for note in flow.notes)
+
+
+def _add_own(dashboard: Dashboard, flow: Flow) -> None:
+    """Have a job of the same training, as another process of the flow run has submitted it."""
+    _trains_well(dashboard)
+    flow.train(dashboard)
+    dashboard.end("RUNNING")
+    dashboard.asked.clear()
+    flow.events.clear()
+    flow.notes.clear()
+
+
+def test_a_job_that_runs_is_followed_and_what_was_told_before_is_not_told_again(
+    dashboard: Dashboard, flow: Flow
+) -> None:
+    _add_own(dashboard, flow)
+    dashboard.log = b""
+    dashboard.say(STARTED)
+    dashboard.log += b"told before\n"
+    dashboard.say(STATE)
+    dashboard.log += b"told now\n"
+    dashboard.say(ENDED)
+    flow.followed_until = lambda: 1.5
+    flow.check_stop = lambda: dashboard.end() if flow.events else None
+    assert flow.train(dashboard) == ENDED
+    assert (flow.past, flow.events, flow.lines) == ([STARTED], [STATE, ENDED], ["told now"])
+    assert "POST /api/jobs/" not in dashboard.asked
+
+
+def test_a_job_whose_cluster_was_started_anew_is_lost(dashboard: Dashboard, flow: Flow) -> None:
+    _add_own(dashboard, flow)
+    dashboard.log = b""
+
+    def restart(text: str) -> None:
+        dashboard.jobs.clear()
+        dashboard.session = "session_2"
+
+    flow.on_note = restart
+    ended = flow.train(dashboard)
+    assert ended.outcome is Outcome.CLUSTER_LOST
+    assert "was started anew" in ended.message
+
+
+class Stop(BaseException):
+    """The flow run was told to stop."""
+
+
+@pytest.mark.parametrize("detaches", [True, False])
+def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: Flow, detaches: bool) -> None:
+    dashboard.on_submit = lambda submission_id: dashboard.say(STARTED)
+
+    def check_stop() -> None:
+        if flow.events:
+            raise Stop
+
+    flow.check_stop, flow.detaches = check_stop, lambda reason: detaches
+    with pytest.raises(Stop):
+        flow.train(dashboard)
+    [job] = dashboard.jobs.values()
+    assert job["status"] == ("RUNNING" if detaches else "STOPPED")
+    assert any("goes on in the cluster" in note for note in flow.notes) == detaches
+
+
+def test_a_stop_does_not_wait_for_an_answer_and_a_submission_on_its_way_is_stopped(
+    dashboard: Dashboard, flow: Flow
+) -> None:
+    dashboard.answers["POST /api/jobs/"] = 2.0
+    began = time.monotonic()
+
+    def check_stop() -> None:
+        if "POST /api/jobs/" in dashboard.asked:
+            raise Stop
+
+    flow.check_stop = check_stop
+    with pytest.raises(Stop):
+        flow.train(dashboard)
+    assert [job["status"] for job in dashboard.jobs.values()] == ["STOPPED"]
+    dashboard.answers["GET /api/version"] = 30.0
+    dashboard.asked.clear()
+    flow.check_stop = lambda: check_stop_at(time.monotonic())
+    began = time.monotonic()
+
+    def check_stop_at(now: float) -> None:
+        if now - began > 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        flow.train(dashboard)
+    assert time.monotonic() - began < 8
 
 
 def test_a_package_holds_what_the_driver_needs_and_not_the_token(tmp_path: Path) -> None:
@@ -275,22 +539,22 @@ def test_a_package_holds_what_the_driver_needs_and_not_the_token(tmp_path: Path)
         auth_token="hush",
         runtime_env={"env_vars": {"A": "1"}, "py_modules": ["s3://a.zip"]},
     )
-    spec = replace(SPEC, cluster=cluster, scaling=ScalingSettings(), failures=FailureSettings())
-    environment = make_runtime_env(spec, tmp_path)
-    uploaded, package, job = environment["py_modules"]
-    assert uploaded == "s3://a.zip"
-    assert (Path(package) / "driver" / "main.py").is_file()
-    assert not list(Path(package).rglob("__pycache__"))
+    environment = make_runtime_env(cluster)
+    assert environment["py_modules"] == ["s3://a.zip"]
     assert environment["env_vars"]["A"] == "1"
-    assert read_spec(Path(job) / "spec").request.run_name == spec.request.run_name
-    assert (Path(job) / "spec").stat().st_mode & 0o077 == 0
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
+    with job_modules(replace(SPEC, cluster=cluster), tmp_path) as (package, job):
+        assert (package / "driver" / "main.py").is_file()
+        assert not [*package.rglob("__pycache__")]
+        assert read_spec(job / "spec").request.run_name == SPEC.request.run_name
+        assert (job / "spec").stat().st_mode & 0o077 == 0
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
+    assert not job.exists(), "what the driver is told goes once it is sent"
 
 
 def test_the_driver_of_a_job_needs_nothing_but_what_the_cluster_is_asked_for() -> None:
     absent = ("prefect", "fastapi", "httpx", "pydantic_settings", "rich", "s3fs", "sqlalchemy", "typer")
     package = Path(entry.__file__).parents[2]
-    parts = ("driver", "elastic", "filesystems", "runs", "reporting")
+    parts = ("core", "driver", "elastic", "runs", "storage", "report")
     modules = [
         ".".join(path.relative_to(package.parent).with_suffix("").parts)
         for part in parts

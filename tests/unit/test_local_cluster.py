@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import socket
+import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor import cluster
-from prefect_elastic_train.supervisor.cluster import LocalCluster
+from prefect_elastic_train.supervisor import child, local_cluster
+from prefect_elastic_train.supervisor.local_cluster import LocalCluster
+from prefect_elastic_train.supervisor.runtime import Runtime
+from tests.unit.support import spec
 
 
 @pytest.fixture
 def few_ports(monkeypatch: pytest.MonkeyPatch) -> range:
     """Four ports to choose from, all of which are looked at."""
     ports = range(64_100, 64_104)
-    monkeypatch.setattr(cluster, "_ports", lambda: ports)
-    monkeypatch.setattr(cluster, "_PORT_PROBES", len(ports))
+    monkeypatch.setattr(local_cluster, "_PORTS", ports)
+    monkeypatch.setattr(local_cluster, "_PORT_PROBES", len(ports))
     return ports
 
 
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     for _ in range(50):
-        port = cluster._free_port()
+        port = local_cluster._free_port()
         assert not first <= port <= last
         assert port >= 10_000
 
@@ -33,7 +40,7 @@ def test_a_port_that_is_taken_is_left_out(few_ports: range) -> None:
     with socket.socket() as taken:
         taken.bind(("", few_ports[1]))
         taken.listen()
-        assert {cluster._free_port() for _ in range(50)} == set(few_ports) - {few_ports[1]}
+        assert {local_cluster._free_port() for _ in range(50)} == set(few_ports) - {few_ports[1]}
 
 
 def test_last_words_are_the_end_of_the_log_without_its_colours(tmp_path: Path) -> None:
@@ -43,3 +50,77 @@ def test_last_words_are_the_end_of_the_log_without_its_colours(tmp_path: Path) -
     words = head.last_words()
     assert words.endswith("x\ngcs_server [exit code=-9]")
     assert len(words) <= 2_000
+
+
+#: A head that listens as Ray's does, and says on its way out which of its processes it has lost.
+_HEAD = """
+import signal, socket, sys
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+def end(*_):
+    print("gcs_server [exit code=-9]", flush=True)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+while True:
+    listener.accept()
+"""
+
+#: A driver that wants a cluster, and says which it was given.
+_DRIVER = """
+import pickle, sys, time
+from pathlib import Path
+from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, ClusterWanted, encode_event
+address = Path(pickle.loads(Path(sys.argv[1]).read_bytes()).address_file)
+print(EVENT_TAG + encode_event(ClusterWanted(sequence=1)), flush=True)
+while not address.exists():
+    time.sleep(0.05)
+print("given", address.read_text(), flush=True)
+if Path("lingers").exists():
+    time.sleep(60)
+last = AttemptEnded(sequence=2, outcome="completed", result={})
+print(EVENT_TAG + encode_event(last), flush=True)
+"""
+
+
+def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(child, "_CLUSTER_DEATH_SECONDS", 0.5)
+    monkeypatch.setattr(LocalCluster, "_command", lambda self, port, folder: [sys.executable, "-c", _HEAD, str(port)])
+    lines: list[str] = []
+    runtime = Runtime(ElasticTrainSettings(), lambda event: None, lambda source, text: lines.append(text))
+    runtime.driver_command = (sys.executable, "-c", _DRIVER)
+    wanted = spec(cluster=ClusterSettings())
+    try:
+        ended = [runtime.run_attempt(wanted) for _ in range(2)]
+        assert [one.outcome for one in ended] == [Outcome.COMPLETED, Outcome.COMPLETED]
+        assert lines[0] == lines[1], "the same cluster"
+        Path("lingers").touch()
+        heads = [one for one in psutil.Process().children() if _HEAD in one.cmdline()]
+        assert len(heads) == 1
+        threading.Timer(2.0, heads[0].terminate).start()
+        lost = runtime.run_attempt(wanted)
+        assert lost.outcome is Outcome.CLUSTER_LOST
+        assert lost.message.endswith("has died: gcs_server [exit code=-9]")
+        Path("lingers").unlink()
+        assert runtime.run_attempt(wanted).outcome is Outcome.COMPLETED
+        assert lines[-1].startswith("given 127.0.0.1:")
+        assert lines[-1] != lines[0]
+    finally:
+        runtime.close()
+    assert not [one for one in psutil.Process().children(recursive=True) if _HEAD in " ".join(one.cmdline())]
+
+
+def test_what_keeps_a_cluster_from_starting_is_told_to_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalCluster, "_command", lambda *_: [sys.executable, "-c", "print('no room')"])
+    lines: list[str] = []
+    runtime = Runtime(ElasticTrainSettings(), lambda event: None, lambda source, text: lines.append(text))
+    runtime.driver_command = (sys.executable, "-c", _DRIVER)
+    try:
+        runtime.run_attempt(spec(cluster=ClusterSettings()))
+    finally:
+        runtime.close()
+    assert "given !the local Ray cluster did not start" in lines[0]
+    assert "no room" in lines

@@ -27,7 +27,7 @@ from prefect_elastic_train.core.events import (
 from prefect_elastic_train.core.lines import whole_lines
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.elastic.sending import EventSender
-from prefect_elastic_train.supervisor.lines import read_lines
+from prefect_elastic_train.supervisor.child import read_lines
 from tests.support.processes import wait_for
 
 

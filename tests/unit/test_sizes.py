@@ -32,8 +32,8 @@ from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Finished, begin_attempt, peek
-from prefect_elastic_train.supervisor.following import AttemptAccount
-from prefect_elastic_train.supervisor.lines import read_lines
+from prefect_elastic_train.supervisor.attempt import AttemptAccount
+from prefect_elastic_train.supervisor.child import read_lines
 from tests.unit.support import Training, examples, private_folder, spec
 
 SCORE = "score of a name that is longer than all others"

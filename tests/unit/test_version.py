@@ -6,16 +6,14 @@ import re
 import subprocess
 import sys
 import tarfile
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import prefect_elastic_train
-from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.version import UNKNOWN
-from prefect_elastic_train.supervisor.jobs.package import make_runtime_env
+from prefect_elastic_train.supervisor.job_package import job_modules
 from tests.support.distribution import PATCH, TAG, VERSION, call, commit_tree
 from tests.support.processes import ROOT
 from tests.unit.test_following import SPEC
@@ -112,7 +110,6 @@ def test_a_source_tree_that_nobody_installed_says_so(source: Path) -> None:
 def test_the_package_of_a_job_says_the_version_of_the_flow_whatever_the_cluster_has(
     tmp_path: Path, another_version: Path
 ) -> None:
-    cluster = ClusterSettings(address="http://head:8265")
-    *_, package, _ = make_runtime_env(replace(SPEC, cluster=cluster), tmp_path)["py_modules"]
-    assert _said_by(Path(package)) == prefect_elastic_train.__version__
-    assert _said_by(Path(package), another_version) == prefect_elastic_train.__version__
+    with job_modules(SPEC, tmp_path) as (package, _):
+        assert _said_by(package) == prefect_elastic_train.__version__
+        assert _said_by(package, another_version) == prefect_elastic_train.__version__

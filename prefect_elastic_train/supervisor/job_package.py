@@ -10,9 +10,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from pydantic import SecretStr
 import prefect_elastic_train
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, encode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import DriverSpec, write_spec
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
 from prefect_elastic_train.core.version import VERSION_FILE, __version__
 from prefect_elastic_train.driver import job_entry as entry
 
-__all__ = ["ENTRYPOINT", "PYTHON", "VERSIONS_TAG", "end_pending", "forget_job", "make_runtime_env", "tell_versions"]
+__all__ = ["ENTRYPOINT", "PYTHON", "VERSIONS_TAG", "end_pending", "job_modules", "make_runtime_env", "tell_versions"]
 
 _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
@@ -51,7 +52,7 @@ def _no_python() -> str:
 
 
 def _command(arguments: str) -> str:
-    """Give the command of a job. The Python of the cluster is looked for, since an image may call it either way."""
+    """Return the command of a job. The Python of the cluster is looked for, since an image may call it either way."""
     return (
         "for python in python python3; do "
         'if "$python" -c "import importlib.util as u; raise SystemExit(not u.find_spec(\'ray\'))" 2>/dev/null; then '
@@ -65,7 +66,7 @@ ENTRYPOINT = _command(f"-m {_MODULE}")
 
 
 def end_pending(submission_id: str) -> str:
-    """Give the command of a job that ends another one which waits for its start.
+    """Return the command of a job that ends another one which waits for its start.
 
     Ray's own stop waits for that start, too. What it waits for is an actor with this name, in the Ray of our bounds.
     """
@@ -78,7 +79,7 @@ def end_pending(submission_id: str) -> str:
 
 
 def tell_versions() -> str:
-    """Give the command of a job that prints which Python and Ray a driver would have: `VERSIONS_TAG`, then JSON."""
+    """Return the command of a job that prints which Python and Ray a driver would have: `VERSIONS_TAG`, then JSON."""
     code = (
         "import json, platform, ray; "
         f"print({VERSIONS_TAG!r} + json.dumps({{'python': platform.python_version(), 'ray': ray.__version__}}))"
@@ -86,19 +87,15 @@ def tell_versions() -> str:
     return _command(f"-c {shlex.quote(code)}")
 
 
-def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
-    """Give the runtime environment of a job, with folders of this machine that are still to be uploaded.
-
-    Args:
-        spec: What the driver is told.
-        folder: Private folder of the training, where what is uploaded is put together.
+def make_runtime_env(cluster: ClusterSettings) -> dict[str, Any]:
+    """Return the runtime environment of a job, with folders of this machine that are still to be uploaded.
 
     Raises:
         AttemptFailedError: A folder of the user's is not there; outcome ``invalid``.
     """
-    environment = dict(spec.cluster.runtime_env)
-    if spec.cluster.working_dir:
-        environment["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
+    environment = dict(cluster.runtime_env)
+    if cluster.working_dir:
+        environment["working_dir"] = os.path.expanduser(cluster.working_dir)
     modules = [os.path.expanduser(str(module)) for module in environment.get("py_modules") or []]
     for local in [str(environment.get("working_dir") or ""), *modules]:
         if local and "://" not in local and not os.path.exists(local):
@@ -107,15 +104,7 @@ def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
                 "working_dir or the py_modules of its runtime_env",
                 outcome=Outcome.INVALID,
             )
-    package = folder / "package" / "prefect_elastic_train"
-    if not package.exists():
-        source = os.path.dirname(prefect_elastic_train.__file__)
-        shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-        (package / VERSION_FILE).write_text(f"{__version__}\n", encoding="utf-8")
-    job = _write_job(spec, folder)
-    if environment.get("excludes"):
-        _check_excludes(environment["excludes"], (package, job))
-    environment["py_modules"] = [*modules, str(package), str(job)]
+    environment["py_modules"] = modules
     environment["env_vars"] = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS),
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
@@ -125,25 +114,27 @@ def make_runtime_env(spec: DriverSpec, folder: Path) -> dict[str, Any]:
     return environment
 
 
-def _check_excludes(patterns: list[str], folders: Iterable[Path]) -> None:
-    """Refuse patterns that Ray would apply to what every job needs, too."""
-    for folder in folders:
-        for path in folder.rglob("*"):
-            relative = str(path.relative_to(folder))
-            for pattern in patterns:
-                name = pattern.strip("/")
-                if fnmatch(relative, name) or ("/" not in name and fnmatch(path.name, name)):
-                    raise AttemptFailedError(
-                        f"excludes of the runtime_env has {pattern!r}, and Ray would leave {path.name!r} of the driver "
-                        "out with it; name the folder that is meant, such as 'data/*.json', or use a .gitignore in "
-                        "working_dir",
-                        outcome=Outcome.INVALID,
-                    )
+@contextmanager
+def job_modules(spec: DriverSpec, folder: Path) -> Iterator[list[Path]]:
+    """The Python packages that a job brings along: this one, and the one that it starts; what a driver is told with it.
+
+    Args:
+        spec: What the driver is told.
+        folder: Private folder of the training, where they are put together.
+    """
+    package, job = folder / "package" / "prefect_elastic_train", folder / "package" / _MODULE
+    if not package.exists():
+        source = os.path.dirname(prefect_elastic_train.__file__)
+        shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+        (package / VERSION_FILE).write_text(f"{__version__}\n", encoding="utf-8")
+    try:
+        _write_job(spec, job)
+        yield [package, job]
+    finally:
+        shutil.rmtree(job, ignore_errors=True)
 
 
-def _write_job(spec: DriverSpec, folder: Path) -> Path:
-    job = folder / "package" / _MODULE
-    shutil.rmtree(job, ignore_errors=True)
+def _write_job(spec: DriverSpec, job: Path) -> None:
     job.mkdir(parents=True)
     (job / "__init__.py").touch()
     shutil.copyfile(entry.__file__, job / "__main__.py")
@@ -159,9 +150,3 @@ def _write_job(spec: DriverSpec, folder: Path) -> Path:
     cluster = spec.cluster.model_copy(update={"auth_token": SecretStr("")})
     # Nor is there any of this machine's folders where the driver runs.
     write_spec(replace(spec, cluster=cluster, sys_path=[]), job / "spec")
-    return job
-
-
-def forget_job(folder: Path) -> None:
-    """Remove what a job was told, once it is submitted."""
-    shutil.rmtree(folder / "package" / _MODULE, ignore_errors=True)

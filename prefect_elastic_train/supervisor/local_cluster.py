@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import secrets
 import shutil
 import socket
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.settings import ClusterSettings
 
 __all__ = ["LocalCluster", "write_token"]
@@ -22,8 +25,8 @@ __all__ = ["LocalCluster", "write_token"]
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _GCS_RECONNECT_SECONDS = "6"
 _PORT_TRIES = 3
-#: Ray gives its workers the ports below this one; so many others are enough to choose from, and so many are looked at.
-_WORKER_PORTS_END, _PORTS_ENOUGH, _PORT_PROBES = 20_000, 1_000, 100
+#: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
+_PORTS, _PORT_PROBES = range(20_000, 32_768), 100
 
 
 def write_token(token: str, folder: Path) -> dict[str, str]:
@@ -47,6 +50,10 @@ class LocalCluster:
         extra_cpus: CPUs to add to this machine's count, for Ray Data beside the workers.
         folder: Private folder of the training; its path is short, since sockets are made below it.
         environment: Environment of the training's processes, with their mark.
+
+    Attributes:
+        address: Its address, empty as long as it is not up.
+        address_file: Where a driver that waits for it finds the address.
     """
 
     def __init__(self, settings: ClusterSettings, extra_cpus: int, folder: Path, environment: dict[str, str]) -> None:
@@ -63,7 +70,9 @@ class LocalCluster:
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / "r0.log"
         self._closed = threading.Event()
+        self._starting: threading.Thread | None = None
         self.address = ""
+        self.address_file = folder / "address"
 
     @property
     def driver_environment(self) -> dict[str, str]:
@@ -71,15 +80,25 @@ class LocalCluster:
         return {**self._token, "RAY_gcs_rpc_server_reconnect_timeout_s": _GCS_RECONNECT_SECONDS}
 
     def is_alive(self) -> bool:
-        """Tell whether the cluster's head node runs."""
+        """Whether the cluster's head node runs."""
         return self._process is not None and self._process.poll() is None and bool(self.address)
 
-    def last_words(self) -> str:
-        """Give the end of what the head node has written; nothing if that cannot be read."""
-        from rich.text import Text  # not where the driver of a job runs
+    def is_dead(self) -> bool:
+        """Whether the head node was up and is not any more."""
+        return bool(self.address) and not self.is_alive()
 
+    def lost_processes(self, on_line: Callable[[str, str], None]) -> str:
+        """Return which of its processes the head node saw go, as a part of an error; all it said is a detail line."""
+        words = self.last_words()
+        for line in words.splitlines():
+            on_line("cluster", f"{DETAIL_TAG}{line}")
+        gone = ", ".join(re.findall(r"\w+ \[exit code=-?\d+\]", words))
+        return f": {gone}" if gone else ""
+
+    def last_words(self) -> str:
+        """Return the end of what the head node has written; nothing if that cannot be read."""
         try:
-            return Text.from_ansi(self._log.read_text(errors="replace")).plain[-2000:].strip()
+            return without_marks(self._log.read_text(errors="replace"))[-2000:].strip()
         except OSError:
             return ""
 
@@ -124,14 +143,35 @@ class LocalCluster:
             outcome=Outcome.CLUSTER_LOST,
         )
 
+    def start_aside(self, timeout_seconds: float) -> None:
+        """Start the head node in a thread, unless it runs; its address, or what went wrong, goes to `address_file`."""
+        if self.is_alive() or (self._starting is not None and self._starting.is_alive()):
+            return
+
+        def run() -> None:
+            try:
+                told = self.start(timeout_seconds)
+            except Exception as error:  # noqa: BLE001 - told to the driver, which ends the attempt with it
+                told = f"!{error}"
+            temporary = self.address_file.with_suffix(".new")
+            with contextlib.suppress(OSError):  # the training may be over and its folder gone
+                temporary.write_text(told)
+                temporary.replace(self.address_file)
+
+        self._starting = threading.Thread(target=run, daemon=True)
+        self._starting.start()
+
     def start_no_more(self) -> None:
         """Let no head node start from now on; one that runs is ended with all its processes, by their mark."""
         self._closed.set()
+        if self._starting is not None:
+            self._starting.join(timeout=5)
 
     def forget(self) -> None:
         """Give up a head node that has died or did not start; its processes are ended by their mark."""
         process, self._process = self._process, None
         self.address = ""
+        self.address_file.unlink(missing_ok=True)
         if process is not None and process.poll() is None:
             process.kill()
             process.wait(timeout=10)
@@ -175,23 +215,12 @@ class LocalCluster:
 
 
 def _free_port() -> int:
-    """Give a free port that nobody is given by the kernel before Ray's process listens there.
+    """Return a free port that nobody is given by the kernel before Ray's process listens there.
 
     That takes seconds, and one port of the head node in other hands ends all of it.
     """
-    for port in random.sample(_ports(), k=_PORT_PROBES):
+    for port in [*random.sample(_PORTS, k=_PORT_PROBES), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
-            return port
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _ports() -> range:
-    """Give the ports above those that the kernel gives out by itself, or else those below and above Ray's workers'."""
-    first, last = 32_768, 60_999
-    with contextlib.suppress(OSError, ValueError):
-        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    choices = range(last + 1, 65_536), range(_WORKER_PORTS_END, first), range(10_000, 65_536)
-    return next(ports for ports in choices if len(ports) >= _PORTS_ENOUGH)
+            return int(probe.getsockname()[1])
+    raise OSError("no port is free on this machine")

@@ -1,0 +1,165 @@
+"""A driver as a child process of the flow's."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import IO, Any
+
+from prefect_elastic_train.core.events import AttemptEnded, ClusterWanted, Event
+from prefect_elastic_train.core.lines import whole_lines
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
+from prefect_elastic_train.supervisor.local_cluster import LocalCluster
+
+__all__ = ["ChildDriver", "read_lines"]
+
+#: How long a driver may take from its last word to its end.
+_LEAVE_SECONDS = 15.0
+#: How long the rest of a dead driver's output is waited for.
+_PIPE_SECONDS = 2.0
+#: How long a driver may take to notice that its local cluster has died.
+_CLUSTER_DEATH_SECONDS = 20.0
+_PIECE_BYTES = 64 * 1024
+_OUTPUT_QUEUE = 10_000
+
+
+def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> threading.Thread:
+    """Read a child's stream in a thread, line by line, and put ``(source, line)`` into a queue; None at its end."""
+
+    def run() -> None:
+        with stream:
+            for line in whole_lines(iter(partial(os.read, stream.fileno(), _PIECE_BYTES), b"")):
+                into.put((source, line))
+        into.put((source, None))
+
+    thread = threading.Thread(target=run, name=f"elastic-train-{source}", daemon=True)
+    thread.start()
+    return thread
+
+
+class ChildDriver(Driver):
+    """A driver in a process of its own.
+
+    Args:
+        follower: Who follows it.
+        command: What starts it.
+        environment: Of its process.
+        cluster: The local cluster that it may want, None for one that joins another.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cluster: LocalCluster | None = None,
+    ) -> None:
+        super().__init__(follower)
+        self._cluster = cluster
+        self._gone_at = float("inf")
+        self._cluster_dead_at: float | None = None
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        streams = {"driver": self._process.stdout, "stderr": self._process.stderr}
+        self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
+        for source, stream in streams.items():
+            read_lines(stream, source, self._output)
+        self._open_streams = len(streams)
+
+    def stop(self) -> None:
+        """End it: SIGINT, and SIGKILL after a grace."""
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGINT)
+        self._wait(self.follower.settings.stop_grace_seconds)
+
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        """What comes within a turn."""
+        until = time.monotonic() + TURN_SECONDS
+        while self._open_streams and (left := until - time.monotonic()) > 0:
+            try:
+                source, line = self._output.get(timeout=left)
+            except queue.Empty:
+                return
+            if line is None:
+                self._open_streams -= 1
+            else:
+                yield source, line
+
+    def has_gone(self) -> bool:
+        """Whether its output has ended, or it is gone and only a process that it left behind still holds its output."""
+        if not self._open_streams:
+            return True
+        if self._process.poll() is None or not self._output.empty():
+            self._gone_at = float("inf")
+            return False
+        self._gone_at = min(self._gone_at, time.monotonic())
+        return time.monotonic() - self._gone_at > _PIPE_SECONDS
+
+    def look(self) -> AttemptEnded | None:
+        """How the attempt ended, if the driver hangs or its cluster is gone."""
+        if self.ended is not None:
+            return self.ended if time.monotonic() - self.ended_at > _LEAVE_SECONDS else None
+        if self._cluster is not None and self._cluster.is_dead():
+            self._cluster_dead_at = self._cluster_dead_at or time.monotonic()
+            if time.monotonic() - self._cluster_dead_at > _CLUSTER_DEATH_SECONDS:
+                return self._cluster_lost("the local Ray cluster has died")
+        return self.hung(self.follower.settings.liveness_timeout_seconds)
+
+    def outcome(self) -> AttemptEnded | None:
+        """How the attempt ended; None if the driver has ended well without a word, as the run directory then tells."""
+        code = self._wait(_LEAVE_SECONDS)
+        if self.ended is not None:
+            return self.ended
+        if code == 0:
+            self.follower.on_note(
+                "The driver has ended well, but its last word was lost: another one looks for the result"
+            )
+            return None
+        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        if self._cluster is not None and self._cluster.is_dead():
+            return self._cluster_lost(f"the local Ray cluster has died, and the driver with it ({how})")
+        said = self.last_error() if code != -signal.SIGKILL else ""
+        return self.given_up(
+            Outcome.DRIVER_LOST, f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
+        )
+
+    def tell(self, source: str, line: bytes) -> Event | str:
+        """Take a line in, tell it, and start the local cluster once it is wanted."""
+        said = super().tell(source, line)
+        if isinstance(said, ClusterWanted) and self._cluster is not None:
+            self._cluster.start_aside(self.follower.settings.local_cluster_timeout_seconds)
+        return said
+
+    def _cluster_lost(self, message: str) -> AttemptEnded:
+        assert self._cluster is not None
+        return self.given_up(Outcome.CLUSTER_LOST, message + self._cluster.lost_processes(self.follower.on_line))
+
+    def _wait(self, seconds: float) -> int:
+        try:
+            return self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait(timeout=10)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal
+        return str(number)
