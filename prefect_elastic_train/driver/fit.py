@@ -251,34 +251,15 @@ def fit(
     from ray.train import DataConfig
 
     from prefect_elastic_train.elastic.callbacks import RunCallback
-    from prefect_elastic_train.elastic.policy import Patience
     from prefect_elastic_train.elastic.run_filesystem import run_filesystem
     from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
-    from prefect_elastic_train.elastic.translate import resources_per_worker, run_config, scaling_config
+    from prefect_elastic_train.elastic.translate import run_config, scaling_config
 
     payload, attempt = prepared.payload, context.attempt
     callback = RunCallback(
-        receiving,
-        store,
-        attempt,
-        spec.scaling.min_workers,
-        resources_per_worker(spec.scaling),
-        spec.failures.preemption_grace_seconds,
-        spec.failures.ignored_checkpoint == "fail",
-        spec.checkpoints.score_attribute,
+        receiving, store, attempt, spec.scaling, spec.failures, score_attribute=spec.checkpoints.score_attribute
     )
-    setup = ControllerSetup(
-        requester_id=requester_id(store),
-        patience=Patience(
-            wait_for_max_seconds=spec.scaling.wait_for_max_seconds,
-            stability_delay_seconds=spec.scaling.stability_delay_seconds,
-            resize_patience_seconds=spec.scaling.resize_patience_seconds,
-            capacity_timeout_seconds=spec.scaling.capacity_timeout_seconds,
-        ),
-        callback=callback,
-        context=context,
-        stall_timeout_seconds=spec.failures.stall_timeout_seconds,
-    )
+    setup = ControllerSetup(requester_id(store), spec.scaling, callback, context)
     try:
         trainer = make_trainer(
             spec.request.framework,

@@ -243,7 +243,7 @@ class _Driver:
 
     def _try_from_nodes(self, probe: Probe) -> None:
         """Find out before the first checkpoint whether each node can write it. A run that has one has shown that."""
-        from prefect_elastic_train.elastic.preflight import try_from_nodes
+        from prefect_elastic_train.elastic.cluster import try_from_nodes
         from prefect_elastic_train.elastic.translate import resources_per_worker
 
         with self._showing_life("trying the storage from the nodes"):

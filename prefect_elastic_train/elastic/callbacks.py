@@ -1,8 +1,10 @@
-"""What we do inside Ray Train's controller and workers: tell the driver what happens, and tidy up before a start.
+"""The controller's callback: the one place where what Ray Train tells becomes events, and tidying up before a start.
 
-An exception in a callback ends the training, so none leaves this module, bar one that means just that: the attempt
-was fenced off. Any other is counted, logged and passed over. Uses ``ray.train.v2._internal``, since the public
-``UserCallback`` sees neither states nor sizes nor decisions, and runs after Ray has written its snapshot.
+An exception in a callback ends the training, so none leaves this module, bar those that mean just that: the attempt
+was fenced off, the loop hangs or ignores its checkpoint. Any other is counted, logged and passed over.
+
+Uses ``ray.train.v2._internal``, since the public ``UserCallback`` sees neither states nor sizes nor decisions, and runs
+after Ray has written its snapshot.
 """
 
 from __future__ import annotations
@@ -11,73 +13,46 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ray.train import WorkerGroupError
-from ray.train.v2._internal.execution.callback import (
-    ControllerCallback,
-    ReportCallback,
-    TrainContextCallback,
-    WorkerCallback,
-    WorkerGroupCallback,
-)
-from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
+from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import bounded_metrics, cut
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.events import (
-    ALIVE_SECONDS,
-    CheckpointCommitted,
-    CheckpointStalled,
-    ControllerAlive,
-    Event,
-    Reported,
-    StateChanged,
-    StorageWaited,
-    WaitingForCapacity,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-)
+from prefect_elastic_train.core.events import ALIVE_SECONDS
 from prefect_elastic_train.core.rank_errors import distinct
-from prefect_elastic_train.core.ray_output import mark_ray_logs, mark_told
-from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
-from prefect_elastic_train.elastic.loop_watch import (
-    IgnoredCheckpointError,
-    LoopWatch,
-    note_checkpoints,
-    noting_report,
-    waiting_for_others,
-)
-from prefect_elastic_train.elastic.run_filesystem import uploading
+from prefect_elastic_train.core.ray_output import mark_told
+from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
+from prefect_elastic_train.elastic.failures import why_given_up
+from prefect_elastic_train.elastic.loop_state import take_waits_and_stall
+from prefect_elastic_train.elastic.loop_watch import LoopWatch, answers_of, ask
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
-from prefect_elastic_train.elastic.stalls import reporting, stalling
-from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
+from prefect_elastic_train.elastic.translate import resources_per_worker
 from prefect_elastic_train.runs.commits import check_fence, newest_commit
 from prefect_elastic_train.runs.resume import SEED_COMMIT, remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.storage.retries import Waits, take_waits, waiting_since
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["LoopCallback", "NoDatasetsCallback", "RunCallback", "current", "remember_errors"]
+__all__ = ["RunCallback", "current"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_METRIC_BYTES = 200
 #: A larger integer is none to any float.
 _MAX_BITS = 1024
-#: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
-_UPLOADS_AT_ONCE = 2
-_UPLOAD_SECONDS = 3600.0
 #: Exceptions of our own that are told of, each with its traceback.
 _TOLD_ERRORS = 10
 #: Standing still for checkpoints that is told of.
 _TOLD_STALL_SECONDS = 0.01
+#: How long the last answers of a worker group that ends are waited for.
+_LAST_SECONDS = 1.0
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -86,14 +61,8 @@ _current: RunCallback | None = None
 
 
 def current() -> RunCallback | None:
-    """Give the callback of this controller process, for the policy."""
+    """Return the callback of this controller process, for the policies."""
     return _current
-
-
-def remember_errors(errors: Mapping[int, Exception]) -> None:
-    """Tell why a worker group fails that no poll has shown failing."""
-    if _current is not None:
-        _current.remember_errors(errors)
 
 
 def _never_raises(method: _Method) -> _Method:
@@ -112,86 +81,6 @@ def _never_raises(method: _Method) -> _Method:
     return wrapper  # type: ignore[return-value]
 
 
-class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
-    """What happens in each worker around the train loop.
-
-    Checkpoints are written and read by the run filesystem, which is told which folders are being uploaded. After the
-    report that a restart waits for, the worker stands still: what it did from then on would be done twice. And a loop
-    that reports faster than its checkpoints are uploaded waits: Ray would let them pile up on the disk.
-
-    Args:
-        attempt: Its number, for the names of checkpoints.
-    """
-
-    def __init__(self, attempt: int) -> None:
-        self._attempt = attempt
-        self._group = 0
-
-    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Count the worker groups in the controller; the workers are sent a copy of this callback next."""
-        self._group += 1
-        return {}
-
-    def after_init_train_context(self) -> None:
-        """Let checkpoints be read and written by the run filesystem, and note what the loop asks for."""
-        context = get_train_context()
-        name_folders(context, self._attempt, self._group)
-        try:
-            mark_ray_logs()
-            note_checkpoints(context)
-            context.checkpoint = readable(context.checkpoint)
-            context.storage_context = RunStorageContext(context.storage_context)
-        except Exception:
-            logger.warning("Ray Train itself copies the checkpoints of this worker", exc_info=True)
-
-    @contextmanager
-    def on_report(self) -> Iterator[None]:
-        """Wrap a report."""
-        with noting_report():
-            try:
-                with stalling():
-                    _wait_for_uploads(get_train_context())
-            except Exception:
-                logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
-            with reporting():
-                yield
-        try:
-            hold_after_report()
-        except Exception:
-            logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
-
-    @contextmanager
-    def on_checkpoint_sync(self) -> Iterator[None]:
-        """Wrap the moment of a report in which all ranks meet."""
-        with waiting_for_others():
-            yield
-
-    @contextmanager
-    def on_checkpoint_transfer(self) -> Iterator[None]:
-        """Wrap the upload of a checkpoint."""
-        saw_checkpoint()
-        with uploading(), stalling(only_in_report=True):
-            yield
-
-
-class _NoDatasets:
-    """Answers a train loop that asks for a dataset where none was given, as Ray does."""
-
-    def get_dataset_shard(self, dataset_info: Any) -> Any:
-        """Refuse."""
-        raise KeyError(
-            f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
-        )
-
-
-class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]
-    """Stands in for Ray's manager of datasets in a training without datasets."""
-
-    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Give each worker its provider of dataset shards."""
-        return {"dataset_shard_provider": [_NoDatasets()] * len(workers)}
-
-
 class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]
     """Reports the controller's life to the driver.
 
@@ -199,10 +88,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         receiving: Where the driver listens.
         store: The run directory.
         attempt: The attempt that holds the fence.
-        min_workers: Fewest workers to train with.
-        resources_per_worker: What each worker needs, for messages.
-        preemption_grace_seconds: How long Ray lets a worker group go on past the deadline of a drain.
-        fails_on_ignored: Whether a loop that ignores its checkpoint ends the training.
+        scaling: What the run asks for.
+        failures: What ends the training, or a drain.
         score_attribute: Metric that checkpoints are ranked by; empty for none.
 
     Attributes:
@@ -217,21 +104,24 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         receiving: Receiving,
         store: RunStore,
         attempt: int,
-        min_workers: int,
-        resources_per_worker: dict[str, float],
-        preemption_grace_seconds: float = 0.0,
-        fails_on_ignored: bool = False,
+        scaling: ScalingSettings,
+        failures: FailureSettings | None = None,
         score_attribute: str = "",
     ) -> None:
+        failures = failures or FailureSettings()
         self._receiving = receiving
         self._store = store
         self._attempt = attempt
-        self._min_workers = min_workers
-        self._resources_per_worker = resources_per_worker
-        self._preemption_grace_seconds = preemption_grace_seconds
+        self._min_workers = scaling.min_workers
+        self._resources_per_worker = resources_per_worker(scaling)
+        self._preemption_grace_seconds = failures.preemption_grace_seconds
         self._score_attribute = score_attribute
         self._worker_group: Any = None
-        self._loops = LoopWatch(fails_on_ignored, self._send)
+        self._loops = LoopWatch(
+            failures.ignored_checkpoint == "fail", self._send, hangs_after_seconds=failures.stall_timeout_seconds
+        )
+        #: Workers that have been asked for what they waited for, and have not all answered.
+        self._asked: list[Any] = []
         self._commits_of_turn = 0
         self._last_commit_at = 0.0
         self.groups_started = 0
@@ -263,7 +153,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def release_group(self) -> int:
-        """End a group that has failed, with all that it holds, and give the number of its workers; 0 without one."""
+        """End a group that has failed, with all that it holds, and return the number of its workers; 0 without one."""
         group, self._worker_group = self._worker_group, None
         if group is None:
             return 0
@@ -272,7 +162,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         return workers
 
     def take_commit(self) -> bool:
-        """Tell whether a checkpoint was committed since the last poll began; the policy asks once a turn."""
+        """Return whether a checkpoint was committed since the last poll began; the policy asks once a turn."""
         committed, self._commits_of_turn = self._commits_of_turn > 0, 0
         return committed
 
@@ -292,7 +182,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         name = current_state._state_type.state_name
         if name != self._state:
             self._state, self._state_since = name, time.time()
-            self._send(StateChanged(state=name))
+            self._send(ev.StateChanged(state=name))
 
     def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
         """Report that a healthy worker group gives way to one of another size.
@@ -327,7 +217,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Report size and ranks of the new worker group."""
         workers = worker_group.get_workers()
-        self._worker_group = worker_group
+        self._worker_group, self._asked = worker_group, []
         self.groups_started += 1
         self._world_size = len(workers)
         self._commits_of_turn = self._reports_since_checkpoint = 0
@@ -343,23 +233,22 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in workers
         }
-        self._send(WorkerGroupStarted(world_size=len(workers), checkpoint=self._checkpoint, ranks=ranks))
+        self._send(ev.WorkerGroupStarted(world_size=len(workers), checkpoint=self._checkpoint, ranks=ranks))
 
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does.
 
         Raises:
-            WorkerGroupError: The loop ignores its checkpoint, and that ends the training.
+            WorkerGroupError: The loop hangs, or ignores its checkpoint, which ends the training.
         """
-        try:
-            self._loops.look(statuses)
-        except WorkerGroupError as error:
-            self.remember_errors(error.worker_failures)
-            raise
-        except Exception:
-            self.errors += 1
-            if self.errors <= _TOLD_ERRORS:
-                logger.warning("What the loop does cannot be seen; training goes on", exc_info=True)
+        failure = self._look(statuses)
+        if failure is not None:
+            self._last_errors, self._tracebacks = dict(failure.worker_failures), {}
+            raise failure
+
+    @_never_raises
+    def _look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
+        return self._loops.look(statuses)
 
     @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -373,6 +262,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 for rank in self._last_errors
                 if rank in statuses
             }
+        self._take_answers(0)
         preemption = worker_group_status.get_preemption_info()
         if preemption is None:
             return
@@ -383,17 +273,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Remember that the group gives back what it holds."""
-        self._forget_group()
+        """Take the last answers; the group gives back what it holds."""
+        self._worker_group = None
+        self._take_answers(_LAST_SECONDS)
 
     @_never_raises
     def before_worker_group_abort(self, worker_group_context: Any) -> None:
         """Remember that the group gives back what it holds."""
-        self._forget_group()
-
-    def remember_errors(self, errors: Mapping[int, Exception]) -> None:
-        """Remember errors for the failure decision that follows."""
-        self._last_errors, self._tracebacks = dict(errors), {}
+        self._worker_group = None
 
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
@@ -403,17 +290,18 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         rank_zero = bounded_metrics(_plain(metrics[0]), self._score_attribute) if metrics else {}
         self._reports_since_checkpoint = 0 if checkpoint else self._reports_since_checkpoint + 1
         if not checkpoint:
-            self._send(Reported(metrics=rank_zero, world_size=self._world_size))
-        else:
-            self._commits_of_turn += 1
-            self._last_commit_at = time.time()
-            self._checkpoint = name
-            self._saved_by = {name: self._world_size}
-            self._send(
-                CheckpointCommitted(
-                    checkpoint=name, size_bytes=self._size_of(name), metrics=rank_zero, world_size=self._world_size
-                )
-            )
+            self._send(ev.Reported(metrics=rank_zero, world_size=self._world_size))
+            return
+        self._commits_of_turn += 1
+        self._last_commit_at = time.time()
+        self._checkpoint = name
+        self._saved_by = {name: self._world_size}
+        size = self._size_of(name)
+        self._send(
+            ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=self._world_size)
+        )
+        if not self._asked and self._worker_group is not None:
+            self._asked = ask(self._worker_group.get_workers(), take_waits_and_stall)
 
     def _size_of(self, checkpoint: str) -> int:
         """Return the bytes of a checkpoint, 0 if the storage does not say: the commit is told all the same."""
@@ -437,7 +325,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def waiting_for_capacity(self, possible_workers: int, missing: str, since: float) -> None:
         """Report what the start of a worker group waits for, and since when (epoch seconds)."""
         self._send(
-            WaitingForCapacity(
+            ev.WaitingForCapacity(
                 possible_workers=possible_workers,
                 min_workers=self._min_workers,
                 resources_per_worker=self._resources_per_worker,
@@ -446,8 +334,17 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             )
         )
 
-    def _forget_group(self) -> None:
-        self._worker_group = None
+    @_never_raises
+    def _take_answers(self, timeout_seconds: float) -> None:
+        """Tell what the ranks have waited for, once all have answered or none is waited for any longer."""
+        if not self._asked:
+            return
+        answers = answers_of(self._asked, timeout_seconds)
+        if len(answers) < len(self._asked) and not timeout_seconds:
+            return
+        self._asked = []
+        self.tell_waits("ranks", [waits for waits, _ in answers.values()])
+        self.tell_stall(max((stall for _, stall in answers.values()), default=0.0))
 
     def _end_drain(self, preemption: Any) -> None:
         """Restart at once: the work is committed, and every step until the deadline would be done twice.
@@ -474,7 +371,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             return
         reason = getattr(resize_decision, "reason", None)
         self._send(
-            WorkerGroupResized(
+            ev.WorkerGroupResized(
                 old_size=self._world_size,
                 new_size=resize_decision.num_workers,
                 reason=reason.value if reason is not None else "",
@@ -486,27 +383,19 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def _tell_failure(self, failure_decision: FailureDecision) -> None:
-        from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
-
-        from prefect_elastic_train.elastic.failures import worst_fault
-
         errors = self._last_errors
         if not errors and not self.is_draining:
             return
-        fault = worst_fault(errors.values())
-        why = {"gives_up": "the storage refuses for good"} if fault is not None and fault.permanent else {}
-        if any(isinstance(error, IgnoredCheckpointError) for error in errors.values()):
-            why = {"gives_up": "the training ends, as ignored_checkpoint='fail' asks for"}
-        preempted = self.is_draining or any(_is_preempted_actor(e) for e in errors.values())
-        event_type = WorkersPreempted if preempted else WorkerFailed
+        preempted = self.is_draining or any(_is_preempted_actor(error) for error in errors.values())
+        event_type = ev.WorkersPreempted if preempted else ev.WorkerFailed
         texts, also = distinct({rank: self._in_words(rank, error) for rank, error in errors.items()})
         self._send(
             event_type(
                 errors=texts,
                 also=also,
                 retried=failure_decision is FailureDecision.RETRY,
+                gives_up=why_given_up(errors.values()),
                 reports_lost=self._reports_since_checkpoint,
-                **why,
             )
         )
         self._world_size = 0
@@ -519,7 +408,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Report for how long the loop stood still for its checkpoints, if it did."""
         self._stalled += seconds
         if self._stalled >= _TOLD_STALL_SECONDS:
-            self._send(CheckpointStalled(seconds=round(self._stalled, 3)))
+            self._send(ev.CheckpointStalled(seconds=round(self._stalled, 3)))
             self._stalled = 0.0
 
     @_never_raises
@@ -528,9 +417,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         tries = sum(waited.tries for waited in waits)
         if tries:
             longest = max(waits, key=lambda waited: waited.seconds)
-            self._send(StorageWaited(who=who, seconds=round(longest.seconds, 3), tries=tries, last=longest.last))
+            self._send(ev.StorageWaited(who=who, seconds=round(longest.seconds, 3), tries=tries, last=longest.last))
 
-    def _send(self, event: Event) -> None:
+    def _send(self, event: ev.Event) -> None:
         if self._sender is not None:
             self._sender.send(event)
 
@@ -547,7 +436,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             if waiting is None:
                 self.tell_waits("controller", [take_waits()])
             self._send(
-                ControllerAlive(
+                ev.ControllerAlive(
                     doing=self._state if waiting is None else "waiting for the storage",
                     seconds=time.time() - self._state_since if waiting is None else time.monotonic() - waiting,
                     callback_errors=self.errors,
@@ -555,20 +444,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             )
 
 
-def _wait_for_uploads(context: Any) -> None:
-    """Wait until at most one report of this rank waits for its upload, besides the one that is uploaded."""
-    deadline = time.monotonic() + _UPLOAD_SECONDS
-    condition = context.report_order_condition
-    with condition:
-        while context.report_call_index - context.current_report_index >= _UPLOADS_AT_ONCE:
-            if time.monotonic() > deadline:
-                logger.warning("An upload takes more than %g s; training goes on", _UPLOAD_SECONDS)
-                return
-            condition.wait(timeout=1.0)
-
-
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Give metrics as plain JSON values: numbers as numbers, anything else as short text."""
+    """Return metrics as plain JSON values: numbers as numbers, anything else as short text."""
     return {str(name): _plain_value(value) for name, value in metrics.items()}
 
 

@@ -26,7 +26,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
 from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
-from prefect_elastic_train.elastic.loop_watch import note_opened
+from prefect_elastic_train.elastic.loop_state import note_opened
 from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem, ObjectRunFilesystem
 from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
 from prefect_elastic_train.storage.objects import ObjectClient

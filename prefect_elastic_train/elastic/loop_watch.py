@@ -2,9 +2,8 @@
 
 A loop that begins again although a checkpoint is there trains on as if nothing were wrong, and so does one that never
 saves. The controller looks at each report before Ray Train handles it, so that a loop can be stopped before it
-replaces a checkpoint that it has ignored.
-
-Uses ``ray.train.v2._internal``: what a loop asks for goes through the private context of its worker.
+replaces a checkpoint that it has ignored. A loop that hangs is a failure of the worker group, like a worker that died;
+Ray's own detector of hangs watches NCCL only.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,18 +20,17 @@ from ray.train import WorkerGroupError
 
 from prefect_elastic_train.core.events import CheckpointTaken, Event, LoopWarned
 from prefect_elastic_train.core.rank_errors import ranks_in_words
+from prefect_elastic_train.elastic.loop_state import LoopState, loop_state, stacks
 
 __all__ = [
+    "HungLoopError",
     "IgnoredCheckpointError",
-    "LoopState",
     "LoopWatch",
     "Offer",
     "Verdict",
+    "answers_of",
+    "ask",
     "missing_ranks",
-    "note_checkpoints",
-    "note_opened",
-    "noting_report",
-    "waiting_for_others",
 ]
 
 logger = logging.getLogger(__name__)
@@ -49,6 +46,8 @@ _ANSWER_SECONDS = 5.0
 _UNSAVED_REPORTS = 10
 _UNSAVED_LEAST_SECONDS = 30.0
 _UNSAVED_SECONDS = 600.0
+#: How long the ranks of a loop that hangs may take to say where.
+_STACKS_SECONDS = 10.0
 #: Counters that may begin anew with each epoch.
 _OF_EPOCHS = frozenset({"iteration", "step"})
 
@@ -57,79 +56,25 @@ class IgnoredCheckpointError(Exception):
     """The loop began again although a checkpoint was there, and the failure budget does not allow that."""
 
 
-@dataclass
-class LoopState:
-    """What the loop of this worker process has done so far.
-
-    Attributes:
-        asked: It has asked for its checkpoint.
-        opened: It has looked into that.
-        reports: Reports that it has begun.
-        in_report: It is in one.
-        waits_since: When it began to wait for the other ranks in a report, by the monotonic clock; None if it does not.
-    """
-
-    asked: bool = False
-    opened: bool = False
-    reports: int = 0
-    in_report: bool = False
-    waits_since: float | None = None
+class HungLoopError(Exception):
+    """A rank reported nothing for longer than ``stall_timeout_seconds``; carries the stacks of its threads."""
 
 
-_state = LoopState()
+def ask(workers: Sequence[Any], question: Callable[[], Any]) -> list[Any]:
+    """Have each worker run a function; nothing waits for them."""
+    return [worker.execute_async(question) for worker in workers]
 
 
-def note_checkpoints(context: Any) -> None:
-    """Note from now on whether the loop of this worker asks for a checkpoint.
-
-    Args:
-        context: Ray's ``TrainContext``.
-    """
-    global _state
-    _state = LoopState()
-    get_checkpoint, get_all = context.get_checkpoint, context.get_all_reported_checkpoints
-
-    def noted_checkpoint() -> Any:
-        _state.asked = True
-        return get_checkpoint()
-
-    def noted_all(*arguments: Any, **more: Any) -> Any:
-        _state.asked = _state.opened = True
-        return get_all(*arguments, **more)
-
-    context.get_checkpoint, context.get_all_reported_checkpoints = noted_checkpoint, noted_all
-
-
-def note_opened() -> None:
-    """Note that the loop has looked into its checkpoint."""
-    _state.opened = True
-
-
-@contextmanager
-def noting_report() -> Iterator[None]:
-    """Note for as long as the ``with`` lasts that the loop reports."""
-    _state.reports += 1
-    _state.in_report = True
-    try:
-        yield
-    finally:
-        _state.in_report = False
-
-
-@contextmanager
-def waiting_for_others() -> Iterator[None]:
-    """Note for as long as the ``with`` lasts that the loop waits for the other ranks."""
-    _state.waits_since = time.monotonic()
-    try:
-        yield
-    finally:
-        _state.waits_since = None
-
-
-def _loop_state() -> tuple[LoopState, float]:
-    """The state of this worker's loop, and for how many seconds it has waited for others."""
-    waits = 0.0 if _state.waits_since is None else time.monotonic() - _state.waits_since
-    return _state, waits
+def answers_of(asked: Sequence[Any], timeout_seconds: float) -> dict[int, Any]:
+    """Return what has come of the answers by then, by rank; a rank that is gone has none."""
+    done = set(ray.wait(list(asked), num_returns=len(asked), timeout=timeout_seconds)[0]) if asked else set()
+    answers = {}
+    for rank, reference in enumerate(asked):
+        try:
+            answers.update({rank: ray.get(reference, timeout=1)} if reference in done else {})
+        except Exception as error:  # noqa: BLE001 - a rank that is gone has no answer
+            logger.debug("rank %d does not answer: %s", rank, error)
+    return answers
 
 
 @dataclass(frozen=True)
@@ -266,11 +211,13 @@ class LoopWatch:
     Args:
         fails: Whether a loop that ignores its checkpoint ends the training.
         tell: Takes the events.
+        hangs_after_seconds: How long no rank may report anything, 0 for ever.
     """
 
-    def __init__(self, fails: bool, tell: Callable[[Event], None]) -> None:
+    def __init__(self, fails: bool, tell: Callable[[Event], None], hangs_after_seconds: float = 0.0) -> None:
         self._fails = fails
         self._tell = tell
+        self._hangs_after = hangs_after_seconds
         self._workers: Sequence[Any] = []
         self._checkpoint = ""
         self._offer: Offer | None = None
@@ -278,6 +225,7 @@ class LoopWatch:
         self._has_saved = False
         self._began = self._quiet_since = self._asked_at = 0.0
         self._asked: list[Any] = []
+        self._was_polled = False
         self._has_told_of_missing = False
 
     def begin(
@@ -296,39 +244,53 @@ class LoopWatch:
         self._offer = Offer(checkpoint, metrics, same_size) if checkpoint else None
         self._has_saved = self._has_saved or bool(checkpoint)
         self._began = self._quiet_since = time.monotonic()
-        self._reports, self._has_told_of_missing = 0, False
+        self._reports, self._has_told_of_missing, self._was_polled = 0, False, False
 
-    def look(self, statuses: Sequence[Any]) -> None:
-        """Look at what a poll has found, before Ray Train does.
+    def look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
+        """Look at what a poll has found, before Ray Train does; return what the worker group fails of, if it does.
 
         Args:
             statuses: Ray's ``WorkerStatus`` of each rank.
-
-        Raises:
-            WorkerGroupError: The loop ignores its checkpoint, and that ends the training.
         """
+        now = time.monotonic()
+        failure: WorkerGroupError | None = None
         reports = [status.training_report for status in statuses if status.training_report is not None]
-        if reports:
-            self._quiet_since, self._asked = time.monotonic(), []
-            has_checkpoint = any(report.checkpoint is not None for report in reports)
-            if has_checkpoint:
-                self._has_saved = True
+        if reports or not self._was_polled:
+            self._was_polled = True
+            self._quiet_since, self._asked = now, []
+        has_checkpoint = any(report.checkpoint is not None for report in reports)
+        self._has_saved = self._has_saved or has_checkpoint
+        has_failed = any(status.error for status in statuses)
+        has_ended = has_failed or not any(status.running for status in statuses)
         if statuses and statuses[0].training_report is not None:
             self._reports += 1
-            self._judge(statuses[0].training_report.metrics, has_checkpoint)
-        elif not reports and time.monotonic() - self._quiet_since >= _MISSING_SECONDS:
+            failure = self._judge(statuses[0].training_report.metrics, has_checkpoint)
+        elif not reports and now - self._quiet_since >= _MISSING_SECONDS:
             self._look_for_missing(statuses)
-        has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
         self._look_for_checkpoints(has_ended)
+        if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
+            failure = self._hung()
+        return failure
 
-    def _judge(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> None:
+    def _hung(self) -> WorkerGroupError:
+        found = answers_of(ask(self._workers, stacks), _STACKS_SECONDS)
+        failures = {
+            rank: HungLoopError(
+                f"no report for {self._hangs_after:g} s; the rank was here:\n{found.get(rank, '(no answer)')}"
+            )
+            for rank in range(len(self._workers))
+        }
+        message = "\n".join(f"[Rank {rank} Error Snippet]:\n{error}" for rank, error in failures.items())
+        return WorkerGroupError(message, failures)
+
+    def _judge(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> WorkerGroupError | None:
         verdict = self._offer.judge(metrics, has_checkpoint, self._state) if self._offer is not None else None
         if verdict is None:
-            return
+            return None
         self._offer = None
         if not verdict.ignored:
             self._tell(CheckpointTaken(checkpoint=self._checkpoint, where=verdict.where))
-            return
+            return None
         self._tell(
             LoopWarned(
                 problem="checkpoint-ignored",
@@ -338,40 +300,25 @@ class LoopWatch:
                 is_redone=verdict.is_redone,
             )
         )
-        if self._fails and verdict.is_sure:
-            error = IgnoredCheckpointError(verdict.message)
-            raise WorkerGroupError(verdict.message, {0: error})
+        if not (self._fails and verdict.is_sure):
+            return None
+        return WorkerGroupError(verdict.message, {0: IgnoredCheckpointError(verdict.message)})
 
     def _state(self) -> LoopState:
-        """What the loops have done on any rank; a rank that does not answer may have done all."""
-        answers = self._answers(self._ask(), _ANSWER_SECONDS)
-        states = [state for state, _ in answers.values()]
+        """Return what the loops have done on any rank; a rank that does not answer may have done all."""
+        states = [state for state, _ in answers_of(ask(self._workers, loop_state), _ANSWER_SECONDS).values()]
         if len(states) < len(self._workers):
             return LoopState(asked=True, opened=True)
         return LoopState(asked=any(s.asked for s in states), opened=any(s.opened for s in states))
-
-    def _ask(self) -> list[Any]:
-        return [worker.execute_async(_loop_state) for worker in self._workers]
-
-    @staticmethod
-    def _answers(asked: list[Any], timeout_seconds: float) -> dict[int, tuple[LoopState, float]]:
-        done = set(ray.wait(asked, num_returns=len(asked), timeout=timeout_seconds)[0])
-        answers = {}
-        for rank, reference in enumerate(asked):
-            try:
-                answers.update({rank: ray.get(reference, timeout=1)} if reference in done else {})
-            except Exception as error:  # noqa: BLE001 - a rank that is gone has no answer
-                logger.debug("rank %d does not say what its loop does: %s", rank, error)
-        return answers
 
     def _look_for_missing(self, statuses: Sequence[Any]) -> None:
         now = time.monotonic()
         if self._has_told_of_missing or now - self._asked_at < _ASK_SECONDS + len(self._workers) / 100:
             return
         if not self._asked:
-            self._asked, self._asked_at = self._ask(), now
+            self._asked, self._asked_at = ask(self._workers, loop_state), now
             return
-        answers, self._asked = self._answers(self._asked, 0), []
+        answers, self._asked = answers_of(self._asked, 0), []
         waiting, missing = missing_ranks(answers, len(self._workers))
         if not missing:
             return

@@ -1,4 +1,4 @@
-"""The scaling policy: Ray Train's elastic policy with a stable identity, a fresh view and patience for a commit.
+"""The policies of a run: what size its worker group has, and what a failure is charged to.
 
 Uses ``ray.train.v2._internal``, since Ray has no public way to bring a scaling policy: the coordinator would
 hold the reservation of a killed driver for 180 seconds under an id that nobody knows, its view of the cluster is
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.train import PreemptionInfo
 from ray.train._internal.autoscaling_coordinator_client import build_train_resource_request
 from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import (
     AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
     ElasticScalingPolicy,
@@ -30,7 +32,9 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
     TrainAutoscalingCoordinatorClient,
 )
 from ray.train.v2.api.config import ScalingConfig
+from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
+from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.capacity import (
     Node,
@@ -40,14 +44,13 @@ from prefect_elastic_train.elastic.capacity import (
     hair_less,
     possible_workers,
 )
-from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
-from prefect_elastic_train.elastic.failures import CapacityTimeoutError
-from prefect_elastic_train.elastic.growth import Growth, Reason, Stability
-from prefect_elastic_train.elastic.start import Start
+from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
+from prefect_elastic_train.elastic.failures import CapacityTimeoutError, ignored_checkpoint, storage_fault
+from prefect_elastic_train.elastic.sizing import Growth, Reason, Stability, Start
 from prefect_elastic_train.elastic.worker_group import count_on, counted_nodes, take_failure, use_run_worker_group
 from prefect_elastic_train.loop.notice import announce
 
-__all__ = ["GrowthDecision", "Patience", "RunScalingPolicy", "release_reservation"]
+__all__ = ["GrowthDecision", "RunFailurePolicy", "RunScalingPolicy", "release_reservation"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,16 +104,6 @@ def release_reservation(requester_id: str) -> None:
     TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
 
 
-@dataclass(frozen=True)
-class Patience:
-    """What the policy waits for, in seconds. See :class:`prefect_elastic_train.ElasticScaling` for the fields."""
-
-    wait_for_max_seconds: float = 0.0
-    stability_delay_seconds: float = 0.0
-    resize_patience_seconds: float = 0.0
-    capacity_timeout_seconds: float = 0.0
-
-
 @dataclass
 class GrowthDecision(ResizeDecision):  # type: ignore[misc]
     """A growth of a healthy worker group, and why it happens now."""
@@ -125,20 +118,20 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     Args:
         scaling_config: Ray's scaling configuration, elastic.
         requester_id: Under which the run reserves resources; the same for every attempt of the run.
-        patience: What it waits for.
+        settings: What the configuration was made from, which also says what to wait for.
     """
 
-    def __init__(self, scaling_config: ScalingConfig, requester_id: str, patience: Patience | None = None) -> None:
+    def __init__(self, scaling_config: ScalingConfig, requester_id: str, settings: ScalingSettings) -> None:
         super().__init__(scaling_config)
         self._run_requester_id = requester_id
-        self._patience = patience or Patience()
+        self._settings = settings
         self._demand = demand_of(scaling_config)
-        self._stability = Stability(self._patience.stability_delay_seconds)
+        self._stability = Stability(self._settings.stability_delay_seconds)
         self._start = Start(
             self._demand.min_workers,
             self._demand.max_workers,
             step=self._demand.shape.workers if self._demand.shape is not None else 1,
-            wait_for_max_seconds=self._patience.wait_for_max_seconds,
+            wait_for_max_seconds=self._settings.wait_for_max_seconds,
         )
         self._asked_for = 0
         self._why_not = ""
@@ -222,7 +215,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             self._why_not = f"room for {self._asked_for} worker(s), which looked free and was not"
 
     def _workers_to_start_with(self, now: float) -> int:
-        """Give how many workers to start, 0 to go on waiting."""
+        """Return how many workers to start, 0 to go on waiting."""
         nodes, possible, stable = self._look(now, {})
         workers = self._start.size(now, possible, stable)
         if workers or (possible >= self._demand.min_workers and not self._why_not):
@@ -230,7 +223,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         waited = self._start.waited(now)
         missing = self._what_is_missing(nodes, possible)
         self._tell_waiting(now, possible, missing, waited)
-        bound = self._patience.capacity_timeout_seconds
+        bound = self._settings.capacity_timeout_seconds
         if bound and waited >= bound:
             raise CapacityTimeoutError(
                 f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "
@@ -285,10 +278,10 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         )
 
     def _new_growth(self) -> Growth:
-        return Growth(self._patience.resize_patience_seconds, self._patience.stability_delay_seconds)
+        return Growth(self._settings.resize_patience_seconds, self._settings.stability_delay_seconds)
 
     def _announce(self, workers: list[Any]) -> None:
-        """Tell the workers that a growth is coming, or that it is called off."""
+        """Announce to the workers that a growth is coming, or that it is called off."""
         self._growths += self._growth.decided
         for worker in workers:
             worker.execute_async(announce, self._growths if self._growth.decided else 0)
@@ -320,7 +313,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         return cluster_nodes()
 
     def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
-        """Give what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""
+        """Return what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""
         try:
             reserved: dict[str, dict[str, float]] = ray.get(
                 self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True),
@@ -330,3 +323,23 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             logger.log(_level(error), "No answer about reserved resources for %s", self._requester_id, exc_info=True)
             return None
         return reserved
+
+
+class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
+    """Ray's failure policy, which counts what fails while a node is drained as part of the drain.
+
+    A node may go before its deadline, and what the surviving ranks see first is a broken connection. Ray would charge
+    ``max_failures`` with that. A loop with a fault of its own raises again after the restart. And a storage that
+    refuses for good refuses after a restart too, and a loop that ignores its checkpoint ignores it again: then
+    training ends at once.
+    """
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        """Decide whether to go on, and from which budget."""
+        fault = storage_fault(training_failed_error)
+        if (fault is not None and fault.permanent) or ignored_checkpoint(training_failed_error) is not None:
+            return FailureDecision.RAISE
+        callback = callbacks.current()
+        if isinstance(training_failed_error, WorkerGroupError) and callback is not None and callback.is_draining:
+            training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
+        return super().make_decision(training_failed_error)

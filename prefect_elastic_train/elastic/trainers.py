@@ -13,12 +13,10 @@ from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from prefect_elastic_train.elastic.callbacks import LoopCallback, NoDatasetsCallback, RunCallback
-from prefect_elastic_train.elastic.failures import RunFailurePolicy
-from prefect_elastic_train.elastic.policy import Patience, RunScalingPolicy
-from prefect_elastic_train.elastic.run_contexts import RunContextCallback
-from prefect_elastic_train.elastic.stall import StallCallback
-from prefect_elastic_train.elastic.storage_waits import StorageWaitsCallback
+from prefect_elastic_train.core.settings import ScalingSettings
+from prefect_elastic_train.elastic.callbacks import RunCallback
+from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
+from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.loop.context import RunContext
 
 __all__ = ["ControllerSetup", "make_trainer"]
@@ -30,17 +28,15 @@ class ControllerSetup:
 
     Attributes:
         requester_id: Under which the run reserves resources.
-        patience: What the scaling policy waits for.
+        scaling: What the run asks for.
         callback: Reports to the driver.
         context: What the loop may know of the run.
-        stall_timeout_seconds: How long the loop may report nothing, 0 for ever.
     """
 
     requester_id: str
-    patience: Patience
+    scaling: ScalingSettings
     callback: RunCallback
     context: RunContext
-    stall_timeout_seconds: float = 0.0
 
 
 class _ElasticTrainerMixin:
@@ -53,7 +49,7 @@ class _ElasticTrainerMixin:
         controller_arguments["scaling_policy"] = RunScalingPolicy(
             self.scaling_config,  # type: ignore[attr-defined]
             requester_id=setup.requester_id,
-            patience=setup.patience,
+            settings=setup.scaling,
         )
         controller_arguments["failure_policy"] = RunFailurePolicy(
             self.run_config.failure_config,  # type: ignore[attr-defined]
@@ -71,10 +67,7 @@ class _ElasticTrainerMixin:
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
         setup = self._elastic_setup
-        in_workers = [LoopCallback(setup.context.attempt), RunContextCallback(setup.context), StorageWaitsCallback()]
-        ours: list[Any] = [setup.callback, *in_workers]
-        if setup.stall_timeout_seconds:
-            ours.append(StallCallback(setup.stall_timeout_seconds))
+        ours: list[Any] = [setup.callback, LoopCallback(setup.context)]
         if not self.datasets:  # type: ignore[attr-defined]
             unwanted = (*unwanted, DatasetsCallback)
             ours.append(NoDatasetsCallback())

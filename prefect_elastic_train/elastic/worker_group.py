@@ -26,7 +26,7 @@ from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.capacity import Demand, Node, Slice, free_slices, head_resource
-from prefect_elastic_train.elastic.cluster_view import cluster_nodes, demand_of
+from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
 
 __all__ = ["RunWorkerGroup", "count_on", "counted_nodes", "take_failure", "use_run_worker_group"]
 
@@ -62,12 +62,12 @@ def count_on(nodes: Iterable[Node]) -> None:
 
 
 def counted_nodes() -> frozenset[str]:
-    """Give the nodes that the last decision counted on."""
+    """Return the nodes that the last decision counted on."""
     return _counted_on
 
 
 def take_failure() -> tuple[str, bool]:
-    """Tell once why the last worker group did not start, and whether that was for want of room; empty if it did."""
+    """Return once why the last worker group did not start, and whether that was for want of room; empty if it did."""
     global _failure
     failure, _failure = _failure, None
     return ("" if failure is None else str(failure)), isinstance(failure, WorkerGroupStartupTimeoutError)
@@ -158,12 +158,12 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             super().abort()
 
     def get_workers(self) -> list[Any]:
-        """Give the workers, none after the end."""
+        """Return the workers, none after the end."""
         workers: list[Any] = super().get_workers() if self.has_started() else []
         return workers
 
     def __len__(self) -> int:
-        """Give the number of workers; the controller takes a group of none for no group."""
+        """Return the number of workers; the controller takes a group of none for no group."""
         return len(self.get_workers())
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
@@ -175,7 +175,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return statuses
 
     def get_latest_poll_status(self) -> Any:
-        """Give what the last poll found, also after the end."""
+        """Return what the last poll found, also after the end."""
         return self._latest_poll_status
 
     def _start(self) -> None:
@@ -244,7 +244,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     @staticmethod
     def _choose(demand: Demand, slices: int) -> list[Slice]:
-        """Give so many free slices, or fewer if they do not become free."""
+        """Return so many free slices, or fewer if they do not become free."""
         deadline = time.monotonic() + _RELEASE_SECONDS
         while True:
             free = free_slices(cluster_nodes(), demand)

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name, written_by
-from prefect_elastic_train.elastic.callbacks import LoopCallback
 from prefect_elastic_train.elastic.checkpoints import name_folders
+from prefect_elastic_train.elastic.loop_callback import LoopCallback
+from prefect_elastic_train.loop import RunContext
 
 _numbers = st.tuples(st.integers(0, 20_000), st.integers(0, 300), st.integers(0, 20_000))
 
@@ -53,5 +54,5 @@ def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_
 
 
 def test_each_worker_group_of_an_attempt_has_another_number() -> None:
-    callback = LoopCallback(1)
+    callback = LoopCallback(RunContext("run", "", 1, "", ""))
     assert [(callback.before_init_train_context([]), callback._group) for _ in range(2)] == [({}, 1), ({}, 2)]

@@ -36,15 +36,16 @@ from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.callbacks import LoopCallback, RunCallback
+from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.checkpoints import readable
-from prefect_elastic_train.elastic.failures import RunFailurePolicy
-from prefect_elastic_train.elastic.growth import Reason
-from prefect_elastic_train.elastic.policy import GrowthDecision
+from prefect_elastic_train.elastic.loop_callback import LoopCallback
+from prefect_elastic_train.elastic.loop_state import in_report, stalling, take_stall
+from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
 from prefect_elastic_train.elastic.run_filesystem import run_filesystem
-from prefect_elastic_train.elastic.stalls import reporting, stalling, take_stall
+from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
 from prefect_elastic_train.elastic.worker_group import RunWorkerGroup
+from prefect_elastic_train.loop import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -131,9 +132,8 @@ class Controller:
     def __init__(self, store: LocalRunStore) -> None:
         self.events: list[Event] = []
         self.receiver = EventReceiver(self.events.append)
-        callback = RunCallback(
-            self.receiver.receiving, store, attempt=1, min_workers=2, resources_per_worker={"CPU": 1.0}
-        )
+        scaling = ScalingSettings(min_workers=2, max_workers=2)
+        callback = RunCallback(self.receiver.receiving, store, attempt=1, scaling=scaling)
         self.callback: RunCallback = pickle.loads(pickle.dumps(callback))
         self.callback.after_controller_start(None)
 
@@ -298,8 +298,9 @@ class Group:
 
 @pytest.mark.parametrize("commits_first", [True, False])
 def test_a_drain_is_over_with_the_next_commit(
-    controller: Controller, store: LocalRunStore, commits_first: bool
+    controller: Controller, store: LocalRunStore, commits_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(callbacks, "ask", lambda workers, question: [])
     callback, group = controller.callback, Group()
     callback._worker_group = group
     callback._preemption_grace_seconds = 20.0
@@ -399,7 +400,7 @@ def test_metrics_are_plain_numbers_or_short_text() -> None:
 
 def test_a_worker_marks_its_uploads_through_rays_hook(store: LocalRunStore) -> None:
     filesystem = run_filesystem(store, begin(store).attempt)
-    with LoopCallback(1).on_checkpoint_transfer():
+    with LoopCallback(RunContext("run", "", 1, "", "")).on_checkpoint_transfer():
         filesystem.create_dir(f"{store.path}/ckpt-1")
     filesystem.create_dir(f"{store.path}/other")
     assert store.names(layout.UPLOADS) == ["0001-ckpt-1"]
@@ -482,13 +483,11 @@ def test_a_worker_group_that_gave_back_what_it_held_is_none_to_the_controller() 
 
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others() -> None:
     take_stall()
-    with reporting(), stalling(only_in_report=True):
+    with in_report(), stalling():
         time.sleep(0.05)
-    with stalling(only_in_report=True):  # another thread's upload
+    with stalling():  # another thread's upload
         time.sleep(0.5)
-    with stalling():
-        time.sleep(0.05)
-    assert 0.1 <= take_stall() < 0.5
+    assert 0.05 <= take_stall() < 0.5
     assert take_stall() == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.elastic.growth import Growth, Reason, Stability
+from prefect_elastic_train.elastic.sizing import Growth, Reason, Stability
 
 
 def test_nodes_of_the_first_look_are_relied_on_at_once_and_later_ones_after_the_delay() -> None:

@@ -10,7 +10,8 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.elastic import loop_watch
-from prefect_elastic_train.elastic.loop_watch import LoopState, LoopWatch, Offer, Verdict, missing_ranks
+from prefect_elastic_train.elastic.loop_state import LoopState
+from prefect_elastic_train.elastic.loop_watch import LoopWatch, Offer, Verdict, missing_ranks
 
 NEVER, ASKED, OPENED = LoopState(), LoopState(asked=True), LoopState(asked=True, opened=True)
 
@@ -123,11 +124,11 @@ def test_ranks_that_keep_others_waiting_are_named_and_nobody_else() -> None:
 class Watched:
     """A loop of one worker at times that the test sets."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hangs_after_seconds: float = 0.0) -> None:
         self.now = 100.0
         monkeypatch.setattr(loop_watch.time, "monotonic", lambda: self.now)
         self.events: list[Event] = []
-        self.watch = LoopWatch(False, self.events.append)
+        self.watch = LoopWatch(False, self.events.append, hangs_after_seconds)
         self.watch.begin([object()], "", {})
 
     def report(self, times: int, seconds: float, saves: bool = False) -> None:
@@ -167,3 +168,23 @@ def test_a_loop_without_a_checkpoint_is_told_of_once_when_that_costs_something(m
     saving.report(1, 0.1, saves=True)
     saving.report(50, 60.0)
     assert saving.problems == []
+
+
+def test_a_loop_that_reports_nothing_for_too_long_fails_with_what_each_rank_was_doing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hung = Watched(monkeypatch, hangs_after_seconds=60.0)
+    monkeypatch.setattr(loop_watch, "ask", lambda workers, question: workers)
+    monkeypatch.setattr(loop_watch, "answers_of", lambda asked, seconds: {0: "in loop.py"})
+    running = [WorkerStatus(True, None, None)]
+    hung.now += 1000.0  # the workers are set up
+    assert hung.watch.look(running) is None
+    hung.now += 59.0
+    hung.report(1, 0.0, saves=True)
+    hung.now += 60.0
+    assert hung.watch.look(running) is None
+    hung.now += 1.0
+    failure = hung.watch.look(running)
+    assert failure is not None
+    assert "no report for 60 s; the rank was here:\nin loop.py" in str(failure.worker_failures[0])
+    assert hung.watch.look([WorkerStatus(False, None, None)]) is None, "a loop that has returned hangs no more"

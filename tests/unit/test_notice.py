@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.elastic.callbacks import LoopCallback
-from prefect_elastic_train.loop import notice, resize_requested
+from prefect_elastic_train.elastic.loop_callback import LoopCallback
+from prefect_elastic_train.loop import RunContext, notice, resize_requested
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def _report(checkpoint: bool) -> float:
     """Report as Ray Train's worker does; give how long that took."""
     started = time.monotonic()
-    callback = LoopCallback(1)
+    callback = LoopCallback(RunContext("run", "", 1, "", ""))
     with callback.on_report():
         if checkpoint:
             with callback.on_checkpoint_transfer():
@@ -130,7 +130,7 @@ def test_it_does_not_stand_still_for_ever(worker: SimpleNamespace, monkeypatch: 
 def test_a_report_that_fails_is_not_waited_after(worker: SimpleNamespace) -> None:
     notice.announce(1)
     started = time.monotonic()
-    callback = LoopCallback(1)
+    callback = LoopCallback(RunContext("run", "", 1, "", ""))
     with pytest.raises(OSError), callback.on_report(), callback.on_checkpoint_transfer():
         raise OSError("disk full")
     assert time.monotonic() - started < 2

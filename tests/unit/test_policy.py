@@ -15,12 +15,12 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, policy, start, worker_group
+from prefect_elastic_train.elastic import callbacks, policy, sizing, worker_group
 from prefect_elastic_train.elastic import policy as policy_module
 from prefect_elastic_train.elastic.capacity import Node
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError
-from prefect_elastic_train.elastic.growth import Reason
-from prefect_elastic_train.elastic.policy import GrowthDecision, Patience, RunScalingPolicy
+from prefect_elastic_train.elastic.policy import GrowthDecision, RunScalingPolicy
+from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import scaling_config
 from prefect_elastic_train.loop.notice import announce
 
@@ -91,8 +91,13 @@ def test_a_late_answer_about_a_reservation_is_no_warning(
 
 
 def _policy(minimum: int, maximum: int, interval: float = 0.01, **patience: float) -> Cluster:
-    settings = ScalingSettings(min_workers=minimum, max_workers=maximum, resize_check_interval_seconds=interval)
-    return Cluster(scaling_config(settings), "run-x", Patience(**patience))
+    settings = ScalingSettings(
+        min_workers=minimum,
+        max_workers=maximum,
+        resize_check_interval_seconds=interval,
+        **{"stability_delay_seconds": 0, "resize_patience_seconds": 0, **patience},
+    )
+    return Cluster(scaling_config(settings), "run-x", settings)
 
 
 class Worker:
@@ -209,7 +214,7 @@ def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(callback: C
 
 
 def test_a_restart_goes_on_with_fewer_after_that_moment(callback: Callback, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_SETTLING_SECONDS", 0.1)
+    monkeypatch.setattr(sizing, "_SETTLING_SECONDS", 0.1)
     policy = _policy(1, 4)
     policy.fits = 4
     policy.make_decision_for_non_running_worker_group()
@@ -385,8 +390,9 @@ def test_what_goes_wrong_in_a_growth_decision_does_not_end_the_training(callback
 
 
 def test_the_policy_travels_to_the_controller() -> None:
-    config = scaling_config(ScalingSettings(max_workers=4))
-    travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(config, "run-x", Patience(5.0))))
+    settings = ScalingSettings(max_workers=4, wait_for_max_seconds=5)
+    config = scaling_config(settings)
+    travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(config, "run-x", settings)))
     assert travelled._run_requester_id == "run-x"
     assert travelled.scaling_config.max_workers == 4
-    assert travelled._patience.wait_for_max_seconds == 5.0
+    assert travelled._settings.wait_for_max_seconds == 5.0

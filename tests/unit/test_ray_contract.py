@@ -24,7 +24,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from prefect_elastic_train.elastic import callbacks, policy, stall, trainers
+from prefect_elastic_train.elastic import callbacks, loop_callback, policy, trainers
 from prefect_elastic_train.runs import layout
 from tests.unit.support import REPOSITORY
 
@@ -99,9 +99,8 @@ def test_this_is_the_version_of_ray_that_the_internals_were_read_in() -> None:
 OURS = [
     policy.RunScalingPolicy,
     callbacks.RunCallback,
-    callbacks.LoopCallback,
-    callbacks.NoDatasetsCallback,
-    stall.StallCallback,
+    loop_callback.LoopCallback,
+    loop_callback.NoDatasetsCallback,
 ]
 
 

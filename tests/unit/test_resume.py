@@ -14,6 +14,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import _Chec
 from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, encode
+from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, Mark, all_attempts, all_commits, marks
 from prefect_elastic_train.runs.resume import adopt_snapshot, find_resume_point, remove_interrupted_uploads
@@ -408,7 +409,7 @@ def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: 
     from prefect_elastic_train.elastic.callbacks import RunCallback
 
     begin(store)
-    old_controller = RunCallback((1, "key"), store, attempt=1, min_workers=1, resources_per_worker={})
+    old_controller = RunCallback((1, "key"), store, attempt=1, scaling=ScalingSettings())
     second = Training(store, begin(store).attempt)
     second.upload("epoch-1")
     old_controller.before_worker_group_start(None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from contextlib import suppress
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 
-from prefect_elastic_train.elastic.run_contexts import RunContextCallback
+from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import RunContext, run_context, use_run_context
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
@@ -99,9 +100,10 @@ def test_nobody_changes_the_context() -> None:
 
 
 def test_the_context_reaches_the_worker_with_the_callback() -> None:
-    callback = pickle.loads(pickle.dumps(RunContextCallback(CONTEXT)))
+    callback = pickle.loads(pickle.dumps(LoopCallback(CONTEXT)))
     with use_run_context(RunContext("of an earlier test", "", 0, "", "")):
-        callback.after_init_train_context()
+        with suppress(RuntimeError):  # this is no worker of Ray's
+            callback.after_init_train_context()
         assert run_context() == CONTEXT
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.elastic.start import Start
+from prefect_elastic_train.elastic.sizing import Start
 
 happenings = st.lists(
     st.tuples(

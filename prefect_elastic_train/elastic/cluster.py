@@ -1,0 +1,98 @@
+"""The cluster as it is now, what a run asks of it, and its nodes' way to the storage.
+
+Uses ``ray._private.state``, as Ray Train does: there is no public way to see which nodes are being drained, or what
+each of them has free.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+
+import ray
+from ray.train.v2.api.config import ScalingConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from prefect_elastic_train.core.slices import slice_shape
+from prefect_elastic_train.elastic.capacity import Demand, Node
+from prefect_elastic_train.storage.preflight import Probe
+
+__all__ = ["cluster_nodes", "demand_of", "try_from_nodes"]
+
+logger = logging.getLogger("prefect_elastic_train.driver")
+
+#: How long all nodes together may take to try the storage. One that says nothing until then may be busy or gone; it
+#: is not waited for.
+_TRY_SECONDS = 30.0
+
+
+def cluster_nodes() -> list[Node]:
+    """Return the living nodes of the cluster as they are now."""
+    state = ray._private.state
+    available = state.available_resources_per_node()
+    draining = state.state.get_draining_nodes() or {}
+    return [
+        Node(
+            id=node["NodeID"],
+            total=node["Resources"],
+            # A node that has only just come has not said yet what it has free.
+            available=available.get(node["NodeID"], node["Resources"]),
+            labels=node.get("Labels") or {},
+            draining=node["NodeID"] in draining,
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def demand_of(scaling_config: ScalingConfig) -> Demand:
+    """Return what the workers of a scaling configuration ask for."""
+    resources = dict(scaling_config._resources_per_worker_not_none)
+    shape = None
+    if scaling_config.use_tpu and scaling_config.topology and scaling_config.accelerator_type:
+        shape = slice_shape(scaling_config.topology, scaling_config.accelerator_type, resources)
+    return Demand(
+        resources=resources,
+        min_workers=scaling_config.min_workers,
+        max_workers=scaling_config.max_workers,
+        labels=scaling_config.label_selector if isinstance(scaling_config.label_selector, dict) else {},
+        strategy=scaling_config.placement_strategy,
+        shape=shape,
+    )
+
+
+def try_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> None:
+    """Try a storage from each node that can hold a worker, bar the driver's own.
+
+    Raises:
+        StorageFaultError: A node cannot use it.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [
+        node.id
+        for node in cluster_nodes()
+        if node.id != own and all(node.total.get(name, 0) >= amount for name, amount in resources_per_worker.items())
+    ]
+    # Without CPUs, so that it starts on a node that others fill.
+    task = ray.remote(num_cpus=0, max_retries=0)(_try_here)
+    asked = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe)
+        for node in nodes
+    ]
+    done, silent = ray.wait(asked, num_returns=len(asked), timeout=_TRY_SECONDS) if asked else ([], [])
+    for answer in done:
+        try:
+            ray.get(answer)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            logger.warning("A node did not try the storage: %s", error)
+    for answer in silent:
+        ray.cancel(answer, force=True)
+    if silent:
+        logger.warning("%d of %d nodes did not try the storage within %g s", len(silent), len(asked), _TRY_SECONDS)
+
+
+def _try_here(probe: Probe) -> None:
+    probe.try_from(socket.gethostname())

@@ -1,0 +1,122 @@
+"""What happens in each worker around the train loop, in the hooks of Ray Train's workers.
+
+Uses ``ray.train.v2._internal``: the public callbacks run in the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.context import get_train_context
+
+from prefect_elastic_train.core.ray_output import mark_ray_logs
+from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
+from prefect_elastic_train.elastic.loop_state import in_report, note_checkpoints, stalling, waiting_for_others
+from prefect_elastic_train.elastic.run_filesystem import uploading
+from prefect_elastic_train.loop.context import RunContext, enter_run
+from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
+
+__all__ = ["LoopCallback", "NoDatasetsCallback"]
+
+logger = logging.getLogger(__name__)
+
+#: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
+_UPLOADS_AT_ONCE = 2
+_UPLOAD_SECONDS = 3600.0
+
+
+class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
+    """Takes the run's context to each worker, and stands around its reports.
+
+    Checkpoints are written and read by the run filesystem, which is told which folders are being uploaded. After the
+    report that a restart waits for, the worker stands still: what it did from then on would be done twice. And a loop
+    that reports faster than its checkpoints are uploaded waits: Ray would let them pile up on the disk.
+
+    Args:
+        context: What the loop may know of the run and its attempt.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._group = 0
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Count the worker groups in the controller; the workers are sent a copy of this callback next."""
+        self._group += 1
+        return {}
+
+    def after_init_train_context(self) -> None:
+        """Let checkpoints be read and written by the run filesystem, and note what the loop asks for."""
+        enter_run(self._context)
+        context = get_train_context()
+        name_folders(context, self._context.attempt, self._group)
+        try:
+            mark_ray_logs()
+            note_checkpoints(context)
+            context.checkpoint = readable(context.checkpoint)
+            context.storage_context = RunStorageContext(context.storage_context)
+        except Exception:
+            logger.warning("Ray Train itself copies the checkpoints of this worker", exc_info=True)
+
+    @contextmanager
+    def on_report(self) -> Iterator[None]:
+        """Wrap a report."""
+        with in_report():
+            try:
+                with stalling():
+                    _wait_for_uploads(get_train_context())
+            except Exception:
+                logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
+            yield
+        try:
+            hold_after_report()
+        except Exception:
+            logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
+
+    @contextmanager
+    def on_checkpoint_sync(self) -> Iterator[None]:
+        """Wrap the moment of a report in which all ranks meet."""
+        with waiting_for_others():
+            yield
+
+    @contextmanager
+    def on_checkpoint_transfer(self) -> Iterator[None]:
+        """Wrap the upload of a checkpoint."""
+        saw_checkpoint()
+        with uploading(), stalling():
+            yield
+
+
+class _NoDatasets:
+    """Answers a train loop that asks for a dataset where none was given, as Ray does."""
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        """Refuse."""
+        raise KeyError(
+            f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
+        )
+
+
+class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]
+    """Stands in for Ray's manager of datasets in a training without datasets."""
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Hand each worker its provider of dataset shards."""
+        return {"dataset_shard_provider": [_NoDatasets()] * len(workers)}
+
+
+def _wait_for_uploads(context: Any) -> None:
+    """Wait until at most one report of this rank waits for its upload, besides the one that is uploaded."""
+    deadline = time.monotonic() + _UPLOAD_SECONDS
+    condition = context.report_order_condition
+    with condition:
+        while context.report_call_index - context.current_report_index >= _UPLOADS_AT_ONCE:
+            if time.monotonic() > deadline:
+                logger.warning("An upload takes more than %g s; training goes on", _UPLOAD_SECONDS)
+                return
+            condition.wait(timeout=1.0)

@@ -1,0 +1,149 @@
+"""What a worker notes of its loop, for the controller to ask: its checkpoint, its reports, and what holds it up.
+
+Uses ``ray.train.v2._internal``: what a loop asks for goes through the private context of its worker.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_elastic_train.storage.retries import Waits, take_waits
+
+__all__ = [
+    "LoopState",
+    "in_report",
+    "loop_state",
+    "note_checkpoints",
+    "note_opened",
+    "stacks",
+    "stalling",
+    "take_stall",
+    "take_waits_and_stall",
+    "waiting_for_others",
+]
+
+
+@dataclass
+class LoopState:
+    """What the loop of this worker process has done so far.
+
+    Attributes:
+        asked: It has asked for its checkpoint.
+        opened: It has looked into that.
+        reports: Reports that it has begun.
+        in_report: It is in one.
+        waits_since: When it began to wait for the other ranks in a report, by the monotonic clock; None if it does not.
+    """
+
+    asked: bool = False
+    opened: bool = False
+    reports: int = 0
+    in_report: bool = False
+    waits_since: float | None = None
+
+
+#: Of this worker process, which Ray starts for one loop.
+_state = LoopState()
+_lock = threading.Lock()
+_stalled = 0.0
+#: Whether this thread is the loop's, in a report.
+_thread = threading.local()
+
+
+def note_checkpoints(context: Any) -> None:
+    """Note from now on whether the loop of this worker asks for a checkpoint.
+
+    Args:
+        context: Ray's ``TrainContext``.
+    """
+    global _state
+    _state = LoopState()
+    get_checkpoint, get_all = context.get_checkpoint, context.get_all_reported_checkpoints
+
+    def noted_checkpoint() -> Any:
+        _state.asked = True
+        return get_checkpoint()
+
+    def noted_all(*arguments: Any, **more: Any) -> Any:
+        _state.asked = _state.opened = True
+        return get_all(*arguments, **more)
+
+    context.get_checkpoint, context.get_all_reported_checkpoints = noted_checkpoint, noted_all
+
+
+def note_opened() -> None:
+    """Note that the loop has looked into its checkpoint."""
+    _state.opened = True
+
+
+@contextmanager
+def in_report() -> Iterator[None]:
+    """Note for as long as the ``with`` lasts that the loop reports; an upload in this thread then holds it up."""
+    _state.reports += 1
+    _state.in_report = _thread.reports = True
+    try:
+        yield
+    finally:
+        _state.in_report = _thread.reports = False
+
+
+@contextmanager
+def waiting_for_others() -> Iterator[None]:
+    """Note for as long as the ``with`` lasts that the loop waits for the other ranks."""
+    _state.waits_since = time.monotonic()
+    try:
+        yield
+    finally:
+        _state.waits_since = None
+
+
+@contextmanager
+def stalling() -> Iterator[None]:
+    """Count the time of the ``with`` as standing still, if this is the loop's own thread in a report."""
+    global _stalled
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        if getattr(_thread, "reports", False):
+            with _lock:
+                _stalled += time.monotonic() - began
+
+
+def take_stall() -> float:
+    """Return the seconds that the loop stood still for its checkpoints since this was asked last."""
+    global _stalled
+    with _lock:
+        taken, _stalled = _stalled, 0.0
+    return taken
+
+
+# What the controller runs in a worker.
+
+
+def loop_state() -> tuple[LoopState, float]:
+    """Return the state of this worker's loop, and for how many seconds it has waited for others."""
+    waits = 0.0 if _state.waits_since is None else time.monotonic() - _state.waits_since
+    return _state, waits
+
+
+def take_waits_and_stall() -> tuple[Waits, float]:
+    """Return what this worker has waited for since this was asked last: for the storage, and for checkpoints."""
+    return take_waits(), take_stall()
+
+
+def stacks() -> str:
+    """Return the stacks of all threads but this one."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
