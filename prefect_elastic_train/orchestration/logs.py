@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from logging import DEBUG, INFO, WARNING
 
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.events import (
-    EVENT_TAG,
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    CheckpointTaken,
-    ClusterConnected,
-    Event,
-    LoopWarned,
-    StateChanged,
-    StorageWaited,
-    WaitingForCapacity,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-)
 from prefect_elastic_train.core.rank_errors import causes, own_errors, ranks_in_words
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, WORKER_LINE, is_detail, without_marks
-from prefect_elastic_train.orchestration.log_limits import OutputLimits
-from prefect_elastic_train.orchestration.rates import TokenBucket
+from prefect_elastic_train.orchestration.limits import OutputLimits, TokenBucket
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS
 from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.layout import details_name
@@ -42,37 +26,7 @@ _COMMITS_PER_SECOND = 0.5
 _COMMITS_AT_ONCE = 100.0
 
 
-class _SteadyLogger:
-    """A logger that outlives its reader.
-
-    When a runner dies, nobody reads what its flow processes print. Behind Prefect's console handler, rich answers
-    that with SystemExit, once, and writes nowhere from then on. The training is not to end of that.
-    """
-
-    def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> None:
-        self._logger = logger
-
-    def debug(self, message: str, *arguments: object) -> None:
-        self._log(logging.DEBUG, message, *arguments)
-
-    def info(self, message: str, *arguments: object) -> None:
-        self._log(logging.INFO, message, *arguments)
-
-    def warning(self, message: str, *arguments: object) -> None:
-        self._log(logging.WARNING, message, *arguments)
-
-    @property
-    def tells_details(self) -> bool:
-        return self._logger.isEnabledFor(logging.DEBUG)
-
-    def _log(self, level: int, message: str, *arguments: object) -> None:
-        try:
-            self._logger.log(level, "%s", cut(message % arguments, MAX_LOG_BYTES))
-        except SystemExit:
-            pass
-
-
-class RunLog:
+class RunLog(ev.EventHandler):
     """Writes events and output to a logger, output at a limited rate with a count of what was left out.
 
     Args:
@@ -81,7 +35,7 @@ class RunLog:
     """
 
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
-        self._logger = _SteadyLogger(logger)
+        self._logger = logger
         self._limits = OutputLimits(lines_per_second)
         self._ranks: dict[str, int] = {}
         #: The same by the process id alone, for workers on the driver's node, whose address Ray leaves out.
@@ -99,90 +53,83 @@ class RunLog:
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
-        if text.startswith(EVENT_TAG):
-            self._logger.warning("An event of the driver cannot be read, and what it told is lost: %s", cut(text, 300))
+        if text.startswith(ev.EVENT_TAG):
+            self._say(WARNING, f"An event of the driver cannot be read, and what it told is lost: {cut(text, 300)}")
             return
         detail = is_detail(text)
-        if (detail and not self._logger.tells_details) or not text.replace(DETAIL_TAG, "").strip():
+        if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(DETAIL_TAG, "").strip():
             return
         who, rest = self._source(source, text)
         let_through = self._limits.lets_through(who, rest)
-        notice = self._limits.notice()
-        if notice:
-            self._logger.info("%s", notice)
+        self._say(INFO, self._limits.notice())
         if let_through:
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
-            tell = self._logger.debug if detail else self._logger.info
-            tell("%s", cut(f"[{tag}] {rest}", _MAX_LINE))
+            self._say(DEBUG if detail else INFO, cut(f"[{tag}] {rest}", _MAX_LINE))
 
-    def event(self, event: Event) -> None:
+    def note(self, text: str) -> None:
+        """Write what the supervisor has to say itself."""
+        self._say(INFO, text)
+
+    def event(self, event: ev.Event) -> None:
         """Write an event that a person wants to know of."""
-        log = self._logger
-        if isinstance(event, ClusterConnected):
-            cpus = event.resources.get("CPU", 0)
-            log.info(
-                "Joined the Ray cluster at %s (%g CPUs, %g GPUs)", event.address, cpus, event.resources.get("GPU", 0)
-            )
-        elif isinstance(event, AttemptStarted):
-            self._begin(event)
-            where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
-            log.info(
-                "Attempt %d of run %s starts %s; run directory %s", event.attempt, event.run_name, where, event.run_uri
-            )
-            if event.started_from:
-                log.info("Run %s started from checkpoint %s of another run", event.run_name, event.started_from)
-            for note in event.notes:
-                log.warning("Run %s: %s", event.run_name, note)
-        elif isinstance(event, WorkerGroupStarted):
-            self._know(event.ranks)
-            name = loop_name(event.checkpoint)
-            where = f"; checkpoint {name} is offered" if name else " from the beginning"
-            log.info("%d workers train%s", event.world_size, where)
-        elif isinstance(event, CheckpointTaken):
-            where = f"; its first report is {event.where}" if event.where else ""
-            log.info("The loop goes on from checkpoint %s%s", event.checkpoint, where)
-        elif isinstance(event, LoopWarned):
-            log.warning("%s", event.message[:1].upper() + event.message[1:])
-        elif isinstance(event, WorkerGroupResized):
-            cost = f"{event.reports_lost} reports ({event.seconds_lost:.1f} s) since the last checkpoint are done again"
-            when = {"commit": "at a checkpoint", "patience": f"without a checkpoint, which did not come; {cost}"}
-            log.info(
-                "The worker group is resized from %d to %d workers, %.0f s after the decision%s",
-                event.old_size,
-                event.new_size,
-                event.waited_seconds,
-                f", {when[event.reason]}" if event.reason in when else "",
-            )
-        elif isinstance(event, WorkerFailed | WorkersPreempted):
-            self._fail(event)
-        elif isinstance(event, WaitingForCapacity):
-            log.warning(
-                "Waiting for capacity for %.0f s: %d workers fit, at least %d are needed with %s each; lacking: %s",
-                max(0.0, event.at - event.since) if event.since else 0.0,
-                event.possible_workers,
-                event.min_workers,
-                event.resources_per_worker,
-                event.missing or "more of them",
-            )
-        elif isinstance(event, StorageWaited):
-            self._wait(event)
-        elif isinstance(event, CheckpointCommitted):
-            self._commit(event)
-        elif isinstance(event, AttemptEnded) and event.already_finished:
-            log.info("Nothing to train: %s", event.message)
-        elif isinstance(event, StateChanged):
-            log.debug("Ray Train is %s", event.state)
+        self.past_event(event)
+        self.handle(event)
 
-    def _begin(self, event: AttemptStarted) -> None:
-        self._attempt, self._run_uri, self._checkpoint = event.attempt, event.run_uri, event.checkpoint
+    def past_event(self, event: ev.Event) -> None:
+        """Take in an event, which may have been told before, for what comes."""
+        if isinstance(event, ev.AttemptStarted):
+            self._attempt, self._run_uri, self._checkpoint = event.attempt, event.run_uri, event.checkpoint
+        elif isinstance(event, ev.CheckpointCommitted):
+            self._checkpoint = event.checkpoint
+        elif isinstance(event, ev.WorkerGroupStarted):
+            self._ranks, self._ranks_by_pid = event.ranks, {}
+            for worker, rank in event.ranks.items():
+                self._ranks_by_pid.setdefault(worker.rpartition(":")[2], rank)
 
-    def _fail(self, event: WorkerFailed | WorkersPreempted) -> None:
+    def close(self) -> None:
+        """Tell how many lines were left out at the end."""
+        self._say(INFO, self._limits.notice(at_once=True))
+
+    def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
+        cpus, gpus = event.resources.get("CPU", 0), event.resources.get("GPU", 0)
+        self._say(INFO, f"Joined the Ray cluster at {event.address} ({cpus:g} CPUs, {gpus:g} GPUs)")
+
+    def on_attempt_started(self, event: ev.AttemptStarted) -> None:
+        where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
+        run = f"run {event.run_name}"
+        self._say(INFO, f"Attempt {event.attempt} of {run} starts {where}; run directory {event.run_uri}")
+        if event.started_from:
+            self._say(INFO, f"R{run[1:]} started from checkpoint {event.started_from} of another run")
+        for note in event.notes:
+            self._say(WARNING, f"R{run[1:]}: {note}")
+
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
+        name = loop_name(event.checkpoint)
+        where = f"; checkpoint {name} is offered" if name else " from the beginning"
+        self._say(INFO, f"{event.world_size} workers train{where}")
+
+    def on_checkpoint_taken(self, event: ev.CheckpointTaken) -> None:
+        where = f"; its first report is {event.where}" if event.where else ""
+        self._say(INFO, f"The loop goes on from checkpoint {event.checkpoint}{where}")
+
+    def on_loop_warned(self, event: ev.LoopWarned) -> None:
+        self._say(WARNING, event.message[:1].upper() + event.message[1:])
+
+    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
+        cost = f"{event.reports_lost} reports ({event.seconds_lost:.1f} s) since the last checkpoint are done again"
+        when = {"commit": ", at a checkpoint", "patience": f", without a checkpoint, which did not come; {cost}"}
+        sizes = f"from {event.old_size} to {event.new_size} workers"
+        waited = f"{event.waited_seconds:.0f} s after the decision"
+        self._say(INFO, f"The worker group is resized {sizes}, {waited}{when.get(event.reason, '')}")
+
+    def on_group_failed(self, event: ev.GroupFailed) -> None:
         """Tell in a line what failed and what is done about it, and below it what the loop raised, each error once."""
         then = f"{event.gives_up}; {event.reports_lost} reports since the last checkpoint"
         if event.retried:
             where = f"checkpoint {loop_name(self._checkpoint)}" if self._checkpoint else "the beginning"
             again = f"{event.reports_lost} reports since then are" if event.reports_lost else "nothing is"
             then = f"the worker group is restarted from {where}, {again} done again"
+        what = "Preemption" if isinstance(event, ev.WorkersPreempted) else "Worker failure"
         why = "; ".join(causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
         own = own_errors(event.errors)
         texts = [
@@ -192,15 +139,54 @@ class RunLog:
         ]
         self._told = set(own.values())
         more = len(texts) - _MAX_ERRORS
-        self._logger.warning(
-            "%s: %s; %s; details: %s%s%s",
-            "Preemption" if isinstance(event, WorkersPreempted) else "Worker failure",
-            why,
-            then,
-            f"{self._run_uri}/{details_name(self._attempt)}",
-            "".join(texts[:_MAX_ERRORS]),
-            f"\nand {more} other errors of other ranks" if more > 0 else "",
-        )
+        errors = "".join(texts[:_MAX_ERRORS]) + (f"\nand {more} other errors of other ranks" if more > 0 else "")
+        self._say(WARNING, f"{what}: {why}; {then}; details: {self._run_uri}/{details_name(self._attempt)}{errors}")
+
+    def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
+        seconds = max(0.0, event.at - event.since) if event.since else 0.0
+        needed = f"at least {event.min_workers} are needed with {event.resources_per_worker} each"
+        fit = f"{event.possible_workers} workers fit, {needed}; lacking: {event.missing or 'more of them'}"
+        self._say(WARNING, f"Waiting for capacity for {seconds:.0f} s: {fit}")
+
+    def on_storage_waited(self, event: ev.StorageWaited) -> None:
+        """Tell of a wait that is worth it, and of others when they add up to one."""
+        self._waits += 1
+        self._waited += event.seconds
+        self._tries += event.tries
+        if self._waited < WORTH_TELLING_SECONDS:
+            return
+        together = f" together with {self._waits - 1} waits before" if self._waits > 1 else ""
+        tries = f"in which {self._tries} requests failed and were repeated; last: {event.last}"
+        self._say(WARNING, f"The {event.who} waited {self._waited:.1f} s for the storage{together}, {tries}")
+        self._waits, self._waited, self._tries = 0, 0.0, 0
+
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
+        if not self._commits.take():
+            self._commits_left_out += 1
+            return
+        before = f"; {self._commits_left_out} before it are not told" if self._commits_left_out else ""
+        name, metrics = loop_name(event.checkpoint), _short(event.metrics)
+        self._say(INFO, f"Checkpoint {name} is committed ({size(event.size_bytes)}): {metrics}{before}")
+        self._commits_left_out = 0
+
+    def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
+        if event.already_finished:
+            self._say(INFO, f"Nothing to train: {event.message}")
+
+    def on_state_changed(self, event: ev.StateChanged) -> None:
+        self._say(DEBUG, f"Ray Train is {event.state}")
+
+    def _say(self, level: int, text: str) -> None:
+        """Write a text if there is one, also when nobody reads it any more.
+
+        When a runner dies, nobody reads what its flow processes print. Behind Prefect's console handler, rich answers
+        that with SystemExit, once, and writes nowhere from then on. The training is not to end of that.
+        """
+        try:
+            if text:
+                self._logger.log(level, "%s", cut(text, MAX_LOG_BYTES))
+        except SystemExit:
+            pass
 
     def _named(self, ranks: Sequence[int]) -> str:
         """Return ranks in words; a single one with its process."""
@@ -208,67 +194,8 @@ class RunLog:
         places = [place.rpartition(":") for place, rank in self._ranks.items() if [rank] == list(ranks)]
         return f"{words} (pid {places[0][2]}, node {places[0][0]})" if places else words
 
-    def _wait(self, event: StorageWaited) -> None:
-        """Tell of a wait that is worth it, and of others when they add up to one."""
-        self._waits, self._waited, self._tries = (
-            self._waits + 1,
-            self._waited + event.seconds,
-            self._tries + event.tries,
-        )
-        if self._waited < WORTH_TELLING_SECONDS:
-            return
-        self._logger.warning(
-            "The %s waited %.1f s for the storage%s, in which %d requests failed and were repeated; last: %s",
-            event.who,
-            self._waited,
-            f" together with {self._waits - 1} waits before" if self._waits > 1 else "",
-            self._tries,
-            event.last,
-        )
-        self._waits, self._waited, self._tries = 0, 0.0, 0
-
-    def _commit(self, event: CheckpointCommitted) -> None:
-        self._checkpoint = event.checkpoint
-        if not self._commits.take():
-            self._commits_left_out += 1
-            return
-        before = f"; {self._commits_left_out} before it are not told" if self._commits_left_out else ""
-        metrics = _short(event.metrics)
-        self._logger.info(
-            "Checkpoint %s is committed (%s): %s%s",
-            loop_name(event.checkpoint),
-            size(event.size_bytes),
-            metrics,
-            before,
-        )
-        self._commits_left_out = 0
-
-    def _know(self, ranks: dict[str, int]) -> None:
-        self._ranks, self._ranks_by_pid = ranks, {}
-        for worker, rank in ranks.items():
-            self._ranks_by_pid.setdefault(worker.rpartition(":")[2], rank)
-
-    def note(self, text: str) -> None:
-        """Write what the supervisor has to say itself."""
-        self._logger.info("%s", text)
-
-    def past_event(self, event: Event) -> None:
-        """Take in an event that was told before, for what comes."""
-        if isinstance(event, AttemptStarted):
-            self._begin(event)
-        elif isinstance(event, WorkerGroupStarted):
-            self._know(event.ranks)
-        elif isinstance(event, CheckpointCommitted):
-            self._checkpoint = event.checkpoint
-
-    def close(self) -> None:
-        """Tell how many lines were left out at the end."""
-        notice = self._limits.notice(at_once=True)
-        if notice:
-            self._logger.info("%s", notice)
-
     def _source(self, source: str, text: str) -> tuple[str, str]:
-        """Give who prints a line, and what it says."""
+        """Return who prints a line, and what it says."""
         text = without_marks(text)
         match = WORKER_LINE.match(text)
         if match is None:

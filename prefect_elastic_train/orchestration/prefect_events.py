@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.events import (
-    AttemptStarted,
-    CheckpointCommitted,
-    Event,
-    LoopWarned,
-    StorageWaited,
-    WaitingForCapacity,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-)
 from prefect_elastic_train.core.rank_errors import all_ranks, causes
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS, Checkpoint, RunReport
 
@@ -56,84 +45,76 @@ class RunEvent:
     key: str = ""
 
 
-def translate(event: Event, report: RunReport, common: Mapping[str, Any]) -> Iterator[RunEvent]:
-    """Give what Prefect is told of an event.
+def translate(event: ev.Event, report: RunReport, common: Mapping[str, Any]) -> list[RunEvent]:
+    """Return what Prefect is told of an event.
 
     Args:
         event: The event.
         report: The run's state, which has taken the event in.
         common: What every payload has besides.
     """
+    told: list[tuple[str, dict[str, Any]]] = _Payloads(report).handle(event) or []
     key = f"{event.attempt}-{event.sequence}"
+    base = {"run_name": report.run_name, "run_uri": report.run_uri, "attempt": report.attempt, **common}
+    return [RunEvent(f"{PREFIX}{name}", event.at, {**base, **payload}, key) for name, payload in told]
 
-    def told(name: str, **payload: Any) -> RunEvent:
-        base = {"run_name": report.run_name, "run_uri": report.run_uri, "attempt": report.attempt, **common}
-        return RunEvent(f"{PREFIX}{name}", event.at, {**base, **payload}, key)
 
-    if isinstance(event, AttemptStarted):
-        if report.attempt_before:
-            why = report.incident_of("driver")
-            yield told(
-                "driver-restarted",
-                checkpoint=loop_name(event.checkpoint),
-                reason=why.why[:_MAX_TEXT] if why else "",
-                driver_restarts=report.driver_restarts,
-            )
-        else:
-            yield told("started", checkpoint=loop_name(event.checkpoint), started_from=event.started_from[:_MAX_TEXT])
-    elif isinstance(event, WorkerGroupStarted):
-        yield told("workers-started", world_size=event.world_size, checkpoint=loop_name(event.checkpoint))
-    elif isinstance(event, WorkerGroupResized):
-        yield told(
-            "resized",
-            old_size=event.old_size,
-            new_size=event.new_size,
-            reason=event.reason,
-            waited_seconds=round(event.waited_seconds, 3),
-            reports_lost=event.reports_lost,
-        )
-    elif isinstance(event, WorkerFailed | WorkersPreempted):
-        yield told(
-            "preempted" if isinstance(event, WorkersPreempted) else "worker-failed",
-            ranks=all_ranks(event.errors, event.also)[:_MAX_RANKS],
-            reasons=causes(event.errors, event.also),
-            retried=event.retried,
-            reports_lost=event.reports_lost,
-            worker_failures=report.tally.worker_failures,
-            preemptions=report.tally.preemptions,
-        )
-    elif isinstance(event, LoopWarned):
-        yield told(
-            event.problem,
-            message=event.message[:_MAX_TEXT],
-            checkpoint=loop_name(event.checkpoint),
-            ranks=event.ranks[:_MAX_RANKS],
-        )
-    elif isinstance(event, WaitingForCapacity):
-        if report.waits_anew:
-            yield told(
-                "waiting-for-capacity",
-                possible_workers=event.possible_workers,
-                min_workers=event.min_workers,
-                resources_per_worker=event.resources_per_worker,
-                missing=event.missing[:_MAX_TEXT],
-            )
-    elif isinstance(event, StorageWaited) and event.seconds >= WORTH_TELLING_SECONDS:
-        yield told(
-            "storage-waited", who=event.who, seconds=event.seconds, tries=event.tries, last=event.last[:_MAX_TEXT]
-        )
-    elif isinstance(event, CheckpointCommitted) and report.checkpoints:
-        made = report.checkpoints[-1]
+class _Payloads(ev.EventHandler):
+    """Names and payloads of what Prefect is told of an event."""
+
+    def __init__(self, report: RunReport) -> None:
+        self._report = report
+
+    def on_attempt_started(self, event: ev.AttemptStarted) -> Any:
+        report, checkpoint = self._report, loop_name(event.checkpoint)
+        if not report.attempt_before:
+            return [("started", {"checkpoint": checkpoint, "started_from": event.started_from[:_MAX_TEXT]})]
+        why = report.incident_of("driver")
+        told = {"checkpoint": checkpoint, "reason": why.why[:_MAX_TEXT] if why else ""}
+        return [("driver-restarted", {**told, "driver_restarts": report.driver_restarts})]
+
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> Any:
+        return [("workers-started", {"world_size": event.world_size, "checkpoint": loop_name(event.checkpoint)})]
+
+    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> Any:
+        told = event.model_dump(include={"old_size", "new_size", "reason", "reports_lost"})
+        return [("resized", {**told, "waited_seconds": round(event.waited_seconds, 3)})]
+
+    def on_group_failed(self, event: ev.GroupFailed) -> Any:
+        told = {
+            "ranks": all_ranks(event.errors, event.also)[:_MAX_RANKS],
+            "reasons": causes(event.errors, event.also),
+            "retried": event.retried,
+            "reports_lost": event.reports_lost,
+            "worker_failures": self._report.tally.worker_failures,
+            "preemptions": self._report.tally.preemptions,
+        }
+        return [("preempted" if isinstance(event, ev.WorkersPreempted) else "worker-failed", told)]
+
+    def on_loop_warned(self, event: ev.LoopWarned) -> Any:
+        told = {"message": event.message[:_MAX_TEXT], "checkpoint": loop_name(event.checkpoint)}
+        return [(event.problem, {**told, "ranks": event.ranks[:_MAX_RANKS]})]
+
+    def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> Any:
+        told = event.model_dump(include={"possible_workers", "min_workers", "resources_per_worker"})
+        missing = {"missing": event.missing[:_MAX_TEXT]}
+        return [("waiting-for-capacity", {**told, **missing})] if self._report.waits_anew else []
+
+    def on_storage_waited(self, event: ev.StorageWaited) -> Any:
+        told = {**event.model_dump(include={"who", "seconds", "tries"}), "last": event.last[:_MAX_TEXT]}
+        return [("storage-waited", told)] if event.seconds >= WORTH_TELLING_SECONDS else []
+
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> Any:
+        report, made = self._report, self._report.checkpoints[-1]
         payload = _checkpoint(made, report)
-        yield told("checkpoint", **payload)
-        if report.best is not None and report.best.name == made.name and report.best.at == made.at:
-            yield told(
-                "best-checkpoint", **payload, score_attribute=report.score_attribute, score=_plain_value(made.score)
-            )
+        if report.best is None or (report.best.name, report.best.at) != (made.name, made.at):
+            return [("checkpoint", payload)]
+        best = {**payload, "score_attribute": report.score_attribute, "score": _plain_value(made.score)}
+        return [("checkpoint", payload), ("best-checkpoint", best)]
 
 
 def ending(report: RunReport, name: str, at: float, message: str, common: Mapping[str, Any]) -> RunEvent:
-    """Give what Prefect is told of the end of a training.
+    """Return what Prefect is told of the end of a training.
 
     Args:
         report: The run's last state.
@@ -206,7 +187,7 @@ def _checkpoint(made: Checkpoint, report: RunReport) -> dict[str, Any]:
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Give metrics as JSON that every reader takes: what is no finite number becomes text."""
+    """Return metrics as JSON that every reader takes: what is no finite number becomes text."""
     return {name: _plain_value(value) for name, value in list(metrics.items())[:_MAX_METRICS]}
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_elastic_train.core.events import CheckpointCommitted, CheckpointStalled, ControllerAlive, Event, Reported
+from prefect_elastic_train.orchestration.limits import TokenBucket
 from prefect_elastic_train.orchestration.prefect_events import (
     BEST_CHECKPOINT,
     CHECKPOINT,
@@ -27,7 +28,6 @@ from prefect_elastic_train.orchestration.prefect_events import (
     send,
     translate,
 )
-from prefect_elastic_train.orchestration.rates import TokenBucket
 from prefect_elastic_train.report.markdown import render, summary_line
 from prefect_elastic_train.report.run_report import RunReport
 

@@ -28,7 +28,7 @@ from prefect_elastic_train.core.events import (
     WorkersPreempted,
 )
 from prefect_elastic_train.core.rank_errors import distinct
-from prefect_elastic_train.orchestration.log_limits import OutputLimits
+from prefect_elastic_train.orchestration.limits import OutputLimits
 from prefect_elastic_train.orchestration.logs import RunLog
 
 
@@ -497,7 +497,7 @@ os.dup2(write_end, 2)
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect_elastic_train.core.events import AttemptStarted
 from prefect_elastic_train.core.rank_errors import distinct
-from prefect_elastic_train.orchestration.log_limits import OutputLimits
+from prefect_elastic_train.orchestration.limits import OutputLimits
 from prefect_elastic_train.orchestration.logs import RunLog
 logger = logging.getLogger("run")
 logger.addHandler(PrefectConsoleHandler(sys.stderr))

@@ -1,4 +1,7 @@
-"""Which lines of a run's output are let through: each source has its share, and tracebacks stay whole."""
+"""How often something may be done, and which lines of a run's output are let through.
+
+Each source has its share, and tracebacks stay whole.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from prefect_elastic_train.orchestration.rates import TokenBucket
-
-__all__ = ["OutputLimits"]
+__all__ = ["OutputLimits", "TokenBucket"]
 
 #: Seconds' worth of lines that may come at once.
 _BURST_SECONDS = 10.0
@@ -29,20 +31,47 @@ _NOTICE_SECONDS = 10.0
 _MAX_SOURCES = 5000
 
 
+class TokenBucket:
+    """Lets through a burst, and a rate on average. For one thread.
+
+    Args:
+        per_second: The rate.
+        burst: How many at once, at least 1.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = per_second
+        self._burst = max(1.0, burst)
+        self._tokens = self._burst
+        self._clock = clock
+        self._filled_at = clock()
+
+    def take(self) -> bool:
+        """Take one if there is one."""
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._rate)
+        self._filled_at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+@dataclass
 class _Source:
     """What one process prints."""
 
-    def __init__(self, bucket: TokenBucket) -> None:
-        self.bucket = bucket
-        #: Whether a traceback is being printed, and is let through.
-        self.in_traceback = False
-        self.lets_traceback = False
-        #: Whether the next traceback belongs to the last one.
-        self.is_chained = False
-        self.lines = 0
-        #: Lines that may still belong to the exception's message, and until when.
-        self.message_lines = 0
-        self.message_until = 0.0
+    bucket: TokenBucket
+    #: Whether a traceback is being printed, and is let through.
+    in_traceback: bool = False
+    lets_traceback: bool = False
+    #: Whether the next traceback belongs to the last one.
+    is_chained: bool = False
+    lines: int = 0
+    #: Lines that may still belong to the exception's message, and until when.
+    message_lines: int = 0
+    message_until: float = 0.0
 
 
 class OutputLimits:
@@ -64,7 +93,7 @@ class OutputLimits:
         self._noticed_at = clock()
 
     def lets_through(self, source: str, text: str) -> bool:
-        """Tell whether a line is let through.
+        """Return whether a line is let through.
 
         Args:
             source: Who prints, such as ``rank 3`` or ``driver``.
@@ -84,7 +113,7 @@ class OutputLimits:
         return let
 
     def notice(self, at_once: bool = False) -> str:
-        """Give what was left out since the last notice; empty if nothing was, or if that is too soon."""
+        """Return what was left out since the last notice; empty if nothing was, or if that is too soon."""
         now = self._clock()
         if not self._left_out or (not at_once and now - self._noticed_at < _NOTICE_SECONDS):
             return ""
