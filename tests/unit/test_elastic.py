@@ -31,6 +31,7 @@ from prefect_elastic_train.core.events import (
     WaitingForCapacity,
     WorkerFailed,
     WorkerGroupResized,
+    WorkersPreempted,
 )
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
@@ -38,6 +39,7 @@ from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.checkpoints import readable
+from prefect_elastic_train.elastic.failures import storage_fault
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.elastic.loop_state import in_report, stalling, take_stall
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
@@ -467,8 +469,25 @@ def test_what_fails_while_a_node_is_drained_is_charged_to_the_drain(
     controller.callback.after_controller_state_update(InitializingState(), state)
     broken = WorkerGroupError("ranks failed", {1: RuntimeError("Connection closed by peer")})
     assert policy.make_decision(broken) is decision
+    controller.callback.after_worker_group_poll_status(_failing(dict(broken.worker_failures)))
+    controller.callback.before_controller_execute_failure_decision(decision)
+    assert isinstance(controller.heard()[-1], WorkersPreempted if draining else WorkerFailed)
     if draining:
         assert policy.make_decision(broken) is FailureDecision.RAISE, "that budget has an end too"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_several_faults_of_the_storage_the_permanent_one_counts(first: bool) -> None:
+    faults = [StorageFaultError("one", kind="outage", permanent=first)]
+    faults += [StorageFaultError("other", kind="credentials", permanent=not first)]
+    error = WorkerGroupError("ranks failed", {0: ValueError("nan"), **dict(enumerate(faults, 1))})
+    fault = storage_fault(error)
+    assert fault is not None
+    assert fault.permanent
+    policy = RunFailurePolicy(FailureConfig(max_failures=-1))
+    assert policy.make_decision(error) is FailureDecision.RAISE
+    passing = WorkerGroupError("ranks failed", {0: next(fault for fault in faults if not fault.permanent)})
+    assert policy.make_decision(passing) is FailureDecision.RETRY
 
 
 def test_a_worker_group_that_gave_back_what_it_held_is_none_to_the_controller() -> None:

@@ -397,6 +397,23 @@ def test_a_checkpoint_that_is_too_old_to_be_remembered_costs_no_kept_training() 
     assert spent(events, started(400, 390, attempt=2, checkpoint="c3"))["productive"] == 70 + 199
 
 
+def test_a_fallback_among_the_last_of_many_commits_loses_what_came_after() -> None:
+    events = [*STEADY]
+    for number in range(200):
+        events += commit(120 + number, f"c{number}")
+    account = spent(events, started(400, 390, attempt=2, checkpoint="c150"))
+    assert (account["productive"], account["lost"]) == (70 + 150, 49)
+
+
+def test_commits_before_a_report_s_usual_time_is_known_are_right_after_many_others() -> None:
+    events = [*STEADY]
+    for number in range(60):
+        events += commit(120 + number, f"c{number}")
+    events += [failed(179), group(180), *commit(200, "x"), *commit(210, "y"), *commit(220, "z")]
+    # The usual 10 s of the 20 until the first report were training, which x preserves.
+    assert spent(events, started(300, 290, attempt=2, checkpoint="x"))["productive"] == 70 + 59 + 10
+
+
 def test_each_fallback_counts_against_the_commit_that_it_goes_on_from() -> None:
     events = [
         *STEADY,

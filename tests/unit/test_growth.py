@@ -71,6 +71,13 @@ def test_a_node_that_comes_again_and_again_does_not_hold_a_growth_up_for_ever() 
     assert growth.due(32, committed=True, has_checkpoint=True) is Reason.COMMIT
 
 
+def test_an_announced_growth_stands_when_another_node_arrives() -> None:
+    growth = Growth(600, settling_seconds=30)
+    assert growth.look(0, current=2, possible=3)
+    assert not growth.look(1, current=2, possible=3, more_awaited=True), "the loop has been asked to save"
+    assert growth.due(2, committed=True, has_checkpoint=True) is Reason.COMMIT
+
+
 def test_no_patience_set_is_patience_without_an_end() -> None:
     growth = Growth(0)
     growth.look(0, current=2, possible=3)

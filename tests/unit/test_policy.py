@@ -336,6 +336,17 @@ def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(callback: C
     assert (decision.num_workers, decision.reason) == (4, Reason.COMMIT)
 
 
+def test_a_commit_while_the_cluster_does_not_answer_is_used_when_it_does(callback: Callback) -> None:
+    policy = _policy(1, 4)
+    policy.fits, group = 4, _group(2)
+    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
+    policy.fits, callback.commits = None, 1
+    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
+    policy.fits = 4
+    decision: Any = policy.make_decision_for_running_worker_group(group, _healthy(2))
+    assert decision.reason is Reason.COMMIT, "the ranks have stood still since then"
+
+
 def test_a_growth_is_called_off_when_the_capacity_goes_again(callback: Callback) -> None:
     policy = _policy(1, 4)
     policy.fits = 4
