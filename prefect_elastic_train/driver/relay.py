@@ -15,7 +15,7 @@ from typing import IO
 
 from prefect_elastic_train.core.events import EVENT_TAG, Event, decode_event
 from prefect_elastic_train.core.lines import whole_lines
-from prefect_elastic_train.elastic.sending import Backlog, Receiving, encoded_line
+from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 
 __all__ = ["EventOutput", "EventReceiver", "LineStream"]
 
@@ -93,17 +93,12 @@ class EventOutput:
         self.is_shared = False
         self._descriptor = os.dup(stream.fileno())
         self._lock = threading.Lock()
-        self._backlog = Backlog()
-        self._thread = threading.Thread(target=self._run, name="elastic-train-output", daemon=True)
-        self._thread.start()
-
-    def put(self, event: Event) -> None:
-        """Hand an event over."""
-        self._backlog.put(event)
+        self._queue = EventQueue(self._write, "elastic-train-output")
+        self.put = self._queue.put
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Wait, for a while, until everything is written."""
-        self._backlog.close(timeout_seconds)
+        self._queue.close(timeout_seconds)
 
     def write_text(self, text: str) -> None:
         """Write whole lines of anything else."""
@@ -112,17 +107,13 @@ class EventOutput:
             while data:
                 data = data[os.write(self._descriptor, data) :]
 
-    def _run(self) -> None:
-        while not self._backlog.drained:
-            event = self._backlog.peek(timeout_seconds=1.0)
-            if event is None:
-                continue
-            try:
-                begin = "\n" if self.is_shared else ""
-                self.write_text(f"{begin}{EVENT_TAG}{encoded_line(event).decode()}")
-            except OSError:  # the supervisor is gone, and with it soon this process
-                pass
-            self._backlog.pop()
+    def _write(self, line: bytes) -> bool:
+        begin = "\n" if self.is_shared else ""
+        try:
+            self.write_text(f"{begin}{EVENT_TAG}{line.decode()}\n")
+        except OSError:  # the supervisor is gone, and with it soon this process
+            pass
+        return True
 
 
 class LineStream:

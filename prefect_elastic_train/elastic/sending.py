@@ -1,6 +1,6 @@
 """Sends the events of the controller's process to the driver; nothing here ever blocks training.
 
-A sender thread drops progress when it cannot keep up; lifecycle events wait.
+A thread drops progress when it cannot keep up; lifecycle events wait.
 """
 
 from __future__ import annotations
@@ -10,31 +10,41 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from prefect_elastic_train.core.events import Event, encode_event
 
-__all__ = ["Backlog", "EventSender", "Receiving", "encoded_line"]
+__all__ = ["EventQueue", "EventSender", "Receiving"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_DROPPABLE = 1000
 _MAX_EVENTS = 100_000
 _SEND_TIMEOUT_SECONDS = 10.0
+_RETRY_SECONDS = 0.2
 
 #: Where a sender reaches a receiver: port on the loopback interface and a key.
 Receiving = tuple[int, str]
 
 
-class Backlog:
-    """A queue that drops progress when it is long, and lifecycle events only when it is enormous."""
+class EventQueue:
+    """Events that a thread writes one after the other; a long queue drops progress, lifecycle events an enormous one.
 
-    def __init__(self) -> None:
+    Args:
+        write: Writes an event as a line without its end; False if it is to be tried again.
+        name: Of the thread.
+    """
+
+    def __init__(self, write: Callable[[bytes], bool], name: str) -> None:
+        self._write = write
         self._events: deque[Event] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._dropped = 0
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, event: Event) -> None:
+        """Hand an event over, which neither fails nor waits."""
         with self._changed:
             if self._closed:
                 return
@@ -47,38 +57,33 @@ class Backlog:
             self._events.append(event)
             self._changed.notify_all()
 
-    def peek(self, timeout_seconds: float) -> Event | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._events or self._closed, timeout_seconds)
-            return self._events[0] if self._events else None
-
-    def pop(self) -> None:
-        with self._changed:
-            self._events.popleft()
-            self._changed.notify_all()
-
-    def close(self, timeout_seconds: float) -> bool:
-        """Take no more events; return whether all were taken out in time."""
+    def close(self, timeout_seconds: float) -> None:
+        """Take no more events, and wait for a while until all are written."""
         with self._changed:
             if self._dropped and not self._closed:
                 logger.warning("%d events were dropped", self._dropped)
             self._closed = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._events, timeout_seconds)
+            self._changed.wait_for(lambda: not self._events, timeout_seconds)
 
-    @property
-    def drained(self) -> bool:
-        with self._changed:
-            return self._closed and not self._events
-
-
-def encoded_line(event: Event) -> bytes:
-    """Give an event as one line, nothing for one that has no form as text: it may not hold up the others."""
-    try:
-        return f"{encode_event(event)}\n".encode(errors="replace")
-    except Exception:
-        logger.warning("an event of kind %s could not be sent", event.kind, exc_info=True)
-        return b"\n"
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._events or self._closed)
+                if not self._events:
+                    return
+                event = self._events[0]
+            try:
+                line = encode_event(event).encode(errors="replace")
+            except Exception:
+                logger.warning("an event of kind %s could not be sent", event.kind, exc_info=True)
+                line = b""  # it may not hold up the others
+            if line and not self._write(line):
+                time.sleep(_RETRY_SECONDS)
+                continue
+            with self._changed:
+                self._events.popleft()
+                self._changed.notify_all()
 
 
 class EventSender:
@@ -90,36 +95,27 @@ class EventSender:
 
     def __init__(self, receiving: Receiving) -> None:
         self._port, self._key = receiving
-        self._backlog = Backlog()
-        self._thread = threading.Thread(target=self._run, name="elastic-train-sender", daemon=True)
-        self._thread.start()
-
-    def send(self, event: Event) -> None:
-        """Hand an event over."""
-        self._backlog.put(event)
+        self._connection: socket.socket | None = None
+        self._queue = EventQueue(self._write, "elastic-train-sender")
+        self.send = self._queue.put
 
     def close(self, timeout_seconds: float = 3.0) -> None:
-        """Wait, for a while, until everything is sent."""
-        self._backlog.close(timeout_seconds)
+        """Wait, for a while, until everything is sent, and leave."""
+        self._queue.close(timeout_seconds)
+        self._leave()
 
-    def _run(self) -> None:
-        connection: socket.socket | None = None
-        while not self._backlog.drained:
-            event = self._backlog.peek(timeout_seconds=1.0)
-            if event is None:
-                continue
-            line = encoded_line(event)
-            try:
-                if connection is None:
-                    connection = socket.create_connection(("127.0.0.1", self._port), timeout=_SEND_TIMEOUT_SECONDS)
-                    connection.sendall(f"{self._key}\n".encode())
-                connection.sendall(line)
-            except OSError:
-                if connection is not None:
-                    connection.close()
-                connection = None
-                time.sleep(0.2)
-                continue
-            self._backlog.pop()
+    def _write(self, line: bytes) -> bool:
+        try:
+            if self._connection is None:
+                self._connection = socket.create_connection(("127.0.0.1", self._port), timeout=_SEND_TIMEOUT_SECONDS)
+                self._connection.sendall(f"{self._key}\n".encode())
+            self._connection.sendall(line + b"\n")
+        except OSError:
+            self._leave()
+            return False
+        return True
+
+    def _leave(self) -> None:
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
