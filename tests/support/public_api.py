@@ -157,11 +157,11 @@ def _commands(command: Any = None, name: str = "elastic-train") -> Iterator[str]
 
 
 def _events() -> set[str]:
-    """Give the names of the events, read from the calls that tell them."""
+    """Give the names of the events, read from where they are told."""
     named = set()
-    for call in ast.walk(ast.parse(inspect.getsource(prefect_events.translate))):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "told":
-            first = call.args[0]
+    for pair in ast.walk(ast.parse(inspect.getsource(prefect_events._Payloads))):
+        if isinstance(pair, ast.Tuple) and len(pair.elts) == 2 and isinstance(pair.ctx, ast.Load):
+            first = pair.elts[0]
             either = (first.body, first.orelse) if isinstance(first, ast.IfExp) else (first,)
             named |= {name.value for name in either if isinstance(name, ast.Constant)}
     named |= set(get_args(LoopWarned.model_fields["problem"].annotation))
