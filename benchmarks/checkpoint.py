@@ -309,7 +309,7 @@ def measure_local() -> None:
 
 def upload_and_watch(endpoint_url: str, folder: str) -> None:
     """Upload a folder, in a process of its own, and print by how much its resident memory grew at most."""
-    from prefect_elastic_train.elastic.run_filesystem import run_filesystem
+    from prefect_elastic_train.elastic.checkpoints import run_filesystem
     from prefect_elastic_train.runs import layout
     from prefect_elastic_train.storage.objects import ObjectClient
     from prefect_elastic_train.storage.opening import open_storage

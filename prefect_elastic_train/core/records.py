@@ -20,7 +20,6 @@ __all__ = [
     "Heartbeat",
     "Owner",
     "RunRecord",
-    "UploadMark",
     "decode",
     "encode",
 ]
@@ -147,7 +146,7 @@ class AttemptRecord(_Record):
     confirmed: bool = True
     #: The commit it starts from, as ``(attempt, sequence)``; None for the beginning.
     base: tuple[int, int] | None = None
-    #: Checkpoints of the base's lineage that were damaged; their names may be used again.
+    #: Checkpoints of the base's lineage that were damaged.
     dropped: list[str] = Field(default_factory=list)
     #: What had to be repaired or dropped, in words.
     repairs: list[str] = Field(default_factory=list)
@@ -181,17 +180,6 @@ class CommitRecord(_Record):
     snapshot: dict[str, Any]
     #: For each checkpoint, path and size in bytes of its files.
     manifest: dict[str, dict[str, int]]
-    #: Checkpoints that earlier commits named and this one does not, whose folders were still there when it was
-    #: written. Ray deletes them next; should it not come to that, they go before workers start again.
-    condemned: list[str] = Field(default_factory=list)
-
-
-class UploadMark(_Record):
-    """``uploads/<attempt>-<checkpoint>``: the checkpoint's upload has begun, and no second commit has named it yet."""
-
-    attempt: int
-    #: It stands for a checkpoint that was found damaged, whose folder is to go before its name is used again.
-    damaged: bool = False
 
 
 class Heartbeat(_Record):

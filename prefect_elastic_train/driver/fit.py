@@ -251,7 +251,7 @@ def fit(
     from ray.train import DataConfig
 
     from prefect_elastic_train.elastic.callbacks import RunCallback
-    from prefect_elastic_train.elastic.run_filesystem import run_filesystem
+    from prefect_elastic_train.elastic.checkpoints import run_filesystem
     from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
     from prefect_elastic_train.elastic.translate import run_config, scaling_config
 

@@ -210,7 +210,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         removed = remove_interrupted_uploads(self._store, self._attempt)
         self._store.abandon_uploads()
         if removed:
-            told = ", ".join(f"{name} ({why})" for name, why in removed.items())
+            told = ", ".join(f"{loop_name(name)} ({why})" for name, why in removed.items())
             logger.warning("Removed checkpoints that no commit needs: %s", told)
 
     @_never_raises

@@ -29,12 +29,22 @@ from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
 from prefect_elastic_train.elastic.loop_state import note_opened
 from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem, ObjectRunFilesystem
 from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
+from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.objects import ObjectClient
+from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["RunCheckpoint", "RunStorageContext", "name_folders", "open_checkpoint", "readable"]
+__all__ = ["RunCheckpoint", "RunStorageContext", "name_folders", "open_checkpoint", "readable", "run_filesystem"]
 
 #: How long a reader waits for another one on its machine to fetch the checkpoint, before it does so itself.
 _SHARE_SECONDS = 3600.0
+
+
+def run_filesystem(store: RunStore, attempt: int) -> fs.PyFileSystem:
+    """Return the filesystem that Ray is handed for one attempt on a run directory."""
+    inner = store.inner if isinstance(store, RetryingStore) else store
+    filesystem_type = ObjectRunFilesystem if isinstance(inner, ObjectRunStore) else LocalRunFilesystem
+    return fs.PyFileSystem(filesystem_type(store, attempt))
 
 
 class RunStorageContext(StorageContext):  # type: ignore[misc]

@@ -1,9 +1,4 @@
-"""The run filesystem on a disk or on a shared mount.
-
-A process may be stopped between its look at the fence and what it does then. So what is written or deleted is
-reached through its folder, opened before the look: should a successor have removed that folder meanwhile, nothing
-happens to the one that has its name now.
-"""
+"""The run filesystem on a disk or on a shared mount: a file has its name once all of it is on the disk."""
 
 from __future__ import annotations
 
@@ -11,9 +6,9 @@ import io
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +23,6 @@ from prefect_elastic_train.storage.store import (
     TEMPORARY_PREFIX,
     RunStore,
     make_folder,
-    open_folder,
     sync_folder,
     sync_tree,
 )
@@ -57,18 +51,20 @@ class LocalRunFilesystem(RunFilesystem):
 
     def delete_file(self, path: str) -> None:
         """Delete a file, unless another attempt has taken over."""
-        with self._fenced(path) as file:
-            self._inner.delete_file(file)
+        self._check_fence_of(path)
+        self._inner.delete_file(path)
 
     def move(self, src: str, dest: str) -> None:
         """Move a file or folder, unless another attempt has taken over. It may come from outside of the run."""
-        with self._fenced(src) as source, self._fenced(dest) as target:
-            self._inner.move(source, target)
-            sync_tree(Path(target))
-            sync_folder(Path(source).parent)
+        self._check_fence_of(src)
+        self._check_fence_of(dest)
+        self._inner.move(src, dest)
+        sync_tree(Path(dest))
+        sync_folder(Path(src).parent)
 
     def copy_file(self, src: str, dest: str) -> None:
         """Copy a file, unless another attempt has taken over."""
+        self._check_fence_of(dest)
         self._copy(src, dest)
         sync_folder(Path(dest).parent)
 
@@ -77,6 +73,7 @@ class LocalRunFilesystem(RunFilesystem):
         if os.path.isfile(source):
             self.copy_file(source, target)
             return
+        self._check_fence_of(target)
         jobs: list[Callable[[], None]] = []
         made = []
         for relative, folders, files in files_below(source):
@@ -93,21 +90,21 @@ class LocalRunFilesystem(RunFilesystem):
             run_all(pool, [pool.submit(sync_folder, folder) for folder in made])
 
     def _copy(self, source: str, target: str) -> None:
+        unfinished = _temporary(target)
+
         def copy() -> None:
-            with self._fenced_folder(target) as (folder, name):
-                unfinished = f"/proc/self/fd/{folder}/{_temporary_name()}"
-                try:
-                    shutil.copyfile(source, unfinished)
-                    with open(unfinished, "rb+") as file:
-                        with suppress(OSError):  # some mounts know no modes
-                            os.fchmod(file.fileno(), os.stat(source).st_mode & 0o777)
-                        # In here: after an error of the disk all of it is to be written anew.
-                        os.fsync(file.fileno())
-                    os.replace(unfinished, f"/proc/self/fd/{folder}/{name}")
-                except BaseException:
-                    with suppress(OSError):
-                        os.unlink(unfinished)
-                    raise
+            try:
+                shutil.copyfile(source, unfinished)
+                with open(unfinished, "rb+") as file:
+                    with suppress(OSError):  # some mounts know no modes
+                        os.fchmod(file.fileno(), os.stat(source).st_mode & 0o777)
+                    # In here: after an error of the disk all of it is to be written anew.
+                    os.fsync(file.fileno())
+                os.replace(unfinished, target)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(unfinished)
+                raise
 
         self._retries.call(f"write {target}", copy)
 
@@ -128,40 +125,20 @@ class LocalRunFilesystem(RunFilesystem):
         return self._retries.call(f"open {path}", lambda: self._inner.open_input_file(path))
 
     def _open_output(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(_PartialFile(self, path, self._retries), mode="w")
-
-    @contextmanager
-    def _fenced(self, path: str) -> Iterator[str]:
-        """Check the fence and give a path to the same file that stays with its folder, whoever takes its name."""
-        with self._fenced_folder(path) as (folder, name):
-            yield f"/proc/self/fd/{folder}/{name}" if self._is_in_run(path) else path
-
-    @contextmanager
-    def _fenced_folder(self, path: str) -> Iterator[tuple[int, str]]:
-        """Open a file's folder, then check the fence; give the folder's descriptor and the file's name in it."""
-        parent, _, name = path.rpartition("/")
-        folder = open_folder(parent)
-        try:
-            with _naming(path):
-                self._check_fence_of(path)
-                yield folder, name
-        finally:
-            os.close(folder)
+        self._check_fence_of(path)
+        return pa.PythonFile(_PartialFile(path, self._retries), mode="w")
 
 
 class _PartialFile(io.RawIOBase):
     """A file that gets its name when it is closed, and none if it never comes to that."""
 
-    def __init__(self, filesystem: LocalRunFilesystem, path: str, retries: Retries) -> None:
+    def __init__(self, path: str, retries: Retries) -> None:
         self._path = path
         self._retries = retries
         self._offset = 0
-        self._name = _temporary_name()
-        self._descriptor = self._folder = -1
-        # Kept open: whoever takes the folder's name is not written into.
-        with filesystem._fenced_folder(path) as (folder, self._final_name):
-            self._folder = os.dup(folder)
-            self._descriptor = os.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
+        self._descriptor = -1
+        self._unfinished = _temporary(path)
+        self._descriptor = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
 
     def writable(self) -> bool:
         return True
@@ -186,15 +163,11 @@ class _PartialFile(io.RawIOBase):
             return
         super().close()
         try:
-            with _naming(self._path):
-                os.fsync(self._descriptor)
-                descriptor, self._descriptor = self._descriptor, -1
-                os.close(descriptor)  # a network mount says here what it could not write
-                self._retries.call(
-                    f"write {self._path}",
-                    lambda: os.replace(self._name, self._final_name, src_dir_fd=self._folder, dst_dir_fd=self._folder),
-                )
-                sync_folder(f"/proc/self/fd/{self._folder}")
+            os.fsync(self._descriptor)
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)  # a network mount says here what it could not write
+            self._retries.call(f"write {self._path}", lambda: os.replace(self._unfinished, self._path))
+            sync_folder(Path(self._path).parent)
         finally:
             self._discard()
 
@@ -205,25 +178,12 @@ class _PartialFile(io.RawIOBase):
     def _discard(self) -> None:
         """Close what is open, and remove the file if it still has its temporary name."""
         descriptor, self._descriptor = self._descriptor, -1
-        folder, self._folder = self._folder, -1
         if descriptor >= 0:
             os.close(descriptor)
-        if folder >= 0:
-            with suppress(OSError):
-                os.unlink(self._name, dir_fd=folder)
-            os.close(folder)
+        with suppress(OSError):
+            os.unlink(self._unfinished)
 
 
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Have errors name a file as it is known, not as it was reached."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), path) from error
-
-
-def _temporary_name() -> str:
-    return f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+def _temporary(path: str) -> str:
+    """Return a name for a file that is not finished, beside its own."""
+    return f"{path.rpartition('/')[0]}/{TEMPORARY_PREFIX}{uuid.uuid4().hex}"

@@ -17,7 +17,6 @@ from ray.train.v2._internal.execution.context import get_train_context
 from prefect_elastic_train.core.ray_output import mark_ray_logs
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
 from prefect_elastic_train.elastic.loop_state import in_report, note_checkpoints, stalling, waiting_for_others
-from prefect_elastic_train.elastic.run_filesystem import uploading
 from prefect_elastic_train.loop.context import RunContext, enter_run
 from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
 
@@ -33,7 +32,7 @@ _UPLOAD_SECONDS = 3600.0
 class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
     """Takes the run's context to each worker, and stands around its reports.
 
-    Checkpoints are written and read by the run filesystem, which is told which folders are being uploaded. After the
+    Checkpoints are written and read by the run filesystem, into folders that are never used again. After the
     report that a restart waits for, the worker stands still: what it did from then on would be done twice. And a loop
     that reports faster than its checkpoints are uploaded waits: Ray would let them pile up on the disk.
 
@@ -88,7 +87,7 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     def on_checkpoint_transfer(self) -> Iterator[None]:
         """Wrap the upload of a checkpoint."""
         saw_checkpoint()
-        with uploading(), stalling():
+        with stalling():
             yield
 
 

@@ -1,8 +1,10 @@
 """The choke point through which Ray Train writes its snapshot and every checkpoint.
 
 Ray is handed a pyarrow filesystem over :class:`RunFilesystem`, in the controller and in each worker. Writing
-the snapshot becomes a commit, uploads are marked until they are committed, writes and deletions are fenced. What
-differs between a disk and an object store is in :mod:`local_filesystem` and :mod:`object_filesystem`.
+the snapshot becomes a commit, and one that was fenced off is told so at the first thing that it wants to change. No
+look at the fence protects a checkpoint: its folder's name is never used again, so whoever is late meets nobody. What
+differs between a disk and an object store is in :mod:`local_filesystem` and :mod:`object_filesystem`, which
+:func:`prefect_elastic_train.elastic.checkpoints.run_filesystem` chooses from.
 """
 
 from __future__ import annotations
@@ -10,9 +12,7 @@ from __future__ import annotations
 import abc
 import io
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,42 +21,14 @@ from pyarrow import fs
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import CommitLog, Mark, check_fence, is_there, marks, newest_commit
+from prefect_elastic_train.runs.commits import CommitLog, check_fence
 from prefect_elastic_train.runs.resume import attempt_snapshot
 from prefect_elastic_train.runs.snapshots import checkpoint_names
-from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["RunFilesystem", "run_filesystem", "uploading"]
-
-
-class _Upload(threading.local):
-    depth = 0
-
-
-_upload = _Upload()
-
-
-@contextmanager
-def uploading() -> Iterator[None]:
-    """Mark folders that this thread creates in the run directory as checkpoints being uploaded."""
-    _upload.depth += 1
-    try:
-        yield
-    finally:
-        _upload.depth -= 1
-
-
-def run_filesystem(store: RunStore, attempt: int) -> fs.PyFileSystem:
-    """Give the filesystem for one attempt on a run directory."""
-    from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
-    from prefect_elastic_train.elastic.object_filesystem import ObjectRunFilesystem
-
-    inner = store.inner if isinstance(store, RetryingStore) else store
-    filesystem_type = ObjectRunFilesystem if isinstance(inner, ObjectRunStore) else LocalRunFilesystem
-    return fs.PyFileSystem(filesystem_type(store, attempt))
+__all__ = ["RunFilesystem"]
 
 
 class _SnapshotSink(io.RawIOBase):
@@ -121,11 +93,8 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
         return [self._snapshot_info() if self._is_snapshot(path) else self._info(path) for path in paths]
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        """Create a folder, unless another attempt has taken over; in an upload, the folder of a checkpoint."""
+        """Create a folder, unless another attempt has taken over."""
         self._check_fence_of(path)
-        checkpoint = self._child(path)
-        if checkpoint and _upload.depth:
-            self._begin_upload(checkpoint)
         self._make_folder(path, recursive)
 
     def delete_dir(self, path: str) -> None:
@@ -192,7 +161,7 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
     def _delete_folder(
         self,
         path: str,
-        in_run: Callable[[str, Callable[[], object]], bool],
+        in_run: Callable[[str], bool],
         *,
         with_itself: bool,
         missing_ok: bool = False,
@@ -202,7 +171,7 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
         self._handed.discard(child)
         if not child:
             self._delete_outside(path, with_itself=with_itself, missing_ok=missing_ok)
-        elif not in_run(child, lambda: check_fence(self._store, self._attempt)) and not missing_ok:
+        elif not in_run(child) and not missing_ok:
             raise FileNotFoundError(f"{path}: there is no such folder")
 
     def _is_snapshot(self, path: str) -> bool:
@@ -232,34 +201,6 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
         except ValueError:
             return ""
         return "" if relative == "." or relative.split("/")[0] == layout.STATE_FOLDER else relative
-
-    def _begin_upload(self, checkpoint: str) -> None:
-        commit = newest_commit(self._store, self._attempt)
-        committed = checkpoint_names(commit.snapshot) if commit is not None else []
-        for name in committed:
-            if checkpoint == name or checkpoint.startswith(f"{name}/"):
-                if checkpoint == name:
-                    raise ElasticTrainError(
-                        f"checkpoint {name!r} is committed already and will not be overwritten; report a new "
-                        "checkpoint_dir_name for each checkpoint"
-                    )
-                return
-        if commit is not None and checkpoint in commit.condemned:
-            self._check_is_deleted(checkpoint)
-        if any(checkpoint.startswith(f"{begun}/") for begun in self._begun_uploads()):
-            return  # a folder inside the checkpoint
-        Mark(self._attempt, checkpoint).set(self._store)
-
-    def _check_is_deleted(self, checkpoint: str) -> None:
-        """Refuse a name whose old folder is still there, unless another rank has begun the new one."""
-        if is_there(self._store, checkpoint) and checkpoint not in self._begun_uploads():
-            raise ElasticTrainError(
-                f"the earlier checkpoint {checkpoint!r} is being deleted, or could not be; report a new "
-                "checkpoint_dir_name for each checkpoint"
-            )
-
-    def _begun_uploads(self) -> list[str]:
-        return [mark.checkpoint for mark in marks(self._store) if mark.attempt == self._attempt]
 
     def _check_fence(self) -> None:
         check_fence(self._store, self._attempt)

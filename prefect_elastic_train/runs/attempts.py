@@ -37,7 +37,6 @@ from prefect_elastic_train.runs.resume import (
     ResumePoint,
     adopt_snapshot,
     find_resume_point,
-    mark_dropped,
     restore_snapshot,
 )
 from prefect_elastic_train.storage.store import RunStore
@@ -184,7 +183,6 @@ def begin_attempt(
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last is not None and last.ended is None:
             end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
-        mark_dropped(store, point, attempt)
         repairs = point.repairs + restore_snapshot(store, point)
         return Begun(attempt, point, counted + 1, without_progress, notes + repairs, run_id)
     raise AttemptFailedError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prefect_elastic_train.core.checkpoint_names import written_by
 from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.records import (
     AttemptRecord,
@@ -22,11 +23,10 @@ from prefect_elastic_train.runs.commits import (
     ReadCommit,
     all_attempts,
     all_commits,
+    checkpoint_folders,
     commit_label,
     dropped_by,
-    is_there,
     lineage,
-    marks,
     newest_commit,
     read_lineage,
 )
@@ -272,13 +272,17 @@ def _in_words(point: ResumePoint) -> str:
 def _candidates(view: RunView, newest: CommitRecord | None) -> dict[str, tuple[str, str]]:
     """Give kind and reason of all that may be left over, by folder."""
     found: dict[str, tuple[str, str]] = {}
-    for mark in marks(view):
-        # A checkpoint that another run's is copied into has the mark of no attempt.
-        begun = f"attempt {mark.attempt} began its upload" if mark.attempt else "its copy was begun"
-        found[mark.checkpoint] = ("upload", f"{begun}, and no commit names it")
-    for name in newest.condemned if newest is not None else []:
-        label = commit_label((newest.attempt, newest.sequence)) if newest is not None else ""
-        found[name] = ("condemned", f"commit {label} keeps it no longer, and its deletion did not come to its end")
+    commits = [commit for commit in read_lineage(view) if commit.record is not None]
+    named = {name: commit.label for commit in commits if commit.record for name in commit.record.manifest}
+    for folder in checkpoint_folders(view, named):
+        attempt = written_by(folder)
+        # What another run's is copied into is of no attempt.
+        begun = f"attempt {attempt} began its upload" if attempt else "its copy was begun"
+        found[folder] = ("upload", f"{begun}, and no commit names it")
+        if folder in named and newest is not None:
+            label = commit_label((newest.attempt, newest.sequence))
+            why = f"commit {label} keeps it no longer, and its deletion did not come to its end"
+            found[folder] = ("condemned", why)
     for number in all_attempts(view):
         found.update({name: ("dropped", reason) for name, reason in dropped_by(view, number).items()})
     return found
@@ -301,7 +305,8 @@ def _needed(view: RunView) -> list[str]:
 
 
 def _leftover(view: RunView, folder: str, kind: str, reason: str) -> Leftover:
-    there = is_there(view, folder)
+    parent, _, name = folder.rpartition("/")
+    there = name in view.folders(parent)
     sizes = (view.file_sizes(folder) if there else None) or {}
     return Leftover(folder=folder, kind=kind, reason=reason, there=there, size_bytes=sum(sizes.values()))
 

@@ -14,33 +14,33 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote, unquote
 
+from prefect_elastic_train.core.checkpoint_names import written_by
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
-from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, UploadMark, decode, encode
+from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together, parse_snapshot, without_checkpoints
 from prefect_elastic_train.runs.view import RunReader, RunView
+from prefect_elastic_train.storage.object_store import ObjectRunStore
+from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
     "CommitLog",
     "FencedOffError",
-    "Mark",
     "ReadCommit",
     "all_attempts",
     "all_commits",
     "attempt_id",
     "check_fence",
+    "checkpoint_folders",
     "commit_label",
     "damage_of",
     "dropped_by",
-    "is_there",
     "lineage",
-    "marks",
     "newest_attempt",
     "newest_commit",
     "read_lineage",
@@ -197,8 +197,6 @@ def read_lineage(store: RunReader, attempt: int | None = None, *, whole: bool = 
     view = store if isinstance(store, RunView) else RunView(store)
     before = None if attempt is None else attempt + 1
     attempts = [number for number in all_attempts(view) if before is None or number < before]
-    # What is gone is gone for all older commits: its name may have been that of another checkpoint then, whose files
-    # it has overwritten.
     gone: dict[str, str] = {}
     newest = True
     for number in lineage(view, before):
@@ -232,8 +230,8 @@ def _mirrored_commit(view: RunView, before: int | None) -> CommitRecord | None:
 
     Ray's file may also mirror an earlier commit: a crash can come before it is written, and a holder that was
     stopped may write it late. It is this commit's if it is further than the newest earlier commit that can be
-    read, names one checkpoint more, and that one was uploaded by this commit's attempt. Its upload mark tells so,
-    which stays until the next commit. Of that checkpoint no manifest is left: it is taken as it is.
+    read, and names one checkpoint more, which by its name is of this commit's attempt. Of that checkpoint no manifest
+    is left: it is taken as it is.
     """
     (attempt, sequence), *older = lineage(view, before)
     mirror = parse_snapshot(view.read(layout.SNAPSHOT))
@@ -245,7 +243,7 @@ def _mirrored_commit(view: RunView, before: int | None) -> CommitRecord | None:
     files = view.file_sizes(names[-1])
     if (
         not files
-        or Mark(attempt, names[-1]) not in marks(view)
+        or written_by(names[-1]) != attempt
         or not known.keys() >= set(names[:-1])
         or (earlier is not None and mirror["current_report_index"] <= earlier.snapshot["current_report_index"])
     ):
@@ -256,7 +254,6 @@ def _mirrored_commit(view: RunView, before: int | None) -> CommitRecord | None:
         attempt_id=attempt_id(view, attempt),
         snapshot=mirror,
         manifest={**{name: known[name] for name in names[:-1]}, names[-1]: files},
-        condemned=sorted(known.keys() - set(names)),
     )
 
 
@@ -327,11 +324,11 @@ class CommitLog:
         with self._lock:
             check_fence(self._store, self._attempt)
             last = self._last or self._find_last()
-            record = self._write(snapshot, self._complete_manifest(snapshot, last), last)
+            record = self._write(snapshot, self._complete_manifest(snapshot, last))
             check_fence(self._store, self._attempt)
             self._store.replace(layout.SNAPSHOT, data)
             self._last = record
-            self._tidy(last, checkpoint_names(snapshot)[-1:])
+            self._tidy()
         return record
 
     def _complete_manifest(self, snapshot: dict[str, Any], last: CommitRecord | None) -> dict[str, dict[str, int]]:
@@ -340,25 +337,21 @@ class CommitLog:
         manifest = {}
         names = checkpoint_names(snapshot)
         for name in names:
-            # The newest is always listed: its name may be one that an earlier, damaged checkpoint had.
+            # The newest is always listed: a loop that writes its checkpoints itself may have changed one of that name.
             files = known.get(name) if name != names[-1] else None
             if files is None:
                 files = self._store.file_sizes(name)
-            if files is None and name in self._begun():
-                files = {}  # an object store has no empty folders
+            if files is None and self._may_be_empty(name):
+                files = {}
             if files is None:
                 raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
             manifest[name] = files
         return manifest
 
-    def _begun(self) -> list[str]:
-        return [mark.checkpoint for mark in marks(self._store) if mark.attempt == self._attempt]
-
-    def _condemned(self, manifest: dict[str, dict[str, int]], last: CommitRecord | None) -> list[str]:
-        """Give what earlier commits named, this one does not, and is still there: Ray is about to delete it."""
-        before = {*last.manifest, *last.condemned} if last is not None else set()
-        view = RunView(self._store)
-        return [name for name in sorted(before - manifest.keys()) if is_there(view, name)]
+    def _may_be_empty(self, name: str) -> bool:
+        """Whether a checkpoint that nothing is seen of may be one without files: an object store has no folders."""
+        inner = self._store.inner if isinstance(self._store, RetryingStore) else self._store
+        return isinstance(inner, ObjectRunStore) and written_by(name) == self._attempt
 
     def _find_last(self) -> CommitRecord | None:
         """Previous commit, which may be another attempt's; or None."""
@@ -366,12 +359,9 @@ class CommitLog:
         self._sequence = max(own, default=0)
         return newest_commit(self._store, self._attempt)
 
-    def _write(
-        self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]], last: CommitRecord | None
-    ) -> CommitRecord:
+    def _write(self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]]) -> CommitRecord:
         if self._attempt_id is None:
             self._attempt_id = attempt_id(self._store, self._attempt)
-        condemned = self._condemned(manifest, last)
         while True:
             self._sequence += 1
             record = CommitRecord(
@@ -380,62 +370,24 @@ class CommitLog:
                 attempt_id=self._attempt_id,
                 snapshot=snapshot,
                 manifest=manifest,
-                condemned=condemned,
             )
             if self._store.create(layout.commit_name(self._attempt, self._sequence), encode(record)):
                 return record
 
-    def _tidy(self, last: CommitRecord | None, newest: list[str]) -> None:
-        """Remove upload marks of what was committed before, and commits that nobody will need again.
-
-        The newest checkpoint keeps its mark until the next commit: should this commit be lost, nothing else
-        would tell that the folder belongs to no commit. It may have the name of an earlier, damaged one.
-        """
-        confirmed = last.manifest.keys() - set(newest) if last is not None else set()
-        for mark in marks(self._store):
-            if mark.checkpoint in confirmed and mark.attempt <= self._attempt:
-                self._store.delete(mark.name)
+    def _tidy(self) -> None:
+        """Remove commits that nobody will need again."""
         own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
         for sequence in own[:-_COMMITS_KEPT]:
             self._store.delete(layout.commit_name(self._attempt, sequence))
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Says that an attempt has begun to upload a checkpoint, and that no second commit has named it yet.
+def checkpoint_folders(store: RunReader, names: Iterable[str]) -> list[str]:
+    """Return the checkpoint folders that attempts have begun to write, whether or not a commit names them.
 
-    Each attempt has marks of its own, so that none that was stopped for a while removes its successor's.
+    Args:
+        store: The run directory.
+        names: Checkpoints that are known: others may be beside them, as a loop may call its own ``epochs/3``.
     """
-
-    attempt: int
-    checkpoint: str
-
-    @property
-    def name(self) -> str:
-        """Name of its object."""
-        return f"{layout.UPLOADS}/{self.attempt:04d}-{quote(self.checkpoint, safe='')}"
-
-    def set(self, store: RunStore, *, damaged: bool = False) -> None:
-        """Create it, if it is not there yet; for a damaged checkpoint, so that its folder goes."""
-        store.create(self.name, encode(UploadMark(attempt=self.attempt, damaged=damaged)))
-
-    def is_of_damage(self, store: RunReader) -> bool:
-        """Whether it was set for a damaged checkpoint."""
-        record = decode(UploadMark, store.read(self.name))
-        return record is not None and record.damaged
-
-
-def marks(store: RunReader) -> list[Mark]:
-    """Give the marks of all attempts."""
-    found = []
-    for name in store.names(layout.UPLOADS):
-        attempt, dash, checkpoint = name.partition("-")
-        if dash and attempt.isdecimal():
-            found.append(Mark(int(attempt), unquote(checkpoint)))
-    return found
-
-
-def is_there(store: RunReader, checkpoint: str) -> bool:
-    """Tell whether there is a folder of this name."""
-    parent, _, name = checkpoint.rpartition("/")
-    return name in store.folders(parent)
+    parents = {"", *(name.rpartition("/")[0] for name in names)}
+    found = (f"{parent}/{folder}".lstrip("/") for parent in sorted(parents) for folder in store.folders(parent))
+    return [folder for folder in found if written_by(folder) is not None]

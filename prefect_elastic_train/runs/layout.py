@@ -14,7 +14,6 @@ __all__ = [
     "RUN",
     "SNAPSHOT",
     "STATE_FOLDER",
-    "UPLOADS",
     "attempt_name",
     "commit_name",
     "details_name",
@@ -31,8 +30,6 @@ ATTEMPTS = f"{STATE_FOLDER}/attempts"
 ENDED = f"{STATE_FOLDER}/ended"
 COMMITS = f"{STATE_FOLDER}/commits"
 EVENTS = f"{STATE_FOLDER}/events"
-#: One small object for each checkpoint folder whose upload has begun, by the attempt that began it.
-UPLOADS = f"{STATE_FOLDER}/uploads"
 HEARTBEAT = f"{STATE_FOLDER}/heartbeat.json"
 LOGS = f"{STATE_FOLDER}/logs"
 

@@ -215,7 +215,6 @@ def carry_out(store: RunStore, planned: RunPlan, awaited: AwaitedSources | None 
 
     check()
     for deletion in planned.deletions:
-        # Its upload mark stays: the next attempt goes by it, should a process have written there since.
         store.delete_folder(deletion.folder, check)
         yield deletion
     if planned.uploads:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.events import CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
-    Mark,
     all_attempts,
     all_commits,
     check_fence,
-    marks,
+    checkpoint_folders,
     newest_commit,
     read_lineage,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "adopt_snapshot",
     "attempt_snapshot",
     "find_resume_point",
-    "mark_dropped",
     "remove_interrupted_uploads",
     "restore_snapshot",
     "seed_run",
@@ -99,10 +97,10 @@ def find_resume_point(store: RunReader) -> ResumePoint:
         if read.problem:
             repairs.append(
                 f"commit {read.label} was {read.problem} and was written anew from Ray's snapshot; the files of "
-                f"{checkpoint_names(read.record.snapshot)[-1]} could not be checked"
+                f"{loop_name(checkpoint_names(read.record.snapshot)[-1])} could not be checked"
             )
         dropped += read.damaged
-        repairs += [f"checkpoint {name} was dropped: {why}" for name, why in read.damaged.items()]
+        repairs += [f"checkpoint {loop_name(name)} was dropped: {why}" for name, why in read.damaged.items()]
         usable = read.usable
         if usable is not None:
             return ResumePoint(usable, dropped, repairs, regained=bool(read.problem))
@@ -115,18 +113,12 @@ def find_resume_point(store: RunReader) -> ResumePoint:
 def _check_nothing_is_given_up(store: RunReader) -> None:
     """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
     rays_file = store.read(layout.SNAPSHOT)
-    # A mark alone is no proof of an interrupted upload once Ray's file exists, which is written after a commit.
-    marked = {mark.checkpoint.split("/")[0] for mark in marks(store)} if rays_file is None else set()
-    left = [
-        folder
-        for folder in store.folders()
-        if folder != layout.STATE_FOLDER and folder not in marked and store.file_sizes(folder)
-    ]
+    left = [folder for folder in store.folders() if folder != layout.STATE_FOLDER and store.file_sizes(folder)]
     snapshot = parse_snapshot(rays_file)
     named = {name.split("/")[0] for name in checkpoint_names(snapshot)} if snapshot is not None else set()
     if named.isdisjoint(left) and not _has_ever_committed(store):
-        # Folders that a person or the loop itself has made.
-        left = [folder for folder in left if _RAYS_NAME.match(folder)]
+        # Folders that a person or the loop itself has made, and uploads that were interrupted.
+        left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) is None]
     if not left:
         return
     shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
@@ -154,12 +146,6 @@ def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
     """Snapshot that an attempt goes on from: of its newest commit, else of its base; None for the beginning."""
     commit = newest_commit(store, attempt)
     return commit.snapshot if commit is not None else None
-
-
-def mark_dropped(store: RunStore, point: ResumePoint, attempt: int) -> None:
-    """Mark the folders of dropped checkpoints, so that they are gone before anything takes their names."""
-    for checkpoint in point.dropped:
-        Mark(attempt, checkpoint).set(store, damaged=True)
 
 
 def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
@@ -229,8 +215,7 @@ def seed_run(store: RunStore, checkpoint_name: str, metrics: dict[str, Any], ray
 def remove_interrupted_uploads(store: RunStore, attempt: int) -> dict[str, str]:
     """Remove checkpoint folders that no commit needs: interrupted uploads, and what was to be deleted.
 
-    No worker may be running. Marks of what is committed stay until the next commit: should this one be lost, they
-    tell whose upload it was.
+    No worker may be running.
 
     Args:
         store: The run directory.
@@ -242,11 +227,7 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> dict[str, str]:
     Raises:
         FencedOffError: Another attempt has taken over; nothing that it needs was removed.
     """
-
-    def check() -> None:
-        check_fence(store, attempt)
-
-    check()
+    check_fence(store, attempt)  # after the attempt's last commit: a successor sees that, and needs no more
     commit = newest_commit(store, attempt)
     needed = set(checkpoint_names(commit.snapshot)) if commit is not None else set()
     newest = next(read_lineage(store, attempt), None)
@@ -255,22 +236,20 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> dict[str, str]:
         if snapshot is None:
             return {}
         needed.update(checkpoint_names(snapshot))
-    own_marks = [mark for mark in marks(store) if mark.attempt <= attempt]
-    condemned = set(commit.condemned if commit is not None else [])
+    begun = [folder for folder in checkpoint_folders(store, needed) if (written_by(folder) or 0) <= attempt]
+    unneeded = [folder for folder in begun if folder not in needed]
+    why = _reasons(store, attempt) if unneeded else {}
     removed = {}
-    for checkpoint in sorted({mark.checkpoint for mark in own_marks} | condemned):
-        if _overlaps(checkpoint, needed):
-            continue
-        of_it = [mark for mark in own_marks if mark.checkpoint == checkpoint]
-        damaged = any(mark.is_of_damage(store) for mark in of_it)
-        if store.delete_folder(checkpoint, check):
-            why = "no longer kept" if checkpoint in condemned else "damaged" if damaged else "upload interrupted"
-            removed[checkpoint] = why
-        for mark in of_it:
-            store.delete(mark.name)
+    for folder in unneeded:
+        if store.delete_folder(folder):
+            removed[folder] = why.get(folder, "upload interrupted")
     return removed
 
 
-def _overlaps(checkpoint: str, needed: Iterable[str]) -> bool:
-    """Tell whether a folder is, holds, or is part of a checkpoint that is needed."""
-    return any(f"{checkpoint}/".startswith(f"{name}/") or f"{name}/".startswith(f"{checkpoint}/") for name in needed)
+def _reasons(store: RunStore, attempt: int) -> dict[str, str]:
+    """Return why checkpoints are not needed that were committed once."""
+    found = {}
+    for read in read_lineage(store, attempt):
+        found.update(dict.fromkeys(checkpoint_names(read.record.snapshot) if read.record else [], "no longer kept"))
+        found.update(dict.fromkeys(read.gone, "damaged"))
+    return found

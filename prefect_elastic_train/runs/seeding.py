@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
+from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, is_passing
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import Mark, damage_of, newest_attempt, read_lineage
+from prefect_elastic_train.runs.commits import damage_of, newest_attempt, read_lineage
 from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name, is_run_name
 from prefect_elastic_train.runs.inspecting import PRUNER
 from prefect_elastic_train.runs.resume import seed_run
-from prefect_elastic_train.runs.snapshots import latest_checkpoint
+from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint
 from prefect_elastic_train.runs.view import RunReader, RunView
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
@@ -193,8 +194,6 @@ def _copy(store: RunStore, source: Source, storage: Storage, target: RunStore) -
         raise _invalid(source.checkpoint, error) from error
     folder = _name_of_copy(store, source.run, source.folder)
     target.delete_folder(folder)  # what an interrupted copy left behind
-    # Marked like an upload, so that a copy that is cut short is known for what it is.
-    Mark(0, folder).set(target)
     storage.copy_folder(f"{store.path}/{source.folder}", f"{target.path}/{folder}")
     damage = damage_of(target, folder, chosen.manifest)
     if damage:
@@ -207,8 +206,9 @@ def _name_of_copy(source: RunStore, run: str, checkpoint: str) -> str:
     """Name the folder of a copy. The name of what is a copy itself does not grow from run to run."""
     record = decode(RunRecord, source.read(layout.RUN))
     before = (record.source or record.resume_from).partition("@")[0] if record is not None else ""
-    original = checkpoint.removeprefix(f"from-{before}-") if before else checkpoint
-    return f"from-{run}-{original.replace('/', '-')}"
+    name = loop_name(checkpoint)
+    original = name.removeprefix(f"from-{before}-") if before else name
+    return physical_name(f"from-{run}-{original.replace('/', '-')}", attempt=0)
 
 
 def _newest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
@@ -369,7 +369,7 @@ def _choose(source: RunReader, name: str, choice: str, *, by_folder: bool = Fals
         meant = _result_of(read.record.snapshot, choice, by_folder=by_folder) if read.record is not None else None
         folder = meant["checkpoint_dir_name"] if meant is not None else ""
         if folder in read.lost and not damaged:
-            damaged = f"checkpoint {folder!r} of run {name!r} is damaged: {read.lost[folder]}"
+            damaged = f"checkpoint {loop_name(folder)!r} of run {name!r} is damaged: {read.lost[folder]}"
             is_new = folder in read.damaged
         commit = read.usable
         if commit is None:
@@ -377,7 +377,7 @@ def _choose(source: RunReader, name: str, choice: str, *, by_folder: bool = Fals
         chosen = _result_of(commit.snapshot, choice, by_folder=by_folder)
         if chosen is None:
             why = damaged or f"run {name!r} has no checkpoint {choice!r}"
-            raise _UnfitError(f"{why}; it has {', '.join(sorted(commit.manifest))}")
+            raise _UnfitError(f"{why}; it has {', '.join(sorted(map(loop_name, commit.manifest)))}")
         manifest = commit.manifest.get(chosen["checkpoint_dir_name"])
         return _Chosen(chosen, manifest, [damaged] if is_new else [])
     raise _UnfitError(damaged or f"{source.uri} has no committed checkpoint")
@@ -393,4 +393,8 @@ def _result_of(snapshot: dict[str, Any], choice: str, *, by_folder: bool) -> dic
         return latest_checkpoint(snapshot)
     if choice == "best" and not by_folder:
         return results[-1] if results else None
-    return next((result for result in results if result["checkpoint_dir_name"] == choice), None)
+    known = {result["checkpoint_dir_name"]: result for result in results}
+    named = [
+        folder for folder in checkpoint_names(snapshot) if choice in (folder, "" if by_folder else loop_name(folder))
+    ]
+    return known[named[-1]] if named else None

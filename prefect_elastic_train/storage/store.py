@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["TEMPORARY_PREFIX", "LocalRunStore", "RunStore", "make_folder", "open_folder", "sync_folder", "sync_tree"]
+__all__ = ["TEMPORARY_PREFIX", "LocalRunStore", "RunStore", "make_folder", "sync_folder", "sync_tree"]
 
 #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
 TEMPORARY_PREFIX = ".tmp-"
@@ -323,11 +323,6 @@ def sync_tree(path: Path) -> None:
             with entry.open("rb") as file:
                 os.fsync(file.fileno())
     sync_folder(path.parent)
-
-
-def open_folder(path: str | Path) -> int:
-    """Open a folder, to tell it from a later one of the same name. The caller closes the file descriptor."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _is_still(handle: int, path: Path) -> bool:

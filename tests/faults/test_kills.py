@@ -6,11 +6,13 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from prefect.client.schemas.objects import StateType
 
+from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from tests.faults.conftest import CHECKPOINT_EVERY, ROUNDS, hash_training, is_right, train_config
 from tests.support.deployments import DeployedRun, serve_flows
 from tests.support.processes import (
@@ -149,3 +151,32 @@ def test_runner_killed_at_any_moment_leaves_its_flow_to_end_or_to_be_resumed(
         wait_for(lambda: not run.processes(), 15, "all processes of the run to end")
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize("way", ["background", "own function"])
+def test_names_that_a_loop_gives_again_after_a_killed_worker_and_a_killed_driver_are_those_of_new_folders(
+    start: Start, ledger: str, way: str, tmp_path: Path
+) -> None:
+    config = train_config(ledger, named=True, checkpoint_every=2, sleep=0.1)
+    more: dict[str, Any] = {"config": {**config, "upload_seconds": 0.3}}
+    if way == "background":
+        (tmp_path / "staging").mkdir()
+        more = {"config": {**config, "staging": str(tmp_path / "staging")}, "loop": "tests.support.loops:async_loop"}
+    flow = start(**hash_training(ledger, **more, checkpoints={"num_to_keep": None}))
+    for kind, already in (("worker", 2), ("driver", 4)):
+        flow.wait_for(lambda already=already: len(commits(flow.run)) >= already, 120, f"{already} commits")
+        victim = _victim(flow, kind, ledger, None)
+        assert victim is not None
+        known = {line["pid"] for line in read_ledger(ledger)}
+        victim.kill()
+        wait_for(lambda known=known: {line["pid"] for line in read_ledger(ledger)} - known, 120, "a new worker")
+    outcome = flow.wait(240)
+    assert outcome["state"] == "COMPLETED", outcome
+    folders = {path.name for path in flow.run.iterdir() if path.name.startswith("step-")}
+    assert {written_by(folder) for folder in folders} == {1, 2}
+    assert {folder.split(".")[2] for folder in folders if written_by(folder) == 1} == {"g01", "g02"}
+    names = sorted(int(loop_name(folder).removeprefix("step-")) for folder in folders)
+    assert names == list(range(2, 41, 2)), "each name is there once: what was interrupted is gone"
+    assert "checkpoint step-40 is committed" in flow.log.lower()
+    assert is_right(outcome["result"]["checkpoint_uri"])
+    assert loop_name(Path(outcome["result"]["checkpoint_uri"]).name) == "step-40"

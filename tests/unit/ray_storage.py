@@ -14,7 +14,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import Check
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
+from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 
@@ -63,8 +63,7 @@ class Ray:
                 path = Path(folder, file)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
-            with uploading():
-                return self.storage.persist_current_checkpoint(Checkpoint(folder), name)
+            return self.storage.persist_current_checkpoint(Checkpoint(folder), name)
 
     def report(self, name: str, files: dict[str, bytes] | None = None, **metrics: Any) -> None:
         """Report a checkpoint, as all ranks have."""

@@ -19,7 +19,7 @@ from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
+from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, Finished, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
@@ -150,8 +150,7 @@ class Training:
 
     def begin_upload(self, name: str) -> None:
         """Create a checkpoint's folder as a worker does."""
-        with uploading():
-            run_filesystem(self.store, self.attempt).create_dir(f"{self.store.path}/{name}")
+        run_filesystem(self.store, self.attempt).create_dir(f"{self.store.path}/{name}")
 
     def upload(self, name: str, files: dict[str, bytes] | None = None) -> None:
         """Write a checkpoint's files as a worker does."""

@@ -22,11 +22,17 @@ import pytest
 from pyarrow import fs
 from ray.train import Checkpoint
 
-from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.checkpoint_names import physical_name
+from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.elastic import checkpoints
-from prefect_elastic_train.elastic.checkpoints import RunCheckpoint, RunStorageContext, open_checkpoint, readable
-from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
-from prefect_elastic_train.runs.commits import FencedOffError, marks
+from prefect_elastic_train.elastic.checkpoints import (
+    RunCheckpoint,
+    RunStorageContext,
+    open_checkpoint,
+    readable,
+    run_filesystem,
+)
+from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.seeding import copy_checkpoint
 from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.objects import ObjectClient
@@ -40,6 +46,7 @@ from tests.unit.support import begin
 on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
 on_object_stores = pytest.mark.parametrize("storage", ["memory", "s3"], indirect=True)
 
+COPY = physical_name("from-base-epochs-1", attempt=0)
 FILES = {"model.pt": b"weights", "rank-0/optim.pt": b"12", "empty": b""}
 
 _fork = multiprocessing.get_context("fork")
@@ -80,8 +87,7 @@ def _worker(run: RetryingStore, attempt: int = 1) -> RunStorageContext:
 
 
 def _report(run: RetryingStore, source: Path, name: str = "ckpt", attempt: int = 1) -> Checkpoint:
-    with uploading():
-        return _worker(run, attempt).persist_current_checkpoint(Checkpoint(str(source)), name)
+    return _worker(run, attempt).persist_current_checkpoint(Checkpoint(str(source)), name)
 
 
 # Written
@@ -95,7 +101,6 @@ def test_what_a_loop_reports_is_read_back_by_whoever_it_is_sent_to(
     reported = pickle.loads(cloudpickle.dumps(_report(run, source)))
     assert reported.path == f"{run.path}/ckpt"
     assert run.file_sizes("ckpt") == {name: len(data) for name, data in FILES.items()}
-    assert [mark.checkpoint for mark in marks(run)] == ["ckpt"]
     with reported.as_directory() as folder:
         assert _read(folder) == FILES
     assert _read(reported.to_directory(tmp_path / "copy")) == FILES
@@ -130,21 +135,15 @@ def test_a_checkpoint_that_is_not_on_the_disk_is_said_by_its_path(run: RetryingS
     begin(run)
     with pytest.raises(FileNotFoundError, match=f"the checkpoint to report is not there: {tmp_path}/none"):
         _report(run, tmp_path / "none")
-    assert marks(run) == []
     assert "ckpt" not in run.folders()
 
 
 @on_all_storages
-def test_nothing_is_written_over_a_committed_checkpoint_or_by_one_who_was_taken_over(
-    run: RetryingStore, source: Path
-) -> None:
-    Ray(run, begin(run).attempt).start().report("ckpt", {"model.pt": b"committed"})
-    with pytest.raises(ElasticTrainError, match="'ckpt' is committed already"):
-        _report(run, source)
+def test_one_who_was_taken_over_writes_nothing(run: RetryingStore, source: Path) -> None:
+    begin(run)
     begin(run)
     with pytest.raises(FencedOffError):
         _report(run, source, "another")
-    assert run.read("ckpt/model.pt") == b"committed"
     assert not run.file_sizes("another")
 
 
@@ -164,8 +163,7 @@ def test_ranks_write_into_one_checkpoint(run: RetryingStore, tmp_path: Path) -> 
 def test_a_checkpoint_of_another_filesystem_is_copied_as_ray_does(run: RetryingStore, source: Path) -> None:
     begin(run)
     elsewhere = Checkpoint(str(source), fs.SubTreeFileSystem("/", fs.LocalFileSystem()))
-    with uploading():
-        reported = _worker(run).persist_current_checkpoint(elsewhere, "ckpt")
+    reported = _worker(run).persist_current_checkpoint(elsewhere, "ckpt")
     assert reported.path == f"{run.path}/ckpt"
     assert run.file_sizes("ckpt") == {name: len(data) for name, data in FILES.items()}
 
@@ -228,15 +226,15 @@ def test_a_checkpoint_is_on_the_disk_before_its_commit(
 
     def look_and_link(temporary: Path, target: Path) -> None:
         if target.parent.name == "commits":
-            left.append(disk.left_below(top, f"runs/{'base/epochs/1' if not left else 'copy/from-base-epochs-1'}"))
+            left.append(disk.left_below(top, f"runs/{'base/epochs/1' if not left else f'copy/{COPY}'}"))
         link(temporary, target)
 
     monkeypatch.setattr(os, "link", look_and_link)
     run, copy = storage.run("base"), storage.run("copy")
     ray = Ray(run, begin(run).attempt).start()
-    with uploading():
-        reported = write(ray, source)
+    reported = write(ray, source)
     ray.register(reported)
+    copy.create(".elastic_train/run.json", b"{}")
     copy_checkpoint(storage, "base", copy)
     assert left == [{name: len(data) for name, data in FILES.items()}] * 2
     for name in ("base", "copy"):

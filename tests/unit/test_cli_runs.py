@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pyarrow import fs
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
+from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
@@ -43,7 +44,6 @@ from prefect_elastic_train.runs.commits import (
     all_attempts,
     all_commits,
     check_fence,
-    marks,
     newest_attempt,
 )
 from prefect_elastic_train.runs.history import read_history
@@ -105,7 +105,7 @@ def _local(storage: Storage, name: str) -> LocalRunStore:
 
 
 def _trained(
-    storage: Storage, name: str, checkpoints: str = "abc", flow_run: str = FLOW_RUN, **arguments: Any
+    storage: Storage, name: str, checkpoints: Sequence[str] = "abc", flow_run: str = FLOW_RUN, **arguments: Any
 ) -> LocalRunStore:
     """Train a run by a driver on another machine, which goes on without a heartbeat."""
     store = _local(storage, name)
@@ -134,7 +134,11 @@ def _beat(store: LocalRunStore, age: float, attempt: int = 1, interval: float = 
     store.replace(layout.HEARTBEAT, encode(beat))
 
 
-def _interrupt_upload(store: LocalRunStore, name: str = "d") -> None:
+#: The folder of the first attempt's interrupted upload.
+HALF = physical_name("d", 1)
+
+
+def _interrupt_upload(store: LocalRunStore, name: str = HALF) -> None:
     Ray(store, newest_attempt(store)).upload(name, {"model.pt": b"hal"})
 
 
@@ -263,7 +267,7 @@ def _raw_ray(storage: Storage, name: str) -> LocalRunStore:
     [layout.RUN, layout.attempt_name(1), layout.ended_name(1), layout.SNAPSHOT, layout.commit_name(1, 3)],
 )
 def test_a_torn_record_hides_no_run(storage: Storage, tear_it: str) -> None:
-    store = _trained(storage, "mnist")
+    store = _trained(storage, "mnist", ("a", "b", physical_name("c", 1)))
     _end(store)
     tear(store, tear_it)
     [run] = _json("list", storage.uri)["runs"]
@@ -532,7 +536,12 @@ Damage = Callable[[LocalRunStore], object]
             "rank-0/optim.pt has 1 bytes instead of 2",
             "has 1 bytes",
         ),
-        (lambda store: tear(store, layout.commit_name(1, 3)), "c", "", "was torn and was written anew"),
+        (
+            lambda store: (Ray(store, 1).start().report(HALF), tear(store, layout.commit_name(1, 4))),
+            HALF,
+            "",
+            "was torn and was written anew",
+        ),
         (
             lambda store: (tear(store, layout.commit_name(1, 3)), tear(store, layout.SNAPSHOT)),
             "b",
@@ -625,8 +634,8 @@ def test_what_an_attempt_has_given_up_is_told_and_is_no_new_damage(storage: Stor
 
 @pytest.mark.parametrize("choice", ["latest", "best"])
 def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one(storage: Storage, choice: str) -> None:
-    store = _trained(storage, "mnist", "abcd")
-    tear(store, "d/model.pt")
+    store = _trained(storage, "mnist", ("a", "b", "c", HALF))
+    tear(store, f"{HALF}/model.pt")
     wanted = claim(name="tuned", resume_from=f"mnist@{choice}").request
     source = choose_source(storage, wanted, storage.run("tuned"))
     assert source.checkpoint == "mnist@c"
@@ -634,7 +643,7 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     # Resumed, by a loop that has nothing left to do.
     begun = begin(store, claim(name="mnist"))
     assert Ray(store, begun.attempt).start().latest == begun.point.checkpoint == "c"
-    assert list(remove_interrupted_uploads(store, begun.attempt)) == ["d"]
+    assert list(remove_interrupted_uploads(store, begun.attempt)) == [HALF]
     result = make_result(store, "mnist", add_up(read_history(store)))
     _end(store, result=result.model_dump(mode="json"))
     assert (result.checkpoint_uri, result.metrics["epoch"]) == (f"{store.uri}/c", 2)
@@ -648,7 +657,7 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     assert found["whole"]
     assert (found["commit"], found["resume_commit"], found["resume_checkpoint"]) == ("0001-000004", "0001-000004", "c")
     assert [(one["name"], one["ok"]) for one in found["checkpoints"] if one["latest"]] == [("c", True)]
-    assert [one["name"] for one in found["checkpoints"] if not one["ok"]] == ["d"]
+    assert [loop_name(one["name"]) for one in found["checkpoints"] if not one["ok"]] == ["d"]
     with pytest.raises(AttemptFailedError, match=r"checkpoint 'd' of run 'mnist' is damaged: .* attempt 2 gave it up"):
         choose_source(storage, claim(name="tuned", resume_from="mnist@d").request, storage.run("tuned"))
 
@@ -656,17 +665,17 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
 def test_what_is_left_over_is_told_by_its_kind(storage: Storage) -> None:
     store = _local(storage, "mnist")
     ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
-    for name in "ab":
+    old = physical_name("a", 1)
+    for name in (old, "b"):
         ray.report(name)
-    ray.upload("a", {"model.pt": b"again"})  # what Ray should have deleted, under its old name
-    store.delete(f"{layout.UPLOADS}/0001-a")
+    ray.upload(old, {"model.pt": b"again"})  # what Ray should have deleted
     Ray(store, 1, num_to_keep=1).start().report("c")
     _interrupt_upload(store)
     Path(store.path, "plots").mkdir()
     Path(store.path, "plots", "loss.svg").write_text("<svg/>")
     [found] = _json("verify", storage.uri)["runs"]
     kinds = {one["folder"]: (one["kind"], one["size_bytes"]) for one in found["leftovers"]}
-    assert kinds == {"d": ("upload", 3), "a": ("condemned", 5), "plots": ("unnamed", 6)}
+    assert kinds == {HALF: ("upload", 3), old: ("condemned", 5), "plots": ("unnamed", 6)}
     assert found["whole"]
 
 
@@ -704,8 +713,10 @@ def test_prune_shows_what_goes_asks_and_deletes_that(storage: Storage) -> None:
     assert "Delete this for good?" in declined.stdout
     assert "Delete this for good?" not in _done("prune", storage.uri, "--dry-run")
     assert _everything(storage) == before
-    assert "deleted mnist d\n3 B deleted\n" in _done("prune", storage.uri, answer="y\n")
-    assert _everything(storage) == {name: data for name, data in before.items() if not name.startswith("mnist/d/")}
+    assert f"deleted mnist {HALF}\n3 B deleted\n" in _done("prune", storage.uri, answer="y\n")
+    assert _everything(storage) == {
+        name: data for name, data in before.items() if not name.startswith(f"mnist/{HALF}/")
+    }
     assert f"nothing to delete in {storage.uri}" in _done("prune", storage.uri, "--yes")
     assert begin(store).point.checkpoint == "c"
 
@@ -713,19 +724,19 @@ def test_prune_shows_what_goes_asks_and_deletes_that(storage: Storage) -> None:
 def test_prune_deletes_interrupted_uploads_condemned_and_given_up_checkpoints_only(storage: Storage) -> None:
     store = _local(storage, "mnist")
     training = Training(store, begin(store).attempt, keep=2)
-    for name in ("a", "b", "c"):
-        training.report(name)  # nobody deletes what is kept no longer: `a` is condemned
+    for name in (physical_name("a", 1), "sub/b", "c"):
+        training.report(name)  # nobody deletes what is kept no longer
     tear(store, "c/model.pt")
     assert begin(store).point.dropped == ["c"]
-    _interrupt_upload(store, "sub/d")
+    _interrupt_upload(store, physical_name("sub/d", 1))
     Path(store.path, "plots").mkdir()
     _end(store, Outcome.USER_ERROR)
     _make_older(store, 3600)
     _done("prune", storage.uri, "--yes")
-    assert store.folders() == [layout.STATE_FOLDER, "b", "plots", "sub"]
-    assert store.file_sizes("sub") == {}
+    assert store.folders() == [layout.STATE_FOLDER, "plots", "sub"]
+    assert store.folders("sub") == ["b"]
     begun = begin(store)
-    assert (begun.point.checkpoint, begun.point.repairs) == ("b", [])
+    assert (begun.point.checkpoint, begun.point.repairs) == ("sub/b", [])
 
 
 def test_nothing_is_pruned_that_a_repair_may_fall_back_to(storage: Storage) -> None:
@@ -788,7 +799,7 @@ def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(s
         time.sleep(1)
         _beat(store, age=LONG_AGO - 1, interval=1)
         assert "left alone: mnist: it is being trained: its heart beats on elsewhere" in text.result()
-    assert store.file_sizes("d")
+    assert store.file_sizes(HALF)
 
 
 def test_a_driver_thought_dead_is_fenced_off_before_its_upload_goes(storage: Storage) -> None:
@@ -796,25 +807,13 @@ def test_a_driver_thought_dead_is_fenced_off_before_its_upload_goes(storage: Sto
     _interrupt_upload(store)
     _make_older(store, 7200)
     _beat(store, age=3600)
-    assert "deleted mnist d" in _done("prune", storage.uri, "--yes")
+    assert f"deleted mnist {HALF}" in _done("prune", storage.uri, "--yes")
     with pytest.raises(FencedOffError):
         check_fence(store, 1)
     begun = begin(store, claim(driver_restarts=1, max_attempts_without_progress=1))
     assert (begun.attempt, begun.counted, begun.point.checkpoint, begun.notes) == (3, 2, "c", [])
     [message] = {one["message"] for one in _json("show", storage.uri, "mnist")["attempts"] if one["message"]}
     assert message == "it showed no sign of life, and was fenced off by `elastic-train runs prune`"
-
-
-def test_the_mark_of_a_pruned_upload_stays_for_what_is_written_there_since(storage: Storage) -> None:
-    store = _trained(storage, "mnist")
-    _interrupt_upload(store)
-    _end(store, Outcome.CANCELLED)
-    _make_older(store, 3600)
-    _done("prune", storage.uri, "--yes")
-    assert "d" in [mark.checkpoint for mark in marks(store)]
-    Path(store.path, "d").mkdir()
-    Path(store.path, "d", "late.pt").write_bytes(b"late")
-    assert remove_interrupted_uploads(store, begin(store).attempt) == {"d": "upload interrupted"}
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -824,7 +823,7 @@ def test_nothing_goes_once_an_attempt_has_begun_since_the_plan(storage: Storage,
     _end(store, Outcome.USER_ERROR)
     _make_older(store, LONG_AGO)
     planned = plan_run(store, "mnist", older_than_seconds=DAY if whole else None)
-    assert [deletion.folder for deletion in planned.deletions] == ["" if whole else "d"]
+    assert [deletion.folder for deletion in planned.deletions] == ["" if whole else HALF]
     begin(store)
     before = _everything(storage)
     with pytest.raises(RunChangedError, match="attempt 2 of run mnist has begun meanwhile"):
@@ -989,8 +988,8 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, 
     ray = Ray(store, begin(store).attempt).start()
     for name in "ab":
         ray.report(name, loss=0.5)
-    ray.upload("d", {"model.pt": b"hal"})
-    message = {"Bucket": "cli-runs", "Key": "runs/mnist/d/large.pt"}
+    ray.upload(HALF, {"model.pt": b"hal"})
+    message = {"Bucket": "cli-runs", "Key": f"runs/mnist/{HALF}/large.pt"}
     server.client().create_multipart_upload(**message)
     end_attempt(store, 1, Outcome.USER_ERROR.value)
     ended = json.loads(store.read(layout.ended_name(1)))
@@ -1001,10 +1000,10 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, 
         store.replace(name, json.dumps({**record, **times}).encode())
     assert _summaries(bucket)["mnist"]["size_bytes"] == 2 * CHECKPOINT_BYTES
     assert _json("show", bucket.uri, "mnist")["checkpoints"][1]["uri"] == f"{bucket.uri}/mnist/b"
-    assert "left over: d (3 B)" in _done("verify", bucket.uri)
+    assert f"left over: {HALF} (3 B)" in _done("verify", bucket.uri)
     shown = _done("prune", bucket.uri, "--yes")
     assert "parts of unfinished uploads" in shown
-    assert "deleted mnist d" in shown
+    assert f"deleted mnist {HALF}" in shown
     assert "Uploads" not in server.client().list_multipart_uploads(Bucket="cli-runs")
     assert store.folders() == [layout.STATE_FOLDER, "a", "b"]
     _done("prune", bucket.uri, "--older-than", "7", "--yes")

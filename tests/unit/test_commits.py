@@ -11,21 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
     CommitLog,
     FencedOffError,
-    Mark,
     all_attempts,
     all_commits,
     check_fence,
     lineage,
-    marks,
     newest_attempt,
 )
-from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads, restore_snapshot
+from prefect_elastic_train.runs.resume import find_resume_point, restore_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
@@ -147,6 +146,17 @@ def test_a_controller_that_starts_again_goes_on_numbering(store: RunStore) -> No
     assert _record(store, (1, 2)).manifest.keys() == {"a", "b"}
 
 
+def test_a_checkpoint_without_files_is_one_only_where_a_folder_cannot_be_seen(store: RunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    if isinstance(store, LocalRunStore):
+        with pytest.raises(ElasticTrainError, match="is not in"):  # a disk that this machine does not share
+            training.commit(physical_name("a", 1))
+    else:
+        assert training.commit(physical_name("a", 1)).manifest == {physical_name("a", 1): {}}
+        with pytest.raises(ElasticTrainError, match="is not in"):
+            training.commit(physical_name("b", 2))
+
+
 def test_files_lost_after_their_commit_stay_in_the_manifest(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.upload("a", {"model.pt": b"12345", "optim.pt": b"12"})
@@ -154,66 +164,6 @@ def test_files_lost_after_their_commit_stay_in_the_manifest(store: RunStore) -> 
     store.delete("a/optim.pt")
     training.report("b")
     assert _record(store, (1, 2)).manifest["a"] == {"model.pt": 5, "optim.pt": 2}
-
-
-def test_a_reused_name_is_listed_anew(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    training.report("a")
-    training.upload("b", {"model.pt": b"12345"})
-    training.commit("b")
-    store.replace("b/model.pt", b"1")
-    second = Training(store, begin(store).attempt)
-    assert [result["checkpoint_dir_name"] for result in second.snapshot["checkpoint_results"]] == ["a"]
-    second.upload("b", {"model.pt": b"123"})
-    second.commit("b")
-    assert _record(store, (2, 1)).manifest["b"] == {"model.pt": 3}
-
-
-def test_the_mark_of_an_upload_goes_with_the_commit_after_its_own_and_others_stay(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    training.begin_upload("under/way")
-    training.report("a")
-    assert [mark.checkpoint for mark in marks(store)] == ["a", "under/way"]
-    training.report("b")
-    assert [mark.checkpoint for mark in marks(store)] == ["b", "under/way"]
-
-
-def test_the_mark_of_a_checkpoint_that_took_a_damaged_ones_name_stays_until_the_next_commit(
-    store: RunStore,
-) -> None:
-    training = Training(store, begin(store).attempt)
-    training.report("a")
-    training.report("b")
-    store.delete_folder("b")
-    begun = begin(store)
-    remove_interrupted_uploads(store, begun.attempt)
-    second = Training(store, begun.attempt)
-    second.report("b")
-    assert marks(store) == [Mark(2, "b")]
-    second.report("c")
-    assert marks(store) == [Mark(2, "c")]
-
-
-def test_the_marks_of_a_successor_stay_when_a_holder_tidies_up_late(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    training.report("a")
-    training.report("b")
-    Mark(2, "a").set(store)
-    training.report("c")
-    assert marks(store) == [Mark(1, "c"), Mark(2, "a")]
-
-
-def test_a_commit_tells_what_is_to_be_deleted_until_it_is(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt, keep=1)
-    training.report("a")
-    assert training.report("b").condemned == ["a"]
-    assert training.report("c").condemned == ["a", "b"]
-    store.delete_folder("a")
-    assert training.report("d").condemned == ["b", "c"]
-    second = Training(store, begin(store).attempt, keep=1)
-    assert second.report("e").condemned == ["b", "c", "d"], "the one of the attempt before"
-    store.delete_folder("b")
-    assert second.report("b").condemned == ["c", "d", "e"], "a name that was used again"
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -306,16 +256,3 @@ def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
         assert list(lineage(store)) == expected
         before = [commit for commit in lineage(store, before=len(history)) if commit[0] == len(history)]
         assert before == []
-
-
-@given(
-    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40),
-    st.integers(0, 20_000),
-)
-def test_a_mark_stands_for_its_attempt_and_folder_whatever_that_is_called(name: str, attempt: int) -> None:
-    mark = Mark(attempt, name)
-    assert mark.name.count("/") == layout.UPLOADS.count("/") + 1
-    with private_folder() as folder:
-        store = LocalRunStore(folder)
-        store.create(mark.name, b"")
-        assert marks(store) == [mark]

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
@@ -116,7 +117,7 @@ def test_a_night_starts_from_the_best_checkpoint_of_the_newest_completed_run(nig
     before = {name: storage.run(f"{prefix}-2").file_sizes(name) for name in storage.run(f"{prefix}-2").folders()}
     begun, notes = nights.start(nights.claim(f"{prefix}-3", **deployment))
     store = storage.run(f"{prefix}-3")
-    assert begun.point.checkpoint == f"from-{prefix}-2-checkpoint_1"
+    assert loop_name(begun.point.checkpoint) == f"from-{prefix}-2-checkpoint_1"
     assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of checkpoint_1"
     assert notes == []
     assert started_from(store) == f"{storage.uri}/{prefix}-2/checkpoint_1"
@@ -222,12 +223,12 @@ def test_what_a_retry_starts_from_is_never_looked_up_anew(on_disk: Nights) -> No
         begin_attempt(store, spec(wanted), source=source.checkpoint, seed=die)
     on_disk.add("night-2")
     begun, notes = on_disk.start(wanted)
-    assert (begun.point.checkpoint, notes) == ("from-night-1-checkpoint_0", [])
+    assert (loop_name(begun.point.checkpoint), notes) == ("from-night-1-checkpoint_0", [])
     # Once it is copied, the other run may go.
     on_disk.storage.run("night-1").delete_folder("")
     end_attempt(store, 1, Outcome.DRIVER_LOST.value)
     again = begin(store, wanted, seed=lambda: pytest.fail("copied again"))
-    assert again.point.checkpoint == "from-night-1-checkpoint_0"
+    assert loop_name(again.point.checkpoint) == "from-night-1-checkpoint_0"
 
 
 def test_a_run_that_was_asked_to_start_from_another_does_not_start_from_the_newest(on_disk: Nights) -> None:
@@ -367,7 +368,7 @@ def test_a_run_that_is_taken_over_before_its_first_attempt_starts_from_what_was_
         begin_attempt(store, spec(first), source=on_disk.source(first).checkpoint, seed=_interrupt)
     other = replace(on_disk.claim("night-2"), resume_from="", resume=True, named=True)
     begun = begin(store, other, seed=lambda: seed_from_source(on_disk.storage, other, store))
-    assert begun.point.checkpoint == "from-night-1-checkpoint_0"
+    assert loop_name(begun.point.checkpoint) == "from-night-1-checkpoint_0"
 
 
 def test_a_run_that_another_driver_is_starting_is_refused_before_anything_starts(on_disk: Nights) -> None:
@@ -438,7 +439,7 @@ def test_prune_leaves_a_run_alone_that_was_chosen_after_the_plan(on_disk: Nights
         _prune(on_disk, "night-2")
     assert _prune(on_disk, "night-1") == ["night-1"]
     begun, notes = on_disk.start(claimed)
-    assert (begun.point.checkpoint, notes) == ("from-night-2-checkpoint_0", [])
+    assert (loop_name(begun.point.checkpoint), notes) == ("from-night-2-checkpoint_0", [])
     assert _prune(on_disk, "night-2") == ["night-2"], "it is awaited no more"
 
 
@@ -453,7 +454,7 @@ def test_a_night_chooses_another_run_when_prune_was_first(on_disk: Nights, claim
     store = on_disk.storage.run("night-3")
     notes: list[str] = []
     begun = begin(store, claimed, seed=lambda: notes.extend(seed_from_source(on_disk.storage, claimed, store)))
-    assert begun.point.checkpoint == "from-night-1-checkpoint_0"
+    assert loop_name(begun.point.checkpoint) == "from-night-1-checkpoint_0"
     assert "it was to start from night-2@checkpoint_0, but run 'night-2' is being deleted" in notes[0]
     assert started_from(store).endswith("/night-1/checkpoint_0")
 
@@ -471,16 +472,17 @@ def test_lineage_over_many_nights_is_shown_and_names_of_copies_do_not_grow(on_di
     for number in range(1, 6):  # none of which trains anything better
         store = on_disk.storage.run(f"night-{number}")
         begun, _ = on_disk.start(on_disk.claim(f"night-{number}"))
-        assert begun.point.checkpoint == f"from-night-{number - 1}-checkpoint_0"
+        assert loop_name(begun.point.checkpoint) == f"from-night-{number - 1}-checkpoint_0"
         end_attempt(store, 1, "completed")
         time.sleep(0.01)
     on_disk.storage.run("night-0").delete_folder("")
     found = ancestors(on_disk.storage, "night-5")
     assert [(one.run, one.there) for one in found] == [(f"night-{n}", n > 0) for n in (4, 3, 2, 1, 0)]
-    assert found[0].checkpoint == "from-night-3-checkpoint_0"
+    assert loop_name(found[0].checkpoint) == "from-night-3-checkpoint_0"
     assert os.path.isfile(f"{found[0].uri}/model.pt")
     shown = CliRunner().invoke(app, ["runs", "show", on_disk.storage.uri, "night-5"]).stdout
-    assert "started from: night-4@from-night-3-checkpoint_0, which started from night-3@" in shown
+    assert "started from: night-4@from-night-3-checkpoint_0" in shown
+    assert ", which started from night-3@" in shown
     assert "which started from 2 more" in shown
     details = json.loads(CliRunner().invoke(app, ["runs", "show", on_disk.storage.uri, "night-5", "--json"]).stdout)
     assert details["resume_from"] == "latest"

@@ -1,6 +1,6 @@
 """One attempt after the other, each killed at some operation, and damage to the run directory in between.
 
-Checkpoints are named by their epoch, so a restart writes the same names again. Each upload has a content of its own
+Loops name their checkpoints by epoch, so a restart gives the same names again. Each upload has a content of its own
 and always the same size, so a mixture of two attempts cannot be seen by sizes; it is seen here.
 """
 
@@ -16,10 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name, written_by
 from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.records import CommitRecord, decode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import Mark, all_commits, lineage, marks
+from prefect_elastic_train.runs.commits import all_commits, lineage
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore
@@ -111,6 +112,10 @@ class Committed:
         return [name for name, _ in self.checkpoints]
 
 
+def _epoch(folder: str) -> int:
+    return int(loop_name(folder).removeprefix("epoch-"))
+
+
 class CrashingRun(RuleBasedStateMachine):
     """A run, and what it must resume from."""
 
@@ -144,11 +149,12 @@ class CrashingRun(RuleBasedStateMachine):
             assert set(resumed) <= set(expected), f"mixed: {resumed} instead of {expected}"
             remove_interrupted_uploads(store, begun.attempt)
             training = Training(store, begun.attempt, self.keep)
-            epoch = int(resumed[-1][0].removeprefix("epoch-")) if resumed else 0
+            epoch = _epoch(resumed[-1][0]) if resumed else 0
             contents = dict(resumed)
             for number in range(1, 1 + epochs):
                 phase = dies_in if number == epochs else ""
-                self._train_epoch(training, f"epoch-{epoch + number}", contents, phase, after)
+                name = physical_name(f"epoch-{epoch + number}", begun.attempt, report=number)
+                self._train_epoch(training, name, contents, phase, after)
         except Died:
             pass
         except AttemptFailedError as error:
@@ -198,7 +204,7 @@ class CrashingRun(RuleBasedStateMachine):
         """Something happens to the newest commit, to Ray's file, or to one of the two newest checkpoints."""
         epochs = sorted(
             (name for name in self.store.folders() if name.startswith("epoch-")),
-            key=lambda name: -int(name.removeprefix("epoch-")),
+            key=lambda name: (-_epoch(name), -(written_by(name) or 0)),
         )
         if what == "commit torn":
             for attempt, sequence in itertools.islice(lineage(self.store), 1):
@@ -267,7 +273,7 @@ class CrashingRun(RuleBasedStateMachine):
             mirror["current_report_index"] == committed.snapshot["current_report_index"]
             and names[-1:] == committed.names[-1:]
             and set(names[:-1]) <= set(readable[0].names if readable else [])
-            and Mark(number[0], names[-1]) in marks(self.store)
+            and written_by(names[-1]) == number[0]
         )
 
     def _is(self, name: str, content: bytes) -> bool:

@@ -21,6 +21,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.events import (
     CheckpointCommitted,
     CheckpointStalled,
@@ -38,16 +39,13 @@ from prefect_elastic_train.core.settings import CheckpointSettings, FailureSetti
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.callbacks import RunCallback
-from prefect_elastic_train.elastic.checkpoints import readable
+from prefect_elastic_train.elastic.checkpoints import readable, run_filesystem
 from prefect_elastic_train.elastic.failures import storage_fault
-from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.elastic.loop_state import in_report, stalling, take_stall
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
-from prefect_elastic_train.elastic.run_filesystem import run_filesystem
 from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
 from prefect_elastic_train.elastic.worker_group import RunWorkerGroup
-from prefect_elastic_train.loop import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -344,12 +342,13 @@ def test_what_no_commit_needs_is_gone_before_a_worker_group_starts_and_told_by_w
     controller: Controller, store: LocalRunStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training(store, 1, keep=1)
-    for name in ("old", "new"):
-        training.report(name)
-    training.upload("half")
+    for name in ("old", "new", "half"):
+        training.upload(physical_name(name, 1))
+        if name != "half":
+            training.commit(physical_name(name, 1))
     controller.callback.before_worker_group_start(None)
     assert controller.callback.errors == 0
-    assert store.folders() == [layout.STATE_FOLDER, "new"]
+    assert store.folders() == [layout.STATE_FOLDER, physical_name("new", 1)]
     assert "no commit needs: half (upload interrupted), old (no longer kept)" in caplog.text
 
 
@@ -398,14 +397,6 @@ def test_metrics_are_plain_numbers_or_short_text() -> None:
     assert plain["7"] == 8
     for name, value in {"int": 1, "float": 0.5, "text": "x", "none": None, "bool": True}.items():
         assert plain[name] is value or plain[name] == value
-
-
-def test_a_worker_marks_its_uploads_through_rays_hook(store: LocalRunStore) -> None:
-    filesystem = run_filesystem(store, begin(store).attempt)
-    with LoopCallback(RunContext("run", "", 1, "", "")).on_checkpoint_transfer():
-        filesystem.create_dir(f"{store.path}/ckpt-1")
-    filesystem.create_dir(f"{store.path}/other")
-    assert store.names(layout.UPLOADS) == ["0001-ckpt-1"]
 
 
 def test_a_controller_shows_signs_of_life_that_say_what_it_does(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from prefect_elastic_train import LocalStorage, TrainingResult, checkpoint_directory
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
@@ -280,8 +281,8 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(
     wanted = claim(resume_from=source)
     begun = begin(store, wanted, seed=lambda: copy_checkpoint(_storage(store), source, store))
     assert begun.point.base == (0, 0)
-    assert begun.point.checkpoint == f"from-base-{checkpoint}"
-    assert store.read(f"from-base-{checkpoint}/model.pt") == b"weights of " + checkpoint.encode()
+    assert begun.point.checkpoint == physical_name(f"from-base-{checkpoint}", attempt=0)
+    assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of " + checkpoint.encode()
     assert begun.point.snapshot["latest_checkpoint_result"]["metrics"] == metrics
     assert {name: other.file_sizes(name) for name in other.folders()} == before
     # A restart goes on from its own checkpoints, and does not copy again.
@@ -291,9 +292,10 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(
 
 
 def test_a_copy_that_was_interrupted_is_made_anew(store: LocalRunStore, other: LocalRunStore) -> None:
-    store.create("from-base-d/half", b"1")
+    folder = physical_name("from-base-d", attempt=0)
+    store.create(f"{folder}/half", b"1")
     copy_checkpoint(_storage(store), "base", store)
-    assert store.file_sizes("from-base-d") == {"model.pt": 12}
+    assert store.file_sizes(folder) == {"model.pt": 12}
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,17 @@
 """Attempts that overlap and die between any two operations on the store.
 
-Every attempt runs in a thread of its own, and the test decides before each operation on the store and on the disk who
-goes on and who dies there: between two files of an upload, in the middle of a file, within a deletion. Checkpoints
-are named by their number, so overlapping attempts use the same names. Each of their files holds the history that led
-to it, all of one size, so a mixture of two attempts or lineages is seen here and nowhere else.
+Every attempt runs in a thread of its own, and the test decides before each operation on the store and each file of an
+upload who goes on and who dies there. Loops name their checkpoints by number, so overlapping attempts and worker groups
+give the same names, and nothing but the names of the folders keeps them apart. Each file holds the history that led to
+it, so a mixture of two attempts or lineages is seen here and nowhere else.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError
-from prefect_elastic_train.elastic import local_filesystem
 from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
-from prefect_elastic_train.elastic.run_filesystem import uploading
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import newest_attempt
@@ -38,9 +36,6 @@ Chain = tuple[str, ...]
 """The uploads that training went through, oldest first; each has a name of its own."""
 
 FILES = ("rank-0.json", "rank-1.json")
-
-_of_thread = threading.local()
-"""Whose attempt a thread is."""
 
 
 class Died(BaseException):
@@ -89,7 +84,6 @@ class Driver:
         self.step()
 
     def _run(self, work: Callable[[Driver], None]) -> None:
-        _of_thread.driver = self
         try:
             self.turn("start")
             work(self)
@@ -127,6 +121,10 @@ class SteppedStore(LocalRunStore):
         self.turn(f"list {folder}")
         return super().names(folder)
 
+    def folders(self, folder: str = "") -> list[str]:
+        self.turn("folders")
+        return super().folders(folder)
+
     def file_sizes(self, folder: str) -> dict[str, int] | None:
         self.turn(f"list {folder}")
         return super().file_sizes(folder)
@@ -136,107 +134,24 @@ class SteppedStore(LocalRunStore):
         super().delete(name)
 
     def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        def check_and_wait() -> None:
-            if check is not None:
-                check()
-            self.turn(f"sweep {name}")
-
         self.turn(f"delete {name}")
-        return super().delete_folder(name, check_and_wait)
+        return super().delete_folder(name, check)
 
     def _unlink(self, name: str, handle: int) -> None:
-        self.turn(f"unlink {name}")
+        self.turn("unlink")
         super()._unlink(name, handle)
-
-    def _remove_empty(self, path: Path) -> None:
-        self.turn(f"rmdir {path}")
-        super()._remove_empty(path)
-
-
-class SteppedDisk:
-    """The filesystem below the run filesystem, where a new folder waits for its turn."""
-
-    def __init__(self, turn: Callable[[str], None]) -> None:
-        self._disk = fs.LocalFileSystem()
-        self._turn = turn
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._disk, name)
-
-    def create_dir(self, path: str, recursive: bool) -> None:
-        self._turn(f"mkdir {path}")
-        self._disk.create_dir(path, recursive=recursive)
 
 
 class SteppedFilesystem(LocalRunFilesystem):
-    """The run filesystem of an attempt, over a store and a disk that wait for their turn."""
+    """The run filesystem of an attempt, where each file that is copied waits for its turn."""
 
-    def __init__(self, store: SteppedStore, attempt: int, driver: Driver) -> None:
+    def __init__(self, store: SteppedStore, attempt: int) -> None:
         super().__init__(store, attempt)
-        self._inner = SteppedDisk(store.turn)
-        self._driver = driver
         self.turn = store.turn
 
     def _copy(self, source: str, target: str) -> None:
-        _of_thread.driver = self._driver  # it may be a thread of the upload
+        self.turn("copy")
         super()._copy(source, target)
-
-
-def _turn(operation: str) -> None:
-    driver = getattr(_of_thread, "driver", None)
-    if driver is not None:
-        driver.turn(operation)
-
-
-class SteppedOs:
-    """The `os` of the run filesystem, where what becomes of a file waits for its turn."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def open(self, path: str, *arguments: Any, **options: Any) -> int:
-        _turn(f"copy {path}")
-        return os.open(path, *arguments, **options)
-
-    def pwrite(self, descriptor: int, data: Any, offset: int) -> int:
-        _turn("write")
-        return os.pwrite(descriptor, data, offset)
-
-    def replace(self, source: str, target: str, **options: Any) -> None:
-        _turn(f"rename {source}")
-        os.replace(source, target, **options)
-
-    def unlink(self, path: str, **options: Any) -> None:
-        if not getattr(getattr(_of_thread, "driver", None), "killed", False):  # the dead tidy nothing up
-            os.unlink(path, **options)
-
-
-class SteppedShutil:
-    """The `shutil` of the run filesystem, which waits for its turn before a copy and in the middle of it."""
-
-    def copyfile(self, source: str, target: str) -> None:
-        data = Path(source).read_bytes()
-        _turn(f"copy {source}")
-        with open(target, "wb", buffering=0) as copy:
-            copy.write(data[: len(data) // 2])
-            _turn("write")
-            copy.write(data[len(data) // 2 :])
-
-
-def _open_folder_in_turn(path: str) -> int:
-    _turn(f"open {path}")
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _stepped_disk() -> Iterator[None]:
-    """Have the run filesystem wait for its turns; the rest of the process sees nothing of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_filesystem, "os", SteppedOs())
-        patch.setattr(local_filesystem, "shutil", SteppedShutil())
-        patch.setattr(local_filesystem, "open_folder", _open_folder_in_turn)
-        patch.setattr(local_filesystem, "_COPIES", 1)  # one turn after the other
-        yield
 
 
 @dataclass
@@ -270,14 +185,12 @@ class Workload:
     Attributes:
         reports: How many checkpoints it reports.
         keep: How many of them stay.
-        interrupted: Whether its first upload is cut short by a worker that dies, and begun anew.
-        streams: Whether files are written by streams, as Ray itself does, or by the copies that we have it make.
+        interrupted: Whether its first upload is cut short by a worker that dies, and another group begins it anew.
     """
 
     reports: int
     keep: int
     interrupted: bool = False
-    streams: bool = False
 
 
 def drive(driver: Driver, ledger: Ledger, label: str, workload: Workload) -> None:
@@ -295,58 +208,46 @@ def drive(driver: Driver, ledger: Ledger, label: str, workload: Workload) -> Non
 def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, label: str, workload: Workload) -> None:
     chain = ledger.chain(begun.point.checkpoint)
     ledger.begun.append((begun, chain))
-    filesystem = SteppedFilesystem(store, begun.attempt, driver)
-    upload = _upload_by_streams if workload.streams else _upload
+    filesystem = SteppedFilesystem(store, begun.attempt)
     loaded = _load_snapshot(filesystem)
     assert (loaded or None) == begun.point.snapshot, "Ray would start from another snapshot"
     snapshot = loaded or empty_snapshot()
     ledger.check_whole(snapshot)
     remove_interrupted_uploads(store, begun.attempt)
+    group = 1
     for number in range(workload.reports):
         name = f"epoch-{len(chain) + 1}"
-        chain = (*chain, f"{label:>4}-{number}")
+        chain = (*chain, f"{label}-{number}")
+        late = ""
         if workload.interrupted and number == 0:
-            upload(filesystem, name, (*chain[:-1], f"{label:>4}-x"), FILES[:1])
+            late = physical_name(name, begun.attempt, group)
+            _upload(filesystem, late, (*chain[:-1], f"{label}-x"), FILES[:1])
             remove_interrupted_uploads(store, begun.attempt)
-        try:
-            upload(filesystem, name, chain, FILES)
-        except FileNotFoundError:
-            # One that was stopped before the very end of a deletion removes a successor's folder while it is empty:
-            # a failure of the worker group, which starts anew.
-            remove_interrupted_uploads(store, begun.attempt)
-            upload(filesystem, name, chain, FILES)
-        snapshot = with_result(snapshot, name, {})
+            group += 1
+        folder = physical_name(name, begun.attempt, group, number)
+        _upload(filesystem, folder, chain, FILES)
+        snapshot = with_result(snapshot, folder, {})
         dropped = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"][: -workload.keep]]
         for field_name in ("checkpoint_results", "checkpoint_report_indices"):
             snapshot[field_name] = snapshot[field_name][-workload.keep :]
         filesystem._log.commit(json.dumps(snapshot).encode())
         ledger.acknowledged.append((begun.attempt, chain))
+        if late:  # a worker of the first group was only frozen
+            Path(ledger.path, late).mkdir(exist_ok=True)
+            Path(ledger.path, late, FILES[1]).write_text("late")
         ledger.check_whole(snapshot)
         for old in dropped:
             filesystem.delete_dir(f"{ledger.path}/{old}")
 
 
-def _upload(filesystem: SteppedFilesystem, name: str, chain: Chain, files: tuple[str, ...]) -> None:
+def _upload(filesystem: SteppedFilesystem, folder: str, chain: Chain, files: tuple[str, ...]) -> None:
     """Upload a checkpoint as a worker does."""
-    path = f"{filesystem._run_path}/{name}"
-    with uploading():
-        filesystem.create_dir(path, recursive=True)
-    with private_folder() as folder:
+    path = f"{filesystem._run_path}/{folder}"
+    filesystem.create_dir(path, recursive=True)
+    with private_folder() as local:
         for file in files:
-            Path(folder, file).write_text(json.dumps(chain))
-        filesystem.upload_folder(folder, path)
-
-
-def _upload_by_streams(filesystem: SteppedFilesystem, name: str, chain: Chain, files: tuple[str, ...]) -> None:
-    """Upload a checkpoint file by file, each in two writes."""
-    path = f"{filesystem._run_path}/{name}"
-    with uploading():
-        filesystem.create_dir(path, recursive=True)
-    data = json.dumps(chain).encode()
-    for file in files:
-        with filesystem.open_output_stream(f"{path}/{file}", None) as stream:
-            stream.write(data[: len(data) // 2])
-            stream.write(data[len(data) // 2 :])
+            Path(local, file).write_text(json.dumps(chain))
+            filesystem._copy(f"{local}/{file}", f"{path}/{file}")
 
 
 def _load_snapshot(filesystem: SteppedFilesystem) -> dict[str, Any] | None:
@@ -416,6 +317,8 @@ def play(schedule: list[Turn], drivers: int, workload: Workload) -> None:
 
 
 def _check(ledger: Ledger) -> None:
+    numbers = [begun.attempt for begun, _ in ledger.begun]
+    assert len(numbers) == len(set(numbers)), f"two attempts have one number: {numbers}"
     for begun, chain in ledger.begun:
         assert not begun.point.repairs, f"attempt {begun.attempt} found damage: {begun.point.repairs}"
         for attempt, durable in ledger.acknowledged:
@@ -434,20 +337,13 @@ OPERATIONS = [
     "",
     f"create {layout.ATTEMPTS}",
     f"create {layout.COMMITS}",
-    f"create {layout.UPLOADS}",
     f"list {layout.ATTEMPTS}",
     f"list {layout.COMMITS}",
     f"replace {layout.SNAPSHOT}",
     "delete",
-    "sweep",
     "unlink",
-    "rmdir",
     "load",
-    "mkdir",
-    "open",
     "copy",
-    "write",
-    "rename",
 ]
 
 
@@ -464,10 +360,8 @@ def schedules(drivers: int, max_turns: int) -> st.SearchStrategy[list[Turn]]:
 
 
 def workloads(reports: int) -> st.SearchStrategy[Workload]:
-    """Give workloads of so many reports."""
-    return st.builds(
-        Workload, reports=st.just(reports), keep=st.integers(1, 2), interrupted=st.booleans(), streams=st.booleans()
-    )
+    """Workloads of so many reports."""
+    return st.builds(Workload, reports=st.just(reports), keep=st.integers(1, 2), interrupted=st.booleans())
 
 
 @examples(40)
@@ -491,10 +385,10 @@ def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
 ) -> None:
     play(
         [
-            Turn(0, f"create {layout.UPLOADS}"),
+            Turn(0, "copy"),
             Turn(0, "", times=holder),
             Turn(1, "", times=successor),
-            Turn(0, f"create {layout.UPLOADS}"),
+            Turn(0, "copy"),
             Turn(1, "load", dies=dies),
         ],
         drivers=2,
@@ -502,33 +396,34 @@ def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
     )
 
 
-#: Operations of an upload and of a deletion before which a holder is stopped for a while.
-STOPS_OF_A_FILE = ["open", "copy", "write", "rename"]
-STOPS = [f"create {layout.UPLOADS}", "mkdir", *STOPS_OF_A_FILE, "delete", "sweep", "unlink", "rmdir"]
+COMMIT = f"create {layout.COMMITS}"
 
 
 @pytest.mark.parametrize(("commits", "keep"), [(0, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize(
-    ("stop", "streams"), [*((stop, False) for stop in STOPS), *((stop, True) for stop in STOPS_OF_A_FILE)]
-)
-def test_one_that_was_stopped_in_an_upload_or_a_deletion_does_not_touch_what_took_the_name(
-    stop: str, streams: bool, commits: int, keep: int
+@pytest.mark.parametrize("stop", ["copy", "folders", "delete", "unlink", COMMIT, f"replace {layout.SNAPSHOT}"])
+def test_one_that_was_stopped_for_a_while_does_not_touch_what_its_successor_needs(
+    stop: str, commits: int, keep: int
 ) -> None:
-    workload = Workload(reports=3, keep=keep, interrupted=True, streams=streams)
-    holder_commits = [Turn(0, f"create {layout.COMMITS}", times=commits)] * bool(commits)
-    for times, more in itertools.product((1, 2), (1, 3)):
-        holder_is_stopped = Turn(0, stop, times=times)
-        successor_commits = Turn(1, f"create {layout.COMMITS}", times=more)
-        holder_goes_on = Turn(0, "the end")
-        play([*holder_commits, holder_is_stopped, successor_commits, holder_goes_on], drivers=2, workload=workload)
+    workload = Workload(reports=3, keep=keep, interrupted=True)
+    holder_commits = [Turn(0, COMMIT, times=commits)] * bool(commits)
+    for times in (1, 2):
+        for successor_does in (Turn(1, "copy"), Turn(1, COMMIT), Turn(1, COMMIT, 2), Turn(1, COMMIT, 3)):
+            holder_is_stopped, holder_goes_on = Turn(0, stop, times=times), Turn(0, "the end")
+            play([*holder_commits, holder_is_stopped, successor_does, holder_goes_on], drivers=2, workload=workload)
+
+
+def test_two_that_begin_at_once_do_not_hold_the_same_attempt() -> None:
+    both_are_about_to_begin = [Turn(who, f"create {layout.ATTEMPTS}") for who in (0, 1)]
+    both_begin = [Turn(who, "copy") for who in (0, 1)]
+    play([*both_are_about_to_begin, *both_begin], drivers=2, workload=Workload(reports=2, keep=1))
 
 
 def test_a_holder_that_froze_before_it_mirrored_a_commit_cannot_make_ray_start_from_it_later() -> None:
     frozen_before_mirror = Turn(0, f"replace {layout.SNAPSHOT}")
-    successor_commits = Turn(1, f"create {layout.UPLOADS}", times=2)
+    successor_commits = Turn(1, "copy", times=3)
     third_has_begun = Turn(2, "load")
     frozen_wakes_up = Turn(0, "")
-    third_loads = Turn(2, f"create {layout.UPLOADS}")
+    third_loads = Turn(2, "copy")
     play(
         [frozen_before_mirror, successor_commits, third_has_begun, frozen_wakes_up, third_loads],
         drivers=3,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import _CheckpointManagerState
 
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, encode
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, Mark, all_attempts, all_commits, marks
+from prefect_elastic_train.runs.commits import all_attempts, all_commits
 from prefect_elastic_train.runs.resume import adopt_snapshot, find_resume_point, remove_interrupted_uploads
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
@@ -89,18 +88,20 @@ def test_a_torn_commit_is_passed_over_and_told(store: RunStore, training: Traini
 
 
 def test_a_torn_commit_is_written_anew_from_its_mirror_and_told(store: RunStore, training: Training) -> None:
-    whole = json.loads(store.read(layout.commit_name(1, 3)) or b"")
-    tear(store, layout.commit_name(1, 3))
+    newest = physical_name("d", 1)
+    training.report(newest)
+    whole = json.loads(store.read(layout.commit_name(1, 4)) or b"")
+    tear(store, layout.commit_name(1, 4))
     begun = begin(store)
-    assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 4), newest)
     assert begun.notes == [
-        "commit 0001-000003 was torn and was written anew from Ray's snapshot; the files of c could not be checked"
+        "commit 0001-000004 was torn and was written anew from Ray's snapshot; the files of d could not be checked"
     ]
-    assert json.loads(store.read(layout.commit_name(1, 3)) or b"") == {
+    assert json.loads(store.read(layout.commit_name(1, 4)) or b"") == {
         **whole,
         "at": pytest.approx(whole["at"], abs=60),
     }
-    assert _ray_resumes(store) == "c"
+    assert _ray_resumes(store) == newest
 
 
 def test_a_commit_with_a_torn_snapshot_inside_is_passed_over(store: RunStore, training: Training) -> None:
@@ -244,11 +245,11 @@ def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(store: RunS
 
 def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store: RunStore) -> None:
     first = begin(store)
-    Training(store, first.attempt).upload("epoch-1")
+    Training(store, first.attempt).upload(physical_name("epoch-1", 1))
     store.create("tensorboard/events", b"1")
     second = begin(store)
     assert second.point.checkpoint == ""
-    assert remove_interrupted_uploads(store, second.attempt) == {"epoch-1": "upload interrupted"}
+    assert remove_interrupted_uploads(store, second.attempt) == {physical_name("epoch-1", 1): "upload interrupted"}
     assert store.file_sizes("tensorboard") == {"events": 1}
 
 
@@ -336,73 +337,26 @@ def test_a_raw_run_that_cannot_be_adopted_is_refused_and_left_as_it_is(store: Ru
 
 
 def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunStore, training: Training) -> None:
-    for name in ("interrupted", "nested/interrupted"):
+    training.report("nested/1")
+    interrupted = [physical_name("nested/interrupted", 1), physical_name("interrupted", 1)]
+    for name in interrupted:
         training.upload(name)
     store.create("unmarked/file", b"")
     attempt = begin(store).attempt
-    assert remove_interrupted_uploads(store, attempt) == dict.fromkeys(
-        ("interrupted", "nested/interrupted"), "upload interrupted"
-    )
+    store.replace(f"{physical_name('of a successor', attempt + 1)}/file", b"1")
+    assert remove_interrupted_uploads(store, attempt) == dict.fromkeys(interrupted, "upload interrupted")
     folders = [name for name in store.folders() if store.file_sizes(name)]
-    assert folders == [layout.STATE_FOLDER, "a", "b", "c", "unmarked"]
-    assert store.folders("nested") == []
-    assert [mark.checkpoint for mark in marks(store)] == ["c"], "the newest commit may be lost yet"
+    assert folders == [
+        layout.STATE_FOLDER,
+        "a",
+        "b",
+        "c",
+        "nested",
+        physical_name("of a successor", attempt + 1),
+        "unmarked",
+    ]
+    assert store.folders("nested") == ["1"]
     assert remove_interrupted_uploads(store, attempt) == {}
-
-
-def test_an_upload_that_had_not_created_its_folder_is_forgotten(store: RunStore, training: Training) -> None:
-    training.begin_upload("nothing")
-    store.delete_folder("nothing")
-    assert remove_interrupted_uploads(store, begin(store).attempt) == {}
-    assert [mark.checkpoint for mark in marks(store)] == ["c"]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [lambda store: None, lambda store: store.delete(layout.SNAPSHOT), lambda store: tear(store, layout.SNAPSHOT)],
-    ids=["right", "missing", "torn"],
-)
-def test_a_checkpoint_whose_mark_outlived_its_commit_is_not_taken_for_an_interrupted_upload(
-    store: RunStore, training: Training, damage: Any
-) -> None:
-    training.upload("d")
-    training.commit("d")
-    for name in "cd":
-        Mark(1, name).set(store)  # the crash came before it was removed
-    damage(store)
-    assert remove_interrupted_uploads(store, 1) == {}
-    assert store.file_sizes("d") == {"model.pt": 12}
-    assert begin(store).point.checkpoint == "d"
-
-
-def test_what_is_left_of_a_dropped_checkpoint_does_not_mix_with_one_that_takes_its_name(
-    store: RunStore, training: Training
-) -> None:
-    training.upload("epoch-4", {"rank-0.pt": b"0000", "rank-1.pt": b"1111"})
-    training.commit("epoch-4")
-    store.replace("epoch-4/rank-0.pt", b"0")
-    # Two workers are left of four: the new epoch-4 has fewer files.
-    begun = begin(store)
-    assert begun.point.checkpoint == "c"
-    assert remove_interrupted_uploads(store, begun.attempt) == {"epoch-4": "damaged"}
-    second = Training(store, begun.attempt)
-    second.upload("epoch-4", {"rank-0.pt": b"xxxx"})
-    assert second.commit("epoch-4").manifest["epoch-4"] == {"rank-0.pt": 4}
-
-
-def test_an_interrupted_upload_is_not_taken_for_the_dropped_checkpoint_whose_name_it_took(
-    store: RunStore, training: Training
-) -> None:
-    training.upload("epoch-4", {"rank-0.pt": b"0000", "rank-1.pt": b"1111"})
-    training.commit("epoch-4")
-    store.replace("epoch-4/rank-0.pt", b"0")
-    begun = begin(store)
-    assert begun.point.checkpoint == "c"
-    remove_interrupted_uploads(store, begun.attempt)
-    # Rank 0 uploads its part of the new epoch-4, of the same size as before, then the cluster goes.
-    Training(store, begun.attempt).upload("epoch-4", {"rank-0.pt": b"xxxx"})
-    begun = begin(store)
-    assert begun.point.checkpoint == "c", "half of epoch-4 is of one attempt and half of another"
 
 
 def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: RunStore) -> None:
@@ -417,91 +371,10 @@ def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: 
     assert find_resume_point(store).checkpoint == "epoch-1"
 
 
-class StoppedStore(LocalRunStore):
-    """The store of a controller that is stopped at one moment of a deletion, while something happens."""
-
-    def __init__(self, path: str, moment: str, happens: Callable[[], object]) -> None:
-        super().__init__(path)
-        self._moment = moment
-        self._happens: Callable[[], object] | None = happens
-
-    def _pass(self, moment: str) -> None:
-        if moment == self._moment and self._happens is not None:
-            happens, self._happens = self._happens, None
-            happens()
-
-    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        def check_and_stop() -> None:
-            if check is not None:
-                check()
-            self._pass("checked")
-
-        self._pass("before the check")
-        return super().delete_folder(name, check_and_stop)
-
-    def _unlink(self, name: str, handle: int) -> None:
-        self._pass("in the sweep")
-        super()._unlink(name, handle)
-
-    def _remove_empty(self, path: Path) -> None:
-        self._pass("swept")
-        super()._remove_empty(path)
-
-    def delete(self, name: str) -> None:
-        self._pass("before its mark goes")
-        super().delete(name)
-
-
-MOMENTS = ["before the check", "checked", "in the sweep", "swept", "before its mark goes"]
-
-
-@on_a_disk
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_controller_stopped_in_a_deletion_leaves_what_its_successor_committed_under_the_name(
-    store: RunStore, moment: str
-) -> None:
-    first = Training(store, begin(store).attempt)
-    first.report("epoch-1")
-    first.upload("epoch-2", {"old.pt": b"old"})
-
-    def successor_commits() -> None:
-        begun = begin(store)
-        remove_interrupted_uploads(store, begun.attempt)
-        second = Training(store, begun.attempt)
-        second.report("epoch-2")
-        second.report("epoch-3")
-
-    stopped = StoppedStore(store.path, moment, successor_commits)
-    with suppress(FencedOffError, OSError):
-        remove_interrupted_uploads(stopped, 1)
-    begun = begin(store)
-    assert (begun.point.base, begun.notes) == ((2, 2), [])
-    assert store.file_sizes("epoch-2") == {"model.pt": 18}
-
-
-@on_a_disk
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_controller_stopped_in_a_deletion_leaves_its_successors_mark(store: RunStore, moment: str) -> None:
-    first = Training(store, begin(store).attempt)
-    first.report("epoch-1")
-    first.upload("epoch-2", {"rank-0.pt": b"old"})
-
-    def successor_uploads() -> None:
-        begun = begin(store)
-        remove_interrupted_uploads(store, begun.attempt)
-        Training(store, begun.attempt).upload("epoch-2", {"rank-1.pt": b"half"})
-
-    with suppress(FencedOffError, OSError):
-        remove_interrupted_uploads(StoppedStore(store.path, moment, successor_uploads), 1)
-    third = begin(store)
-    remove_interrupted_uploads(store, third.attempt)
-    assert store.folders() == [layout.STATE_FOLDER, "epoch-1"], "half an upload is left, and nothing tells"
-
-
 @on_a_disk
 def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
-    training.upload("epoch-1")
+    training.upload(physical_name("epoch-1", 1))
     late = iter(range(3))
 
     class Late(LocalRunStore):
@@ -513,13 +386,13 @@ def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it(store: Ru
                 break
             super()._remove_empty(path)
 
-    assert remove_interrupted_uploads(Late(store.path), 1) == {"epoch-1": "upload interrupted"}
+    assert remove_interrupted_uploads(Late(store.path), 1) == {physical_name("epoch-1", 1): "upload interrupted"}
     assert store.folders() == [layout.STATE_FOLDER]
 
 
 @on_a_disk
 def test_a_folder_that_somebody_keeps_filling_is_an_error_after_a_while(store: RunStore) -> None:
-    Training(store, begin(store).attempt).upload("epoch-1")
+    Training(store, begin(store).attempt).upload(physical_name("epoch-1", 1))
 
     class Filling(LocalRunStore):
         def _remove_empty(self, path: Path) -> None:
@@ -528,14 +401,6 @@ def test_a_folder_that_somebody_keeps_filling_is_an_error_after_a_while(store: R
 
     with pytest.raises(OSError, match="not empty"):
         remove_interrupted_uploads(Filling(store.path), 1)
-
-
-def test_an_interrupted_upload_that_overlaps_a_committed_checkpoint_stays(store: RunStore, training: Training) -> None:
-    training.report("epochs/1")
-    for name in ("epochs", "epochs/1/part"):
-        Mark(1, name).set(store)
-    assert remove_interrupted_uploads(store, 1) == {}
-    assert begin(store).notes == []
 
 
 def test_a_run_taken_over_from_another_flow_run_resumes_at_its_checkpoint(store: RunStore, training: Training) -> None:

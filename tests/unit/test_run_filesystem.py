@@ -15,20 +15,16 @@ import pytest
 from pyarrow import fs
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.records import CommitRecord, decode
-from prefect_elastic_train.elastic import run_filesystem as run_filesystem_module
-from prefect_elastic_train.elastic.run_filesystem import run_filesystem, uploading
+from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, all_commits, check_fence, marks
+from prefect_elastic_train.runs.commits import FencedOffError, all_commits
 from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.ray_storage import Ray
 from tests.unit.support import begin, empty_snapshot, with_result
-
-
-def _marks(store: LocalRunStore) -> list[str]:
-    return [mark.checkpoint for mark in marks(store)]
 
 
 def _write_snapshot(store: LocalRunStore, attempt: int, data: bytes) -> None:
@@ -141,76 +137,19 @@ def test_a_crash_in_the_middle_of_a_snapshot_commits_nothing(store: LocalRunStor
     assert store.read(layout.SNAPSHOT) is None
 
 
-def test_folders_are_marked_as_uploads_only_while_one_uploads(store: LocalRunStore) -> None:
-    filesystem = run_filesystem(store, begin(store).attempt)
-    filesystem.create_dir(f"{store.path}/scratch")
-    assert _marks(store) == []
-    with uploading():
-        filesystem.create_dir(f"{store.path}/checkpoint_1")
-        with uploading():
-            filesystem.create_dir(f"{store.path}/checkpoint_2")
-        filesystem.create_dir(f"{store.path}/checkpoint_3")
-    filesystem.create_dir(f"{store.path}/scratch2")
-    assert _marks(store) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
-
-
-def test_an_upload_of_another_thread_does_not_mark_the_folders_of_this_one(store: LocalRunStore) -> None:
-    filesystem = run_filesystem(store, begin(store).attempt)
-
-    async def play() -> None:
-        with uploading():
-            await asyncio.to_thread(filesystem.create_dir, f"{store.path}/not-an-upload")
-            filesystem.create_dir(f"{store.path}/upload")
-
-    asyncio.run(play())
-    assert _marks(store) == ["upload"]
-
-
-def test_folders_inside_of_a_checkpoint_and_outside_of_the_run_are_not_marked(
-    store: LocalRunStore, tmp_path: Path
-) -> None:
-    ray = Ray(store, begin(store).attempt)
-    ray.upload("checkpoint_1", {"a/b/c.pt": b"1", "d.pt": b"2"})
-    with uploading():
-        for path in (f"{store.path}/checkpoint_1/e", store.path, f"{store.path}/.elastic_train/x", f"{tmp_path}/y"):
-            ray.storage.storage_filesystem.create_dir(path)
-    assert _marks(store) == ["checkpoint_1"]
-    assert store.file_sizes("checkpoint_1") == {"a/b/c.pt": 1, "d.pt": 1}
-
-
 def test_several_ranks_upload_into_one_checkpoint(store: LocalRunStore) -> None:
     begin(store)
     for rank in range(3):
         Ray(store, 1).upload("checkpoint_1", {f"rank-{rank}.pt": b"1"})
-    assert _marks(store) == ["checkpoint_1"]
     assert store.file_sizes("checkpoint_1") == {f"rank-{rank}.pt": 1 for rank in range(3)}
 
 
-def test_a_checkpoint_in_a_folder_of_folders_is_marked_by_its_whole_name(store: LocalRunStore) -> None:
+def test_a_checkpoint_in_a_folder_of_folders_is_resumed_from(store: LocalRunStore) -> None:
     ray = Ray(store, begin(store).attempt).start()
     ray.report("epochs/1")
-    assert _marks(store) == ["epochs/1"]
     ray.report("epochs/2")
-    assert _marks(store) == ["epochs/2"]
     resumed = Ray(store, begin(store).attempt).start().manager.latest_checkpoint_result
     assert resumed.checkpoint.path == f"{store.path}/epochs/2"
-
-
-def test_a_committed_checkpoint_is_not_overwritten(store: LocalRunStore) -> None:
-    ray = Ray(store, begin(store).attempt).start()
-    ray.report("epoch-1")
-    with pytest.raises(ElasticTrainError) as refused:
-        ray.upload("epoch-1", {"model.pt": b"other"})
-    assert "'epoch-1' is committed already" in str(refused.value)
-    assert "checkpoint_dir_name" in str(refused.value)
-    assert store.read("epoch-1/model.pt") == b"epoch-1"
-
-
-def test_a_name_that_only_begins_like_a_committed_one_is_free(store: LocalRunStore) -> None:
-    ray = Ray(store, begin(store).attempt).start()
-    ray.report("epoch-1")
-    ray.report("epoch-10")
-    assert find_resume_point(store).checkpoint == "epoch-10"
 
 
 def _write(filesystem: Any, path: str) -> None:
@@ -245,53 +184,6 @@ def test_a_fenced_off_attempt_changes_nothing(store: LocalRunStore, change: Call
     assert sorted(path.name for path in Path(store.path).parent.iterdir()) == [Path(store.path).name]
 
 
-def _taken_over(store: LocalRunStore) -> None:
-    """Let a successor remove the interrupted epoch-2, and commit its own."""
-    begun = begin(store)
-    successor = Ray(store, begun.attempt).start()
-    remove_interrupted_uploads(store, begun.attempt)
-    successor.report("epoch-2", {"a": b"NEW2a", "b": b"NEW2b"})
-
-
-STOPS = ["between two files", "in the middle of a file", "between its look at the fence and its write"]
-
-
-@pytest.mark.parametrize("stopped", STOPS)
-def test_a_worker_that_was_stopped_in_an_upload_writes_nothing_into_its_successors_checkpoint(
-    store: LocalRunStore, stopped: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = Ray(store, begin(store).attempt).start()
-    old.report("epoch-1", {"a": b"OLD1a", "b": b"OLD1b"})
-    filesystem = run_filesystem(store, 1)
-    with uploading():
-        filesystem.create_dir(f"{store.path}/epoch-2")
-
-    def look_and_stop(*arguments: Any) -> None:
-        monkeypatch.undo()
-        check_fence(*arguments)
-        _taken_over(store)
-
-    def upload() -> None:
-        with filesystem.open_output_stream(f"{store.path}/epoch-2/a") as stream:
-            stream.write(b"OLD")
-            if stopped == "in the middle of a file":
-                _taken_over(store)
-            stream.write(b"2a")
-        if stopped == "between two files":
-            _taken_over(store)
-        if stopped == "between its look at the fence and its write":
-            monkeypatch.setattr(run_filesystem_module, "check_fence", look_and_stop)
-        with filesystem.open_output_stream(f"{store.path}/epoch-2/b") as stream:
-            stream.write(b"OLD2b")
-
-    with pytest.raises((FencedOffError, FileNotFoundError)):
-        upload()
-    files = {path.name: path.read_bytes() for path in Path(store.path, "epoch-2").iterdir()}
-    assert files == {"a": b"NEW2a", "b": b"NEW2b"}
-    begun = begin(store)
-    assert (begun.point.checkpoint, begun.notes) == ("epoch-2", [])
-
-
 def test_an_error_of_the_disk_names_the_file_as_it_is_known(store: LocalRunStore) -> None:
     begin(store)
     store.create("folder/file", b"")
@@ -317,58 +209,44 @@ def _die_in_the_next_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalRunStore, "delete_folder", die)
 
 
+PING, PONG = physical_name("ping", 1, report=1), physical_name("pong", 1, report=2)
+
+
 def _dies_between_commit_and_deletion(store: LocalRunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave a run of two checkpoints that keeps one, in which the first was not deleted any more."""
     ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
-    ray.report("ping", {"rank-0": b"p0", "rank-1": b"p1"})
+    ray.report(PING)
     _die_in_the_next_deletion(monkeypatch)
     with pytest.raises(Died):
-        ray.report("pong", {"rank-0": b"q0", "rank-1": b"q1"})
-    assert store.folders() == [layout.STATE_FOLDER, "ping", "pong"]
+        ray.report(PONG)
+    assert store.folders() == [layout.STATE_FOLDER, PING, PONG]
 
 
 def test_a_checkpoint_whose_deletion_a_crash_prevented_goes_before_the_next_workers_start(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _dies_between_commit_and_deletion(store, monkeypatch)
+    begin(store)  # dies at once
     begun = begin(store)
-    ray = Ray(store, begun.attempt, num_to_keep=1).start()
-    assert (begun.point.checkpoint, begun.notes) == ("pong", [])
-    assert remove_interrupted_uploads(store, begun.attempt) == {"ping": "no longer kept"}
-    ray.report("ping", {"rank-0": b"NEW"})
-    assert store.file_sizes("ping") == {"rank-0": 3}, "stale files are in the new checkpoint"
-    assert store.folders() == [layout.STATE_FOLDER, "ping"]
+    assert (begun.point.checkpoint, begun.notes) == (PONG, [])
+    assert remove_interrupted_uploads(store, begun.attempt) == {PING: "no longer kept"}
+    assert store.folders() == [layout.STATE_FOLDER, PONG]
     assert remove_interrupted_uploads(store, begun.attempt) == {}
 
 
-def test_attempts_that_die_at_once_after_such_a_crash_do_not_make_it_forgotten(
-    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _dies_between_commit_and_deletion(store, monkeypatch)
-    begin(store)
-    begun = begin(store)
-    assert remove_interrupted_uploads(store, begun.attempt) == {"ping": "no longer kept"}
-
-
-def test_a_deletion_that_fails_is_made_up_for_however_many_commits_follow(
-    store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deletion_that_fails_is_made_up_for(store: LocalRunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
-    ray.report("ping")
+    ray.report(PING)
 
     def fail(*_: Any, **__: Any) -> bool:
         monkeypatch.undo()
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(LocalRunStore, "delete_folder", fail)
-    for number in range(7):
+    for number in range(3):
         ray.report(f"epoch-{number}")  # Ray logs the error and goes on
-    assert store.folders() == [layout.STATE_FOLDER, "epoch-6", "ping"]
-    with pytest.raises(ElasticTrainError, match="'ping' is being deleted, or could not be"):
-        ray.upload("ping", {"rank-0": b"NEW"})
-    assert remove_interrupted_uploads(store, 1) == {"ping": "no longer kept"}
-    for _ in range(2):  # two ranks
-        ray.upload("ping", {"rank-0": b"NEW"})
+    assert store.folders() == [layout.STATE_FOLDER, "epoch-2", PING]
+    assert remove_interrupted_uploads(store, 1) == {PING: "no longer kept"}
 
 
 def test_the_holder_of_the_fence_deletes(store: LocalRunStore) -> None:

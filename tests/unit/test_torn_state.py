@@ -1,7 +1,6 @@
 """Every kind of damage to a run's state, and what Ray Train's own checkpoint manager makes of the run afterwards.
 
-Each run has reported four checkpoints when it is damaged. Loops name their checkpoints here, so what is trained
-again after a restart is reported under the same names again.
+Each run has reported four checkpoints when it is damaged.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode
@@ -23,7 +23,7 @@ from prefect_elastic_train.storage.store import RunStore
 from tests.unit.ray_storage import Ray, raw_ray
 from tests.unit.support import begin, claim, neighbour, on_disk_and_in_memory
 
-EPOCHS = ["epoch-1", "epoch-2", "epoch-3", "epoch-4"]
+EPOCHS = [physical_name(f"epoch-{number}", 1, 1, number) for number in range(1, 5)]
 OTHER_NAMES = ["a", "b", "c", "d"]
 COMMIT = layout.commit_name(1, 4)
 GARBAGE = bytes(range(256)) * 4
@@ -182,7 +182,7 @@ BOTH = [
 
 def _checkpoint_damages(which: str, name: str) -> list[Damage]:
     left = tuple(epoch for epoch in EPOCHS if epoch != name)
-    dropped = f"checkpoint {name} was dropped: "
+    dropped = f"checkpoint {loop_name(name)} was dropped: "
     file = f"{name}/rank-1/model.pt"
     size = len(f"{name} of rank 1")
     return [
@@ -267,8 +267,8 @@ def test_training_goes_on_after_the_damage_and_the_next_attempt_resumes_there(
 ) -> None:
     damage.do(trained)
     second, ray = _resume(trained)
-    last = int(damage.left[-1].removeprefix("epoch-"))
-    reported = [f"epoch-{number}" for number in range(last + 1, last + 4)]
+    last = EPOCHS.index(damage.left[-1]) + 1
+    reported = [physical_name(f"epoch-{number}", second.attempt) for number in range(last + 1, last + 4)]
     _report(ray, reported)
     third, ray = _resume(trained)
     assert third.point.base == (second.attempt, 3)
@@ -299,7 +299,7 @@ def test_another_runs_commit_that_names_the_same_checkpoints_is_passed_over(
     whole = [name for name in EPOCHS[:newest] if trained.file_sizes(name)]
     assert whole == EPOCHS[:newest], f"whole checkpoints were removed, and {begun.notes} was told"
     assert ray.manager.latest_checkpoint_result.metrics == {"loss": 0.5}, "Ray knows what the other run reported"
-    assert ray.latest == begun.point.checkpoint == f"epoch-{newest}"
+    assert ray.latest == begun.point.checkpoint == EPOCHS[newest - 1]
 
 
 @pytest.mark.parametrize("torn", TORN.values(), ids=TORN)
@@ -308,8 +308,8 @@ def test_the_only_commit_is_given_back_by_rays_snapshot(store: RunStore, torn: C
     whole = decode(CommitRecord, store.read(layout.commit_name(1, 1)))
     _rewrite(layout.commit_name(1, 1), torn)(store)
     begun, ray = _resume(store)
-    assert ray.latest == begun.point.checkpoint == "epoch-1"
-    assert store.file_sizes("epoch-1") == {f"rank-{rank}/model.pt": 17 for rank in range(2)}
+    assert ray.latest == begun.point.checkpoint == EPOCHS[0]
+    assert store.file_sizes(EPOCHS[0]) == {f"rank-{rank}/model.pt": len(f"{EPOCHS[0]} of rank 0") for rank in range(2)}
     again = decode(CommitRecord, store.read(layout.commit_name(1, 1)))
     assert whole is not None
     assert again is not None
@@ -320,20 +320,20 @@ def test_the_only_commit_torn_without_proof_is_refused_and_its_checkpoint_stays(
     _report(Ray(store, begin(store).attempt).start(), EPOCHS[:1])
     for name in (layout.commit_name(1, 1), layout.SNAPSHOT):
         _rewrite(name, _cut(5))(store)
-    with pytest.raises(AttemptFailedError, match=r"1 folders that may be checkpoints \(epoch-1\)"):
+    with pytest.raises(AttemptFailedError, match=r"1 folders that may be checkpoints \(epoch-1\.a0001"):
         begin(store)
-    assert store.file_sizes("epoch-1")
+    assert store.file_sizes(EPOCHS[0])
 
 
 def test_a_commit_torn_under_a_living_attempt_does_not_cost_the_newest_checkpoint(store: RunStore) -> None:
     ray = Ray(store, begin(store).attempt).start()
     _report(ray, EPOCHS[:2])
     _rewrite(layout.commit_name(1, 2), _cut(5))(store)
-    ray.upload("epoch-3", {"rank-0/model.pt": b"half"})
-    assert remove_interrupted_uploads(store, 1) == {"epoch-3": "upload interrupted"}
+    ray.upload(EPOCHS[2], {"rank-0/model.pt": b"half"})
+    assert remove_interrupted_uploads(store, 1) == {EPOCHS[2]: "upload interrupted"}
     _rewrite(layout.SNAPSHOT, _cut(5))(store)
     assert remove_interrupted_uploads(store, 1) == {}, "nothing tells what it needs"
-    assert store.file_sizes("epoch-2")
+    assert store.file_sizes(EPOCHS[1])
 
 
 def test_a_base_torn_under_a_living_attempt_does_not_cost_its_checkpoint(store: RunStore) -> None:
@@ -341,7 +341,7 @@ def test_a_base_torn_under_a_living_attempt_does_not_cost_its_checkpoint(store: 
     begun, _ = _resume(store)
     _rewrite(layout.commit_name(1, 1), _cut(5))(store)
     assert remove_interrupted_uploads(store, begun.attempt) == {}
-    assert store.file_sizes("epoch-1")
+    assert store.file_sizes(EPOCHS[0])
 
 
 def test_rays_snapshot_of_an_earlier_commit_is_no_proof_of_a_torn_one(store: RunStore) -> None:
@@ -353,31 +353,20 @@ def test_rays_snapshot_of_an_earlier_commit_is_no_proof_of_a_torn_one(store: Run
     store.replace(layout.SNAPSHOT, earlier)
     _rewrite(layout.commit_name(1, 2), _cut(5))(store)
     begun, ray = _resume(store)
-    assert (ray.latest, begun.notes) == ("epoch-1", ["commit 0001-000002 is torn and was passed over"])
+    assert (ray.latest, begun.notes) == (EPOCHS[0], ["commit 0001-000002 is torn and was passed over"])
 
 
 def test_another_attempts_upload_is_no_proof_of_a_torn_commit(store: RunStore) -> None:
     _report(Ray(store, begin(store).attempt).start(), EPOCHS[:2])
     third, ray = _resume(store)
-    _report(ray, EPOCHS[2:3])
+    _report(ray, [physical_name("epoch-3", third.attempt)])
     mirror = store.read(layout.SNAPSHOT) or b""
     fourth, ray = _resume(store)
-    _report(ray, EPOCHS[3:4])
+    _report(ray, [physical_name("epoch-4", fourth.attempt)])
     for attempt in (third.attempt, fourth.attempt):
         _rewrite(layout.commit_name(attempt, 1), _cut(5))(store)
     store.replace(layout.SNAPSHOT, mirror)
-    assert _resume(store)[1].latest == "epoch-2"
-
-
-def test_a_damaged_checkpoint_is_not_taken_for_an_older_one_that_had_its_name(store: RunStore) -> None:
-    ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
-    _report(ray, ["ping", "pong"], ranks=1)
-    _report(ray, ["ping"], ranks=2)  # the worker group has grown
-    store.delete("ping/rank-1/model.pt")
-    # What is left of the newest is all that the first commit lists; the second one's checkpoint was deleted.
-    begun, ray = _resume(store)
-    assert ray.latest == begun.point.checkpoint, "the user is told something else than happens"
-    assert begun.point.checkpoint == "", "half of a checkpoint"
+    assert _resume(store)[1].latest == EPOCHS[1]
 
 
 def _on_all_commits(do: Callable[[str], Do]) -> Do:
@@ -391,9 +380,9 @@ def _on_all_commits(do: Callable[[str], Do]) -> Do:
 NO_COMMIT_LEFT = pytest.mark.parametrize(
     ("lose", "folders"),
     [
-        (_both(_on_all_commits(_remove), _remove(layout.SNAPSHOT)), 3),
+        (_both(_on_all_commits(_remove), _remove(layout.SNAPSHOT)), 4),
         (_on_all_commits(_remove), 4),
-        (_both(_on_all_commits(lambda name: _rewrite(name, _cut(5))), _remove(layout.SNAPSHOT)), 3),
+        (_both(_on_all_commits(lambda name: _rewrite(name, _cut(5))), _remove(layout.SNAPSHOT)), 4),
         (_on_all_commits(lambda name: _rewrite(name, _cut(5))), 4),
     ],
     ids=["commits and snapshot removed", "commits removed", "commits torn, snapshot removed", "commits torn"],
@@ -405,7 +394,7 @@ NO_COMMIT_LEFT = pytest.mark.parametrize(
 def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_it_is(
     trained: RunStore, lose: Do, folders: int
 ) -> None:
-    committed = CheckpointCommitted(attempt=1, checkpoint="epoch-4", size_bytes=34, metrics={})
+    committed = CheckpointCommitted(attempt=1, checkpoint=EPOCHS[3], size_bytes=34, metrics={})
     trained.create(f"{layout.EVENTS}/0001-000.jsonl", encode_event(committed).encode())
     lose(trained)
     before = {name: trained.file_sizes(name) for name in EPOCHS}
@@ -422,4 +411,4 @@ def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_i
     _, ray = _resume(trained)
     assert ray.latest == ""
     _report(ray, EPOCHS[:1], ranks=1)
-    assert trained.file_sizes("epoch-1") == {"rank-0/model.pt": len("epoch-1 of rank 0")}
+    assert trained.file_sizes(EPOCHS[0]) == {"rank-0/model.pt": len(f"{EPOCHS[0]} of rank 0")}
