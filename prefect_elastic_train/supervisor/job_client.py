@@ -176,6 +176,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             )
         except AttemptFailedError:
             raise
+        except requests.RequestException as error:  # an answer that Ray's client cannot read
+            raise UnreachableError(_described(error)) from None
         except UnreachableError as error:
             if not 400 <= error.status < 500 or error.status in _PASSING_STATUS:
                 raise

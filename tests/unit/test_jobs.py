@@ -384,16 +384,16 @@ def test_a_job_is_submitted_followed_and_told_event_by_event(dashboard: Dashboar
     assert Path(__file__).name not in names, "what the user excludes is the user's"
 
 
-@pytest.mark.parametrize("answer", [None, (500, "who knows")])
+@pytest.mark.parametrize("answer", [(502, "bad gateway"), (500, "who knows"), (200, "<html>log in</html>")])
 def test_a_submission_whose_answer_is_lost_is_recognised(
-    dashboard: Dashboard, flow: Flow, answer: tuple[int, str] | None
+    dashboard: Dashboard, flow: Flow, answer: tuple[int, str]
 ) -> None:
     _trains_well(dashboard)
     real = dashboard._submit
 
     def lose(request: dict[str, Any]) -> tuple[int, str]:
         real(request)
-        return answer or (502, "bad gateway")
+        return answer
 
     dashboard._submit = lose  # type: ignore[method-assign]
     assert flow.train(dashboard) == ENDED
@@ -485,6 +485,51 @@ def test_a_job_whose_cluster_was_started_anew_is_lost(dashboard: Dashboard, flow
     assert "was started anew" in ended.message
 
 
+def test_a_job_that_is_unknown_once_is_not_lost(dashboard: Dashboard, flow: Flow) -> None:
+    dashboard.on_submit = lambda submission_id: dashboard.say(STARTED)
+
+    def on_event(event: Event) -> None:
+        flow.events.append(event)
+        [(submission_id, job)] = dashboard.jobs.items()
+        if event == STARTED:
+            dashboard.jobs.clear()
+
+            def come_back() -> None:
+                if dashboard.asked.count("GET /api/version") == 2:
+                    dashboard.jobs[submission_id] = {**job, "status": "SUCCEEDED"}
+                    dashboard.say(ENDED)
+                    flow.check_stop = lambda: None
+
+            flow.check_stop = come_back
+
+    flow.on_event = on_event
+    assert flow.train(dashboard) == ENDED
+
+
+@pytest.mark.parametrize("can_be_read", [True, False])
+def test_a_driver_whose_log_says_nothing_hangs_and_one_whose_log_cannot_be_read_may_not(
+    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch, can_be_read: bool
+) -> None:
+    monkeypatch.setattr(job_driver, "_FRESH_SECONDS", 1.5)
+    flow.settings = ElasticTrainSettings(liveness_timeout_seconds=3.0)
+    dashboard.on_submit = lambda submission_id: dashboard.say(STARTED)
+    if not can_be_read:
+        dashboard.answers["GET /api/v0/logs/file"] = (500, "the node's agent is away")
+    until = time.monotonic() + 6
+
+    def check_stop() -> None:
+        if time.monotonic() > until:
+            dashboard.answers.clear()
+            dashboard.say(ENDED)
+            dashboard.end()
+            flow.check_stop = lambda: None
+
+    flow.check_stop = check_stop
+    ended = flow.train(dashboard)
+    assert ended.outcome is (Outcome.DRIVER_LOST if can_be_read else Outcome.COMPLETED)
+    assert [job["status"] for job in dashboard.jobs.values()] == ["STOPPED" if can_be_read else "SUCCEEDED"]
+
+
 class Stop(BaseException):
     """The flow run was told to stop."""
 
@@ -509,7 +554,6 @@ def test_a_stop_does_not_wait_for_an_answer_and_a_submission_on_its_way_is_stopp
     dashboard: Dashboard, flow: Flow
 ) -> None:
     dashboard.answers["POST /api/jobs/"] = 2.0
-    began = time.monotonic()
 
     def check_stop() -> None:
         if "POST /api/jobs/" in dashboard.asked:
