@@ -176,7 +176,7 @@ def _plan(
     from prefect_elastic_train.blocks.lookup import chosen_blocks
     from prefect_elastic_train.cli.block_arguments import with_workers
     from prefect_elastic_train.cli.loop_config import loop_config
-    from prefect_elastic_train.orchestration.task import check_arguments
+    from prefect_elastic_train.orchestration.arguments import check_arguments
     from prefect_elastic_train.orchestration.train_loops import absolute, check
 
     with input_errors():

@@ -11,10 +11,12 @@ import enum
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING
 from uuid import UUID
+
+from typing_extensions import Self
 
 from prefect_elastic_train.orchestration.prefect_api import ask_prefect
 
@@ -23,14 +25,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
     from prefect.context import FlowRunContext
 
-__all__ = [
-    "FlowRunWatch",
-    "FlowsAround",
-    "StopReason",
-    "wants_an_end",
-    "watched_by_runner",
-    "watching",
-]
+__all__ = ["FlowRunWatch", "FlowsAround", "Stop", "StopReason", "mark_cancelled", "wants_an_end", "watched_by_runner"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +38,20 @@ class StopReason(enum.Enum):
     TAKEN_OVER = "another process executes the flow run"
 
 
+class Stop(BaseException):
+    """The coroutine that awaits the training was cancelled, or the flow process or the flow run was told to end.
+
+    Attributes:
+        reason: What the flow run's state said; None for a signal or a cancelled coroutine.
+        flow_run_id: Which flow run's state that was.
+    """
+
+    def __init__(self, reason: StopReason | None = None, flow_run_id: str = "") -> None:
+        super().__init__(reason.value if reason else "told to end")
+        self.reason = reason
+        self.flow_run_id = flow_run_id
+
+
 def wants_an_end(flow_run_ids: Sequence[str], seconds: float) -> bool:
     """Ask whether one of some flow runs is cancelled or has failed; an API that does not answer in time says no."""
     reasons = ask_prefect(
@@ -51,6 +60,21 @@ def wants_an_end(flow_run_ids: Sequence[str], seconds: float) -> bool:
     if reasons is None:
         logger.warning("cannot ask whether flow run %s is cancelled", flow_run_ids[0])
     return any(reasons or [])
+
+
+def mark_cancelled(flow_run_ids: Sequence[str]) -> None:
+    """Say of flow runs that their cancellation is carried out, unless they have ended."""
+    from prefect.client.orchestration import get_client
+    from prefect.states import Cancelled
+
+    try:
+        with get_client(sync_client=True) as client:
+            for flow_run_id in map(UUID, flow_run_ids):
+                state = client.read_flow_run(flow_run_id).state
+                if state is None or not state.is_final():
+                    client.set_flow_run_state(flow_run_id, Cancelled(message="The training was cancelled."), force=True)
+    except Exception as error:  # noqa: BLE001 - the training has ended; the state is for people
+        logger.warning("cannot mark the flow run as cancelled: %s", error)
 
 
 class FlowsAround:
@@ -71,7 +95,7 @@ class FlowsAround:
             context = outer if isinstance(outer, FlowRunContext) else None
 
     def are_ending(self) -> bool:
-        """Tell whether one of them ends, or has ended, otherwise than completed."""
+        """Whether one of them ends, or has ended, otherwise than completed."""
         return any(map(_is_ending, self._contexts))
 
 
@@ -83,7 +107,7 @@ def _is_ending(context: FlowRunContext) -> bool:
 
 
 def watched_by_runner() -> bool:
-    """Tell whether a runner has started this process: it then signals a cancellation and sets the final state."""
+    """Whether a runner has started this process: it then signals a cancellation and sets the final state."""
     return os.environ.get("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true").lower() == "false"
 
 
@@ -97,90 +121,69 @@ def _reason(state: State | None) -> StopReason | None:
         return None
     if state.is_cancelling():
         return StopReason.CANCELLING
-    if state.is_cancelled() or state.is_failed():
-        return StopReason.OVER
-    return None
+    return StopReason.OVER if state.is_cancelled() or state.is_failed() else None
 
 
 class FlowRunWatch:
     """Looks at the states of a flow run and those that it is called from now and then, in a thread of its own.
 
-    An API that is away is no news: the last answer stands.
+    It looks for as long as it is entered. An API that is away is no news: the last answer stands.
 
     Args:
-        flow_run_ids: The flow run, and those that it is called from up to the root.
+        flow_run_ids: The flow run, and those that it is called from up to the root; without any nothing is watched.
         interval_seconds: Time between two looks.
 
     Attributes:
-        reason: Why the training shall end, None as long as it shall not.
-        flow_run_id: The flow run that says so, the outermost if there are several.
+        stop: Why the training shall end, by the outermost flow run that says so; None as long as it shall not.
         is_executed_again: The outermost was begun once more since the first look, by another process.
     """
 
     def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
-        self.reason: StopReason | None = None
-        self.flow_run_id = ""
+        self.stop: Stop | None = None
         self.is_executed_again = False
         self._executions: int | None = None
         self._flow_run_ids = tuple(flow_run_ids)
         self._interval = interval_seconds
-        self._stopped = threading.Event()
-        self._failing = False
-        # Prefect's settings and client live in context variables.
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name="elastic-train-flow-run", daemon=True
-        )
+        self._left = threading.Event()
 
-    def start(self) -> None:
-        """Begin to look."""
-        self._thread.start()
+    def __enter__(self) -> Self:
+        if self._flow_run_ids:
+            # Prefect's settings and client live in context variables.
+            context = contextvars.copy_context()
+            threading.Thread(target=context.run, args=(self._run,), name="elastic-train-flow-run", daemon=True).start()
+        return self
 
-    def stop(self) -> None:
-        """Look no more; a look that is under way is not waited for."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._interval):
-            try:
-                self._look()
-                self._failing = False
-            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-                if not self._failing:
-                    logger.debug("cannot read the state of flow run %s: %s", self._flow_run_ids[0], error)
-                self._failing = True
-
-    def _look(self) -> None:
-        from prefect.client.orchestration import get_client
-
-        with get_client(sync_client=True) as client:
-            while not self._stopped.is_set():
-                self._look_with(client)
-                self._stopped.wait(self._interval)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._left.set()  # a look that is under way is not waited for
 
     def look_once_more(self, seconds: float) -> None:
         """Look now, for at most so long; without an answer the last one stands."""
-        ask_prefect(self._look_with, seconds)
+        if self._flow_run_ids:
+            ask_prefect(self._look, seconds)
 
-    def _look_with(self, client: SyncPrefectClient) -> None:
+    def _run(self) -> None:
+        from prefect.client.orchestration import get_client
+
+        failing = False
+        while not self._left.wait(self._interval):
+            try:
+                with get_client(sync_client=True) as client:
+                    while not self._left.is_set():
+                        self._look(client)
+                        failing = False
+                        self._left.wait(self._interval)
+            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                if not failing:
+                    logger.debug("cannot read the state of flow run %s: %s", self._flow_run_ids[0], error)
+                failing = True
+
+    def _look(self, client: SyncPrefectClient) -> None:
         flow_runs = [client.read_flow_run(UUID(one)) for one in reversed(self._flow_run_ids)]
-        found = [(_reason(one.state), str(one.id)) for one in flow_runs]
-        self.reason, self.flow_run_id = next((answer for answer in found if answer[0]), (None, ""))
+        stops = (Stop(reason, str(one.id)) for one in flow_runs if (reason := _reason(one.state)))
+        self.stop = next(stops, None)
         executions = flow_runs[0].run_count or 0
         if self._executions is None:
             self._executions = executions
         self.is_executed_again = executions > self._executions
-
-
-@contextmanager
-def watching(flow_run_ids: Sequence[str], interval_seconds: float) -> Iterator[FlowRunWatch | None]:
-    """Watch flow runs for as long as the block runs; without any, watch nothing."""
-    if not flow_run_ids:
-        yield None
-        return
-    watch = FlowRunWatch(flow_run_ids, interval_seconds)
-    watch.start()
-    try:
-        yield watch
-    finally:
-        watch.stop()

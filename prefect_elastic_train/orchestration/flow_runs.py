@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_logger
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-__all__ = ["Place", "current_place", "is_root", "next_number", "numbered"]
+__all__ = ["Place", "current_place", "is_root", "this_training"]
 
 #: More levels of subflows than anybody has.
 _MAX_LEVELS = 30
@@ -33,32 +35,54 @@ _LOOK_UP_SECONDS = 30.0
 #: And for the name of a deployment, which is only shown.
 _NAME_SECONDS = 5.0
 
+# Calls of the user's own flows are all that this package sees of a flow run, so what tells its trainings apart has to
+# outlive them: how many there were, and where a flow run stands, which an API that is away later must not change.
 _places: dict[str, Place] = {}
-_calls_in_tasks: dict[str, str] = {}
-_numbers: dict[tuple[str, ...], int] = {}
+_numbers: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(lambda: count(1))
+_kept_numbers: dict[tuple[str, ...], int] = {}
 _lock = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a flow run stands.
+    """Where a flow run stands, and which of its trainings one is.
 
     Attributes:
-        owner: The root, which its trainings belong to.
-        flow_run_ids: The flow run, the one that called it, and so on up to the root.
+        owner: The root, which its trainings belong to. Outside of flows a made-up one.
+        flow_run_ids: The flow run, the one that called it, and so on up to the root; none outside of flows.
         calls: The calls of subflows that lead from the root to it; none for the root.
         related: What the events of a subflow's training relate to besides what Prefect finds itself, which is the
             subflow's own: the root, its deployment and its tags. None for the root.
+        flow_name: Name of the flow itself.
+        number: Which training of the flow run it is, counted from 1.
+        resumed: The flow run ran before, perhaps in another process.
     """
 
     owner: Owner
-    flow_run_ids: tuple[str, ...]
+    flow_run_ids: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
     related: tuple[dict[str, str], ...] = ()
+    flow_name: str = ""
+    number: int = 1
+    resumed: bool = False
+
+
+def this_training() -> Place:
+    """Find the place of the training that is asked for just now, and count it among those of its flow run."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return Place(Owner(flow_run_id=uuid4().hex))
+    flow_run_id, executions = str(context.flow_run.id), context.flow_run.run_count or 0
+    return replace(
+        current_place(context),
+        flow_name=context.flow.name if context.flow else "",
+        number=_numbered(("training", flow_run_id, str(executions)), flow_run_id),
+        resumed=executions > 1,
+    )
 
 
 def current_place(context: FlowRunContext) -> Place:
-    """Find the place of a flow run that this process executes. Found once, it stays."""
+    """Return the place of a flow run that this process executes. Found once, it stays."""
     flow_run = context.flow_run
     assert flow_run is not None
     flow_name = context.flow.name if context.flow else ""
@@ -82,7 +106,7 @@ def current_place(context: FlowRunContext) -> Place:
 
 
 def is_root(flow_run: FlowRun) -> bool:
-    """Tell whether a flow run has a life of its own: what a person or a runner has started can be started again."""
+    """Whether a flow run has a life of its own: what a person or a runner has started can be started again."""
     return (
         flow_run.parent_task_run_id is None
         or flow_run.deployment_id is not None
@@ -91,24 +115,17 @@ def is_root(flow_run: FlowRun) -> bool:
     )
 
 
-def next_number(*key: str) -> int:
-    """Count: 1 for the first call with a key."""
-    with _lock:
-        _numbers[key] = _numbers.get(key, 0) + 1
-        return _numbers[key]
-
-
-def numbered(key: tuple[str, ...], flow_run_id: str) -> int:
-    """Count like :func:`next_number`; what a retried task of the user does again keeps its number."""
+def _numbered(key: tuple[str, ...], flow_run_id: str) -> int:
+    """Count the calls with a key from 1; what a retried task of the user does again keeps its number."""
     task = TaskRunContext.get()
-    if task is None or str(task.task_run.flow_run_id) != flow_run_id:
-        return next_number(*key)
     with _lock:
-        in_this_try = next_number(*key, str(task.task_run.id), str(task.task_run.run_count))
+        if task is None or str(task.task_run.flow_run_id) != flow_run_id:
+            return next(_numbers[key])
+        in_this_try = next(_numbers[(*key, str(task.task_run.id), str(task.task_run.run_count))])
         kept = (*key, str(task.task_run.id), f"number {in_this_try}")
-        if kept not in _numbers:
-            _numbers[kept] = next_number(*key)
-        return _numbers[kept]
+        if kept not in _kept_numbers:
+            _kept_numbers[kept] = next(_numbers[key])
+        return _kept_numbers[kept]
 
 
 def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
@@ -164,15 +181,15 @@ def _resource(role: str, identity: str, name: str = "") -> dict[str, str]:
 
 
 def _number(owner: Owner, run_count: int, calls: list[Call], name: str, key: str, parent_id: str, child_id: str) -> str:
-    """Give the number of a subflow's call, as text: Prefect's own, or ``t`` and the how manieth call in a task it is.
+    """Number of a subflow's call, as text: Prefect's own, or ``t`` and which call in a task it is.
 
     Prefect gives the calls of subflows in tasks random keys.
     """
     if key.isdigit():
         return str(int(key) + 1)
     with _lock:
-        if child_id not in _calls_in_tasks:
+        if (child_id,) not in _kept_numbers:
             outer = (f"{call.flow_name} {call.number}" for call in calls)
             scope = ("subflow", owner.flow_run_id, str(run_count), *outer, name)
-            _calls_in_tasks[child_id] = f"t{numbered(scope, parent_id)}"
-        return _calls_in_tasks[child_id]
+            _kept_numbers[(child_id,)] = _numbered(scope, parent_id)
+        return f"t{_kept_numbers[(child_id,)]}"

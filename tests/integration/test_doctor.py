@@ -260,16 +260,18 @@ def _ids(head: RayHead) -> set[str]:
 
 def test_a_training_takes_the_blocks_that_the_settings_name(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect_elastic_train import ConfigurationError, elastic_train
-    from prefect_elastic_train.orchestration.task import _request, _spec
+    from prefect_elastic_train.orchestration.arguments import driver_spec
 
     ElasticScaling(max_workers=7).save("seven", overwrite=True, _sync=True)
     LocalStorage(path="/mnt/shared/seven").save("seven", overwrite=True, _sync=True)
     monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_DEFAULT_SCALING", "seven")
     monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_DEFAULT_STORAGE", "training-storage-directory/seven")
-    spec = _spec(_request("package.module:loop"))
+    asked = elastic_train.ask("package.module:loop")
+    spec = driver_spec(asked.request, asked.blocks)
     assert (spec.scaling.max_workers, spec.storage.uri) == (7, "/mnt/shared/seven")
     assert spec.storage_block == "training-storage-directory/seven"
-    given = _spec(_request("package.module:loop", scaling=ElasticScaling(max_workers=2)))
+    asked = elastic_train.ask("package.module:loop", scaling=ElasticScaling(max_workers=2))
+    given = driver_spec(asked.request, asked.blocks)
     assert given.scaling.max_workers == 2, "what is given stands before the settings"
 
     get_settings.cache_clear()

@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.orchestration import flow_runs
-from prefect_elastic_train.orchestration.task import _request
+from prefect_elastic_train.orchestration.task import elastic_train
 
 asked: list[tuple[str, str, str]] = []
 related: dict[str, tuple[dict[str, str], ...]] = {}
@@ -32,9 +32,9 @@ def _loop() -> None:
 
 def _ask(where: str) -> None:
     """Do what elastic_train does first."""
-    request = _request(train_loop=_loop)
-    asked.append((where, request.run_name, request.wanted.owner.describe()))
-    related[where] = request.related
+    training = elastic_train.ask(_loop)
+    asked.append((where, training.request.run_name, training.request.owner.describe()))
+    related[where] = training.place.related
 
 
 @flow(name="child")

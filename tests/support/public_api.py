@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import distribution
 from pathlib import Path
@@ -29,7 +28,7 @@ from prefect_elastic_train.core.events import LoopWarned
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.result import BestCheckpoint, TimeAccount, WorldSize
 from prefect_elastic_train.orchestration import prefect_events
-from prefect_elastic_train.orchestration import task as training
+from prefect_elastic_train.orchestration.endings import End
 from tests.support.processes import ROOT
 
 SNAPSHOT = ROOT / "tests" / "unit" / "public_api.txt"
@@ -165,8 +164,7 @@ def _events() -> set[str]:
             either = (first.body, first.orelse) if isinstance(first, ast.IfExp) else (first,)
             named |= {name.value for name in either if isinstance(name, ast.Constant)}
     named |= set(get_args(LoopWarned.model_fields["problem"].annotation))
-    ended = re.findall(r'(?:_publish_end[(,] ?request, |publisher\.end\()"([a-z ]+)"', inspect.getsource(training))
-    ends = {end.replace(" ", "-") for end in ended} - {"left-to-its-job"}  # which is no end
+    ends = {end.value.replace(" ", "-") for end in End} - {"left-to-its-job"}  # which is no end
     return {f"{prefect_events.PREFIX}{name}" for name in named | ends}
 
 

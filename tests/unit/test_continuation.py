@@ -17,7 +17,7 @@ from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
-from prefect_elastic_train.orchestration.task import _request
+from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import ancestors, started_from
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, host_id, peek, process_start
@@ -148,7 +148,7 @@ def test_the_newest_checkpoint_of_the_newest_run_can_be_asked_for(on_disk: Night
 
 def test_no_run_can_be_named_latest() -> None:
     with pytest.raises(ConfigurationError, match="give the run another name"):
-        _request(lambda: None, run_name="latest")
+        elastic_train.ask(lambda: None, run_name="latest")
 
 
 def test_runs_that_are_no_base_are_passed_over_and_named_with_the_reason(on_disk: Nights) -> None:

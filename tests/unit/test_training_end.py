@@ -3,83 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import replace
+from typing import Any
 
 import pytest
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Abort, TerminationSignal
 
-from prefect_elastic_train.orchestration import task as training
-from prefect_elastic_train.orchestration.cancellation import StopReason
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
+from prefect_elastic_train.orchestration import task
+from prefect_elastic_train.orchestration.cancellation import Stop, StopReason
+from prefect_elastic_train.orchestration.endings import End, SilentEndError, detaches, ending_of
 from prefect_elastic_train.orchestration.publisher import Publisher
+from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.report.run_report import RunReport
 
-FLOW_RUN = "8e9f4f5e-6f0a-4d0c-8d27-0d4f8a3d9f11"
+ENDS: list[tuple[BaseException, bool, End | None]] = [
+    (TerminationSignal(signal=15), True, End.CANCELLED),
+    (TerminationSignal(signal=15), False, End.INTERRUPTED),
+    (KeyboardInterrupt(), False, End.CANCELLED),
+    (asyncio.CancelledError(), False, End.CANCELLED),
+    (TimeoutError("the flow's own"), False, End.TIMED_OUT),
+    (TrainingTimeoutError("late", outcome=Outcome.TIMED_OUT), False, End.TIMED_OUT),
+    (Stop(), True, End.CANCELLED),
+    (Stop(), False, End.INTERRUPTED),
+    (Stop(StopReason.CANCELLING, "1"), False, End.CANCELLED),
+    (Stop(StopReason.OVER, "1"), True, End.INTERRUPTED),
+    (Stop(StopReason.TAKEN_OVER, "1"), False, None),
+    (SilentEndError("taken over", outcome=Outcome.SUPERSEDED), False, None),
+    (Abort("taken over"), False, None),
+    (AttemptFailedError("stopped", outcome=Outcome.CANCELLED), False, End.CANCELLED),
+    (AttemptFailedError("the head died", outcome=Outcome.CLUSTER_LOST), True, End.FAILED),
+    (ValueError("a bug"), True, End.FAILED),
+]
 
 
-def _loop() -> None:
-    """A train loop."""
+@pytest.mark.parametrize(("error", "wanted", "end"), ENDS)
+def test_an_end_is_told_by_who_ended_the_training(error: BaseException, wanted: bool, end: End | None) -> None:
+    ending = ending_of(error, False, lambda: wanted)
+    assert (ending.end if ending else None) is end
 
 
-@pytest.fixture
-def request_of_a_flow() -> training._Request:
-    return replace(training._request(train_loop=_loop), flow_run_ids=(FLOW_RUN,))
-
-
-@pytest.fixture
-def report(request_of_a_flow: training._Request) -> Iterator[RunReport]:
-    """What is shown of a training that waits for its next attempt."""
-    report = RunReport(run_name="mnist", attempt=1)
-    publisher = Publisher(report)
-    publisher.abandon()  # nothing is written anywhere
-    training._publishers[request_of_a_flow.key] = publisher
-    yield report
-    assert request_of_a_flow.key not in training._publishers
+def test_a_job_that_goes_on_is_told_as_that_and_as_no_event() -> None:
+    ending = ending_of(TerminationSignal(signal=15), True, lambda: False)
+    assert ending is not None
+    assert (ending.end, ending.told) == (End.LEFT, True)
 
 
 @pytest.mark.parametrize(
-    ("error", "wanted", "state"),
+    ("reason", "terminated", "wanted", "goes_on"),
     [
-        (TerminationSignal(signal=15), True, "cancelled"),
-        (TerminationSignal(signal=15), False, "interrupted"),
-        (KeyboardInterrupt(), False, "cancelled"),
-        (asyncio.CancelledError(), False, "cancelled"),
-        (TimeoutError("the flow's own"), False, "timed out"),
-        (None, True, "cancelled"),
-        (None, False, "interrupted"),
+        (Stop(), True, False, True),
+        (Stop(), True, True, False),
+        (Stop(), False, False, False),
+        (TerminationSignal(signal=15), False, False, True),
+        (KeyboardInterrupt(), False, False, False),
+        (TimeoutError(), True, False, False),
+        (Stop(StopReason.CANCELLING, "1"), True, False, False),
+        (Stop(StopReason.OVER, "1"), True, False, False),
+        (Stop(StopReason.TAKEN_OVER, "1"), False, True, True),
     ],
 )
-def test_a_wait_that_was_ended_is_told_by_who_ended_it(
+def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
+    reason: BaseException, terminated: bool, wanted: bool, goes_on: bool
+) -> None:
+    assert detaches(reason, terminated, lambda: wanted) is goes_on
+
+
+def test_what_ended_the_wait_for_an_attempt_is_told_where_the_training_was_called(
     monkeypatch: pytest.MonkeyPatch,
-    request_of_a_flow: training._Request,
-    report: RunReport,
-    error: BaseException | None,
-    wanted: bool,
-    state: str,
 ) -> None:
-    monkeypatch.setattr(training, "wants_an_end", lambda ids, seconds: wanted)
-    training._close_waiting(request_of_a_flow, error)
-    assert report.state == state
+    report = RunReport(run_name="mnist", attempt=1)
+    publisher = Publisher(report)
+    publisher.abandon()  # nothing is written anywhere
 
-
-def test_a_wait_that_the_state_of_the_flow_run_has_ended_is_cancelled(
-    request_of_a_flow: training._Request, report: RunReport
-) -> None:
-    stop = training._Stop(StopReason.CANCELLING, FLOW_RUN)
-    training._stopped_waiting[request_of_a_flow.key] = stop
-    training._close_waiting(request_of_a_flow, TerminationSignal(signal=15))
-    assert report.state == "cancelled"
-    assert request_of_a_flow.key not in training._stopped_waiting
-
-
-def test_what_ended_the_wait_is_seen_where_it_is_closed(
-    monkeypatch: pytest.MonkeyPatch, request_of_a_flow: training._Request, report: RunReport
-) -> None:
-    def _interrupted(request: training._Request) -> None:
+    def _interrupted(training: Any) -> None:
+        training._publisher = publisher
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "_request", lambda **arguments: request_of_a_flow)
-    monkeypatch.setattr(training, "_with_budget", lambda task, request: _interrupted)
+    monkeypatch.setattr(task, "_with_budget", lambda template, training: _interrupted)
     with pytest.raises(KeyboardInterrupt):
-        training.elastic_train(_loop)
+        elastic_train(lambda: None)
     assert report.state == "cancelled"
+
+
+def test_a_wait_that_the_state_of_the_flow_run_has_ended_is_cancelled() -> None:
+    report = RunReport(run_name="mnist", attempt=1)
+    training = elastic_train.ask(lambda: None)
+    training._publisher = Publisher(report)
+    training._publisher.abandon()
+    training._stopped = Stop(StopReason.CANCELLING, "1")
+    training.end(TerminationSignal(signal=15))
+    assert (report.state, training._publisher) == ("cancelled", None)

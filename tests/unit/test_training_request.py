@@ -6,6 +6,7 @@ import pickle
 import threading
 from typing import Any
 
+import cloudpickle
 import pytest
 from prefect.context import FlowRunContext
 
@@ -20,17 +21,15 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import may_retry
-from prefect_elastic_train.orchestration.cancellation import FlowsAround
+from prefect_elastic_train.orchestration.arguments import driver_spec
+from prefect_elastic_train.orchestration.endings import error_of
 from prefect_elastic_train.orchestration.task import (
     _aelastic_train_task,
     _elastic_train_task,
-    _failure,
-    _request,
-    _spec,
-    _waiting,
-    _watch_waiting,
     _with_budget,
+    elastic_train,
 )
+from prefect_elastic_train.orchestration.training import Training, _State
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -65,15 +64,15 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: "-".join(value)[:40])
 def test_a_bad_request_is_refused_before_anything_starts(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        _request(**{"train_loop": loop, **arguments})
+        elastic_train.ask(**{"train_loop": loop, **arguments})
     for word in words:
         assert word in str(refused.value)
 
 
 def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    request = _request(train_loop=loop)
-    spec = _spec(request)
+    training = elastic_train.ask(train_loop=loop)
+    spec = driver_spec(training.request, training.blocks)
     assert spec.request.run_name.startswith("loop-")
     assert not spec.request.named
     assert spec.request.framework == "torch"
@@ -85,11 +84,12 @@ def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: py
 
 
 def test_trainings_outside_of_flows_have_different_names() -> None:
-    assert _request(train_loop=loop).run_name != _request(train_loop=loop).run_name
+    first, second = elastic_train.ask(loop), elastic_train.ask(loop)
+    assert first.request.run_name != second.request.run_name
 
 
 def test_everything_that_was_asked_for_reaches_the_driver() -> None:
-    request = _request(
+    training = elastic_train.ask(
         train_loop="package.module:loop",
         train_loop_config={"lr": 0.1},
         framework="jax",
@@ -104,7 +104,7 @@ def test_everything_that_was_asked_for_reaches_the_driver() -> None:
         jax_config="j",
         worker_runtime_env={"env_vars": {"A": "1"}},
     )
-    spec = _spec(request)
+    spec = driver_spec(training.request, training.blocks)
     wanted = spec.request
     assert (wanted.run_name, wanted.named, wanted.resume, wanted.resume_from) == ("mnist", True, False, "base@best")
     assert (spec.request.framework, spec.request.fingerprint.loop) == ("jax", "loop")
@@ -124,21 +124,21 @@ def test_everything_that_was_asked_for_reaches_the_driver() -> None:
 
 
 def test_the_text_of_a_request_holds_nothing_that_nobody_should_read() -> None:
-    request = _request(
+    training = elastic_train.ask(
         train_loop=loop,
         train_loop_config={"password": "hush"},
         cluster=RayCluster(auth_token="hush"),
         run_name="mnist",
     )
-    assert "hush" not in repr(request)
-    assert "hush" not in str(request)
-    assert "mnist" in repr(request)
+    assert "hush" not in repr(training)
+    assert "hush" not in str(training)
+    assert "mnist" in repr(training)
 
 
 @pytest.mark.parametrize("template", [_elastic_train_task, _aelastic_train_task])
 def test_the_task_has_the_retries_and_delays_of_the_budget(template: Any) -> None:
     failures = FailureBudget(driver_restarts=4, driver_restart_delay_seconds=100)
-    task = _with_budget(template, _request(train_loop=loop, failures=failures, run_name="mnist"))
+    task = _with_budget(template, elastic_train.ask(train_loop=loop, failures=failures, run_name="mnist"))
     assert task.retries == 4
     assert task.retry_delay_seconds == [100, 200, 300, 300]
     assert task.retry_jitter_factor == 0.2
@@ -148,16 +148,15 @@ def test_the_task_has_the_retries_and_delays_of_the_budget(template: Any) -> Non
 
 def test_a_budget_without_restarts_is_a_task_without_retries() -> None:
     failures = FailureBudget(driver_restarts=0, driver_restart_delay_seconds=0)
-    task = _with_budget(_elastic_train_task, _request(train_loop=loop, failures=failures))
+    task = _with_budget(_elastic_train_task, elastic_train.ask(train_loop=loop, failures=failures))
     assert task.retries == 0
 
 
 def test_the_error_of_a_failed_attempt_says_which_run_and_attempt_and_how() -> None:
-    request = _request(train_loop=loop, run_name="mnist")
-    error = _failure(request, AttemptEnded(attempt=3, outcome=Outcome.CLUSTER_LOST, message="the head died"))
+    error = error_of("mnist", AttemptEnded(attempt=3, outcome=Outcome.CLUSTER_LOST, message="the head died"))
     assert str(error) == "training 'mnist', attempt 3: cluster_lost: the head died"
     assert (error.outcome, error.attempt, error.final, error.retryable) == (Outcome.CLUSTER_LOST, 3, False, True)
-    before = _failure(request, AttemptEnded(outcome=Outcome.DRIVER_LOST, message="gone", final=True))
+    before = error_of("mnist", AttemptEnded(outcome=Outcome.DRIVER_LOST, message="gone", final=True))
     assert str(before) == "training 'mnist', the driver: driver_lost: gone"
     assert not before.retryable
 
@@ -178,21 +177,35 @@ class _WaitingRuntime:
         self.closed += 1
 
 
+def _waiting(runtime: Any, **arguments: Any) -> Training:
+    """A training whose first attempt has ended, and whose cluster waits for the next one."""
+    training = elastic_train.ask(loop, **arguments)
+    training._runtime, training._state, training._attempts = runtime, _State.WAITING, 1
+    return training
+
+
 def test_a_cluster_that_waits_is_guarded_until_the_training_is_out_of_time() -> None:
-    request = _request(train_loop=loop, timeout_seconds=1.2)
     runtime: Any = _WaitingRuntime()
-    _waiting[request.key] = runtime
-    _watch_waiting(request, runtime, FlowsAround())
-    assert request.is_out_of_time
+    training = _waiting(runtime, timeout_seconds=1.2)
+    training._look_after_wait(attempt=1)
+    assert training.is_out_of_time
     assert (runtime.jobs_ended, runtime.closed, runtime.guarded >= 2) == (1, 1, True)
-    assert request.key not in _waiting
+    training.end()
+    assert runtime.closed == 1
 
 
 def test_a_cluster_that_waited_is_left_to_the_attempt_that_has_taken_it() -> None:
-    request = _request(train_loop=loop)
     runtime: Any = _WaitingRuntime()
-    _watch_waiting(request, runtime, FlowsAround())
+    _waiting(runtime)._look_after_wait(attempt=0)
     assert (runtime.closed, runtime.guarded) == (0, 0)
+
+
+def test_a_training_that_is_sent_to_another_process_begins_anew_there() -> None:
+    runtime: Any = _WaitingRuntime()
+    training = _waiting(runtime, run_name="mnist")
+    sent = pickle.loads(cloudpickle.dumps(training))
+    assert sent.request == training.request
+    assert (sent._runtime, sent._state) == (None, _State.ASKED)
 
 
 def test_there_is_no_flow_in_these_tests() -> None:

@@ -1,0 +1,211 @@
+"""The arguments of ``elastic_train``: checked before anything starts, and made into a request and its blocks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from pydantic import SecretStr
+
+from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.blocks.lookup import (
+    BLOCK_TYPES,
+    StorageBlock,
+    chosen_block,
+    load_saved,
+    plain_storage,
+    saved_name,
+)
+from prefect_elastic_train.core.operator_settings import default_block_name, get_settings, naming_the_setting
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
+from prefect_elastic_train.core.settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    FailureSettings,
+    ScalingSettings,
+    plain,
+)
+from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.driver.fit import check_loop
+from prefect_elastic_train.orchestration.flow_runs import Place
+from prefect_elastic_train.runs.identity import (
+    LATEST_RUN,
+    check_run_name,
+    default_run_name,
+    fingerprint,
+    loop_name,
+    training_part,
+)
+from prefect_elastic_train.supervisor.runtime import import_path
+
+__all__ = ["FRAMEWORKS", "GivenBlock", "check_arguments", "driver_spec", "given_blocks", "load_given", "make_request"]
+
+FRAMEWORKS = ("torch", "jax", "none")
+
+#: A block as it was given, or the name of a saved one, which is loaded anew at each attempt.
+GivenBlock = TrainingBlock | str
+
+_MASK = "*"
+
+
+def check_arguments(
+    framework: str, run_name: str | None, resume: bool, resume_from: str | None, timeout_seconds: float | None
+) -> None:
+    """Check those arguments of ``elastic_train`` that are neither blocks nor the user's own objects.
+
+    Raises:
+        ConfigurationError: One is not allowed, or two do not fit together.
+    """
+    if framework not in FRAMEWORKS:
+        raise ConfigurationError(f"framework {framework!r} is unknown; use one of {', '.join(map(repr, FRAMEWORKS))}")
+    if timeout_seconds is not None and not timeout_seconds > 0:
+        raise ConfigurationError(f"timeout_seconds={timeout_seconds!r} must be above 0, or None for no bound")
+    if resume and resume_from:
+        raise ConfigurationError(
+            "resume=True continues a run and resume_from starts a new one from another's checkpoint: give one of them"
+        )
+    if resume and run_name is None:
+        raise ConfigurationError("resume=True takes over a run of another flow run: name it with run_name")
+    if resume_from:
+        check_run_name(resume_from.partition("@")[0])
+    if run_name is not None:
+        check_run_name(run_name)
+    if run_name == LATEST_RUN:
+        raise ConfigurationError(
+            f"run_name={run_name!r} is what resume_from calls the newest earlier run; give the run another name"
+        )
+
+
+def make_request(
+    payload: Payload,
+    framework: str,
+    place: Callable[[], Place],
+    *,
+    run_name: str | None,
+    resume: bool,
+    resume_from: str | None,
+    worker_runtime_env: dict[str, Any] | None,
+) -> tuple[RunRequest, Place]:
+    """Make the request of a training, whose other arguments were checked.
+
+    Args:
+        payload: The user's own objects; pickled now, since they may be changed for the next training.
+        framework: As the user gave it, like the following.
+        place: Finds out which training this is. It is asked last, since it counts the trainings of the flow run: one
+            that is refused is none.
+
+    Raises:
+        ConfigurationError: The loop is none, or cannot be sent to another process.
+    """
+    loop, config = payload.train_loop, payload.train_loop_config
+    _check_loop_argument(loop)
+    if config is not None and not isinstance(config, dict):
+        raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(config).__name__}")
+    try:
+        pickled = dump_payload(payload)
+    except Exception as error:
+        raise ConfigurationError(
+            f"train loop {loop_name(loop)!r} or its configuration cannot be sent to another process: "
+            f"{type(error).__name__}: {error}. Keep locks, open files and connections out of what the loop refers to"
+        ) from error
+    found = place()
+    flow_name = found.flow_name or loop_name(loop)
+    default = default_run_name(flow_name, found.owner.flow_run_id, found.number, found.calls)
+    request = RunRequest(
+        run_name=check_run_name(default if run_name is None else run_name),
+        owner=found.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
+        fingerprint=fingerprint(loop, framework, config),
+        named=run_name is not None,
+        resume=resume,
+        resume_from=resume_from or "",
+        part=training_part(flow_name, found.number, found.calls),
+        resumed=found.resumed,
+        has_datasets=bool(payload.datasets),
+        worker_runtime_env=worker_runtime_env or {},
+        payload=pickled,
+    )
+    return request, found
+
+
+def _check_loop_argument(train_loop: Any) -> None:
+    if isinstance(train_loop, str):
+        module, _, function = train_loop.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+            raise ConfigurationError(f"train loop {train_loop!r} is no import path; write 'package.module:function'")
+        return
+    if not callable(train_loop):
+        raise ConfigurationError(
+            f"the train loop must be a function or an import path, got {type(train_loop).__name__}"
+        )
+    check_loop(train_loop)
+
+
+def given_blocks(given: Mapping[str, GivenBlock | None]) -> dict[str, GivenBlock]:
+    """Return a training's blocks by argument: as given, else by the name in the settings, else the default.
+
+    All are loaded once now, so that a typing error ends nothing later.
+
+    Raises:
+        ConfigurationError: As of :func:`load_given`.
+    """
+    blocks: dict[str, GivenBlock] = {}
+    for argument, block in given.items():
+        name = "" if block is not None else default_block_name(argument)
+        blocks[argument] = name or (chosen_block(argument) if block is None else block)
+        with naming_the_setting(argument) if name else nullcontext():
+            load_given(argument, blocks[argument])
+    return blocks
+
+
+def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
+    """Load a block that was given by name; refuse one whose secrets Prefect has masked.
+
+    Raises:
+        ConfigurationError: There is no such block, it is of another type, or its secrets are asterisks.
+    """
+    types = BLOCK_TYPES[argument]
+    block = load_saved(types, given) if isinstance(given, str) else given
+    if not (type(block) in types if argument == "storage" else isinstance(block, *types)):
+        names = ", ".join(kind.__name__ for kind in types)
+        wanted = names if len(types) == 1 else f"{argument} ({names})"
+        raise ConfigurationError(f"expected a {wanted} or the name of one, got {type(given).__name__}")
+    for field in type(block).model_fields:
+        value = getattr(block, field)
+        text = value.get_secret_value() if isinstance(value, SecretStr) else ""
+        if text and not text.strip(_MASK):
+            raise ConfigurationError(
+                f"{type(block).__name__}.{field} is masked: Prefect stores the secrets of a block that is given inline "
+                "as a flow parameter as asterisks. Save the block and pick it by name in the parameter"
+            )
+    return block
+
+
+def driver_spec(request: RunRequest, given: Mapping[str, GivenBlock], previous_end: str = "") -> DriverSpec:
+    """Make what the driver of the next attempt is told, from the blocks as they are saved now.
+
+    Args:
+        request: Of the training.
+        given: Its blocks.
+        previous_end: How the attempt before ended, as far as is known.
+
+    Raises:
+        ConfigurationError: As of :func:`load_given`.
+    """
+    blocks = {argument: load_given(argument, block) for argument, block in given.items()}
+    scaling, storage = plain(ScalingSettings, blocks["scaling"]), blocks["storage"]
+    assert isinstance(storage, StorageBlock)
+    return DriverSpec(
+        request=request,
+        scaling=scaling,
+        failures=plain(FailureSettings, blocks["failures"]),
+        checkpoints=plain(CheckpointSettings, blocks["checkpoints"]),
+        storage=plain_storage(storage),
+        cluster=plain(ClusterSettings, blocks["cluster"]),
+        storage_block=saved_name(storage),
+        poll_interval_seconds=get_settings().poll_interval(scaling.max_workers),
+        sys_path=import_path(),
+        previous_end=previous_end,
+    )
