@@ -14,26 +14,17 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from prefect_elastic_train.core.outcomes import (
-    AttemptFailedError,
-    ConfigurationError,
-    Outcome,
-    StorageFaultError,
-    is_passing,
-)
-from prefect_elastic_train.core.rank_errors import cause as in_short
-from prefect_elastic_train.core.rank_errors import causes, distinct
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.driver.endings import classify
 from prefect_elastic_train.elastic.sending import Receiving
 from prefect_elastic_train.loop.context import RunContext
-from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
     "Prepared",
     "check_loop",
-    "classify",
     "ends_at_import",
     "fit",
     "function_in",
@@ -291,59 +282,6 @@ def fit(
         trainer.fit()
     except Exception as error:
         raise classify(error, attempt) from error
-
-
-def classify(error: Exception, attempt: int) -> AttemptFailedError:
-    """Decide from what ``fit()`` raised how the attempt ended."""
-    import ray.exceptions
-    from ray.train import ControllerError, WorkerGroupError
-    from ray.train.v2.api.exceptions import PreemptionError
-
-    from prefect_elastic_train.elastic.failures import (
-        CapacityTimeoutError,
-        ignored_checkpoint,
-        is_death,
-        storage_fault,
-    )
-
-    def failed(outcome: Outcome, message: str) -> AttemptFailedError:
-        return AttemptFailedError(message, outcome=outcome, attempt=attempt)
-
-    cause = error.controller_failure if isinstance(error, ControllerError) else error
-    if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
-        return failed(Outcome.INVALID, str(cause))
-    if isinstance(cause, CapacityTimeoutError):
-        return failed(Outcome.TIMED_OUT, str(cause))
-    if isinstance(error, WorkerGroupError):
-        fault = storage_fault(error)
-        if fault is not None:
-            return failed(Outcome.DRIVER_LOST if is_passing(fault) else Outcome.STORAGE_ERROR, str(fault))
-        ignored = ignored_checkpoint(error)
-        if ignored is not None:
-            return failed(Outcome.USER_ERROR, f"{ignored} (FailureBudget.ignored_checkpoint is 'fail')")
-        texts, also = distinct({rank: f"{type(e).__name__}: {e}" for rank, e in error.worker_failures.items()})
-        why = "; ".join(causes(texts, also))
-        # When a rank dies, the others fail in their collectives: then its death is the cause.
-        if not any(is_death(failure) for failure in error.worker_failures.values()):
-            return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows: {why}")
-        return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows: {why}")
-    if isinstance(error, PreemptionError):
-        return failed(Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}")
-    if isinstance(error, TypeError) and "serialize" in str(error):
-        return failed(Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}")
-    if isinstance(cause, ray.exceptions.RuntimeEnvSetupError):
-        return failed(Outcome.INVALID, f"the runtime environment cannot be set up: {cause}")
-    if isinstance(cause, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
-        return failed(Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(str(cause))}")
-    # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
-    if isinstance(cause, ray.exceptions.RaySystemError | ray.exceptions.GetTimeoutError | ConnectionError):
-        return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}")
-    if isinstance(cause, StorageFaultError):
-        return failed(Outcome.DRIVER_LOST if is_passing(cause) else Outcome.STORAGE_ERROR, str(cause))
-    if isinstance(cause, OSError):
-        outcome = Outcome.DRIVER_LOST if is_passing(cause) else Outcome.STORAGE_ERROR
-        return failed(outcome, f"the run directory could not be written: {cause}")
-    return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}")
 
 
 def requester_id(store: RunStore) -> str:

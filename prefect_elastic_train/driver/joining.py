@@ -62,13 +62,12 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     return address, context.dashboard_url or "", ray.cluster_resources()
 
 
-def fit_local_cluster(spec: DriverSpec, resources: dict[str, float], cpus_for_datasets: int = 0) -> ScalingSettings:
+def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
     """Refuse what a local cluster can never hold, since nothing will join it later.
 
     Args:
         spec: What the driver is told.
         resources: What the cluster has.
-        cpus_for_datasets: CPUs that the workers must leave to Ray Data.
 
     Returns:
         The scaling to train with. Beside datasets, ``max_workers`` is what fits: more would starve them.
@@ -81,6 +80,7 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float], cpus_for_da
     from prefect_elastic_train.elastic.translate import resources_per_worker
 
     _check_local_placement(spec.scaling)
+    cpus_for_datasets = 1 if spec.request.has_datasets else 0
     fitting = spec.scaling.max_workers
     for name, amount in resources_per_worker(spec.scaling).items():
         there = resources.get(name, 0) - (cpus_for_datasets if name == "CPU" else 0)

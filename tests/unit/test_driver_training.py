@@ -29,8 +29,10 @@ from prefect_elastic_train.core.settings import (
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver import fit as training
-from prefect_elastic_train.driver import main
-from prefect_elastic_train.driver.fit import check_loop, classify, prepare, resolve_loop
+from prefect_elastic_train.driver import telling
+from prefect_elastic_train.driver.attempt import Attempt
+from prefect_elastic_train.driver.endings import classify, end_by_error, end_by_signal
+from prefect_elastic_train.driver.fit import check_loop, prepare, resolve_loop
 from prefect_elastic_train.driver.joining import fit_local_cluster
 from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.runs.commits import FencedOffError
@@ -181,16 +183,16 @@ def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers() -> No
 def test_workers_on_a_local_cluster_leave_a_cpu_to_the_datasets() -> None:
     spec = _spec(scaling=ScalingSettings(min_workers=1, max_workers=8))
     assert fit_local_cluster(spec, {"CPU": 3.0}).max_workers == 8, "capacity decides, as always"
-    assert fit_local_cluster(spec, {"CPU": 3.0}, cpus_for_datasets=1).max_workers == 2
+    with_datasets = replace(spec, request=replace(spec.request, has_datasets=True))
+    assert fit_local_cluster(with_datasets, {"CPU": 3.0}).max_workers == 2
+    large = replace(with_datasets, scaling=ScalingSettings(min_workers=3, max_workers=3))
     with pytest.raises(AttemptFailedError, match="has 2 beside the 1 for the datasets"):
-        fit_local_cluster(
-            _spec(scaling=ScalingSettings(min_workers=3, max_workers=3)), {"CPU": 3.0}, cpus_for_datasets=1
-        )
+        fit_local_cluster(large, {"CPU": 3.0})
 
 
 def test_a_cluster_that_others_may_join_is_never_too_small() -> None:
     spec = _spec(scaling=ScalingSettings(min_workers=100, max_workers=100), cluster=ClusterSettings(address="auto"))
-    assert fit_local_cluster(spec, {"CPU": 1.0}, cpus_for_datasets=1) == spec.scaling
+    assert fit_local_cluster(spec, {"CPU": 1.0}) == spec.scaling
 
 
 def _worker_died() -> Exception:
@@ -227,6 +229,35 @@ def test_what_fit_raised_becomes_an_outcome(error: Exception, outcome: Outcome) 
     assert failed.attempt == 3
 
 
+REST: list[tuple[Exception, Outcome, str]] = [
+    (AttemptFailedError("gone", outcome=Outcome.CLUSTER_LOST, final=True), Outcome.CLUSTER_LOST, "gone"),
+    (ConfigurationError("no such run"), Outcome.INVALID, "no such run"),
+    (ConnectionError("GCS is gone"), Outcome.CLUSTER_LOST, "the Ray cluster was lost: GCS is gone"),
+    (OSError(5, "I/O error"), Outcome.DRIVER_LOST, "cannot use storage '/runs'"),
+    (PermissionError("read-only"), Outcome.STORAGE_ERROR, "write permission for this user"),
+    (KeyError("a bug"), Outcome.DRIVER_LOST, "the driver failed: KeyError"),
+]
+
+
+@pytest.mark.parametrize(("error", "outcome", "says"), REST)
+def test_what_was_raised_around_fit_becomes_an_outcome(error: Exception, outcome: Outcome, says: str) -> None:
+    ended = end_by_error(error, LocalStorageSettings(path="/runs"))
+    assert ended.outcome is outcome
+    assert says in ended.message
+    assert ended.final == getattr(error, "final", False)
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [("timed_out", Outcome.TIMED_OUT), ("cancelled", Outcome.CANCELLED), ("", Outcome.DRIVER_LOST)],
+)
+def test_a_driver_that_got_a_signal_ends_as_its_supervisor_has_said(
+    tmp_path: Path, said: str, outcome: Outcome
+) -> None:
+    (tmp_path / "stop").write_text(said)
+    assert end_by_signal(_spec(), tmp_path / "spec").outcome is outcome
+
+
 def test_the_message_of_a_user_error_is_a_line_with_rank_and_cause() -> None:
     failed = classify(WorkerGroupError("[Rank 1] Traceback\n  …\n", {1: ValueError("nan\nof three")}), attempt=1)
     assert str(failed) == "the train loop failed more often than max_failures allows: rank 1: ValueError: nan"
@@ -244,11 +275,11 @@ def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_do
 def test_a_driver_shows_life_while_it_takes_a_run_over_in_a_slow_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(telling, "ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(LocalRunStore, "folders", lambda self, folder="": time.sleep(0.5) or [])
     with (tmp_path / "output").open("w") as file:
         output = EventOutput(file)
-    driver = main._Driver(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output, Details())
-    assert driver._begin_attempt(driver._as_owner(), None).attempt == 1
+    driver = Attempt(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output, Details())
+    assert driver.begin().attempt == 1
     output.close()
     assert (tmp_path / "output").read_text().count('"controller_alive"') > 3

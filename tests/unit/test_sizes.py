@@ -23,7 +23,7 @@ from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.settings import CheckpointSettings, ScalingSettings
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.driver.main import _Driver
+from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.orchestration import prefect_events
@@ -31,7 +31,7 @@ from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Finished, begin_attempt, peek
+from prefect_elastic_train.runs.attempts import Finished, peek
 from prefect_elastic_train.supervisor.attempt import AttemptAccount
 from prefect_elastic_train.supervisor.child import read_lines
 from tests.unit.support import Training, examples, private_folder, spec
@@ -94,14 +94,13 @@ class Supervisor(logging.Handler):
 def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     """Train as driver and controller do, with a checkpoint at every so manieth report and at the last."""
     supervisor = Supervisor()
-    driver = _Driver(spec_of(folder), supervisor.output, Details())
-    begun = begin_attempt(driver._store, driver._as_owner())
+    driver = Attempt(spec_of(folder), supervisor.output, Details())
+    begun = driver.begin()
     assert not isinstance(begun, Finished)
-    driver._begin(begun)
     assert driver._receiver is not None
-    training = Training(driver._store, begun.attempt)
+    training = Training(driver.store, begun.attempt)
     controller = RunCallback(
-        driver._receiver.receiving, driver._store, begun.attempt, ScalingSettings(), score_attribute=SCORE
+        driver._receiver.receiving, driver.store, begun.attempt, ScalingSettings(), score_attribute=SCORE
     )
     controller.after_controller_start(None)
     kept = training.snapshot["checkpoint_results"]
@@ -115,17 +114,17 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     training.snapshot |= {"checkpoint_report_indices": [*range(len(kept))], "latest_checkpoint_result": kept[-1]}
     training.log.commit(json.dumps(training.snapshot).encode())
     controller.after_controller_finish(None)
-    driver.close(driver._completed(begun))
+    driver.close(driver.complete())
     return supervisor
 
 
 def find_finished(folder: str) -> TrainingResult:
     """Ask for the run once more, as the driver of a retry does."""
     supervisor = Supervisor()
-    driver = _Driver(spec_of(folder), supervisor.output, Details())
-    finished = peek(driver._store, driver._as_owner())
+    driver = Attempt(spec_of(folder), supervisor.output, Details())
+    finished = peek(driver.store, driver.spec)
     assert finished is not None
-    driver.close(driver._finished(finished))
+    driver.close(driver.finish(finished))
     return supervisor.hear_all()
 
 

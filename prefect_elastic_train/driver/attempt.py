@@ -1,0 +1,323 @@
+"""One attempt, from the spec to its end: all work on the run directory, and around ``fit()``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+
+import psutil
+
+from prefect_elastic_train.core.bounds import bounded_metrics
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted, Event
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.result import RunResult, bounded
+from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.driver.endings import taken_over
+from prefect_elastic_train.driver.interruptions import interruptions
+from prefect_elastic_train.driver.relay import EventOutput, EventReceiver
+from prefect_elastic_train.driver.telling import AttemptTeller
+from prefect_elastic_train.loop.context import RunContext
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.ancestry import inherited_metrics, started_from
+from prefect_elastic_train.runs.attempts import (
+    Begun,
+    Finished,
+    begin_attempt,
+    end_attempt,
+    host_id,
+    peek,
+    process_start,
+)
+from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
+from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter
+from prefect_elastic_train.runs.history import HistoryWriter, read_history
+from prefect_elastic_train.runs.seeding import choose_source, seed_from_source
+from prefect_elastic_train.storage.opening import open_storage
+from prefect_elastic_train.storage.preflight import Probe, preflight
+from prefect_elastic_train.storage.retrying_store import RetryingStore
+
+__all__ = ["Attempt"]
+
+logger = logging.getLogger("prefect_elastic_train.driver")
+
+#: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.
+_LEAVE_SECONDS = 2.5
+
+
+class Attempt:
+    """An attempt of this process. Its steps are taken in order: :meth:`run`, :meth:`close`, :meth:`leave_cluster`.
+
+    Args:
+        spec: What the driver was told; this process becomes the owner.
+        output: Where its events go.
+        details: What Ray says itself.
+    """
+
+    def __init__(self, spec: DriverSpec, output: EventOutput, details: Details) -> None:
+        process = {"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid())}
+        owner = spec.request.owner.model_copy(update=process)
+        self.spec = replace(spec, request=replace(spec.request, owner=owner))
+        self._storage = open_storage(spec.storage)
+        self.store = self._storage.run(spec.request.run_name)
+        self.teller = AttemptTeller(output, details, self.store)
+        self._score = spec.checkpoints.score_attribute
+        self._heartbeat: HeartbeatWriter | None = None
+        self._receiver: EventReceiver | None = None
+
+    @property
+    def _number(self) -> int:
+        return self.teller.attempt
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the run has no commit yet."""
+        return next(lineage(self.store), None) is None
+
+    def run(self) -> AttemptEnded:
+        """Run the attempt until the loop has returned.
+
+        Raises:
+            Exception: Whatever ends it otherwise; see :mod:`prefect_elastic_train.driver.endings`.
+        """
+        with ExitStack() as trying:
+            probe = trying.enter_context(preflight(self.spec.storage)) if self.spec.storage.preflight else None
+            return self._run(probe, trying)
+
+    def _run(self, probe: Probe | None, trying: ExitStack) -> AttemptEnded:
+        spec, teller = self.spec, self.teller
+        with teller.showing_life("looking whether the run is free"):
+            finished = peek(self.store, spec)
+        if finished is not None:
+            return self.finish(finished)
+        source, notes = self._choose_source()
+        teller.emit(ClusterWanted())
+        _set_up_ray(spec)
+        from prefect_elastic_train.driver import fit as training
+        from prefect_elastic_train.driver import joining
+
+        prepared = training.prepare(spec)
+        try:
+            with teller.showing_life("joining the cluster"):
+                address, dashboard_url, resources = joining.connect(spec)
+        except AttemptFailedError as error:
+            # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
+            own = spec.cluster.is_local or spec.cluster.is_submitted
+            error.final = error.final or not (own or all_attempts(self.store))
+            raise
+        teller.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
+        scaling = joining.fit_local_cluster(spec, resources)
+        if probe is not None and not spec.cluster.is_local and self._is_new:
+            self._try_from_nodes(probe)
+        trying.close()
+        begun = self.begin(source, notes)
+        if isinstance(begun, Finished):
+            return self.finish(begun)
+        assert self._receiver is not None
+        with teller.showing_life("making the datasets"):
+            datasets = training.make_datasets(prepared, begun.attempt)
+        try:
+            training.fit(
+                replace(spec, scaling=scaling),
+                prepared,
+                datasets,
+                self.store,
+                self._context(begun),
+                self._receiver.receiving,
+            )
+        except AttemptFailedError as error:
+            raise taken_over(self.store, begun.attempt, spec.request) or error from error
+        # The controller has sent all its events before fit() returned; let the last ones arrive.
+        time.sleep(0.1)
+        return self.complete()
+
+    def _choose_source(self) -> tuple[str | None, list[str]]:
+        """Choose the checkpoint that a new run starts from; return it, and what there is to say of it."""
+        if not (self.spec.request.resume_from and self._is_new):
+            return None, []
+        with self.teller.showing_life("looking for the checkpoint that the run starts from"):
+            chosen = choose_source(self._storage, self.spec.request, self.store)
+        return chosen.checkpoint, chosen.notes
+
+    def _try_from_nodes(self, probe: Probe) -> None:
+        """Find out before the first checkpoint whether each node can write it. A run that has one has shown that."""
+        from prefect_elastic_train.elastic.cluster import try_from_nodes
+        from prefect_elastic_train.elastic.translate import resources_per_worker
+
+        with self.teller.showing_life("trying the storage from the nodes"):
+            try_from_nodes(probe, resources_per_worker(self.spec.scaling))
+
+    def begin(self, source: str | None = None, notes: list[str] | None = None) -> Begun | Finished:
+        """Take the fence and say so.
+
+        Args:
+            source: The checkpoint that a new run starts from.
+            notes: What there is to say of it.
+        """
+        notes = notes or []
+
+        def seed() -> None:
+            with self.teller.showing_life("copying the checkpoint that the run starts from"):
+                notes.extend(seed_from_source(self._storage, self.spec.request, self.store))
+
+        with self.teller.showing_life("looking for where to resume"):
+            begun = begin_attempt(self.store, self.spec, source=source, seed=seed)
+        if isinstance(begun, Finished):
+            return begun
+        self.teller.attempt = begun.attempt
+        impatient = self.store.impatient(HEARTBEAT_SECONDS)
+        # The signal ends fit(), as it does when the supervisor sends it.
+        self._heartbeat = HeartbeatWriter(
+            impatient, begun.attempt, on_fenced_off=lambda: os.kill(os.getpid(), signal.SIGINT)
+        )
+        self._heartbeat.start()
+        self.teller.history = HistoryWriter(impatient, begun.attempt)
+        self._receiver = EventReceiver(self.teller.emit)
+        if begun.attempt > 1:
+            self.teller.recall(self.spec)
+        commit = begun.point.commit
+        self.teller.emit(
+            AttemptStarted(
+                run_name=self.spec.request.run_name,
+                run_uri=self.store.uri,
+                checkpoint=begun.point.checkpoint,
+                checkpoint_at=commit.at if commit is not None else 0.0,
+                driver_started_at=psutil.Process().create_time(),
+                counted=begun.counted,
+                previous_end=self.spec.previous_end,
+                started_from=started_from(self.store),
+                inherited=bounded_metrics(inherited_metrics(commit), self._score) if commit is not None else {},
+                notes=[*notes, *begun.notes],
+            )
+        )
+        return begun
+
+    def _context(self, begun: Begun) -> RunContext:
+        """What the train loop may know of the run."""
+        owner = self.spec.request.owner
+        return RunContext(
+            run_name=self.spec.request.run_name,
+            run_id=begun.run_id,
+            attempt=begun.attempt,
+            storage_uri=self.spec.storage.uri,
+            run_uri=self.store.uri,
+            flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
+            flow_name=owner.flow_name,
+            deployment_id=owner.deployment_id,
+            deployment_name=owner.deployment_name,
+        )
+
+    def complete(self) -> AttemptEnded:
+        """The end of an attempt whose loop has returned, with the result."""
+        ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self._number)
+        assert self._receiver is not None
+        self._receiver.finish(_LEAVE_SECONDS)
+        self.teller.close()
+        return ended.model_copy(update={"result": self._result(ended).model_dump(mode="json")})
+
+    def finish(self, finished: Finished) -> AttemptEnded:
+        """The end of an attempt with nothing to do: the result that the run has had since an earlier one."""
+        self.teller.recall(self.spec)
+        found = finished.ended.result
+        # Another version may have written it, with another bound or none.
+        result = bounded(RunResult.model_validate(found), self._score) if found else self._result()
+        return AttemptEnded(
+            outcome=Outcome.COMPLETED,
+            already_finished=True,
+            message="the run was finished before, and its result is given back",
+            result=result.model_dump(mode="json"),
+        )
+
+    def _result(self, *more: Event) -> RunResult:
+        from prefect_elastic_train.report.accounts import add_up
+        from prefect_elastic_train.runs.reading import make_result
+
+        accounts = add_up(chain(read_history(self.store), more))
+        return make_result(self.store, self.spec.request.run_name, accounts, self.spec.storage_block, self._score)
+
+    def taken_over(self) -> AttemptFailedError | None:
+        """The error of an attempt that a successor has ended, as far as the storage tells."""
+        try:
+            return taken_over(self.store, self._number, self.spec.request) if self._number else None
+        except OSError:
+            return None
+
+    def close(self, ended: AttemptEnded) -> None:
+        """Say the last word, and record it with the attempt if one was begun."""
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if self._number and not ended.already_finished:
+            # Whoever was told to end has some seconds; any other may wait for the storage to record its end.
+            store = self.store.impatient(1.0) if interruptions() else self.store
+            _within(_LEAVE_SECONDS, lambda: self._abandon_uploads(store))
+            if ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST):
+                _within(_LEAVE_SECONDS, self.teller.write_details)
+                details = f"{store.uri}/{layout.details_name(self._number)}"
+                ended = ended.model_copy(update={"message": f"{ended.message.rstrip('.')}; details: {details}"})
+            try:
+                end_attempt(store, self._number, ended.outcome.value, ended.message, result=ended.result)
+            except OSError as error:
+                logger.warning("could not record the end of attempt %d: %s", self._number, error)
+        self.teller.emit(ended)
+        self.teller.close()
+
+    def leave_cluster(self, stuck: bool) -> None:
+        """Leave nothing of the attempt in the cluster.
+
+        Args:
+            stuck: ``fit()`` does not return, so that Ray Train cannot tidy up after itself.
+        """
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return
+        if not self.spec.cluster.is_local:
+            _within(_LEAVE_SECONDS, self._release)
+        if not stuck:
+            _within(_LEAVE_SECONDS, ray.shutdown)
+        if self._number:
+            # Workers may have begun another upload while they were told to end.
+            _within(_LEAVE_SECONDS, lambda: self._abandon_uploads(self.store.impatient(1.0)))
+
+    def _release(self) -> None:
+        from prefect_elastic_train.driver.fit import requester_id
+        from prefect_elastic_train.elastic.policy import release_reservation
+
+        if newest_attempt(self.store) > self._number:
+            return  # all attempts of a run reserve under one id, and it is the successor's now
+        release_reservation(requester_id(self.store))
+
+    def _abandon_uploads(self, store: RetryingStore) -> None:
+        """Leave no parts of checkpoints behind that nobody will complete."""
+        try:
+            if newest_attempt(store) == self._number:
+                store.abandon_uploads()
+        except OSError as error:
+            logger.warning("unfinished uploads may be left: %s", error)
+
+
+def _set_up_ray(spec: DriverSpec) -> None:
+    """Set what Ray Train reads from the environment when it is imported in the controller, which inherits it."""
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
+    # Ray Train's own print tees what the worker's standard output carries already: every line twice.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    if spec.cluster.is_local:
+        # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    """Do something for a bounded time: a cluster that is gone does not answer."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=seconds)

@@ -1,0 +1,140 @@
+"""How an attempt ended, decided from what was raised in the driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.outcomes import (
+    AttemptFailedError,
+    ConfigurationError,
+    Outcome,
+    StorageFaultError,
+    is_passing,
+)
+from prefect_elastic_train.core.rank_errors import cause as in_short
+from prefect_elastic_train.core.rank_errors import causes, distinct
+from prefect_elastic_train.core.records import AttemptRecord, decode
+from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.spec import STOP_FILE, DriverSpec
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import FencedOffError, newest_attempt
+from prefect_elastic_train.storage.store import RunStore
+
+__all__ = ["classify", "end_by_error", "end_by_signal", "taken_over"]
+
+
+def end_by_error(error: Exception, storage: StorageSettings) -> AttemptEnded:
+    """How an attempt ended that raised an error, whether or not it came to ``fit()``."""
+    if isinstance(error, AttemptFailedError):
+        return AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
+    if isinstance(error, ConfigurationError):
+        return AttemptEnded(outcome=Outcome.INVALID, message=str(error))
+    if isinstance(error, ConnectionError):
+        return AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {in_short(str(error))}")
+    if isinstance(error, OSError):
+        return AttemptEnded(outcome=_storage_outcome(error), message=_storage_message(error, storage))
+    message = f"the driver failed: {type(error).__name__}: {in_short(str(error))}"
+    return AttemptEnded(outcome=Outcome.DRIVER_LOST, message=message)
+
+
+def _storage_outcome(error: OSError) -> Outcome:
+    return Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR
+
+
+def _storage_message(error: OSError, storage: StorageSettings) -> str:
+    if isinstance(error, StorageFaultError):
+        return str(error)
+    what = "LocalStorage a directory" if isinstance(storage, LocalStorageSettings) else "the training a storage"
+    return (
+        f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give {what} that exists or can be made, "
+        "with room and write permission for this user"
+    )
+
+
+def end_by_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
+    """How an attempt ended whose driver got a signal: as the supervisor has asked for, else as a lost driver's.
+
+    Whoever else ends the driver, such as the guard of a dead flow process, does not mean the training.
+    """
+    if spec.cluster.is_submitted:
+        return AttemptEnded(outcome=Outcome.CANCELLED, message="the job was stopped")
+    try:
+        outcome = Outcome(spec_file.with_name(STOP_FILE).read_text())
+    except (OSError, ValueError):
+        return AttemptEnded(outcome=Outcome.DRIVER_LOST, message="the driver was ended by a signal")
+    message = "its time was up" if outcome is Outcome.TIMED_OUT else "the flow run was told to stop"
+    return AttemptEnded(outcome=outcome, message=message)
+
+
+def taken_over(store: RunStore, attempt: int, request: RunRequest) -> AttemptFailedError | None:
+    """The error of an attempt that ended because somebody else has the run now, however that showed; else None."""
+    newest = newest_attempt(store)
+    if newest <= attempt:
+        return None
+    record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
+    if record is None or record.owner.flow_run_id == request.owner.flow_run_id:
+        return AttemptFailedError(
+            f"attempt {newest}, of another process of the same flow run, has taken over",
+            outcome=Outcome.SUPERSEDED,
+            attempt=attempt,
+        )
+    return AttemptFailedError(
+        f"run {request.run_name!r} was taken over by {record.owner.describe()} with resume=True; what this attempt "
+        "trained after that counts for nothing",
+        outcome=Outcome.INVALID,
+        attempt=attempt,
+    )
+
+
+def classify(error: Exception, attempt: int) -> AttemptFailedError:
+    """Decide from what ``fit()`` raised how the attempt ended."""
+    import ray.exceptions
+    from ray.train import ControllerError, WorkerGroupError
+    from ray.train.v2.api.exceptions import PreemptionError
+
+    from prefect_elastic_train.elastic.failures import (
+        CapacityTimeoutError,
+        ignored_checkpoint,
+        is_death,
+        storage_fault,
+    )
+
+    def failed(outcome: Outcome, message: str) -> AttemptFailedError:
+        return AttemptFailedError(message, outcome=outcome, attempt=attempt)
+
+    cause = error.controller_failure if isinstance(error, ControllerError) else error
+    if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
+        return failed(Outcome.INVALID, str(cause))
+    if isinstance(cause, CapacityTimeoutError):
+        return failed(Outcome.TIMED_OUT, str(cause))
+    if isinstance(error, WorkerGroupError):
+        fault = storage_fault(error)
+        if fault is not None:
+            return failed(_storage_outcome(fault), str(fault))
+        ignored = ignored_checkpoint(error)
+        if ignored is not None:
+            return failed(Outcome.USER_ERROR, f"{ignored} (FailureBudget.ignored_checkpoint is 'fail')")
+        texts, also = distinct({rank: f"{type(e).__name__}: {e}" for rank, e in error.worker_failures.items()})
+        why = "; ".join(causes(texts, also))
+        # When a rank dies, the others fail in their collectives: then its death is the cause.
+        if not any(is_death(failure) for failure in error.worker_failures.values()):
+            return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows: {why}")
+        return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows: {why}")
+    if isinstance(error, PreemptionError):
+        return failed(Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}")
+    if isinstance(error, TypeError) and "serialize" in str(error):
+        return failed(Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}")
+    if isinstance(cause, ray.exceptions.RuntimeEnvSetupError):
+        return failed(Outcome.INVALID, f"the runtime environment cannot be set up: {cause}")
+    if isinstance(cause, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
+        return failed(Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(str(cause))}")
+    # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
+    if isinstance(cause, ray.exceptions.RaySystemError | ray.exceptions.GetTimeoutError | ConnectionError):
+        return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}")
+    if isinstance(cause, StorageFaultError):
+        return failed(_storage_outcome(cause), str(cause))
+    if isinstance(cause, OSError):
+        return failed(_storage_outcome(cause), f"the run directory could not be written: {cause}")
+    return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}")
