@@ -56,10 +56,10 @@ def examine(
     Exit code 0 if nothing fails, 1 if something does, 2 for wrong usage.
     """
     started = time.monotonic()
-    from prefect_elastic_train.doctor.examination import Examination
+    from prefect_elastic_train.doctor.examination import examine as run_checks
 
     findings = []
-    for finding in Examination(storage=storage, cluster=cluster, profile=profile, seconds=timeout).findings():
+    for finding in run_checks(storage, cluster, profile, timeout):
         findings.append(finding)
         if not as_json:
             _print(finding)

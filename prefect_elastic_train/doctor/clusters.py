@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
 
+from prefect_elastic_train.core.events import ClusterConnected, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.core.spec import DriverSpec, write_spec
+from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.doctor.findings import Finding, fail, ok, warn
-from prefect_elastic_train.doctor.probe import ANSWER_TAG
 from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.supervisor.local_cluster import LocalCluster
-from prefect_elastic_train.supervisor.runtime import Runtime, let_join
+from prefect_elastic_train.supervisor.runtime import Runtime
 
 __all__ = ["check_cluster"]
 
@@ -49,17 +41,15 @@ def check_cluster(cluster: ClusterSettings, seconds: float) -> Iterator[Finding]
     Raises:
         AttemptFailedError: It cannot be used; the message says what to do.
     """
-    end = time.monotonic() + seconds
-    deadline = end - _LEAVE_SECONDS
+    started = time.monotonic()
     if cluster.is_submitted:
         from prefect_elastic_train.doctor.jobs import check_jobs  # it loads Ray's client
 
-        yield from check_jobs(cluster, end)
-    elif cluster.is_local:
+        yield from check_jobs(cluster, started + seconds)
+        return
+    if cluster.is_local:
         yield from _room()
-        yield _start(cluster, deadline)
-    else:
-        yield _join(cluster, deadline)
+    yield _joined(cluster, started, started + seconds - _LEAVE_SECONDS)
 
 
 def _room() -> Iterator[Finding]:
@@ -71,112 +61,53 @@ def _room() -> Iterator[Finding]:
                 "give the container more shared memory, such as `docker run --shm-size=4g`, or a memory-backed "
                 "emptyDir at /dev/shm in Kubernetes",
             )
+    folder = tempfile.gettempdir()
+    disk = shutil.disk_usage(folder)
+    if 100 * (disk.total - disk.free) > _FULL_DISK * disk.total:
+        yield warn(
+            f"the disk of {folder} is more than {_FULL_DISK} % full, and Ray takes no objects there",
+            "make room, or set TMPDIR to a folder on another disk, of 24 characters at most",
+        )
 
 
-def _start(cluster: ClusterSettings, deadline: float) -> Finding:
-    """Start a head on this machine and have a driver join it, as each training does; end both."""
-    started = time.monotonic()
-    with _processes() as (folder, environment):
-        disk = shutil.disk_usage(folder)
-        if 100 * (disk.total - disk.free) > _FULL_DISK * disk.total:
-            return fail(
-                f"the disk of {folder.parent} is more than {_FULL_DISK} % full, and Ray takes no objects there",
-                "make room, or set TMPDIR to a folder on another disk, of 24 characters at most",
-            )
-        address_file = folder / "address"
-        head = LocalCluster(cluster, 0, folder, environment)
-        let_join(environment, cluster, folder, head)
-        # Beside the head, as it takes as long to load Ray.
-        driver = _driver(cluster, folder, environment, str(address_file))
-        too_late = threading.Timer(max(0.0, deadline - time.monotonic()), head.start_no_more)
-        too_late.start()
-        try:
-            address = head.start(max(1.0, deadline - time.monotonic()))
-        except AttemptFailedError as error:
-            told = str(error)
-            if time.monotonic() > deadline:
-                told = f"the local Ray cluster takes too long to start; its last words were: {head.last_words()}"
-            return fail(told, "see that memory, CPUs and room in /tmp are left, or give more --timeout")
-        finally:
-            too_late.cancel()
-        address_file.write_text(address)
-        answer = _answer(driver, folder, deadline)
-        if answer.problem:
-            return fail(answer.problem)
-    return ok(f"a local cluster started and answered in {time.monotonic() - started:.1f} s: {answer.told}")
+def _joined(cluster: ClusterSettings, started: float, deadline: float) -> Finding:
+    """Have a driver join the cluster as each training does, a local one after starting it; end what was started."""
+    events: list[Event] = []
 
+    def check_time() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError
 
-def _join(cluster: ClusterSettings, deadline: float) -> Finding:
-    left = max(1.0, deadline - time.monotonic() - _LEAVE_SECONDS)
-    hasty = cluster.model_copy(update={"connect_timeout_seconds": min(left, cluster.connect_timeout_seconds)})
-    with _processes() as (folder, environment):
-        let_join(environment, cluster, folder)
-        answer = _answer(_driver(hasty, folder, environment), folder, deadline)
-    if "Version mismatch" in answer.problem:
-        return fail(answer.problem, "use the same versions of Ray and Python here and in the cluster")
-    if answer.problem:
-        return fail(answer.problem)
-    return ok(f"joined the cluster at {answer.address}: {answer.told}")
-
-
-@contextmanager
-def _processes() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Give a private folder, and an environment whose processes end with the block, or with this process."""
-    runtime = Runtime(ElasticTrainSettings.model_construct(), lambda event: None, lambda source, line: None)
-    try:
-        yield runtime.prepare()
-    finally:
-        runtime.close()
-
-
-def _driver(
-    cluster: ClusterSettings, folder: Path, environment: dict[str, str], address_file: str = ""
-) -> subprocess.Popen[bytes]:
+    # What is sent along is for the loop, and the storage too.
+    patience = min(cluster.connect_timeout_seconds, max(1.0, deadline - started - _LEAVE_SECONDS))
+    bare = {"runtime_env": {}, "working_dir": "", "connect_timeout_seconds": patience}
     spec = DriverSpec(
         RunRequest("doctor", Owner(flow_run_id="doctor"), fingerprint("doctor:none", "none", None)),
         scaling=ScalingSettings(),
         failures=FailureSettings(),
         checkpoints=CheckpointSettings(),
-        storage=LocalStorageSettings(path=str(folder)),
-        # What is sent along is for the loop.
-        cluster=cluster.model_copy(update={"runtime_env": {}, "working_dir": ""}),
-        address_file=address_file,
+        storage=LocalStorageSettings(path=tempfile.gettempdir()),
+        cluster=cluster.model_copy(update=bare),
     )
-    write_spec(spec, folder / "spec")
-    with (folder / "probe.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "prefect_elastic_train.doctor.probe", str(folder / "spec")],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-            cwd=os.getcwd(),
-            start_new_session=True,
-        )
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a driver has found out."""
-
-    problem: str = ""
-    address: str = ""
-    resources: dict[str, float] | None = None
-
-    @property
-    def told(self) -> str:
-        amounts = self.resources or {}
-        return ", ".join(f"{amounts.get(name, 0):g} {name}" for name in ("CPU", "GPU", "TPU") if name in amounts)
-
-
-def _answer(driver: subprocess.Popen[bytes], folder: Path, deadline: float) -> _Answer:
+    settings = ElasticTrainSettings.model_construct(stop_grace_seconds=0.5)
+    runtime = Runtime(settings, events.append, lambda source, line: None, check_time)
+    runtime.driver_command = (sys.executable, "-m", "prefect_elastic_train.doctor.probe")
     try:
-        output, _ = driver.communicate(timeout=max(1.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return _Answer(problem="the cluster was there, but a driver took too long to join it; give more --timeout")
-    for line in output.decode(errors="replace").splitlines():
-        if line.startswith(ANSWER_TAG):
-            found: dict[str, Any] = json.loads(line.removeprefix(ANSWER_TAG))
-            return _Answer(**found)
-    words = (folder / "probe.log").read_text(errors="replace").strip()[-1000:]
-    return _Answer(problem=f"a driver that joined the cluster ended with exit code {driver.returncode}: {words}")
+        ended = runtime.run_attempt(spec)
+    except TimeoutError:
+        said = runtime.last_words_of_cluster()
+        return fail(
+            f"{'a local Ray cluster' if cluster.is_local else 'the cluster'} takes too long to join{said}",
+            "see that memory, CPUs and room in /tmp are left, or give more --timeout",
+        )
+    finally:
+        runtime.close()
+    found = [event for event in events if isinstance(event, ClusterConnected)]
+    if not found:
+        same = "use the same versions of Ray and Python here and in the cluster"
+        return fail(ended.message, same if "Version mismatch" in ended.message else "")
+    amounts = found[0].resources
+    told = ", ".join(f"{amounts[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if name in amounts)
+    if cluster.is_local:
+        return ok(f"a local cluster started and answered in {time.monotonic() - started:.1f} s: {told}")
+    return ok(f"joined the cluster at {found[0].address}: {told}")

@@ -1,35 +1,37 @@
-"""``python -m prefect_elastic_train.doctor.probe <spec file>``: joins a cluster as a driver does, and says what it has.
-
-A process of its own, since Ray takes its token and much else from the environment, and ends the process that loses its
-head.
-"""
+"""``python -m prefect_elastic_train.doctor.probe <spec file>``: a driver that joins its cluster, and trains nothing."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
-from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.events import (
+    EVENT_TAG,
+    AttemptEnded,
+    ClusterConnected,
+    ClusterWanted,
+    Event,
+    encode_event,
+)
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.spec import read_spec
 from prefect_elastic_train.driver.joining import connect
 
-__all__ = ["ANSWER_TAG", "main"]
-
-#: What the line with the answer begins with.
-ANSWER_TAG = "@elastic-train-probe "
+__all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Join, and print the cluster's resources, or what keeps a driver from joining."""
+    """Join, and tell the cluster's resources, or what keeps a driver from joining."""
     spec = read_spec(Path(arguments[0]))
+    _tell(ClusterWanted(sequence=1))
     try:
         address, _, resources = connect(spec)
     except AttemptFailedError as error:
-        _answer(problem=str(error))
+        _tell(AttemptEnded(sequence=2, outcome=error.outcome, message=str(error)))
         return 1
-    _answer(address=address, resources=resources)
+    _tell(ClusterConnected(sequence=2, address=address, resources=resources))
+    _tell(AttemptEnded(sequence=3, outcome=Outcome.COMPLETED))
     import ray
 
     if spec.cluster.is_local:  # it is ended in a moment
@@ -38,8 +40,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _answer(**answer: object) -> None:
-    sys.stdout.write(f"{ANSWER_TAG}{json.dumps(answer)}\n")
+def _tell(event: Event) -> None:
+    sys.stdout.write(f"{EVENT_TAG}{encode_event(event)}\n")
     sys.stdout.flush()
 
 

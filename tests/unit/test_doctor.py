@@ -26,15 +26,11 @@ from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import MARK_VARIABLE
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
-from prefect_elastic_train.doctor import storage as storage_module
-from prefect_elastic_train.doctor import versions
+from prefect_elastic_train.doctor import machine
 from prefect_elastic_train.doctor.clusters import check_cluster
-from prefect_elastic_train.doctor.findings import Finding, Level, fail, ok
-from prefect_elastic_train.doctor.leftovers import check_leftovers
-from prefect_elastic_train.doctor.looking import Look
-from prefect_elastic_train.doctor.operator_settings import check_settings
+from prefect_elastic_train.doctor.findings import Check, Finding, Level, fail, ok
+from prefect_elastic_train.doctor.machine import check_leftovers, check_requirements, check_settings, check_storage
 from prefect_elastic_train.doctor.prefect_server import check_server
-from prefect_elastic_train.doctor.storage import check_storage
 from tests.support.processes import free_port
 
 
@@ -76,7 +72,7 @@ def test_a_check_that_crashes_is_a_finding_beside_what_it_has_found() -> None:
         yield ok("so far")
         raise KeyError("gone")
 
-    assert Look("mine", check, 5, "").findings() == [
+    assert Check("mine", check, 5, "").findings() == [
         Finding(Level.OK, "so far", check="mine"),
         Finding(Level.FAIL, "KeyError: 'gone'", check="mine"),
     ]
@@ -90,7 +86,7 @@ def test_a_check_that_hangs_is_a_finding_when_its_time_is_up() -> None:
         release.wait(30)
 
     started = time.monotonic()
-    look = Look("mine", check, 0.3, "ask the operator")
+    look = Check("mine", check, 0.3, "ask the operator")
     found = look.findings()
     release.set()
     assert time.monotonic() - started < 5
@@ -99,49 +95,39 @@ def test_a_check_that_hangs_is_a_finding_when_its_time_is_up() -> None:
 
 
 def test_a_password_in_a_url_is_not_told() -> None:
-    [found] = Look(
+    [found] = Check(
         "mine", lambda: [fail("http://me:secret@host/api\nis away", "ask s3://k:s@bucket")], 5, ""
     ).findings()
     assert (found.message, found.remedy) == ("http://***@host/api is away", "ask s3://***@bucket")
 
 
 def test_this_environment_has_the_versions_that_the_metadata_asks_for() -> None:
-    [found] = versions.check_versions()
+    [found] = machine.check_versions()
     assert found.level is Level.OK
     assert f"ray {version('ray')}" in found.message
     assert f"prefect {version('prefect')}" in found.message
 
 
-@pytest.mark.parametrize(
-    ("requirement", "level", "parts"),
-    [
-        ("ray[default,train]<2", Level.FAIL, [f"ray is {version('ray')}", "needs <2", "pip install 'ray<2'"]),
-        ("no-such-package>=1", Level.FAIL, ["no-such-package is not installed", "pip install 'no-such-package>=1'"]),
-        ('torch<2; extra == "torch"', Level.WARN, [f"torch is {version('torch')}", "pip install 'torch<2'"]),
-    ],
-)
-def test_a_version_out_of_bounds_is_told_with_both_and_the_command(
-    requirement: str, level: Level, parts: list[str]
-) -> None:
-    found = versions._problem(Requirement(requirement))
-    assert found is not None
-    assert found.level is level
-    for part in parts:
-        assert part in f"{found.message} {found.remedy}"
+def test_a_version_out_of_bounds_is_told_with_both_and_the_command() -> None:
+    texts = ["ray[default,train]<2", "no-such-package>=1", 'torch<2; extra == "torch"']
+    ray, missing, torch = check_requirements([Requirement(text) for text in texts])
+    assert (ray.level, missing.level, torch.level) == (Level.FAIL, Level.FAIL, Level.WARN)
+    assert f"ray is {version('ray')}, and prefect-elastic-train needs <2" in ray.message
+    assert (missing.message.startswith("no-such-package is not installed"), torch.remedy) == (
+        True,
+        "`pip install 'torch<2'`",
+    )
 
 
-@pytest.mark.parametrize(
-    "requirement",
-    [
+def test_what_fits_or_is_not_needed_is_no_problem() -> None:
+    texts = [
         "ray>=2.60",
         'no-such-package>=1; extra == "s3"',
         'no-such-package>=1; extra == "dev"',
         'no-such-package>=1; python_version < "3"',
         'torch>=2; extra == "torch"',
-    ],
-)
-def test_what_fits_or_is_not_needed_is_no_problem(requirement: str) -> None:
-    assert versions._problem(Requirement(requirement)) is None
+    ]
+    assert list(check_requirements([Requirement(text) for text in texts])) == []
 
 
 @pytest.fixture
@@ -177,7 +163,7 @@ def test_nothing_is_left_in_a_storage_that_was_tried_nor_of_its_folder(tmp_path:
 
 
 def test_a_storage_with_little_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_module, "_LITTLE_ROOM", 2**80)
+    monkeypatch.setattr(machine, "_LITTLE_ROOM", 2**80)
     found = list(check_storage(LocalStorageSettings(path=str(tmp_path)), 30))
     assert _levels(found) == [Level.OK, Level.WARN]
     assert "elastic-train runs prune" in found[1].remedy
@@ -187,7 +173,7 @@ def test_an_endpoint_that_is_down_is_told_with_what_was_asked_and_in_time() -> N
     url = f"http://127.0.0.1:{free_port()}"
     keys = {"access_key_id": "AKIA" + "X" * 16, "secret_access_key": SecretStr("not-told")}
     settings = S3StorageSettings(bucket_path="bucket/runs", endpoint_url=url, region="eu-central-1", **keys)
-    [found] = Look("storage", lambda: check_storage(settings, 6), 6, "").findings()
+    [found] = Check("storage", lambda: check_storage(settings, 6), 6, "").findings()
     assert found.level is Level.FAIL
     for part in ("s3://bucket/runs", "cannot create", url, "Is it up and reachable from this machine?"):
         assert part in found.message
@@ -227,7 +213,7 @@ def test_a_private_folder_without_processes_is_left_over(tmp_path: Path) -> None
         ({"/admin/version": "2.20.0"}, Level.FAIL, ["runs Prefect 2.20.0", "install Prefect 3 on the server"]),
         ({"/admin/version": 503}, Level.FAIL, ["HTTP 503: it is busy, or broken", "the server's log"]),
         ({"/admin/version": 429}, Level.FAIL, ["HTTP 429: it is busy, or broken", "the server's log"]),
-        ({"/admin/version": "3.0.0"}, Level.WARN, ["runs Prefect 3.0.0, older than", version("prefect")]),
+        ({"/admin/version": "3.0.0"}, Level.WARN, ["runs Prefect 3.0.0, here is", "it is older", version("prefect")]),
         ({"/admin/version": "3.99.0"}, Level.OK, ["runs Prefect 3.99.0", version("prefect")]),
     ],
 )
@@ -260,7 +246,7 @@ def test_a_flow_without_any_server_is_told_which_setting_to_change() -> None:
 def test_a_cluster_with_another_ray_is_told_with_both_versions() -> None:
     answers = {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []}
     with _answering(answers) as url:
-        [found] = Look("cluster", lambda: check_cluster(ClusterSettings(address=url), 10), 10, "").findings()
+        [found] = Check("cluster", lambda: check_cluster(ClusterSettings(address=url), 10), 10, "").findings()
     assert found.level is Level.FAIL
     for part in (url, "runs Ray 2.40.0", f"the flow Ray {version('ray')}", "use the same minor version"):
         assert part in found.message
