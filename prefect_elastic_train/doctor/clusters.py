@@ -95,9 +95,11 @@ def _joined(cluster: ClusterSettings, started: float, deadline: float) -> Findin
     try:
         ended = runtime.run_attempt(spec)
     except TimeoutError:
-        said = runtime.last_words_of_cluster()
+        what = (
+            "a local Ray cluster takes too long to start" if cluster.is_local else "the cluster was not joined in time"
+        )
         return fail(
-            f"{'a local Ray cluster' if cluster.is_local else 'the cluster'} takes too long to join{said}",
+            what,
             "see that memory, CPUs and room in /tmp are left, or give more --timeout",
         )
     finally:
