@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +16,10 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling
 
-from flows.digits import REQUIRED_ACCURACY
 from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right
 from tests.support.deployments import flow_run_log
 from tests.support.gateway import Gateway
 from tests.support.processes import (
-    ROOT,
     FlowProcess,
     RayHead,
     alive,
@@ -135,30 +130,6 @@ def test_the_job_of_a_killed_flow_process_goes_on_and_is_followed_by_the_resumed
         lambda: len(set(told())) == steps // CHECKPOINT_EVERY, 30, "each event to be told, of both processes' times"
     )
     assert len(told()) <= steps // CHECKPOINT_EVERY + 6, "those of two seconds may be told twice"
-
-
-@pytest.mark.full
-def test_the_digits_pipeline_trains_as_a_job_from_any_directory(
-    api_url: str, jobs_head: RayHead, tmp_path: Path
-) -> None:
-    arguments, result, elsewhere = tmp_path / "arguments.json", tmp_path / "result.json", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    given = {"epochs": 12, "data_dir": str(tmp_path / "data"), "storage": str(tmp_path / "runs")}
-    arguments.write_text(json.dumps({**given, "cluster": jobs_head.jobs_block, "result_file": str(result)}))
-    with (tmp_path / "log").open("wb") as log:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.digits_script", str(arguments)],
-            cwd=elsewhere,
-            env={**os.environ, "PREFECT_API_URL": api_url, "PYTHONPATH": str(ROOT)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=180,
-        )
-    assert done.returncode == 0, (tmp_path / "log").read_text()[-6000:]
-    summary = json.loads(result.read_text())
-    assert (summary["attempts"], summary["epochs"]) == (1, 12)
-    assert summary["accuracy"] >= REQUIRED_ACCURACY
-    assert jobs_head.jobs()[-1]["status"] == "SUCCEEDED"
 
 
 def test_killed_driver_of_a_job_is_followed_by_another_job(start: Start, ledger: str, jobs_head: RayHead) -> None:

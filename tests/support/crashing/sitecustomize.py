@@ -28,16 +28,6 @@ def die_if_told(step: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _patch_commits(module: ModuleType) -> None:
-    commit = module.CommitLog.commit
-
-    def mortal_commit(self: Any, data: bytes) -> Any:
-        die_if_told("before the commit")
-        return commit(self, data)
-
-    module.CommitLog.commit = mortal_commit
-
-
 def _patch_store(module: ModuleType) -> None:
     store = module.LocalRunStore
     create, replace, link = store.create, store.replace, os.link
@@ -60,7 +50,6 @@ def _patch_store(module: ModuleType) -> None:
         if name != "checkpoint_manager_snapshot.json":
             replace(self, name, data)
             return
-        die_if_told("before Ray's file")
         replace(self, name, data)
         die_if_told("after Ray's file")
 
@@ -73,7 +62,6 @@ def _patch_filesystem(module: ModuleType) -> None:
     def mortal_copyfile(source: str, target: str, **options: Any) -> Any:
         if not source.endswith("state.json"):
             return copyfile(source, target, **options)
-        die_if_told("before the upload")
         if os.path.exists(os.environ.get("CRASH_FILE", "")):
             with open(source, "rb") as whole, open(target, "wb") as half:
                 half.write(whole.read()[: os.path.getsize(source) // 2])
@@ -84,7 +72,6 @@ def _patch_filesystem(module: ModuleType) -> None:
 
 
 PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    "prefect_elastic_train.runs.commits": _patch_commits,
     "prefect_elastic_train.storage.store": _patch_store,
     "prefect_elastic_train.elastic.local_filesystem": _patch_filesystem,
 }
