@@ -11,12 +11,13 @@ import pytest
 from tests.support.doc_blocks import pages
 from tests.support.processes import ROOT
 
-_NAME = re.compile(r"`(test_\w+)`")
+#: A test, and its file if the name is a link.
+_NAMED = re.compile(r"`(test_\w+)`(?:\]\(([^)]+)\))?")
 
 
-def _tests() -> dict[str, tuple[str, bool]]:
-    """The file of each test, and whether all its cases run under `make test-all` only."""
-    found = {}
+def _tests() -> dict[str, dict[str, bool]]:
+    """By name and file of each test, whether all its cases run under `make test-all` only."""
+    found: dict[str, dict[str, bool]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text()
         is_full = any("pytest.mark.full" in line for line in text.splitlines() if line.startswith("pytestmark"))
@@ -24,7 +25,7 @@ def _tests() -> dict[str, tuple[str, bool]]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 marks = [ast.unparse(mark) for mark in node.decorator_list]
                 only_all = is_full or "pytest.mark.full" in marks or "pytest.mark.soak" in marks
-                found[node.name] = (str(path.relative_to(ROOT)), only_all)
+                found.setdefault(node.name, {})[str(path.relative_to(ROOT))] = only_all
     return found
 
 
@@ -41,17 +42,14 @@ def _rows() -> list[list[str]]:
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: row[0][:40])
 def test_a_row_names_tests_that_exist_and_says_where_they_run(row: list[str]) -> None:
     fault, _, shown_by, where = row
-    names = _NAME.findall(shown_by)
-    assert names, f"{fault}: no test"
-    assert set(names) <= set(TESTS)
-    for name, file in re.findall(r"(test_\w+)`\]\(([^)]+)\)", shown_by):
-        assert TESTS[name][0] == file
+    named = _NAMED.findall(shown_by)
+    assert named, f"{fault}: no test"
+    only_all = {TESTS[name][file] if file else any(TESTS[name].values()) for name, file in named}
     if "scripted driver:" in shown_by:
         assert "on Ray:" in shown_by, f"{fault}: a real test stands behind a scripted one"
-    only_all = {TESTS[name][1] for name in names}
     assert where == ("both" if len(only_all) == 2 else "`make test-all`" if True in only_all else "`make test`")
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem.lower())
 def test_tests_that_a_page_names_exist(page: Path) -> None:
-    assert set(_NAME.findall(page.read_text())) <= set(TESTS)
+    assert {name for name, _ in _NAMED.findall(page.read_text())} <= set(TESTS)
