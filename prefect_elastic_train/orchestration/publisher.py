@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from prefect_elastic_train.core.events import CheckpointCommitted, CheckpointStalled, ControllerAlive, Event, Reported
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.orchestration.limits import TokenBucket
 from prefect_elastic_train.orchestration.prefect_events import (
     BEST_CHECKPOINT,
@@ -43,9 +43,8 @@ _TURN_SECONDS = 0.5
 #: Between updates of a report in which nothing but the time has changed, and of the progress.
 _IDLE_SECONDS = 60.0
 _PROGRESS_SECONDS = 30.0
-#: Share of the time that drawing may take, and the seconds of it that may come at once.
+#: Share of the time that drawing may take.
 _DRAWING_SHARE = 0.01
-_DRAWING_BURST = 0.5
 _MAX_FAILED_DRAWINGS = 3
 #: How long the last update may take.
 _CLOSE_SECONDS = 5.0
@@ -58,7 +57,7 @@ _MAX_NEWS = 5000
 #: Events that may come often: of those that come too fast the newest is told.
 _FREQUENT = (CHECKPOINT, BEST_CHECKPOINT, STORAGE_WAITED)
 #: What comes in the course of a training, and hurries no report.
-_STEADY = (CheckpointCommitted, CheckpointStalled, ControllerAlive, Reported)
+_STEADY = (ev.CheckpointCommitted, ev.CheckpointStalled, ev.ControllerAlive, ev.Reported)
 
 
 @dataclass
@@ -84,7 +83,7 @@ class _Frequent:
 
 
 def artifact_key(run_name: str, what: str = "") -> str:
-    """Give the key of a run's artifact, in the letters that Prefect allows."""
+    """Return the key of a run's artifact, in the letters that Prefect allows."""
     name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:_MAX_KEY]
     if name != run_name:  # two names may differ in what is left out only
         name = f"{name}-{uuid.uuid5(uuid.NAMESPACE_URL, run_name).hex[:6]}"
@@ -138,9 +137,8 @@ class Publisher:
         self._drawn: object = None
         self._drawn_at = 0.0
         self._failed_drawings = 0
-        #: Seconds of drawing that are left, and as of when.
-        self._drawing_left = _DRAWING_BURST
-        self._drawing_left_at = time.monotonic()
+        #: No drawing before, on the monotonic clock.
+        self._next_drawing = 0.0
         self._in_trouble = self._abandoned = False
         #: What went wrong and was passed over.
         self.errors = 0
@@ -158,7 +156,7 @@ class Publisher:
         """When the newest event was, in seconds since the epoch; now without one."""
         return self._report.last_event_at or time.time()
 
-    def take(self, event: Event, told: bool = False) -> None:
+    def take(self, event: ev.Event, told: bool = False) -> None:
         """Take an event in, and tell of it.
 
         Args:
@@ -172,9 +170,9 @@ class Publisher:
                         return
                     self._newest = (event.attempt, event.sequence)
                 self._report.take(event)
-                self._changed = self._changed or not isinstance(event, ControllerAlive)
+                self._changed = self._changed or not isinstance(event, ev.ControllerAlive)
                 self._urgent = self._urgent or not isinstance(event, _STEADY)
-                if told or isinstance(event, Reported | ControllerAlive):
+                if told or isinstance(event, ev.Reported | ev.ControllerAlive):
                     return
                 for said in translate(event, self._report, self._common):
                     self._tell(said)
@@ -305,13 +303,10 @@ class Publisher:
         self._put(client, self._written, text, summary_line(report, now))
 
     def _draw(self, report: RunReport, now: float, closing: bool) -> bool:
-        """Draw anew if anything has changed, and if that leaves time for what matters; tell whether that was done."""
+        """Draw anew if anything has changed, and if that leaves time for what matters; return whether that was done."""
         basis = (report.reports, report.world_size, len(report.incidents), report.incidents_left_out, report.state)
-        earned = (time.monotonic() - self._drawing_left_at) * _DRAWING_SHARE
-        self._drawing_left = min(_DRAWING_BURST, self._drawing_left + earned)
-        self._drawing_left_at = time.monotonic()
         wanted = report.reports and basis != self._drawn and self._failed_drawings < _MAX_FAILED_DRAWINGS
-        if not wanted or (self._drawing_left <= 0 and not closing):
+        if not wanted or (time.monotonic() < self._next_drawing and not closing):
             return False
         try:
             from prefect_elastic_train.report.pictures import draw, load
@@ -319,7 +314,7 @@ class Publisher:
             load()
             began = time.thread_time()
             self._pictures = draw(report, now)
-            self._drawing_left -= time.thread_time() - began
+            self._next_drawing = time.monotonic() + (time.thread_time() - began) / _DRAWING_SHARE
             self._drawn, self._drawn_at = basis, now
         except Exception as error:  # noqa: BLE001 - without matplotlib, or with a value that it cannot draw
             self._failed_drawings += 1

@@ -12,7 +12,6 @@ from prefect_elastic_train.elastic.capacity import (
     Node,
     could_serve,
     describe_missing,
-    free_slices,
     granted_workers,
     hair_less,
     head_resource,
@@ -165,11 +164,6 @@ def test_only_nodes_that_could_serve_are_of_interest() -> None:
     assert not could_serve(node("elsewhere", zone="b"), gpus(zone="a"))
     assert could_serve(host("s1", 0), tpus())
     assert not could_serve(host("s1", 0, shape=SINGLE), tpus())
-
-
-def test_a_slice_with_one_host_drained_does_not_count() -> None:
-    nodes = [host("s1", 0), host("s1", 1, draining=True), host("s2", 0), host("s2", 1)]
-    assert [found.name for found in free_slices(nodes, tpus())] == ["s2"]
 
 
 def test_a_slice_of_another_kind_does_not_count() -> None:

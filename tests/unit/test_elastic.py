@@ -21,19 +21,8 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import physical_name
-from prefect_elastic_train.core.events import (
-    CheckpointCommitted,
-    CheckpointStalled,
-    ControllerAlive,
-    Event,
-    Reported,
-    StateChanged,
-    WaitingForCapacity,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkersPreempted,
-)
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.relay import EventReceiver
@@ -130,14 +119,14 @@ class Controller:
     """A callback as it lives in a controller, and what the driver hears from it."""
 
     def __init__(self, store: LocalRunStore) -> None:
-        self.events: list[Event] = []
+        self.events: list[ev.Event] = []
         self.receiver = EventReceiver(self.events.append)
         scaling = ScalingSettings(min_workers=2, max_workers=2)
         callback = RunCallback(self.receiver.receiving, store, attempt=1, scaling=scaling)
         self.callback: RunCallback = pickle.loads(pickle.dumps(callback))
         self.callback.after_controller_start(None)
 
-    def heard(self) -> list[Event]:
+    def heard(self) -> list[ev.Event]:
         """Let all be sent, and give it."""
         self.callback.after_controller_finish(None)
         last = len(self.events)
@@ -179,7 +168,7 @@ def test_no_hook_lets_an_exception_out_whatever_it_is_given(controller: Controll
 def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller) -> None:
     for state in (RunningState(), RunningState(), InitializingState(), RunningState()):
         controller.callback.after_controller_state_update(InitializingState(), state)
-    states = [event.state for event in controller.heard() if isinstance(event, StateChanged)]
+    states = [event.state for event in controller.heard() if isinstance(event, ev.StateChanged)]
     assert states == ["RUNNING", "INITIALIZING", "RUNNING"]
 
 
@@ -191,9 +180,9 @@ def test_a_report_is_told_as_progress_and_a_checkpoint_as_lifecycle(
     checkpoint = Checkpoint(f"{store.path}/ckpt-1", fs.LocalFileSystem())
     controller.callback.after_report(_TrainingReport(checkpoint, {"loss": 0.5}, validation=False), [{"loss": 0.5}])
     first, commit = controller.heard()
-    assert isinstance(first, Reported)
+    assert isinstance(first, ev.Reported)
     assert (first.metrics, first.droppable) == ({"loss": 1}, True)
-    assert isinstance(commit, CheckpointCommitted)
+    assert isinstance(commit, ev.CheckpointCommitted)
     assert (commit.metrics, commit.droppable) == ({"loss": 0.5}, False)
     assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", 5)
 
@@ -208,7 +197,7 @@ def test_a_commit_is_told_also_when_its_size_cannot_be_seen(
     checkpoint = Checkpoint(f"{store.path}/ckpt-1", fs.LocalFileSystem())
     controller.callback.after_report(_TrainingReport(checkpoint, {"loss": 0.5}, validation=False), [{"loss": 0.5}])
     (commit,) = controller.heard()
-    assert isinstance(commit, CheckpointCommitted)
+    assert isinstance(commit, ev.CheckpointCommitted)
     assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", 0)
     assert controller.callback.take_commit(), "and a growth may use it"
 
@@ -221,7 +210,7 @@ def test_a_failure_is_told_with_the_errors_of_the_ranks_and_what_it_costs(contro
     controller.callback.after_worker_group_poll_status(_failing({0: ValueError("nan"), 3: died}))
     controller.callback.before_controller_execute_failure_decision(FailureDecision.RETRY)
     failure = controller.heard()[-1]
-    assert isinstance(failure, WorkerFailed)
+    assert isinstance(failure, ev.WorkerFailed)
     assert failure.errors.keys() == {"0", "3"}
     assert failure.errors["0"] == "ValueError: nan"
     assert failure.errors["3"] == f"WorkerHealthCheckFailedError: {died}"
@@ -239,7 +228,7 @@ def test_a_failure_that_ends_the_training_is_told_with_the_reason(
     controller.callback.after_worker_group_poll_status(_failing({0: ValueError("nan"), 3: fault}))
     controller.callback.before_controller_execute_failure_decision(FailureDecision.RAISE)
     failure = controller.heard()[-1]
-    assert isinstance(failure, WorkerFailed)
+    assert isinstance(failure, ev.WorkerFailed)
     assert (failure.retried, failure.gives_up) == (False, why)
 
 
@@ -250,7 +239,7 @@ def test_a_resize_is_told_of_a_healthy_group_only(controller: Controller) -> Non
     controller.callback.before_controller_execute_resize_decision(resize)
     controller.callback.after_worker_group_poll_status(_failing({0: ValueError("nan")}))
     controller.callback.before_controller_execute_resize_decision(resize)
-    resizes = [event for event in controller.heard() if isinstance(event, WorkerGroupResized)]
+    resizes = [event for event in controller.heard() if isinstance(event, ev.WorkerGroupResized)]
     assert [(event.old_size, event.new_size) for event in resizes] == [(2, 4)]
 
 
@@ -259,7 +248,7 @@ def test_the_policy_and_the_callback_meet_in_the_controller(controller: Controll
     assert meeting is not None
     meeting.waiting_for_capacity(1, "1 more worker", since=12.0)
     (event,) = controller.heard()
-    assert isinstance(event, WaitingForCapacity)
+    assert isinstance(event, ev.WaitingForCapacity)
     assert (event.possible_workers, event.min_workers, event.resources_per_worker) == (1, 2, {"CPU": 1.0})
     assert (event.missing, event.since) == ("1 more worker", 12.0)
 
@@ -332,7 +321,7 @@ def test_a_growth_is_told_with_its_reason_and_its_cost(controller: Controller) -
     decision = GrowthDecision(4, {"CPU": 1}, reason=Reason.PATIENCE, waited_seconds=90.0)
     controller.callback.before_controller_execute_resize_decision(decision)
     event = controller.heard()[-1]
-    assert isinstance(event, WorkerGroupResized)
+    assert isinstance(event, ev.WorkerGroupResized)
     assert (event.old_size, event.new_size, event.reason, event.waited_seconds) == (2, 4, "patience", 90.0)
     assert event.reports_lost == 3
     assert event.seconds_lost == pytest.approx(60, abs=5)
@@ -407,12 +396,12 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
     controller.callback.after_controller_state_update(InitializingState(), RunningState())
     try:
         alive = wait_for(
-            lambda: [event for event in controller.events if isinstance(event, ControllerAlive)], 5, "a sign of life"
+            lambda: [event for event in controller.events if isinstance(event, ev.ControllerAlive)], 5, "a sign of life"
         )
         assert alive[-1].doing in ("INITIALIZING", "RUNNING")
         assert alive[-1].droppable
         wait_for(lambda: controller.events[-1].kind == "controller_alive" and len(controller.events) > 4, 5, "more")
-        assert [e for e in controller.events if isinstance(e, ControllerAlive)][-1].doing == "RUNNING"
+        assert [e for e in controller.events if isinstance(e, ev.ControllerAlive)][-1].doing == "RUNNING"
     finally:
         controller.callback.before_controller_abort()
         controller.receiver.close()
@@ -462,7 +451,7 @@ def test_what_fails_while_a_node_is_drained_is_charged_to_the_drain(
     assert policy.make_decision(broken) is decision
     controller.callback.after_worker_group_poll_status(_failing(dict(broken.worker_failures)))
     controller.callback.before_controller_execute_failure_decision(decision)
-    assert isinstance(controller.heard()[-1], WorkersPreempted if draining else WorkerFailed)
+    assert isinstance(controller.heard()[-1], ev.WorkersPreempted if draining else ev.WorkerFailed)
     if draining:
         assert policy.make_decision(broken) is FailureDecision.RAISE, "that budget has an end too"
 
@@ -504,5 +493,5 @@ def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_other
 def test_standing_still_is_told_when_it_is_worth_a_word(controller: Controller) -> None:
     for seconds in (0.0, 0.004, 0.004, 0.004, 2.5):
         controller.callback.tell_stall(seconds)
-    told = [event.seconds for event in controller.heard() if isinstance(event, CheckpointStalled)]
+    told = [event.seconds for event in controller.heard() if isinstance(event, ev.CheckpointStalled)]
     assert told == [0.012, 2.5]

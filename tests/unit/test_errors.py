@@ -31,12 +31,6 @@ RuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.3]:3412
 """
 
 
-def test_different_errors_are_all_told() -> None:
-    errors = {1: "ValueError: a", 0: "KeyError: b"}
-    assert distinct(errors) == ({"0": "KeyError: b", "1": "ValueError: a"}, {})
-    assert distinct({}) == ({}, {})
-
-
 def test_the_error_of_a_thousand_ranks_that_differs_in_numbers_only_is_told_once() -> None:
     errors = {
         rank: f"RuntimeError: rank {rank} (pid {4000 + rank}) lost its peer 10.0.{rank // 256}.{rank % 256} at "
@@ -80,11 +74,6 @@ def test_the_cause_is_the_last_exception_of_a_traceback() -> None:
     assert causes({"3": TRACEBACK}, {}) == ["rank 3: ValueError: bad batch 17"]
     chained = f"{TRACEBACK}\nDuring handling of the above exception, another exception occurred:\n\n{CONNECTION}"
     assert causes({"0": chained}, {})[0].startswith("rank 0: RuntimeError: [/gloo/pair.cc:534]")
-
-
-def test_the_cause_of_a_message_with_several_lines_is_the_line_of_the_exception() -> None:
-    text = "Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA out of memory.\nsee the docs\n"
-    assert causes({"0": text}, {}) == ["rank 0: torch.OutOfMemoryError: CUDA out of memory."]
 
 
 @pytest.mark.parametrize(("text", "cause"), [("", "no reason given"), (" \n\n", "no reason given"), ("a\nb\n", "a")])

@@ -19,21 +19,6 @@ def test_nodes_of_the_first_look_are_relied_on_at_once_and_later_ones_after_the_
     assert nodes.next_change(140) is None
 
 
-def test_a_node_that_went_begins_anew() -> None:
-    nodes = Stability(30)
-    nodes.observe(0, ["a"])
-    nodes.observe(10, ["a", "b"])
-    nodes.observe(20, ["a"])
-    assert nodes.observe(45, ["a", "b"]) == {"a"}
-    assert nodes.observe(75, ["a", "b"]) == {"a", "b"}
-
-
-def test_without_a_delay_every_node_counts() -> None:
-    nodes = Stability(0)
-    nodes.observe(0, [])
-    assert nodes.observe(1, ["a"]) == {"a"}
-
-
 def test_a_growth_waits_for_a_commit() -> None:
     growth = Growth(600)
     assert growth.due(0, committed=True, has_checkpoint=True) is None, "nothing is decided"

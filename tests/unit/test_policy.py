@@ -15,7 +15,7 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, policy, sizing, worker_group
+from prefect_elastic_train.elastic import callbacks, policy, worker_group
 from prefect_elastic_train.elastic import policy as policy_module
 from prefect_elastic_train.elastic.capacity import Node
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError
@@ -186,12 +186,6 @@ def test_the_maximum_has_its_time_to_come_before_training_starts_smaller() -> No
     assert decision.num_workers == 2
 
 
-def test_the_maximum_is_not_waited_for_when_it_is_there() -> None:
-    policy = _policy(1, 4, wait_for_max_seconds=60)
-    policy.fits = 4
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
-
-
 def test_a_restart_after_a_loss_does_not_wait_for_the_maximum() -> None:
     policy = _policy(1, 4, wait_for_max_seconds=60)
     policy.fits = 4
@@ -211,19 +205,6 @@ def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(callback: C
     policy.taken = ()
     decision: Any = policy.make_decision_for_non_running_worker_group()
     assert decision.num_workers == 4
-
-
-def test_a_restart_goes_on_with_fewer_after_that_moment(callback: Callback, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "_SETTLING_SECONDS", 0.1)
-    policy = _policy(1, 4)
-    policy.fits = 4
-    policy.make_decision_for_non_running_worker_group()
-    callback.groups_started, callback.lost = 1, 4
-    policy.fits = 3
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-    time.sleep(0.1)
-    decision: Any = policy.make_decision_for_non_running_worker_group()
-    assert decision.num_workers == 3
 
 
 def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(
@@ -368,15 +349,6 @@ def test_a_loop_that_does_not_commit_is_resized_when_patience_is_over(callback: 
         decision = policy.make_decision_for_running_worker_group(group, _healthy(2))
     assert decision.reason is Reason.PATIENCE
     assert decision.waited_seconds >= 0.2
-
-
-def test_without_any_checkpoint_nothing_is_thrown_away(callback: Callback) -> None:
-    policy = _policy(1, 4, resize_patience_seconds=0.05)
-    policy.fits = 4
-    callback.has_checkpoint = False
-    started = time.monotonic()
-    while time.monotonic() - started < 0.3:
-        assert isinstance(policy.make_decision_for_running_worker_group(_group(2), _healthy(2)), NoopDecision)
 
 
 def test_a_group_is_left_alone_when_a_rank_has_finished(callback: Callback) -> None:

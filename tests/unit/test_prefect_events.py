@@ -8,26 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.core.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    CheckpointStalled,
-    ClusterConnected,
-    ClusterWanted,
-    ControllerAlive,
-    Event,
-    LoopWarned,
-    Reported,
-    RunRecalled,
-    StateChanged,
-    StorageWaited,
-    WaitingForCapacity,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.orchestration.prefect_events import RunEvent, ending, translate
 from prefect_elastic_train.report.run_report import RunReport
@@ -37,11 +18,11 @@ COMMON = {"storage_block": "training-storage-s3/prod"}
 BASE = {"run_name": "llama", "run_uri": "s3://b/llama", "attempt": 1, **COMMON}
 BIG = "x" * 1_000_000
 
-STARTED = AttemptStarted(at=T, sequence=1, attempt=1, run_name="llama", run_uri="s3://b/llama")
-GROUP = WorkerGroupStarted(at=T + 10, sequence=2, attempt=1, world_size=4, checkpoint="")
+STARTED = ev.AttemptStarted(at=T, sequence=1, attempt=1, run_name="llama", run_uri="s3://b/llama")
+GROUP = ev.WorkerGroupStarted(at=T + 10, sequence=2, attempt=1, world_size=4, checkpoint="")
 
 
-def _told(*events: Event, **settings: Any) -> list[RunEvent]:
+def _told(*events: ev.Event, **settings: Any) -> list[RunEvent]:
     """Give what is told of a sequence of events."""
     report = RunReport(run_name="llama", **settings)
     told = []
@@ -51,15 +32,15 @@ def _told(*events: Event, **settings: Any) -> list[RunEvent]:
     return told
 
 
-def _last(*events: Event, **settings: Any) -> RunEvent:
+def _last(*events: ev.Event, **settings: Any) -> RunEvent:
     told = _told(STARTED, *events, **settings)[-1]
     assert told.payload.items() >= BASE.items()
     json.dumps(told.payload, allow_nan=False)
     return RunEvent(told.name, told.at, {key: told.payload[key] for key in told.payload if key not in BASE}, told.key)
 
 
-def committed(number: int, **metrics: Any) -> CheckpointCommitted:
-    return CheckpointCommitted(
+def committed(number: int, **metrics: Any) -> ev.CheckpointCommitted:
+    return ev.CheckpointCommitted(
         at=T + number, sequence=number, attempt=1, checkpoint=f"c{number}", size_bytes=7, metrics=metrics
     )
 
@@ -85,12 +66,12 @@ ERRORS = {"1": "The actor died", "0": "RuntimeError: Connection closed"}
     [
         (GROUP, "workers-started", {"world_size": 4, "checkpoint": ""}),
         (
-            WorkerGroupResized(old_size=4, new_size=6, reason="patience", waited_seconds=1.23456, reports_lost=2),
+            ev.WorkerGroupResized(old_size=4, new_size=6, reason="patience", waited_seconds=1.23456, reports_lost=2),
             "resized",
             {"old_size": 4, "new_size": 6, "reason": "patience", "waited_seconds": 1.235, "reports_lost": 2},
         ),
         (
-            WorkerFailed(errors=ERRORS, also={"0": [2, 3]}, retried=True, reports_lost=2),
+            ev.WorkerFailed(errors=ERRORS, also={"0": [2, 3]}, retried=True, reports_lost=2),
             "worker-failed",
             {
                 "ranks": [0, 1, 2, 3],
@@ -102,7 +83,7 @@ ERRORS = {"1": "The actor died", "0": "RuntimeError: Connection closed"}
             },
         ),
         (
-            WorkersPreempted(errors={}, retried=False, reports_lost=1),
+            ev.WorkersPreempted(errors={}, retried=False, reports_lost=1),
             "preempted",
             {
                 "ranks": [],
@@ -114,24 +95,24 @@ ERRORS = {"1": "The actor died", "0": "RuntimeError: Connection closed"}
             },
         ),
         (
-            WaitingForCapacity(
+            ev.WaitingForCapacity(
                 possible_workers=1, min_workers=2, resources_per_worker={"GPU": 1.0}, missing="1 GPU", since=T
             ),
             "waiting-for-capacity",
             {"possible_workers": 1, "min_workers": 2, "resources_per_worker": {"GPU": 1.0}, "missing": "1 GPU"},
         ),
         (
-            LoopWarned(problem="checkpoint-ignored", message="it began again", checkpoint="c1", again=1.0),
+            ev.LoopWarned(problem="checkpoint-ignored", message="it began again", checkpoint="c1", again=1.0),
             "checkpoint-ignored",
             {"message": "it began again", "checkpoint": "c1", "ranks": []},
         ),
         (
-            StorageWaited(who="ranks", seconds=4.5, tries=7, last="SlowDown"),
+            ev.StorageWaited(who="ranks", seconds=4.5, tries=7, last="SlowDown"),
             "storage-waited",
             {"who": "ranks", "seconds": 4.5, "tries": 7, "last": "SlowDown"},
         ),
         (
-            CheckpointCommitted(checkpoint="c1", size_bytes=7, metrics={"loss": 0.5, "acc": math.nan, "text": "x"}),
+            ev.CheckpointCommitted(checkpoint="c1", size_bytes=7, metrics={"loss": 0.5, "acc": math.nan, "text": "x"}),
             "checkpoint",
             {
                 "checkpoint": "c1",
@@ -144,7 +125,7 @@ ERRORS = {"1": "The actor died", "0": "RuntimeError: Connection closed"}
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_an_event_is_told_by_its_name_with_its_payload(event: Event, name: str, payload: dict[str, Any]) -> None:
+def test_an_event_is_told_by_its_name_with_its_payload(event: ev.Event, name: str, payload: dict[str, Any]) -> None:
     event = event.model_copy(update={"at": T + 20, "attempt": 1, "sequence": 9})
     assert _last(event) == RunEvent(f"elastic-train.run.{name}", T + 20, payload, "1-9")
 
@@ -152,23 +133,23 @@ def test_an_event_is_told_by_its_name_with_its_payload(event: Event, name: str, 
 @pytest.mark.parametrize(
     "event",
     [
-        ClusterWanted(),
-        ClusterConnected(address="x"),
-        StateChanged(state="RUNNING"),
-        Reported(metrics={"loss": 1}, world_size=1),
-        CheckpointStalled(seconds=1),
-        ControllerAlive(doing="RUNNING", seconds=1),
-        AttemptEnded(outcome=Outcome.COMPLETED),
-        RunRecalled(report=RunReport(run_name="x").model_dump(mode="json")),
+        ev.ClusterWanted(),
+        ev.ClusterConnected(address="x"),
+        ev.StateChanged(state="RUNNING"),
+        ev.Reported(metrics={"loss": 1}, world_size=1),
+        ev.CheckpointStalled(seconds=1),
+        ev.ControllerAlive(doing="RUNNING", seconds=1),
+        ev.AttemptEnded(outcome=Outcome.COMPLETED),
+        ev.RunRecalled(report=RunReport(run_name="x").model_dump(mode="json")),
     ],
     ids=lambda event: event.kind,
 )
-def test_prefect_is_not_told_of_the_ordinary_course_of_things(event: Event) -> None:
+def test_prefect_is_not_told_of_the_ordinary_course_of_things(event: ev.Event) -> None:
     assert _told(event) == []
 
 
 def test_a_wait_for_capacity_is_told_once() -> None:
-    wait = WaitingForCapacity(possible_workers=1, min_workers=2, resources_per_worker={})
+    wait = ev.WaitingForCapacity(possible_workers=1, min_workers=2, resources_per_worker={})
     names = [told.name.removeprefix("elastic-train.run.") for told in _told(STARTED, wait, wait, GROUP, wait)]
     assert names == ["started", "waiting-for-capacity", "workers-started", "waiting-for-capacity"]
 
@@ -191,19 +172,14 @@ def test_a_diverged_score_can_be_told(score: float) -> None:
         json.dumps(told.payload, allow_nan=False)
 
 
-def test_without_a_score_no_checkpoint_is_the_best() -> None:
-    told = _told(STARTED, committed(1, acc=0.5))
-    assert [one.name for one in told] == ["elastic-train.run.started", "elastic-train.run.checkpoint"]
-
-
-EXTREME: list[Event] = [
+EXTREME: list[ev.Event] = [
     STARTED.model_copy(update={"attempt": 2, "previous_end": BIG, "notes": [BIG] * 3}),
-    WorkerFailed(errors={str(rank): f"{'abc'[rank % 3] * (rank + 1)}Error: {BIG[:20_000]}" for rank in range(200)},
+    ev.WorkerFailed(errors={str(rank): f"{'abc'[rank % 3] * (rank + 1)}Error: {BIG[:20_000]}" for rank in range(200)},
                  also={"0": list(range(200, 20_000))}, retried=True),
-    WorkersPreempted(errors={"0": BIG}, also={"0": list(range(1, 20_000, 2))}, retried=True),
-    WaitingForCapacity(possible_workers=0, min_workers=1, resources_per_worker={"GPU": 1.0}, missing=BIG),
-    LoopWarned(problem="ranks-missing", message=BIG, ranks=list(range(3000))),
-    StorageWaited(who="ranks", seconds=4, last=BIG),
+    ev.WorkersPreempted(errors={"0": BIG}, also={"0": list(range(1, 20_000, 2))}, retried=True),
+    ev.WaitingForCapacity(possible_workers=0, min_workers=1, resources_per_worker={"GPU": 1.0}, missing=BIG),
+    ev.LoopWarned(problem="ranks-missing", message=BIG, ranks=list(range(3000))),
+    ev.StorageWaited(who="ranks", seconds=4, last=BIG),
     committed(1, **{f"metric {number}": 0.5 for number in range(5000)}),
     committed(1, **{BIG: 0.5, "acc": 0.5}),
     committed(1, acc=0.5, text=BIG),
@@ -212,7 +188,7 @@ EXTREME: list[Event] = [
 
 
 @pytest.mark.parametrize("event", EXTREME, ids=lambda event: event.kind)
-def test_an_event_is_small_whatever_happened(event: Event) -> None:
+def test_an_event_is_small_whatever_happened(event: ev.Event) -> None:
     told = _told(STARTED, event, score_attribute="acc")[1:]
     assert told
     for one in told:
@@ -220,7 +196,7 @@ def test_an_event_is_small_whatever_happened(event: Event) -> None:
 
 
 def test_an_event_is_the_same_whenever_it_is_told_and_no_two_are_alike() -> None:
-    events: list[Event] = [STARTED, GROUP, committed(3, acc=1), committed(4, acc=2)]
+    events: list[ev.Event] = [STARTED, GROUP, committed(3, acc=1), committed(4, acc=2)]
     events += [event.model_copy(update={"attempt": 2}) for event in events]
     told, again = _told(*events, score_attribute="acc"), _told(*events, score_attribute="acc")
     assert told == again
@@ -230,9 +206,11 @@ def test_an_event_is_the_same_whenever_it_is_told_and_no_two_are_alike() -> None
 def _finished() -> RunReport:
     report = RunReport(run_name="llama", score_attribute="acc")
     made = [committed(30, acc=0.9), committed(40, acc=0.5)]
-    failure = WorkerFailed(at=T + 45, attempt=1, errors={}, retried=True, reports_lost=2)
-    reports = [Reported(at=T + at, attempt=1, metrics={"loss": math.inf, "acc": 0.5}, world_size=4) for at in (30, 42)]
-    end = AttemptEnded(at=T + 60, attempt=1, outcome=Outcome.COMPLETED)
+    failure = ev.WorkerFailed(at=T + 45, attempt=1, errors={}, retried=True, reports_lost=2)
+    reports = [
+        ev.Reported(at=T + at, attempt=1, metrics={"loss": math.inf, "acc": 0.5}, world_size=4) for at in (30, 42)
+    ]
+    end = ev.AttemptEnded(at=T + 60, attempt=1, outcome=Outcome.COMPLETED)
     for event in (STARTED, GROUP, reports[0], made[0], made[1], reports[1], failure, GROUP, end):
         report.take(event)
     return report
@@ -286,7 +264,7 @@ def test_the_end_of_a_training_that_never_began_can_be_told() -> None:
 
 def test_the_end_is_small_and_the_same_whenever_it_is_told() -> None:
     report = _finished()
-    report.take(Reported(metrics={f"{number}{BIG[:100]}": BIG for number in range(5000)}, world_size=1))
+    report.take(ev.Reported(metrics={f"{number}{BIG[:100]}": BIG for number in range(5000)}, world_size=1))
     told = ending(report, "timed-out", T + 61, BIG, COMMON)
     assert len(json.dumps(told.payload)) < 64_000
     assert told == ending(report, "timed-out", T + 61, BIG, COMMON)
