@@ -15,6 +15,7 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 __all__ = [
     "AttemptRecord",
     "CommitRecord",
+    "CompletedRuns",
     "EndedRecord",
     "Fingerprint",
     "Heartbeat",
@@ -127,6 +128,12 @@ class RunRecord(_Record):
         """The run's id, 32 hexadecimal digits; for a record that has none, digits made of what it does have."""
         begun = f"{self.name} {self.created_at!r} {self.creator.flow_run_id}"
         return self.id or hashlib.sha256(begun.encode()).hexdigest()[:32]
+
+
+class CompletedRuns(_Record):
+    """``<storage>/.elastic_train/completed/…``: runs of one training of a deployment that completed, newest first."""
+
+    runs: list[RunRecord] = Field(default_factory=list)
 
 
 class AttemptRecord(_Record):

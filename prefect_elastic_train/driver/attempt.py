@@ -27,7 +27,6 @@ from prefect_elastic_train.driver.relay import EventOutput, EventReceiver
 from prefect_elastic_train.driver.telling import AttemptTeller
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.ancestry import inherited_metrics, started_from
 from prefect_elastic_train.runs.attempts import (
     Begun,
     Finished,
@@ -40,7 +39,8 @@ from prefect_elastic_train.runs.attempts import (
 from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.seeding import choose_source, seed_from_source
+from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.seeding import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.preflight import Probe, preflight
 from prefect_elastic_train.storage.retrying_store import RetryingStore
@@ -193,8 +193,8 @@ class Attempt:
                 driver_started_at=psutil.Process().create_time(),
                 counted=begun.counted,
                 previous_end=self.spec.previous_end,
-                started_from=started_from(self.store),
-                inherited=bounded_metrics(inherited_metrics(commit), self._score) if commit is not None else {},
+                started_from=RunDirectory(self.store).started_from,
+                inherited=bounded_metrics(begun.point.inherited_metrics, self._score),
                 notes=[*notes, *begun.notes],
             )
         )
@@ -268,6 +268,11 @@ class Attempt:
                 end_attempt(store, self._number, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:
                 logger.warning("could not record the end of attempt %d: %s", self._number, error)
+        if ended.outcome is Outcome.COMPLETED:
+            try:
+                note_completed(self._storage, self.spec.request.run_name)
+            except (OSError, AttemptFailedError) as error:
+                logger.warning("resume_from='latest' will not find this run: %s", error)
         self.teller.emit(ended)
         self.teller.close()
 

@@ -35,7 +35,8 @@ from prefect_elastic_train.elastic.loop_watch import LoopWatch, answers_of, ask
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.elastic.translate import resources_per_worker
 from prefect_elastic_train.runs.commits import check_fence, newest_commit
-from prefect_elastic_train.runs.resume import SEED_COMMIT, remove_interrupted_uploads
+from prefect_elastic_train.runs.model import SEED_COMMIT
+from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.storage.retries import Waits, take_waits, waiting_since
 from prefect_elastic_train.storage.store import RunStore

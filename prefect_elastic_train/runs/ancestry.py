@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from prefect_elastic_train.core.records import CommitRecord, RunRecord, decode
+from prefect_elastic_train.core.checkpoint_names import loop_name
+from prefect_elastic_train.core.records import RunRecord, decode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.resume import SEED_COMMIT
-from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.storage.store import RunStore
 
 if TYPE_CHECKING:
     from prefect_elastic_train.storage.opening import Storage
 
-__all__ = ["Ancestor", "ancestors", "inherited_metrics", "started_from"]
+__all__ = ["Ancestor", "ancestors"]
 
 #: More nights than anybody looks back, each of which is a request.
 _MAX_ANCESTORS = 100
@@ -31,22 +29,6 @@ class Ancestor(BaseModel):
     uri: str
     #: Whether its run is still there.
     there: bool
-
-
-def started_from(store: RunStore) -> str:
-    """Give the URI of the checkpoint that a run started from, empty for none. It may be gone by now."""
-    record = decode(RunRecord, store.read(layout.RUN))
-    if record is None or not record.source:
-        return ""
-    return f"{store.uri.rpartition('/')[0]}/{record.source.replace('@', '/', 1)}"
-
-
-def inherited_metrics(commit: CommitRecord) -> dict[str, Any]:
-    """Give what was reported with the checkpoint of another run, if a commit is of the copy of that; else nothing."""
-    if (commit.attempt, commit.sequence) != SEED_COMMIT:
-        return {}
-    metrics: dict[str, Any] = (latest_checkpoint(commit.snapshot) or {}).get("metrics") or {}
-    return metrics
 
 
 def ancestors(storage: Storage, name: str) -> list[Ancestor]:
@@ -68,6 +50,8 @@ def ancestors(storage: Storage, name: str) -> list[Ancestor]:
         record = decode(RunRecord, store.read(layout.RUN)) if run not in seen else None  # the name was used again
         seen.add(run)
         found.append(
-            Ancestor(run=run, checkpoint=checkpoint, uri=f"{store.uri}/{checkpoint}", there=record is not None)
+            Ancestor(
+                run=run, checkpoint=loop_name(checkpoint), uri=f"{store.uri}/{checkpoint}", there=record is not None
+            )
         )
     return found

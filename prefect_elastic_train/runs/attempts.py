@@ -33,12 +33,9 @@ from prefect_elastic_train.report.words import clock, duration
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage
 from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS
-from prefect_elastic_train.runs.resume import (
-    ResumePoint,
-    adopt_snapshot,
-    find_resume_point,
-    restore_snapshot,
-)
+from prefect_elastic_train.runs.model import ResumePoint, RunDirectory
+from prefect_elastic_train.runs.resume import adopt_snapshot, restore_snapshot
+from prefect_elastic_train.runs.view import RunReader
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = ["Begun", "Finished", "begin_attempt", "end_attempt", "host_id", "is_alive", "peek", "process_start"]
@@ -161,7 +158,7 @@ def begin_attempt(
         if seed is not None and next(lineage(store), None) is None:
             seed()
         newest = next(lineage(store), None)
-        point = find_resume_point(store)
+        point = RunDirectory(store).resume_point
         # A number is never used again, also if somebody has removed the record of its attempt.
         attempt = max([last.number if last else 0, *(number for number, _ in all_commits(store))]) + 1
         record = AttemptRecord(
@@ -264,7 +261,7 @@ def process_start(pid: int) -> float:
         return psutil.Process(pid).create_time()
 
 
-def is_alive(store: RunStore, record: AttemptRecord, observe_seconds: float | None = None) -> bool:
+def is_alive(store: RunReader, record: AttemptRecord, observe_seconds: float | None = None) -> bool:
     """Tell whether an attempt that has not ended shows a sign of life.
 
     No clocks are compared: on the driver's own machine its process is looked up, elsewhere the heartbeat is
@@ -275,7 +272,7 @@ def is_alive(store: RunStore, record: AttemptRecord, observe_seconds: float | No
     return _heart_beats(store, observe_seconds)
 
 
-def _heart_beats(store: RunStore, observe_seconds: float | None) -> bool:
+def _heart_beats(store: RunReader, observe_seconds: float | None) -> bool:
     """Watch the heartbeat of whichever attempt it is, for three of its intervals unless told otherwise."""
     first = store.read(layout.HEARTBEAT)
     beat = decode(Heartbeat, first)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,6 @@ __all__ = [
     "all_commits",
     "attempt_id",
     "check_fence",
-    "checkpoint_folders",
     "commit_label",
     "damage_of",
     "dropped_by",
@@ -379,15 +378,3 @@ class CommitLog:
         own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
         for sequence in own[:-_COMMITS_KEPT]:
             self._store.delete(layout.commit_name(self._attempt, sequence))
-
-
-def checkpoint_folders(store: RunReader, names: Iterable[str]) -> list[str]:
-    """Return the checkpoint folders that attempts have begun to write, whether or not a commit names them.
-
-    Args:
-        store: The run directory.
-        names: Checkpoints that are known: others may be beside them, as a loop may call its own ``epochs/3``.
-    """
-    parents = {"", *(name.rpartition("/")[0] for name in names)}
-    found = (f"{parent}/{folder}".lstrip("/") for parent in sorted(parents) for folder in store.folders(parent))
-    return [folder for folder in found if written_by(folder) is not None]

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
@@ -17,28 +18,19 @@ from prefect_elastic_train.core.events import (
     WorkerGroupStarted,
 )
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.core.records import (
-    AttemptRecord,
-    CommitRecord,
-    EndedRecord,
-    Fingerprint,
-    Owner,
-    RunRecord,
-    decode,
-)
+from prefect_elastic_train.core.records import CommitRecord, EndedRecord, Fingerprint, Owner
 from prefect_elastic_train.core.result import TimeAccount, WorldSize
 from prefect_elastic_train.report.accounts import Accounts, add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.ancestry import Ancestor
-from prefect_elastic_train.runs.commits import all_attempts, commit_label, newest_commit
+from prefect_elastic_train.runs.commits import all_attempts, commit_label
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.liveness import Life, look_for_life
+from prefect_elastic_train.runs.model import Attempt, RunDirectory
 from prefect_elastic_train.runs.snapshots import latest_checkpoint, parse_snapshot
-from prefect_elastic_train.runs.view import RunView
-from prefect_elastic_train.storage.store import RunStore
+from prefect_elastic_train.runs.view import RunReader
 
 __all__ = [
-    "PRUNER",
     "AttemptView",
     "CheckpointView",
     "RunAccounts",
@@ -48,9 +40,6 @@ __all__ = [
     "describe",
     "summarize",
 ]
-
-#: Whose the attempt is that holds a run while `elastic-train runs prune` deletes it.
-PRUNER = "elastic-train runs prune"
 
 
 class RunState(str, enum.Enum):
@@ -197,9 +186,9 @@ class RunDetails(_View):
 
 
 def summarize(
-    store: RunStore, name: str, *, watch: Collection[Life] = (), now: float | None = None
+    store: RunReader, name: str, *, watch: Collection[Life] = (), now: float | None = None
 ) -> RunSummary | None:
-    """Tell where a run stands, in about six requests to its storage.
+    """Return where a run stands, by about six requests to its storage.
 
     Args:
         store: The run directory.
@@ -210,33 +199,30 @@ def summarize(
     Returns:
         None if the folder holds no run.
     """
-    view = RunView(store)
-    commit = newest_commit(view)
-    attempts = all_attempts(view)
-    if not attempts and commit is None and view.read(layout.RUN) is None:
-        return _foreign(view, name)
-    summary = _with_commit(RunSummary(name=name, uri=store.uri, state=RunState.NOT_BEGUN), commit)
-    if not attempts:
-        return _not_begun(view, summary)
-    number = attempts[-1]
-    record = decode(AttemptRecord, view.read(layout.attempt_name(number)))
-    ended = decode(EndedRecord, view.read(layout.ended_name(number)))
-    update: dict[str, Any] = {"attempts": len(attempts), **_owned_by(record.owner if record is not None else None)}
+    run = RunDirectory(store)
+    commit, attempt = run.newest_commit, run.newest_attempt
+    if attempt is None and commit is None and run.read(layout.RUN) is None:
+        return _foreign(run, name)
+    summary = _with_commit(RunSummary(name=name, uri=run.uri, state=RunState.NOT_BEGUN), commit)
+    if attempt is None:
+        return _not_begun(run, summary)
+    record, ended = attempt.record, attempt.ended
+    update: dict[str, Any] = {"attempts": len(all_attempts(run)), **_owned_by(record.owner if record else None)}
     times = [summary.last_activity_at, record.started_at if record else None]
     if ended is not None:
         update.update(state=_state_of(ended), outcome=ended.outcome, detail=ended.verdict or _first_line(ended.message))
         times.append(ended.at)
     else:
-        sign = look_for_life(store, number, record, watch=watch, now=now)
+        sign = look_for_life(store, attempt.number, record, watch=watch, now=now)
         update.update(state=_STATE_OF_LIFE[sign.life], life=sign.life, detail=sign.words)
         times.append(sign.at or None)
-    if record is not None and record.owner.flow_run_id == PRUNER:
+    if attempt.is_pruner:
         update["state"] = RunState.DELETING
     return summary.model_copy(update={**update, "last_activity_at": _newest(times)})
 
 
-def describe(store: RunStore, name: str, *, now: float | None = None) -> RunDetails | None:
-    """Tell all about a run. If nothing else tells whether it lives, its heartbeat is watched for 15 s.
+def describe(store: RunReader, name: str, *, now: float | None = None) -> RunDetails | None:
+    """Return all about a run. If nothing else tells whether it lives, its heartbeat is watched for 15 s.
 
     Returns:
         None if the folder holds no run.
@@ -244,30 +230,21 @@ def describe(store: RunStore, name: str, *, now: float | None = None) -> RunDeta
     summary = summarize(store, name, watch=(Life.UNKNOWN,), now=now)
     if summary is None:
         return None
-    view = RunView(store)
-    run = decode(RunRecord, view.read(layout.RUN))
-    events = _ended(list(read_history(view)), summary.state)
-    commit = newest_commit(view)
-    attempts = [_attempt_view(view, number) for number in all_attempts(view)]
-    details = RunDetails(
+    run = RunDirectory(store)
+    record, commit = run.record, run.newest_commit
+    events = _ended(list(read_history(run)), summary.state)
+    known = record.model_dump(include={"created_at", "versions", "resume_from"}) if record is not None else {}
+    return RunDetails(
         summary=summary,
-        attempts=attempts,
+        attempts=[_attempt_view(attempt) for attempt in run.attempts],
         accounts=RunAccounts.of(add_up(events)),
         waiting=_waits_for(events) if summary.state is RunState.TRAINING else "",
         commit=commit_label((commit.attempt, commit.sequence)) if commit is not None else "",
-        checkpoints=_checkpoint_views(view, commit, events),
-        result=_result(view, attempts),
-    )
-    if run is None:
-        return details
-    return details.model_copy(
-        update={
-            "created_at": run.created_at,
-            "creator": run.creator,
-            "fingerprint": run.fingerprint,
-            "versions": run.versions,
-            "resume_from": run.resume_from,
-        }
+        checkpoints=_checkpoint_views(run, events),
+        result=_result(run.newest_attempt),
+        creator=record.creator if record is not None else None,
+        fingerprint=record.fingerprint if record is not None else None,
+        **known,
     )
 
 
@@ -294,24 +271,20 @@ def _state_of(ended: EndedRecord) -> RunState:
     return known.get(ended.outcome, RunState.FAILED)
 
 
-def _foreign(view: RunView, name: str) -> RunSummary | None:
-    data = view.read(layout.SNAPSHOT)
+def _foreign(run: RunDirectory, name: str) -> RunSummary | None:
+    data = run.read(layout.SNAPSHOT)
     if data is None:
         return None
     snapshot = parse_snapshot(data)
     detail = "Ray Train wrote it for another program" + ("" if snapshot else ", and its snapshot is torn")
-    summary = RunSummary(name=name, uri=view.uri, state=RunState.FOREIGN, detail=detail)
+    summary = RunSummary(name=name, uri=run.uri, state=RunState.FOREIGN, detail=detail)
     return summary.model_copy(update=_of_snapshot(snapshot or {}))
 
 
-def _not_begun(view: RunView, summary: RunSummary) -> RunSummary:
+def _not_begun(run: RunDirectory, summary: RunSummary) -> RunSummary:
     """Describe a run that was claimed, whose attempts are yet to come, or were lost."""
-    run = decode(RunRecord, view.read(layout.RUN))
-    creator = run.creator if run is not None else None
-    update = {**_owned_by(creator), "detail": "no attempt has begun"}
-    if creator is not None and creator.flow_run_id == PRUNER:
-        update["state"] = RunState.DELETING
-    times = [summary.last_activity_at, run.created_at if run is not None else None]
+    update = {**_owned_by(run.record.creator if run.record is not None else None), "detail": "no attempt has begun"}
+    times = [summary.last_activity_at, run.record.created_at if run.record is not None else None]
     return summary.model_copy(update={**update, "last_activity_at": _newest(times)})
 
 
@@ -338,30 +311,23 @@ def _of_snapshot(snapshot: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _attempt_view(view: RunView, number: int) -> AttemptView:
-    record = decode(AttemptRecord, view.read(layout.attempt_name(number)))
-    ended = decode(EndedRecord, view.read(layout.ended_name(number)))
-    values: dict[str, Any] = {"attempt": number, "torn": record is None}
+def _attempt_view(attempt: Attempt) -> AttemptView:
+    record, ended = attempt.record, attempt.ended
+    values: dict[str, Any] = {"attempt": attempt.number, "torn": record is None}
     if record is not None:
-        owner = record.owner
-        values.update(
-            started_at=record.started_at,
-            base=commit_label(record.base),
-            dropped=record.dropped,
-            repairs=record.repairs,
-            flow_run_id=owner.flow_run_id,
-            flow_run_name=owner.flow_run_name,
-            host=owner.host.partition("/")[0],
-            pid=owner.pid,
-            job=owner.job,
-        )
+        owner = record.owner.model_dump(include={"flow_run_id", "flow_run_name", "pid", "job"})
+        values |= {**owner, **record.model_dump(include={"started_at", "repairs"})}
+        values["dropped"] = [loop_name(name) for name in record.dropped]
+        values |= {"base": commit_label(record.base), "host": record.owner.host.partition("/")[0]}
     if ended is not None:
-        values.update(ended_at=ended.at, **ended.model_dump(include={"outcome", "message", "void", "final", "verdict"}))
+        values |= ended.model_dump(include={"outcome", "message", "void", "final", "verdict"})
+        values["ended_at"] = ended.at
     return AttemptView(**values)
 
 
-def _checkpoint_views(view: RunView, commit: CommitRecord | None, events: Iterable[Event]) -> list[CheckpointView]:
-    snapshot = parse_snapshot(view.read(layout.SNAPSHOT)) if commit is None else commit.snapshot
+def _checkpoint_views(run: RunDirectory, events: Iterable[Event]) -> list[CheckpointView]:
+    commit = run.newest_commit
+    snapshot = parse_snapshot(run.read(layout.SNAPSHOT)) if commit is None else commit.snapshot
     if snapshot is None:
         return []
     manifest = commit.manifest if commit is not None else {}
@@ -379,8 +345,8 @@ def _checkpoint_views(view: RunView, commit: CommitRecord | None, events: Iterab
         files = manifest.get(name, {})
         views.append(
             CheckpointView(
-                name=name,
-                uri=f"{view.uri}/{name}",
+                name=loop_name(name),
+                uri=f"{run.uri}/{name}",
                 report_index=index,
                 metrics=result.get("metrics") or {},
                 files=len(files),
@@ -404,12 +370,11 @@ def _waits_for(events: Iterable[Event]) -> str:
     return waiting
 
 
-def _result(view: RunView, attempts: list[AttemptView]) -> dict[str, Any] | None:
-    if not attempts or attempts[-1].outcome != Outcome.COMPLETED.value:
+def _result(attempt: Attempt | None) -> dict[str, Any] | None:
+    ended = attempt.ended if attempt is not None else None
+    if ended is None or ended.outcome != Outcome.COMPLETED.value or ended.result is None:
         return None
-    ended = decode(EndedRecord, view.read(layout.ended_name(attempts[-1].attempt)))
-    result = ended.result if ended is not None else None
-    return None if result is None else {key: value for key, value in result.items() if key != "history"}
+    return {key: value for key, value in ended.result.items() if key != "history"}
 
 
 def _newest(times: Iterable[float | None]) -> float | None:

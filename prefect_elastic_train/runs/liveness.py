@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from prefect_elastic_train.core.records import AttemptRecord, Heartbeat, Owner, decode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import host_id, is_alive
-from prefect_elastic_train.storage.store import RunStore
+from prefect_elastic_train.runs.view import RunReader
 
 __all__ = ["SILENT_SECONDS", "Life", "Sign", "look_for_life"]
 
@@ -45,14 +45,14 @@ class Sign:
 
 
 def look_for_life(
-    store: RunStore,
+    store: RunReader,
     attempt: int,
     record: AttemptRecord | None,
     *,
     watch: Collection[Life] = (),
     now: float | None = None,
 ) -> Sign:
-    """Tell whether the driver of an attempt that has not ended lives.
+    """Look whether the driver of an attempt that has not ended lives.
 
     On the driver's own machine its process is looked up. Elsewhere the time in its heartbeat is held against this
     machine's clock, which proves nothing if one of the two is wrong; watching the heartbeat for a change does.

@@ -1,8 +1,8 @@
 """Deleting what no resume needs, and runs that nobody wants any more, safely against a driver that begins meanwhile.
 
-A plan only looks. Carrying it out looks again right before each deletion. Where an attempt has no end, and where a
-whole run goes, it takes the fence first: a driver that was thought dead and is not stops at its next look at the fence,
-and one that begins meanwhile is told whose the run is.
+A plan only looks. Carrying it out looks again right before each deletion. A whole run's fence is taken first: a driver
+that was thought dead and is not stops at its next look at the fence, and one that begins meanwhile is told whose the
+run is.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError, Outcome
-from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
+from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import end_attempt, host_id, process_start
-from prefect_elastic_train.runs.checking import find_leftovers
+from prefect_elastic_train.runs.attempts import host_id, process_start
 from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage, newest_attempt
-from prefect_elastic_train.runs.inspecting import PRUNER, RunState, RunSummary, summarize
+from prefect_elastic_train.runs.inspecting import RunState, RunSummary, summarize
 from prefect_elastic_train.runs.liveness import Life
-from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.runs.model import PRUNER, RunDirectory
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
@@ -63,20 +62,16 @@ class RunPlan:
     Attributes:
         run: Its name.
         deletions: What is deleted.
-        uploads: There may be parts of unfinished uploads, which only an object store knows.
         kept: Why it is left alone, in words; empty if it is not, or if there is nothing to delete.
         newest_attempt: Its newest attempt when it was looked at, 0 if none has begun.
         newest_commit: The newest commit that counted then.
-        owner: Whose that attempt is, if it has no end and must be fenced off; None if it has ended.
     """
 
     run: str
     deletions: list[Deletion] = field(default_factory=list)
-    uploads: bool = False
     kept: str = ""
     newest_attempt: int = 0
     newest_commit: tuple[int, int] | None = None
-    owner: Owner | None = None
 
     @property
     def whole(self) -> Deletion | None:
@@ -108,14 +103,14 @@ class AwaitedSources:
 
     def _source(self, name: str, now: float) -> str:
         """Give the run whose checkpoint a run is about to copy; empty if it is not about to."""
-        view = RunView(self._storage.run(name))
-        if all_attempts(view) or all_commits(view):
+        run = RunDirectory(self._storage.run(name))
+        if all_attempts(run) or all_commits(run):
             self._begun.add(name)
             return ""
-        run = decode(RunRecord, view.read(layout.RUN))
-        if run is None or now - run.created_at > self._patience_seconds:
+        record = run.record
+        if record is None or now - record.created_at > self._patience_seconds:
             return ""
-        return (run.resume_from if run.source is None else run.source).partition("@")[0]
+        return (record.resume_from if record.source is None else record.source).partition("@")[0]
 
 
 def plan_runs(
@@ -160,37 +155,28 @@ def plan_run(
         now: Seconds since the epoch.
     """
     now = time.time() if now is None else now
-    view = RunView(store)
-    seen = RunPlan(name, newest_attempt=newest_attempt(view), newest_commit=next(lineage(view), None))
+    run = RunDirectory(store)
+    seen = RunPlan(name, newest_attempt=newest_attempt(run), newest_commit=next(lineage(run), None))
     summary = summarize(store, name, now=now)
     if summary is None:
         return seen
     kept = _kept(summary, now)
-    if kept:
-        return replace(seen, kept=kept)
     reason = _why_whole(summary, older_than_seconds, now)
-    if reason and awaited_by:
-        return replace(seen, kept=f"run {awaited_by} is about to start from its checkpoint")
-    if reason:
-        size = sum((view.file_sizes("") or {}).values())
-        planned = replace(seen, deletions=[Deletion(name, "", size, reason)], uploads=True)
-    else:
-        planned = _plan_leftovers(view, seen)
-    if summary.life is None or planned.kept or not (planned.deletions or planned.uploads):
-        return planned
-    # Somebody else's clock may be wrong: before anything is taken from a driver, its heartbeat is watched.
-    watched = summarize(store, name, watch=(Life.DEAD, Life.UNKNOWN), now=now)
-    kept = _kept(watched, now) if watched is not None else ""
-    record = decode(AttemptRecord, view.read(layout.attempt_name(seen.newest_attempt)))
-    if record is None and planned.whole is None:
-        kept = kept or f"the record of attempt {seen.newest_attempt} is torn: resume the run first, which repairs it"
+    if not kept and not reason:
+        return _plan_leftovers(run, seen)
+    if not kept and awaited_by:
+        kept = f"run {awaited_by} is about to start from its checkpoint"
+    if not kept and summary.life is not None:
+        # Somebody else's clock may be wrong: before a run is taken from a driver, its heartbeat is watched.
+        watched = summarize(store, name, watch=(Life.DEAD, Life.UNKNOWN), now=now)
+        kept = _kept(watched, now) if watched is not None else ""
     if kept:
         return replace(seen, kept=kept)
-    return replace(planned, owner=record.owner if record is not None else None)
+    return replace(seen, deletions=[Deletion(name, "", sum((run.file_sizes("") or {}).values()), reason)])
 
 
 def carry_out(store: RunStore, planned: RunPlan, awaited: AwaitedSources | None = None) -> Iterator[Deletion]:
-    """Delete what was planned, and give each thing when it is gone.
+    """Delete what was planned, and yield each thing when it is gone.
 
     Args:
         store: The run directory.
@@ -199,7 +185,7 @@ def carry_out(store: RunStore, planned: RunPlan, awaited: AwaitedSources | None 
 
     Raises:
         RunChangedError: Somebody has begun to train the run, goes on with it, or is about to start from it. What was
-            not given yet stays.
+            not yielded yet stays.
         StorageFaultError: The storage refuses.
     """
     whole = planned.whole
@@ -207,19 +193,17 @@ def carry_out(store: RunStore, planned: RunPlan, awaited: AwaitedSources | None 
         _delete_run(store, planned, awaited)
         yield whole
         return
-    if planned.owner is not None:
-        planned = _fence_off(store, planned, planned.owner)
 
     def check() -> None:
         _check_unchanged(store, planned)
 
-    check()
     for deletion in planned.deletions:
+        check()
         store.delete_folder(deletion.folder, check)
         yield deletion
-    if planned.uploads:
+    if planned.deletions:
         check()
-        store.abandon_uploads()
+        store.abandon_uploads()  # an object store keeps the parts of files that were interrupted out of sight
 
 
 def _kept(summary: RunSummary, now: float) -> str:
@@ -251,17 +235,16 @@ def _why_whole(summary: RunSummary, older_than_seconds: float | None, now: float
     return f"{state}, last activity {age / 86400:.1f} days ago" if age > older_than_seconds else ""
 
 
-def _plan_leftovers(view: RunView, seen: RunPlan) -> RunPlan:
+def _plan_leftovers(run: RunDirectory, seen: RunPlan) -> RunPlan:
     try:
-        leftovers = find_leftovers(view, unnamed=False)
+        leftovers = [leftover for leftover in run.leftovers if leftover.kind != "unnamed"]
     except AttemptFailedError as error:
         return replace(seen, kept=str(error))
-    deletions = [
-        Deletion(seen.run, leftover.folder, leftover.size_bytes, leftover.reason)
-        for leftover in leftovers
-        if leftover.there
-    ]
-    return replace(seen, deletions=deletions, uploads=any(leftover.kind == "upload" for leftover in leftovers))
+    newest = run.newest_attempt
+    if leftovers and newest is not None and newest.ended is None:
+        why = f"attempt {newest.number} has no end: resume the run, which removes what is left over, or delete it whole"
+        return replace(seen, kept=why)
+    return replace(seen, deletions=[Deletion(seen.run, one.folder, one.size_bytes, one.reason) for one in leftovers])
 
 
 def _check_unchanged(store: RunStore, planned: RunPlan) -> None:
@@ -272,35 +255,26 @@ def _check_unchanged(store: RunStore, planned: RunPlan) -> None:
         raise RunChangedError(f"run {planned.run} has committed a checkpoint meanwhile")
 
 
-def _take_fence(store: RunStore, planned: RunPlan, owner: Owner) -> AttemptRecord:
+def _take_fence(store: RunStore, planned: RunPlan) -> int:
     """Begin an attempt that trains nothing, as :func:`begin_attempt` does: create it, then look again."""
     number = max([planned.newest_attempt, *(attempt for attempt, _ in all_commits(store))]) + 1
     _check_unchanged(store, planned)
+    pid = os.getpid()
+    owner = Owner(
+        flow_run_id=PRUNER, flow_run_name=PRUNER, host=host_id(), pid=pid, process_started_at=process_start(pid)
+    )
     record = AttemptRecord(attempt=number, owner=owner, confirmed=False, base=planned.newest_commit)
     if not store.create(layout.attempt_name(number), encode(record)):
         raise RunChangedError(f"attempt {number} of run {planned.run} has begun meanwhile")
     if newest_attempt(store) != number or next(lineage(store, before=number), None) != planned.newest_commit:
         store.delete(layout.attempt_name(number))
         raise RunChangedError(f"run {planned.run} has gone on meanwhile")
-    return record
-
-
-def _fence_off(store: RunStore, planned: RunPlan, owner: Owner) -> RunPlan:
-    """End an attempt that shows no sign of life; its flow run goes on with the run as it would have before."""
-    # No process of this machine, so that the flow run's next driver ends none.
-    record = _take_fence(
-        store, planned, owner.model_copy(update={"host": host_id(), "pid": 0, "process_started_at": 0.0})
-    )
-    store.replace(layout.attempt_name(record.attempt), encode(record.model_copy(update={"confirmed": True})))
-    message = f"it showed no sign of life, and was fenced off by `{PRUNER}`"
-    for number in (planned.newest_attempt, record.attempt):
-        end_attempt(store, number, Outcome.DRIVER_LOST.value, message, void=number == record.attempt)
-    return replace(planned, newest_attempt=record.attempt)
+    return number
 
 
 def _delete_run(store: RunStore, planned: RunPlan, awaited: AwaitedSources | None) -> None:
     """Delete a run, what holds it last: whoever begins meanwhile finds that it belongs to somebody else."""
-    number = _take_fence(store, planned, _pruner()).attempt
+    number = _take_fence(store, planned)
     # Looked at behind the fence: whoever asks for the run's checkpoints from here on sees that it is going.
     awaited_by = awaited.look().get(planned.run) if awaited is not None else None
     if awaited_by:
@@ -312,36 +286,19 @@ def _delete_run(store: RunStore, planned: RunPlan, awaited: AwaitedSources | Non
         if newest != number:
             raise RunChangedError(f"attempt {newest} of run {planned.run} has begun while it was deleted")
 
-    for folder in store.folders():
-        if folder != layout.STATE_FOLDER:
+    state = [f"{layout.STATE_FOLDER}/{folder}" for folder in store.folders(layout.STATE_FOLDER)]
+    for folder in [*store.folders(), *state]:
+        if folder not in (layout.STATE_FOLDER, layout.ATTEMPTS):
             store.delete_folder(folder, check)
     check()
     store.abandon_uploads()
-    for name in store.names(""):
+    records = [f"{layout.STATE_FOLDER}/{name}" for name in store.names(layout.STATE_FOLDER)]
+    attempts = [layout.attempt_name(attempt) for attempt in all_attempts(store) if attempt != number]
+    for name in [*store.names(""), *records, *attempts, layout.attempt_name(number)]:
         store.delete(name)
-    for folder in store.folders(layout.STATE_FOLDER):
-        if f"{layout.STATE_FOLDER}/{folder}" != layout.ATTEMPTS:
-            store.delete_folder(f"{layout.STATE_FOLDER}/{folder}", check)
-    check()
-    for name in store.names(layout.STATE_FOLDER):
-        store.delete(f"{layout.STATE_FOLDER}/{name}")
-    for attempt in all_attempts(store):
-        if attempt != number:
-            store.delete(layout.attempt_name(attempt))
-    store.delete(layout.attempt_name(number))
 
     def check_nothing_began() -> None:
         if all_attempts(store) or store.read(layout.RUN) is not None:
             raise RunChangedError(f"run {planned.run} was begun anew while it was deleted")
 
     store.delete_folder("", check_nothing_began)
-
-
-def _pruner() -> Owner:
-    return Owner(
-        flow_run_id=PRUNER,
-        flow_run_name=PRUNER,
-        host=host_id(),
-        pid=os.getpid(),
-        process_started_at=process_start(os.getpid()),
-    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.result import BestCheckpoint, RunResult, bounded
-from prefect_elastic_train.runs.ancestry import started_from
 from prefect_elastic_train.runs.commits import newest_commit
+from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-from prefect_elastic_train.storage.store import RunStore
+from prefect_elastic_train.runs.view import RunReader
 
 if TYPE_CHECKING:
     from prefect_elastic_train.report.accounts import Accounts
@@ -17,7 +17,7 @@ __all__ = ["make_result"]
 
 
 def make_result(
-    store: RunStore, run_name: str, accounts: Accounts, storage_block: str = "", score: str = ""
+    store: RunReader, run_name: str, accounts: Accounts, storage_block: str = "", score: str = ""
 ) -> RunResult:
     """The result of a run from its newest commit and its accounts, in a bounded size.
 
@@ -28,8 +28,9 @@ def make_result(
         storage_block: Name of the saved storage block, empty for an inline one.
         score: Name of the metric that checkpoints are ranked by.
     """
-    commit = newest_commit(store, whole=True)
-    snapshot = commit.snapshot if commit else {}
+    run = RunDirectory(store)
+    commit = newest_commit(run, whole=True)
+    snapshot = commit.snapshot if commit is not None else {}
     latest = latest_checkpoint(snapshot)
     kept = snapshot.get("checkpoint_results", [])
     result = RunResult(
@@ -50,7 +51,7 @@ def make_result(
         time=accounts.time,
         storage_wait_seconds=accounts.storage_wait_seconds,
         storage_block=storage_block,
-        started_from=started_from(store),
+        started_from=run.started_from,
         history=accounts.history,
         left_out={"history": left_out} if (left_out := accounts.reports - len(accounts.history)) else {},
     )

@@ -33,7 +33,6 @@ from prefect_elastic_train.elastic.checkpoints import (
     run_filesystem,
 )
 from prefect_elastic_train.runs.commits import FencedOffError
-from prefect_elastic_train.runs.seeding import copy_checkpoint
 from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.objects import ObjectClient
 from prefect_elastic_train.storage.opening import Storage
@@ -41,7 +40,7 @@ from prefect_elastic_train.storage.retrying_store import RetryingStore
 from tests.support.processes import wait_for
 from tests.support.s3 import FaultProxy
 from tests.unit.ray_storage import Ray
-from tests.unit.support import begin
+from tests.unit.support import begin, start_from
 
 on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
 on_object_stores = pytest.mark.parametrize("storage", ["memory", "s3"], indirect=True)
@@ -235,7 +234,7 @@ def test_a_checkpoint_is_on_the_disk_before_its_commit(
     reported = write(ray, source)
     ray.register(reported)
     copy.create(".elastic_train/run.json", b"{}")
-    copy_checkpoint(storage, "base", copy)
+    start_from(storage, "base", copy)
     assert left == [{name: len(data) for name, data in FILES.items()}] * 2
     for name in ("base", "copy"):
         commits = storage.run(name).file_sizes(".elastic_train/commits")

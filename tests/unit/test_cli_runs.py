@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pyarrow import fs
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
@@ -40,13 +40,13 @@ from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, host_id, process_start
 from prefect_elastic_train.runs.commits import (
-    FencedOffError,
     all_attempts,
     all_commits,
     check_fence,
     newest_attempt,
 )
 from prefect_elastic_train.runs.history import read_history
+from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
 from prefect_elastic_train.runs.reading import make_result
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
@@ -105,7 +105,7 @@ def _local(storage: Storage, name: str) -> LocalRunStore:
 
 
 def _trained(
-    storage: Storage, name: str, checkpoints: Sequence[str] = "abc", flow_run: str = FLOW_RUN, **arguments: Any
+    storage: Storage, name: str, checkpoints: str = "abc", flow_run: str = FLOW_RUN, **arguments: Any
 ) -> LocalRunStore:
     """Train a run by a driver on another machine, which goes on without a heartbeat."""
     store = _local(storage, name)
@@ -134,12 +134,11 @@ def _beat(store: LocalRunStore, age: float, attempt: int = 1, interval: float = 
     store.replace(layout.HEARTBEAT, encode(beat))
 
 
-#: The folder of the first attempt's interrupted upload.
-HALF = physical_name("d", 1)
-
-
-def _interrupt_upload(store: LocalRunStore, name: str = HALF) -> None:
-    Ray(store, newest_attempt(store)).upload(name, {"model.pt": b"hal"})
+def _interrupt_upload(store: LocalRunStore, name: str = "d") -> str:
+    """Begin to upload a checkpoint and return its folder."""
+    folder = physical_name(name, newest_attempt(store))
+    Ray(store, newest_attempt(store)).upload(folder, {"model.pt": b"hal"})
+    return folder
 
 
 def _own_process(**arguments: Any) -> Any:
@@ -267,7 +266,8 @@ def _raw_ray(storage: Storage, name: str) -> LocalRunStore:
     [layout.RUN, layout.attempt_name(1), layout.ended_name(1), layout.SNAPSHOT, layout.commit_name(1, 3)],
 )
 def test_a_torn_record_hides_no_run(storage: Storage, tear_it: str) -> None:
-    store = _trained(storage, "mnist", ("a", "b", physical_name("c", 1)))
+    store = _trained(storage, "mnist", "ab")
+    Ray(store, 1).start().report(physical_name("c", 1), {"model.pt": b"c"})
     _end(store)
     tear(store, tear_it)
     [run] = _json("list", storage.uri)["runs"]
@@ -537,19 +537,13 @@ Damage = Callable[[LocalRunStore], object]
             "has 1 bytes",
         ),
         (
-            lambda store: (Ray(store, 1).start().report(HALF), tear(store, layout.commit_name(1, 4))),
-            HALF,
-            "",
-            "was torn and was written anew",
-        ),
-        (
             lambda store: (tear(store, layout.commit_name(1, 3)), tear(store, layout.SNAPSHOT)),
             "b",
             "",
             "is torn and was passed over",
         ),
     ],
-    ids=["folder missing", "file missing", "file cut", "newest commit torn", "newest commit and mirror torn"],
+    ids=["folder missing", "file missing", "file cut", "newest commit and mirror torn"],
 )
 def test_damage_is_told_with_what_a_resume_would_do_about_it_and_it_does_that(
     storage: Storage, damage: Damage, checkpoint: str, problem: str, repair: str
@@ -634,16 +628,16 @@ def test_what_an_attempt_has_given_up_is_told_and_is_no_new_damage(storage: Stor
 
 @pytest.mark.parametrize("choice", ["latest", "best"])
 def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one(storage: Storage, choice: str) -> None:
-    store = _trained(storage, "mnist", ("a", "b", "c", HALF))
-    tear(store, f"{HALF}/model.pt")
+    store = _trained(storage, "mnist", "abcd")
+    tear(store, "d/model.pt")
     wanted = claim(name="tuned", resume_from=f"mnist@{choice}").request
     source = choose_source(storage, wanted, storage.run("tuned"))
     assert source.checkpoint == "mnist@c"
-    assert "checkpoint 'd' of run 'mnist' is damaged" in source.notes[0]
+    assert "of run 'mnist': checkpoint d was dropped: model.pt has" in source.notes[0]
     # Resumed, by a loop that has nothing left to do.
     begun = begin(store, claim(name="mnist"))
     assert Ray(store, begun.attempt).start().latest == begun.point.checkpoint == "c"
-    assert list(remove_interrupted_uploads(store, begun.attempt)) == [HALF]
+    assert list(remove_interrupted_uploads(store, begun.attempt)) == ["d"]
     result = make_result(store, "mnist", add_up(read_history(store)))
     _end(store, result=result.model_dump(mode="json"))
     assert (result.checkpoint_uri, result.metrics["epoch"]) == (f"{store.uri}/c", 2)
@@ -657,7 +651,7 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     assert found["whole"]
     assert (found["commit"], found["resume_commit"], found["resume_checkpoint"]) == ("0001-000004", "0001-000004", "c")
     assert [(one["name"], one["ok"]) for one in found["checkpoints"] if one["latest"]] == [("c", True)]
-    assert [loop_name(one["name"]) for one in found["checkpoints"] if not one["ok"]] == ["d"]
+    assert [one["name"] for one in found["checkpoints"] if not one["ok"]] == ["d"]
     with pytest.raises(AttemptFailedError, match=r"checkpoint 'd' of run 'mnist' is damaged: .* attempt 2 gave it up"):
         choose_source(storage, claim(name="tuned", resume_from="mnist@d").request, storage.run("tuned"))
 
@@ -665,17 +659,15 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
 def test_what_is_left_over_is_told_by_its_kind(storage: Storage) -> None:
     store = _local(storage, "mnist")
     ray = Ray(store, begin(store).attempt, num_to_keep=1).start()
-    old = physical_name("a", 1)
-    for name in (old, "b"):
+    for name in "abc":
         ray.report(name)
-    ray.upload(old, {"model.pt": b"again"})  # what Ray should have deleted
-    Ray(store, 1, num_to_keep=1).start().report("c")
-    _interrupt_upload(store)
-    Path(store.path, "plots").mkdir()
-    Path(store.path, "plots", "loss.svg").write_text("<svg/>")
+    ray.upload("a", {"model.pt": b"again"})  # as if its deletion had failed
+    nested = _interrupt_upload(store, "epochs/4")
+    upload = _interrupt_upload(store)
+    store.create("plots/loss.svg", b"<svg/>")
     [found] = _json("verify", storage.uri)["runs"]
     kinds = {one["folder"]: (one["kind"], one["size_bytes"]) for one in found["leftovers"]}
-    assert kinds == {HALF: ("upload", 3), old: ("condemned", 5), "plots": ("unnamed", 6)}
+    assert kinds == {upload: ("upload", 3), nested: ("upload", 3), "a": ("condemned", 5), "plots": ("unnamed", 6)}
     assert found["whole"]
 
 
@@ -702,7 +694,7 @@ def test_a_run_that_goes_on_meanwhile_is_looked_at_anew(storage: Storage) -> Non
 
 def test_prune_shows_what_goes_asks_and_deletes_that(storage: Storage) -> None:
     store = _trained(storage, "mnist")
-    _interrupt_upload(store)
+    folder = _interrupt_upload(store)
     _end(store, Outcome.USER_ERROR)
     _make_older(store, 3600)
     before = _everything(storage)
@@ -713,10 +705,9 @@ def test_prune_shows_what_goes_asks_and_deletes_that(storage: Storage) -> None:
     assert "Delete this for good?" in declined.stdout
     assert "Delete this for good?" not in _done("prune", storage.uri, "--dry-run")
     assert _everything(storage) == before
-    assert f"deleted mnist {HALF}\n3 B deleted\n" in _done("prune", storage.uri, answer="y\n")
-    assert _everything(storage) == {
-        name: data for name, data in before.items() if not name.startswith(f"mnist/{HALF}/")
-    }
+    assert f"deleted mnist {folder}\n3 B deleted\n" in _done("prune", storage.uri, answer="y\n")
+    kept = {name: data for name, data in before.items() if not name.startswith(f"mnist/{folder}/")}
+    assert _everything(storage) == kept
     assert f"nothing to delete in {storage.uri}" in _done("prune", storage.uri, "--yes")
     assert begin(store).point.checkpoint == "c"
 
@@ -724,31 +715,48 @@ def test_prune_shows_what_goes_asks_and_deletes_that(storage: Storage) -> None:
 def test_prune_deletes_interrupted_uploads_condemned_and_given_up_checkpoints_only(storage: Storage) -> None:
     store = _local(storage, "mnist")
     training = Training(store, begin(store).attempt, keep=2)
-    for name in (physical_name("a", 1), "sub/b", "c"):
-        training.report(name)  # nobody deletes what is kept no longer
+    for name in ("a", "b", "c"):
+        training.report(name)  # nobody deletes what is kept no longer: `a` is condemned
     tear(store, "c/model.pt")
     assert begin(store).point.dropped == ["c"]
-    _interrupt_upload(store, physical_name("sub/d", 1))
+    _interrupt_upload(store, "sub/d")
+    store.create("sub/notes.txt", b"of a person")
     Path(store.path, "plots").mkdir()
     _end(store, Outcome.USER_ERROR)
     _make_older(store, 3600)
     _done("prune", storage.uri, "--yes")
-    assert store.folders() == [layout.STATE_FOLDER, "plots", "sub"]
-    assert store.folders("sub") == ["b"]
+    assert store.folders() == [layout.STATE_FOLDER, "b", "plots", "sub"]
+    assert store.file_sizes("sub") == {"notes.txt": 11}
     begun = begin(store)
-    assert (begun.point.checkpoint, begun.point.repairs) == ("sub/b", [])
+    assert (begun.point.checkpoint, begun.point.repairs) == ("b", [])
 
 
 def test_nothing_is_pruned_that_a_repair_may_fall_back_to(storage: Storage) -> None:
     store = _local(storage, "mnist")
-    training = Training(store, begin(store).attempt, keep=1)
-    training.report("a")
-    training.report("b")
-    tear(store, "b/model.pt")
+    ray = Ray(store, begin(store).attempt, num_to_keep=2).start()
+    for name in "abcd":
+        ray.report(name)
+    for name in "ab":  # their deletion failed, so that older commits are whole yet
+        ray.upload(name, {"model.pt": name.encode(), "rank-0/optim.pt": b"12"})
+    tear(store, "d/model.pt")
     _end(store, Outcome.USER_ERROR)
     _make_older(store, 3600)
+    assert RunDirectory(store).resume_point.checkpoint == "c"
     assert "nothing to delete" in _done("prune", storage.uri, "--yes")
-    assert begin(store).point.checkpoint == "a"
+    tear(store, "c/model.pt")  # and then the resume point goes, too
+    assert begin(store).point.checkpoint == "b"
+
+
+def test_what_only_ray_s_mirror_names_is_not_pruned_while_a_commit_is_broken(storage: Storage) -> None:
+    store = _trained(storage, "mnist", "ab")
+    mirror = store.read(layout.SNAPSHOT) or b""
+    Ray(store, 1, num_to_keep=1).start().report("c")
+    store.delete(layout.commit_name(1, 2))  # which named `b` first
+    store.replace(layout.SNAPSHOT, mirror)
+    for name in "ab":
+        Ray(store, 1).upload(name, {"model.pt": name.encode(), "rank-0/optim.pt": b"12"})
+    tear(store, "c/model.pt")
+    assert not RunDirectory(store).leftovers
 
 
 def test_prune_refuses_a_run_whose_commits_are_lost(storage: Storage) -> None:
@@ -790,7 +798,6 @@ def test_prune_leaves_alone_what_lives_and_what_may(storage: Storage) -> None:
 
 def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(storage: Storage) -> None:
     store = _trained(storage, "mnist")
-    _interrupt_upload(store)
     _make_older(store, LONG_AGO)
     _beat(store, age=LONG_AGO, interval=1)
     assert _summaries(storage)["mnist"]["state"] == "died"
@@ -799,31 +806,30 @@ def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(s
         time.sleep(1)
         _beat(store, age=LONG_AGO - 1, interval=1)
         assert "left alone: mnist: it is being trained: its heart beats on elsewhere" in text.result()
-    assert store.file_sizes(HALF)
+    assert store.file_sizes("c")
 
 
-def test_a_driver_thought_dead_is_fenced_off_before_its_upload_goes(storage: Storage) -> None:
+def test_what_a_driver_without_an_end_left_over_is_left_to_whoever_resumes_it(storage: Storage) -> None:
     store = _trained(storage, "mnist")
-    _interrupt_upload(store)
+    folder = _interrupt_upload(store)
     _make_older(store, 7200)
     _beat(store, age=3600)
-    assert f"deleted mnist {HALF}" in _done("prune", storage.uri, "--yes")
-    with pytest.raises(FencedOffError):
-        check_fence(store, 1)
-    begun = begin(store, claim(driver_restarts=1, max_attempts_without_progress=1))
-    assert (begun.attempt, begun.counted, begun.point.checkpoint, begun.notes) == (3, 2, "c", [])
-    [message] = {one["message"] for one in _json("show", storage.uri, "mnist")["attempts"] if one["message"]}
-    assert message == "it showed no sign of life, and was fenced off by `elastic-train runs prune`"
+    before = _everything(storage)
+    assert "left alone: mnist: attempt 1 has no end: resume the run, which removes" in _done(
+        "prune", storage.uri, "--yes"
+    )
+    assert _everything(storage) == before
+    assert remove_interrupted_uploads(store, begin(store).attempt) == {folder: "upload interrupted"}
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_nothing_goes_once_an_attempt_has_begun_since_the_plan(storage: Storage, whole: bool) -> None:
     store = _trained(storage, "mnist")
-    _interrupt_upload(store)
+    folder = _interrupt_upload(store)
     _end(store, Outcome.USER_ERROR)
     _make_older(store, LONG_AGO)
     planned = plan_run(store, "mnist", older_than_seconds=DAY if whole else None)
-    assert [deletion.folder for deletion in planned.deletions] == ["" if whole else HALF]
+    assert [deletion.folder for deletion in planned.deletions] == ["" if whole else folder]
     begin(store)
     before = _everything(storage)
     with pytest.raises(RunChangedError, match="attempt 2 of run mnist has begun meanwhile"):
@@ -831,14 +837,12 @@ def test_nothing_goes_once_an_attempt_has_begun_since_the_plan(storage: Storage,
     assert _everything(storage) == before
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_nothing_goes_once_a_driver_thought_dead_has_committed(storage: Storage, whole: bool) -> None:
+def test_nothing_goes_once_a_driver_thought_dead_has_committed(storage: Storage) -> None:
     store = _trained(storage, "mnist")
     ray = Ray(store, 1).start()
-    _interrupt_upload(store)
     _make_older(store, LONG_AGO)
     _beat(store, age=LONG_AGO)
-    planned = plan_run(store, "mnist", older_than_seconds=DAY if whole else None)
+    planned = plan_run(store, "mnist", older_than_seconds=DAY)
     ray.report("e")
     with pytest.raises(RunChangedError, match="has committed a checkpoint meanwhile"):
         list(carry_out(store, planned))
@@ -988,8 +992,8 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, 
     ray = Ray(store, begin(store).attempt).start()
     for name in "ab":
         ray.report(name, loss=0.5)
-    ray.upload(HALF, {"model.pt": b"hal"})
-    message = {"Bucket": "cli-runs", "Key": f"runs/mnist/{HALF}/large.pt"}
+    folder = _interrupt_upload(store)
+    message = {"Bucket": "cli-runs", "Key": f"runs/mnist/{folder}/large.pt"}
     server.client().create_multipart_upload(**message)
     end_attempt(store, 1, Outcome.USER_ERROR.value)
     ended = json.loads(store.read(layout.ended_name(1)))
@@ -1000,10 +1004,8 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, 
         store.replace(name, json.dumps({**record, **times}).encode())
     assert _summaries(bucket)["mnist"]["size_bytes"] == 2 * CHECKPOINT_BYTES
     assert _json("show", bucket.uri, "mnist")["checkpoints"][1]["uri"] == f"{bucket.uri}/mnist/b"
-    assert f"left over: {HALF} (3 B)" in _done("verify", bucket.uri)
-    shown = _done("prune", bucket.uri, "--yes")
-    assert "parts of unfinished uploads" in shown
-    assert f"deleted mnist {HALF}" in shown
+    assert f"left over: {folder} (3 B)" in _done("verify", bucket.uri)
+    assert f"deleted mnist {folder}" in _done("prune", bucket.uri, "--yes")
     assert "Uploads" not in server.client().list_multipart_uploads(Bucket="cli-runs")
     assert store.folders() == [layout.STATE_FOLDER, "a", "b"]
     _done("prune", bucket.uri, "--older-than", "7", "--yes")

@@ -24,7 +24,8 @@ from prefect_elastic_train.runs.commits import (
     lineage,
     newest_attempt,
 )
-from prefect_elastic_train.runs.resume import find_resume_point, restore_snapshot
+from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.resume import restore_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
@@ -127,7 +128,7 @@ def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunSto
     assert all_commits(store) == [(1, 1), (1, 2)]
     assert list(lineage(store)) == [(1, 1)]
     assert store.read(layout.SNAPSHOT) == before
-    assert find_resume_point(store).checkpoint == "a"
+    assert RunDirectory(store).resume_point.checkpoint == "a"
 
 
 def test_five_commits_of_an_attempt_are_kept_and_all_of_the_ones_before(store: RunStore) -> None:
@@ -170,7 +171,7 @@ def test_files_lost_after_their_commit_stay_in_the_manifest(store: RunStore) -> 
 def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_are(store: RunStore, loss: float) -> None:
     Training(store, begin(store).attempt).report("a", {"loss": loss})
     assert repr(_record(store, (1, 1)).snapshot["latest_checkpoint_result"]["metrics"]["loss"]) == repr(loss)
-    point = find_resume_point(store)
+    point = RunDirectory(store).resume_point
     assert restore_snapshot(store, point) == [], "a snapshot that is right was found wrong"
     store.delete(layout.SNAPSHOT)
     restore_snapshot(store, point)

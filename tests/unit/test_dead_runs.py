@@ -12,7 +12,7 @@ from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.orchestration.dead_runs import flow_run_of
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
-from prefect_elastic_train.runs.inspecting import PRUNER
+from prefect_elastic_train.runs.model import PRUNER
 from prefect_elastic_train.storage.opening import Storage, open_storage
 from tests.unit.support import FLOW_RUN, OTHER_FLOW_RUN, begin, claim, private_folder, tear
 

@@ -1,4 +1,4 @@
-"""The run's history in the run directory, what a run started from another's checkpoint is, and results."""
+"""The run's history in the run directory, and results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from prefect_elastic_train import LocalStorage, TrainingResult, checkpoint_directory
-from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.events import (
     AttemptEnded,
     AttemptStarted,
@@ -27,18 +26,16 @@ from prefect_elastic_train.core.events import (
     WorkerFailed,
     WorkerGroupStarted,
 )
-from prefect_elastic_train.core.outcomes import AttemptFailedError, CheckpointGoneError, ConfigurationError, Outcome
+from prefect_elastic_train.core.outcomes import CheckpointGoneError, ConfigurationError, Outcome
 from prefect_elastic_train.core.result import TimeAccount
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.report.accounts import Accounts
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.reading import make_result
-from prefect_elastic_train.runs.seeding import copy_checkpoint, parse_source
-from prefect_elastic_train.storage.opening import Storage, open_storage
+from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
-from tests.unit.support import Training, begin, claim
+from tests.unit.support import Training, begin
 
 
 def _result(*arguments: Any, **more: Any) -> TrainingResult:
@@ -56,11 +53,6 @@ def _report(index: int, at: float = 0.0, checkpoint: str = "", size: int = 0) ->
             index=index, at=at, metrics=metrics, world_size=1, checkpoint=checkpoint, size_bytes=1
         )
     return Reported(index=index, at=at, metrics=metrics, world_size=1)
-
-
-def _storage(store: LocalRunStore) -> Storage:
-    """Give the storage that a run directory is in."""
-    return open_storage(LocalStorageSettings(path=str(Path(store.path).parent)))
 
 
 def _indices(store: LocalRunStore) -> list[int]:
@@ -243,85 +235,6 @@ def test_events_of_several_threads_are_all_written(store: LocalRunStore) -> None
     states = [event.state for event in read_history(store) if isinstance(event, StateChanged)]
     assert sorted(states) == sorted(f"{name}{number}" for name in "ab" for number in range(100))
     assert [state for state in states if state.startswith("a")] == [f"a{number}" for number in range(100)]
-
-
-@pytest.fixture
-def other(store: LocalRunStore) -> LocalRunStore:
-    """Another run with three checkpoints, the last of which has not the best score."""
-    other = LocalRunStore(str(Path(store.path).parent / "base"))
-    training = Training(other, begin(other).attempt)
-    for name, accuracy in (("a", 0.5), ("b", 0.7), ("c", 0.9)):
-        training.report(name, {"acc": accuracy})
-    # Sorted by score, as Ray keeps them: best last.
-    order = [0, 2, 1]
-    for field in ("checkpoint_results", "checkpoint_report_indices"):
-        training.snapshot[field] = [training.snapshot[field][number] for number in order]
-    training.report("d", {"acc": 0.1})
-    results = training.snapshot["checkpoint_results"]
-    results.insert(0, results.pop())
-    indices = training.snapshot["checkpoint_report_indices"]
-    indices.insert(0, indices.pop())
-    training.log.commit(json.dumps(training.snapshot).encode())
-    return other
-
-
-@pytest.mark.parametrize(
-    ("source", "checkpoint", "metrics"),
-    [
-        ("base", "d", {"acc": 0.1}),
-        ("base@latest", "d", {"acc": 0.1}),
-        ("base@best", "b", {"acc": 0.7}),
-        ("base@a", "a", {"acc": 0.5}),
-    ],
-)
-def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(
-    store: LocalRunStore, other: LocalRunStore, source: str, checkpoint: str, metrics: dict[str, float]
-) -> None:
-    before = {name: other.file_sizes(name) for name in other.folders()}
-    wanted = claim(resume_from=source)
-    begun = begin(store, wanted, seed=lambda: copy_checkpoint(_storage(store), source, store))
-    assert begun.point.base == (0, 0)
-    assert begun.point.checkpoint == physical_name(f"from-base-{checkpoint}", attempt=0)
-    assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of " + checkpoint.encode()
-    assert begun.point.snapshot["latest_checkpoint_result"]["metrics"] == metrics
-    assert {name: other.file_sizes(name) for name in other.folders()} == before
-    # A restart goes on from its own checkpoints, and does not copy again.
-    Training(store, begun.attempt).report("mine")
-    again = begin(store, wanted, seed=lambda: pytest.fail("copied again"))
-    assert again.point.checkpoint == "mine"
-
-
-def test_a_copy_that_was_interrupted_is_made_anew(store: LocalRunStore, other: LocalRunStore) -> None:
-    folder = physical_name("from-base-d", attempt=0)
-    store.create(f"{folder}/half", b"1")
-    copy_checkpoint(_storage(store), "base", store)
-    assert store.file_sizes(folder) == {"model.pt": 12}
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("nowhere", ["'nowhere'", "has no committed checkpoint"]),
-        ("base@z", ["no checkpoint 'z'", "a, b, c, d"]),
-    ],
-)
-def test_a_source_that_is_not_there_is_refused_with_what_there_is(
-    store: LocalRunStore, other: LocalRunStore, source: str, words: list[str]
-) -> None:
-    with pytest.raises(AttemptFailedError) as refused:
-        copy_checkpoint(_storage(store), source, store)
-    assert refused.value.outcome is Outcome.INVALID
-    for word in words:
-        assert word in str(refused.value)
-    assert store.folders() == []
-
-
-def test_a_source_is_a_run_and_a_choice() -> None:
-    assert parse_source("base") == ("base", "latest")
-    assert parse_source("base@best") == ("base", "best")
-    for bad in ("../up", "@best", "a/b@best"):
-        with pytest.raises(ConfigurationError):
-            parse_source(bad)
 
 
 def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> None:

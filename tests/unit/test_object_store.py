@@ -34,8 +34,8 @@ from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem
 from prefect_elastic_train.runs import commits, layout
 from prefect_elastic_train.runs.commits import CommitLog, FencedOffError, all_commits
-from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads
-from prefect_elastic_train.runs.seeding import copy_checkpoint
+from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.storage import objects as objects_module
 from prefect_elastic_train.storage import s3 as s3_module
 from prefect_elastic_train.storage.object_store import ObjectRunStore
@@ -46,7 +46,7 @@ from prefect_elastic_train.storage.retrying_store import RetryingStore
 from tests.support.processes import wait_for
 from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer, Which
 from tests.unit.ray_storage import Ray
-from tests.unit.support import Training, begin, claim, with_result
+from tests.unit.support import Training, begin, claim, start_from, with_result
 
 on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
 on_object_stores = pytest.mark.parametrize("storage", ["memory", "s3"], indirect=True)
@@ -676,7 +676,7 @@ def test_a_bucket_that_does_not_exist_is_no_empty_run(nowhere: Storage, tmp_path
         lambda: run.delete_folder("a"),
         lambda: run.abandon_uploads(),
         lambda: nowhere.run_names(),
-        lambda: find_resume_point(run),
+        lambda: RunDirectory(run).resume_point,
         lambda: run_filesystem(run, 1).get_file_info(f"{run.path}/ckpt"),
         lambda: run_filesystem(run, 1).handler.download_folder(f"{run.path}/ckpt", str(tmp_path / "target")),
         lambda: run_filesystem(run, 1).handler.upload_folder(str(tmp_path), f"{run.path}/ckpt"),
@@ -901,7 +901,7 @@ def test_ray_commits_resumes_and_keeps_so_many_checkpoints(run: RetryingStore) -
     with pytest.raises(FencedOffError):
         first.report("d")
     second.report("c")
-    assert (find_resume_point(run).base, find_resume_point(run).checkpoint) == ((2, 1), "c")
+    assert (RunDirectory(run).resume_point.base, RunDirectory(run).resume_point.checkpoint) == ((2, 1), "c")
     assert run.file_sizes("c") == {"model.pt": 1, "rank-0/optim.pt": 2}
 
 
@@ -969,7 +969,7 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(storage: Storag
     training = Training(base, begin(base, claim(name=name)).attempt)
     training.upload("a", {"model.pt": b"weights", "rank-0/optim.pt": b"12"})
     training.commit("a", {"acc": 0.5})
-    begun = begin(run, claim(resume_from=name), seed=lambda: copy_checkpoint(storage, name, run))
+    begun = start_from(storage, name, run)
     assert loop_name(begun.point.checkpoint) == f"from-{name}-a"
     assert content(run, begun.point.checkpoint) == {"model.pt": b"weights", "rank-0/optim.pt": b"12"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, encode
-from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, all_commits
-from prefect_elastic_train.runs.resume import adopt_snapshot, find_resume_point, remove_interrupted_uploads
+from prefect_elastic_train.runs.commits import FencedOffError, all_attempts, all_commits
+from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.resume import adopt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.unit.ray_storage import raw_ray
@@ -68,7 +69,7 @@ def training(store: RunStore) -> Training:
 
 @on_a_disk
 def test_an_undamaged_run_resumes_at_its_newest_commit_without_repairs(store: RunStore, training: Training) -> None:
-    point = find_resume_point(store)
+    point = RunDirectory(store).resume_point
     assert (point.base, point.checkpoint, point.repairs) == ((1, 3), "c", [])
     assert point.snapshot == training.snapshot
     before = Path(store.path, layout.SNAPSHOT).stat()
@@ -88,12 +89,12 @@ def test_a_torn_commit_is_passed_over_and_told(store: RunStore, training: Traini
 
 
 def test_a_torn_commit_is_written_anew_from_its_mirror_and_told(store: RunStore, training: Training) -> None:
-    newest = physical_name("d", 1)
-    training.report(newest)
+    folder = physical_name("d", 1)
+    training.report(folder)
     whole = json.loads(store.read(layout.commit_name(1, 4)) or b"")
     tear(store, layout.commit_name(1, 4))
     begun = begin(store)
-    assert (begun.point.base, begun.point.checkpoint) == ((1, 4), newest)
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 4), folder)
     assert begun.notes == [
         "commit 0001-000004 was torn and was written anew from Ray's snapshot; the files of d could not be checked"
     ]
@@ -101,7 +102,7 @@ def test_a_torn_commit_is_written_anew_from_its_mirror_and_told(store: RunStore,
         **whole,
         "at": pytest.approx(whole["at"], abs=60),
     }
-    assert _ray_resumes(store) == newest
+    assert _ray_resumes(store) == folder
 
 
 def test_a_commit_with_a_torn_snapshot_inside_is_passed_over(store: RunStore, training: Training) -> None:
@@ -245,11 +246,12 @@ def test_a_damaged_newest_attempt_falls_back_into_the_attempt_before(store: RunS
 
 def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store: RunStore) -> None:
     first = begin(store)
-    Training(store, first.attempt).upload(physical_name("epoch-1", 1))
+    upload = physical_name("epoch-1", first.attempt)
+    Training(store, first.attempt).upload(upload)
     store.create("tensorboard/events", b"1")
     second = begin(store)
     assert second.point.checkpoint == ""
-    assert remove_interrupted_uploads(store, second.attempt) == {physical_name("epoch-1", 1): "upload interrupted"}
+    assert remove_interrupted_uploads(store, second.attempt) == {upload: "upload interrupted"}
     assert store.file_sizes("tensorboard") == {"events": 1}
 
 
@@ -337,70 +339,94 @@ def test_a_raw_run_that_cannot_be_adopted_is_refused_and_left_as_it_is(store: Ru
 
 
 def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunStore, training: Training) -> None:
-    training.report("nested/1")
-    interrupted = [physical_name("nested/interrupted", 1), physical_name("interrupted", 1)]
+    interrupted = [physical_name(name, 1, report=4) for name in ("a", "epochs/4")]
     for name in interrupted:
         training.upload(name)
-    store.create("unmarked/file", b"")
+    store.create("unnamed/file", b"")
+    store.create("epochs/notes.txt", b"of a person")
     attempt = begin(store).attempt
-    store.replace(f"{physical_name('of a successor', attempt + 1)}/file", b"1")
+    later = physical_name("a", attempt + 1)
+    store.create(f"{later}/file", b"")
     assert remove_interrupted_uploads(store, attempt) == dict.fromkeys(interrupted, "upload interrupted")
     folders = [name for name in store.folders() if store.file_sizes(name)]
-    assert folders == [
-        layout.STATE_FOLDER,
-        "a",
-        "b",
-        "c",
-        "nested",
-        physical_name("of a successor", attempt + 1),
-        "unmarked",
-    ]
-    assert store.folders("nested") == ["1"]
+    assert folders == [layout.STATE_FOLDER, "a", later, "b", "c", "epochs", "unnamed"]
+    assert store.file_sizes("epochs") == {"notes.txt": 11}
     assert remove_interrupted_uploads(store, attempt) == {}
 
 
-def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: RunStore) -> None:
-    from prefect_elastic_train.elastic.callbacks import RunCallback
+def test_what_is_left_of_a_dropped_checkpoint_is_removed(store: RunStore, training: Training) -> None:
+    store.replace("c/model.pt", b"0")
+    begun = begin(store)
+    assert begun.point.checkpoint == "b"
+    assert remove_interrupted_uploads(store, begun.attempt) == {"c": "damaged"}
+    assert begin(store).notes == []
 
+
+def test_an_upload_of_the_loops_name_is_not_taken_for_a_committed_checkpoint(store: RunStore) -> None:
+    first = Training(store, begin(store).attempt)
+    first.report(physical_name("epoch-3", 1))
+    folder = physical_name("epoch-4", 1)
+    first.report(folder)
+    store.replace(f"{folder}/model.pt", b"0")
+    second = begin(store)
+    # Rank 0 uploads its part of the new epoch-4, of the same size as before, then the cluster goes.
+    Training(store, second.attempt).upload(physical_name("epoch-4", second.attempt), {"model.pt": b"weights"})
+    begun = begin(store)
+    assert begun.point.checkpoint == physical_name("epoch-3", 1)
+    assert begun.notes == []
+
+
+def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: RunStore) -> None:
     begin(store)
-    old_controller = RunCallback((1, "key"), store, attempt=1, scaling=ScalingSettings())
     second = Training(store, begin(store).attempt)
-    second.upload("epoch-1")
-    old_controller.before_worker_group_start(None)
-    second.commit("epoch-1")
-    assert find_resume_point(store).checkpoint == "epoch-1"
+    folder = physical_name("epoch-1", second.attempt)
+    second.upload(folder)
+    with pytest.raises(FencedOffError):
+        remove_interrupted_uploads(store, 1)
+    second.commit(folder)
+    assert RunDirectory(store).resume_point.checkpoint == folder
+
+
+@pytest.mark.parametrize("lose", [layout.commit_name(1, 4), layout.SNAPSHOT])
+def test_nothing_is_removed_that_the_newest_commit_names_while_it_or_its_mirror_is_torn(
+    store: RunStore, training: Training, lose: str
+) -> None:
+    folder = physical_name("d", 1)
+    training.report(folder)
+    tear(store, lose)
+    assert remove_interrupted_uploads(store, 1) == {}
+    assert begin(store).point.checkpoint == folder
+
+
+class Interfered(LocalRunStore):
+    """A disk on which something happens each time that a folder has been emptied."""
+
+    def __init__(self, path: str, happens: Callable[[Path], object]) -> None:
+        super().__init__(path)
+        self._happens = happens
+
+    def _remove_empty(self, path: Path) -> None:
+        self._happens(path)
+        super()._remove_empty(path)
 
 
 @on_a_disk
-def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it(store: RunStore) -> None:
+def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it_for_a_while(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
-    training.upload(physical_name("epoch-1", 1))
+    folder = physical_name("epoch-1", 1)
+    training.upload(folder)
     late = iter(range(3))
 
-    class Late(LocalRunStore):
-        """A worker writes another file each time that the folder has been emptied, for a while."""
+    def write_late(path: Path) -> None:
+        for number in late:
+            Path(path, f"late-{number}").write_bytes(b"")
+            break
 
-        def _remove_empty(self, path: Path) -> None:
-            for number in late:
-                Path(path, f"late-{number}").write_bytes(b"")
-                break
-            super()._remove_empty(path)
-
-    assert remove_interrupted_uploads(Late(store.path), 1) == {physical_name("epoch-1", 1): "upload interrupted"}
+    assert remove_interrupted_uploads(Interfered(store.path, write_late), 1) == {folder: "upload interrupted"}
     assert store.folders() == [layout.STATE_FOLDER]
-
-
-@on_a_disk
-def test_a_folder_that_somebody_keeps_filling_is_an_error_after_a_while(store: RunStore) -> None:
-    Training(store, begin(store).attempt).upload(physical_name("epoch-1", 1))
-
-    class Filling(LocalRunStore):
-        def _remove_empty(self, path: Path) -> None:
-            Path(path, "another").write_bytes(b"")
-            super()._remove_empty(path)
-
+    training.upload(folder)
     with pytest.raises(OSError, match="not empty"):
-        remove_interrupted_uploads(Filling(store.path), 1)
+        remove_interrupted_uploads(Interfered(store.path, lambda path: Path(path, "another").write_bytes(b"")), 1)
 
 
 def test_a_run_taken_over_from_another_flow_run_resumes_at_its_checkpoint(store: RunStore, training: Training) -> None:

@@ -21,7 +21,8 @@ from prefect_elastic_train.core.records import CommitRecord, decode
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, all_commits
-from prefect_elastic_train.runs.resume import find_resume_point, remove_interrupted_uploads
+from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.ray_storage import Ray
 from tests.unit.support import begin, empty_snapshot, with_result
@@ -52,7 +53,7 @@ def test_ray_goes_on_from_the_last_commit_in_the_next_attempt(store: LocalRunSto
     second = Ray(store, begin(store).attempt).start()
     assert second.latest == "b"
     second.report("c")
-    assert find_resume_point(store).base == (2, 1)
+    assert RunDirectory(store).resume_point.base == (2, 1)
 
 
 def test_ray_keeps_so_many_checkpoints_and_their_commits_stay_whole(store: LocalRunStore) -> None:
@@ -60,7 +61,7 @@ def test_ray_keeps_so_many_checkpoints_and_their_commits_stay_whole(store: Local
     for number, accuracy in enumerate([0.9, 0.1, 0.8, 0.2, 0.3]):
         ray.report(f"checkpoint-{number}", acc=accuracy)
     assert store.folders() == [layout.STATE_FOLDER, "checkpoint-0", "checkpoint-2", "checkpoint-4"]
-    point = find_resume_point(store)
+    point = RunDirectory(store).resume_point
     assert (point.checkpoint, point.repairs) == ("checkpoint-4", [])
 
 
@@ -75,7 +76,7 @@ def test_a_fenced_off_controller_is_stopped_by_its_own_snapshot(store: LocalRunS
 
     with pytest.raises(FencedOffError, match="taken over by attempt 2"):
         asyncio.run(register())
-    assert find_resume_point(store).checkpoint == "a"
+    assert RunDirectory(store).resume_point.checkpoint == "a"
     with pytest.raises(FencedOffError):
         old.upload("c", {"model.pt": b"c"})
     assert "c" not in store.folders()
