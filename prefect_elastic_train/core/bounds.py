@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-__all__ = ["as_json", "bounded_metrics", "cut", "shortened", "size_of", "thinned"]
+__all__ = ["as_json", "bounded_metrics", "cut", "plain_metrics", "shortened", "size_of", "thinned"]
 
 #: An event, on any channel and in the history: a line that a pipe, a log and a log's reader in a browser take.
 MAX_EVENT_BYTES = 512 * 1024
@@ -34,6 +34,8 @@ MAX_LOG_BYTES = 128 * 1024
 _FIRST = ("global_step", "iteration", "step", "epoch", "progress", "_attempt", "_at", "_world_size")
 #: In place of a metric that is larger than a fourth of what there is room for, and of a name.
 _MAX_METRIC_TEXT = 200
+#: A larger integer is none to any float.
+_MAX_BITS = 1024
 #: The entry that says how many metrics are left out.
 _MORE = "…"
 #: Metrics that do not fit, after which no other is tried: the shortest names come first.
@@ -69,6 +71,25 @@ def as_json(model: BaseModel, indent: int | None = None) -> str:
         # A file name or a traceback may hold bytes that are no text.
         text = json.dumps(model.model_dump(), ensure_ascii=False, default=str, indent=indent)
         return text.encode(errors="replace").decode()
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as plain JSON values: numbers as numbers, anything else as short text."""
+    return {str(name): _plain_value(value) for name, value in metrics.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    try:
+        # Arrays and tensors of one number have an item; those of several refuse.
+        value = value.item() if hasattr(value, "item") else value
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _MAX_BITS):
+        return value
+    try:
+        return cut(str(value), _MAX_METRIC_TEXT)
+    except Exception:  # noqa: BLE001 - of the user's class, or a number with thousands of digits
+        return f"<{type(value).__name__}>"
 
 
 def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_actor
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.bounds import bounded_metrics, cut
+from prefect_elastic_train.core.bounds import bounded_metrics, plain_metrics
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import ALIVE_SECONDS
 from prefect_elastic_train.core.rank_errors import distinct
@@ -45,9 +45,6 @@ __all__ = ["RunCallback", "current"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_METRIC_BYTES = 200
-#: A larger integer is none to any float.
-_MAX_BITS = 1024
 #: Exceptions of our own that are told of, each with its traceback.
 _TOLD_ERRORS = 10
 #: Standing still for checkpoints that is told of.
@@ -288,7 +285,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Report what rank 0 reported, and the commit that came with it: Ray has written its snapshot."""
         checkpoint = training_report.checkpoint
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/") if checkpoint else ""
-        rank_zero = bounded_metrics(_plain(metrics[0]), self._score_attribute) if metrics else {}
+        rank_zero = bounded_metrics(plain_metrics(metrics[0]), self._score_attribute) if metrics else {}
         self._reports_since_checkpoint = 0 if checkpoint else self._reports_since_checkpoint + 1
         if not checkpoint:
             self._send(ev.Reported(metrics=rank_zero, world_size=self._world_size))
@@ -443,22 +440,3 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                     callback_errors=self.errors,
                 )
             )
-
-
-def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return metrics as plain JSON values: numbers as numbers, anything else as short text."""
-    return {str(name): _plain_value(value) for name, value in metrics.items()}
-
-
-def _plain_value(value: Any) -> Any:
-    try:
-        # Arrays and tensors of one number have an item; those of several refuse.
-        value = value.item() if hasattr(value, "item") else value
-    except (TypeError, ValueError, RuntimeError):
-        pass
-    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _MAX_BITS):
-        return value
-    try:
-        return cut(str(value), _MAX_METRIC_BYTES)
-    except Exception:  # noqa: BLE001 - of the user's class, or a number with thousands of digits
-        return f"<{type(value).__name__}>"

@@ -3,7 +3,7 @@
 Uses ``ray.train.v2._internal``, since Ray has no public way to bring a scaling policy: the coordinator would
 hold the reservation of a killed driver for 180 seconds under an id that nobody knows, its view of the cluster is
 up to 20 seconds old, and a healthy group that grows would lose all work since its last checkpoint. What counts and
-what is decided is in :mod:`.capacity` and :mod:`.growth`; here they meet Ray.
+what is decided is in :mod:`.capacity` and :mod:`.sizing`; here they meet Ray.
 """
 
 from __future__ import annotations

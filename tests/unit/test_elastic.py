@@ -22,6 +22,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
@@ -359,7 +360,7 @@ class Scalar:
 def test_metrics_are_plain_numbers_or_short_text() -> None:
     import numpy as np
 
-    plain = callbacks._plain(
+    plain = plain_metrics(
         {
             "int": 1,
             "float": 0.5,
