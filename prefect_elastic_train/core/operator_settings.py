@@ -157,8 +157,8 @@ def get_settings() -> ElasticTrainSettings:
         raise ConfigurationError(_refusal(error)) from None
     except (AttributeError, TypeError, ValueError, OSError) as error:  # Prefect's sources take a file as it comes
         raise ConfigurationError(
-            f"settings cannot be read from {_unreadable_source()} ({type(error).__name__}: {error}): files must be "
-            "text in UTF-8, and tables must be tables of settings and their values"
+            f"settings cannot be read ({type(error).__name__}: {error}): .env, prefect.toml, pyproject.toml and "
+            "the active Prefect profile must be text in UTF-8, and tables must be tables of settings and their values"
         ) from error
 
 
@@ -246,16 +246,6 @@ def _sources() -> Iterator[PydanticBaseSettingsSource]:
     )
     found = ElasticTrainSettings.settings_customise_sources(ElasticTrainSettings, *bare)
     return (source for source in found if type(source) in _NAMES)
-
-
-def _unreadable_source() -> str:
-    """Name the first source that cannot be read by itself."""
-    for kind, name in _NAMES.items():
-        try:
-            kind(ElasticTrainSettings)()
-        except Exception:  # noqa: BLE001 - whatever it is, the caller has it
-            return name
-    return "one of their sources"
 
 
 def _variables(source: PydanticBaseSettingsSource) -> list[str]:

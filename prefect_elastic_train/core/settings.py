@@ -6,15 +6,13 @@ process reads the same models without importing Prefect, which saves it two seco
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -22,6 +20,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from prefect_elastic_train.core.fields import Count, JsonDict, Labels, Resources, SettingsModel
 
 __all__ = [
     "CheckpointSettings",
@@ -34,46 +34,11 @@ __all__ = [
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-def _unwrap_ui_json(value: Any) -> Any:
-    """Give the dict that Prefect's V2 UI sends as ``{"__prefect_kind": "json", "value": "<text>"}``."""
-    if isinstance(value, dict) and value.get("__prefect_kind") == "json":
-        value = value.get("value")
-    if isinstance(value, str):
-        text = value.strip()
-        if not text:
-            return {}
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"expected a JSON object such as {{}}, got {text[:80]!r} (line {error.lineno}: {error.msg})"
-            ) from None
-    return value
-
-
-def _no_boolean(value: Any) -> Any:
-    """Refuse booleans, which pydantic would take for 0 and 1."""
-    if isinstance(value, bool):
-        raise ValueError("expected a whole number, got a boolean")
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_no_boolean)]
-JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
-Resources = Annotated[dict[str, float], BeforeValidator(_unwrap_ui_json)]
-Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]
-
-
 #: Ray counts resources in ten-thousandths.
 _SMALLEST_AMOUNT = 0.0001
 
 
-class _Settings(BaseModel):
-    # A misspelt field is an error, and Prefect's server needs it to accept an all-default block as a parameter.
-    model_config = ConfigDict(extra="forbid")
-
-
-class ScalingSettings(_Settings):
+class ScalingSettings(SettingsModel):
     """How many workers to run and what each of them gets. See :class:`ElasticScaling`."""
 
     min_workers: Count = Field(
@@ -246,7 +211,7 @@ def _check_tpu(scaling: ScalingSettings) -> None:
     slices.check_placement(shape, scaling.max_workers, scaling.placement_strategy)
 
 
-class FailureSettings(_Settings):
+class FailureSettings(SettingsModel):
     """How much may fail before the training does. See :class:`FailureBudget`."""
 
     max_failures: Count = Field(
@@ -305,7 +270,7 @@ class FailureSettings(_Settings):
     )
 
 
-class CheckpointSettings(_Settings):
+class CheckpointSettings(SettingsModel):
     """Which checkpoints are kept. See :class:`CheckpointPolicy`."""
 
     keep: Count | None = Field(
@@ -327,7 +292,7 @@ class CheckpointSettings(_Settings):
 _ADDRESS = re.compile(r"^(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})$")
 
 
-class ClusterSettings(_Settings):
+class ClusterSettings(SettingsModel):
     """Which Ray cluster trains. See :class:`RayCluster`."""
 
     # What a validation error shows of its input may be the token, also under a misspelt name.

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from prefect_elastic_train.core.fields import JsonDict, SettingsModel
 from prefect_elastic_train.core.masking import without_credentials
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.settings import JsonDict, _Settings
 
 __all__ = [
     "DEFAULT_STORAGE",
@@ -33,7 +33,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _USER_AND_PASSWORD = re.compile(r"[^/@:]*:.*@", re.DOTALL)
 
 
-class _StorageSettings(_Settings):
+class _StorageSettings(SettingsModel):
     """What all storages have in common."""
 
     retry_seconds: float = Field(

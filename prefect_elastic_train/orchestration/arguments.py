@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from prefect_elastic_train.core.settings import (
 )
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.fit import check_loop
-from prefect_elastic_train.orchestration.flow_runs import Place
+from prefect_elastic_train.orchestration.flow_runs import Place, this_training
 from prefect_elastic_train.runs.identity import (
     LATEST_RUN,
     check_run_name,
@@ -82,7 +82,6 @@ def check_arguments(
 def make_request(
     payload: Payload,
     framework: str,
-    place: Callable[[], Place],
     *,
     run_name: str | None,
     resume: bool,
@@ -94,8 +93,9 @@ def make_request(
     Args:
         payload: The user's own objects; pickled now, since they may be changed for the next training.
         framework: As the user gave it, like the following.
-        place: Finds out which training this is. It is asked last, since it counts the trainings of the flow run: one
-            that is refused is none.
+
+    Returns:
+        The request, and which training of its flow run it is.
 
     Raises:
         ConfigurationError: The loop is none, or cannot be sent to another process.
@@ -111,23 +111,24 @@ def make_request(
             f"train loop {loop_name(loop)!r} or its configuration cannot be sent to another process: "
             f"{type(error).__name__}: {error}. Keep locks, open files and connections out of what the loop refers to"
         ) from error
-    found = place()
-    flow_name = found.flow_name or loop_name(loop)
-    default = default_run_name(flow_name, found.owner.flow_run_id, found.number, found.calls)
+    # Last, since it counts the trainings of the flow run: one that is refused is none.
+    place = this_training()
+    flow_name = place.flow_name or loop_name(loop)
+    default = default_run_name(flow_name, place.owner.flow_run_id, place.number, place.calls)
     request = RunRequest(
         run_name=check_run_name(default if run_name is None else run_name),
-        owner=found.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
+        owner=place.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
         fingerprint=fingerprint(loop, framework, config),
         named=run_name is not None,
         resume=resume,
         resume_from=resume_from or "",
-        part=training_part(flow_name, found.number, found.calls),
-        resumed=found.resumed,
+        part=training_part(flow_name, place.number, place.calls),
+        resumed=place.resumed,
         has_datasets=bool(payload.datasets),
         worker_runtime_env=worker_runtime_env or {},
         payload=pickled,
     )
-    return request, found
+    return request, place
 
 
 def _check_loop_argument(train_loop: Any) -> None:

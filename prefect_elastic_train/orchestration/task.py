@@ -31,7 +31,6 @@ from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.orchestration.arguments import check_arguments, given_blocks, load_given, make_request
 from prefect_elastic_train.orchestration.endings import SilentEndError
-from prefect_elastic_train.orchestration.flow_runs import this_training
 from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.orchestration.training import Training
 
@@ -158,7 +157,6 @@ def elastic_train(
     request, place = make_request(
         payload,
         framework,
-        this_training,
         run_name=run_name,
         resume=resume,
         resume_from=resume_from,

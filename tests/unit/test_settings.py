@@ -178,22 +178,21 @@ def test_a_file_that_is_no_toml_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "source"),
+    ("name", "text"),
     [
-        ("prefect.toml", b"elastic_train = 5\n", "the table [elastic_train] of prefect.toml"),
-        ("prefect.toml", b"[[elastic_train]]\n", "the table [elastic_train] of prefect.toml"),
-        ("prefect.toml", b"a = '\xff'\n", "the table [elastic_train] of prefect.toml"),
-        ("pyproject.toml", b"tool = 5\n", "the table [tool.prefect.elastic_train] of pyproject.toml"),
-        ("profiles.toml", b"active = 'mine'\n[profiles]\nmine = 5\n", PROFILE),
-        (".env", b"A=\xff\n", "the file .env"),
+        ("prefect.toml", b"elastic_train = 5\n"),
+        ("prefect.toml", b"[[elastic_train]]\n"),
+        ("prefect.toml", b"a = '\xff'\n"),
+        ("pyproject.toml", b"tool = 5\n"),
+        ("profiles.toml", b"active = 'mine'\n[profiles]\nmine = 5\n"),
+        (".env", b"A=\xff\n"),
     ],
 )
-def test_a_file_of_another_shape_is_refused_by_its_source(name: str, text: bytes, source: str) -> None:
+def test_a_file_of_another_shape_is_refused_in_one_line_with_the_files_that_are_read(name: str, text: bytes) -> None:
     Path(name).write_bytes(text)
     for ask in (get_settings, lambda: default_block_name("storage")):
-        with pytest.raises(ConfigurationError) as refused:
+        with pytest.raises(ConfigurationError, match=r"^settings cannot be read \(.*prefect.toml") as refused:
             ask()
-        assert str(refused.value).startswith(f"settings cannot be read from {source} (")
         assert len(str(refused.value).splitlines()) == 1
 
 
