@@ -186,7 +186,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             raise _refused(f"Ray does not accept the job: {type(error).__name__}: {error}") from error
 
     def stop(self, submission_id: str) -> None:
-        """Tell a job to end; a job that has ended or is unknown is left as it is."""
+        """Have a job ended; a job that has ended or is unknown is left as it is."""
         with _read_as(), suppress(UnknownJobError):
             self.stop_job(submission_id)
 

@@ -43,7 +43,7 @@ STARTED = AttemptStarted(attempt=4, run_name="mnist", run_uri="/runs/mnist")
 
 
 def _say(event: Event) -> str:
-    """Give the code with which a driver tells an event."""
+    """Return the code with which a driver tells an event."""
     return f"print({EVENT_TAG + encode_event(event)!r}, flush=True)\n"
 
 
