@@ -126,7 +126,7 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, l
     assert [kinds[0], kinds[1], kinds[-1]] == ["attempt_started", "worker_group_started", "attempt_ended"]
     told_besides = Counter(kinds[2:-1])
     assert told_besides.pop("checkpoint_stalled", 0) <= 6, "how long the loop stood still, if that is worth a word"
-    assert told_besides == {"reported": 6, "checkpoint_committed": 6}
+    assert told_besides == {"checkpoint_committed": 6}
 
 
 @pytest.mark.full
