@@ -9,11 +9,13 @@ from rich.console import Console
 
 from prefect_elastic_train.cli.errors import prefect_api
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.orchestration.resume_limits import DEFAULT_HEARTBEAT_TIMEOUT_SECONDS, DEFAULT_MAX_RESUMES
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Automations that resume dead flow runs, and start evaluations.", no_args_is_help=True)
+
+#: Three of Prefect's heartbeat intervals (180 s) and some.
+_HEARTBEAT_TIMEOUT_SECONDS = 600.0
 
 _console = Console(highlight=False, soft_wrap=True)
 
@@ -27,10 +29,10 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this ta
 def create_automations(
     deployments: Deployments = None,
     tags: Tags = None,
-    max_resumes: Annotated[int, typer.Option(help="How often a flow run may be resumed.")] = DEFAULT_MAX_RESUMES,
+    max_resumes: Annotated[int, typer.Option(help="How often a flow run may be resumed.")] = 10,
     heartbeat_timeout: Annotated[
         float, typer.Option(help="Seconds without a heartbeat after which a run counts as crashed.")
-    ] = DEFAULT_HEARTBEAT_TIMEOUT_SECONDS,
+    ] = _HEARTBEAT_TIMEOUT_SECONDS,
     evaluate_with: Annotated[
         str,
         typer.Option(

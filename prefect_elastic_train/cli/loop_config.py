@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,8 +27,7 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
 
     Args:
         files: JSON, YAML or TOML files, see :func:`read_config`. Tables in tables are merged.
-        settings: Such as ``optimizer.lr=0.1``: dots nest. A value is a number as JSON writes it, ``true``, ``false``,
-            ``null``, or a list, table or quoted text as YAML or JSON writes it; anything else is text.
+        settings: Such as ``optimizer.lr=0.1``: dots nest, and the value is what YAML 1.2 takes it for.
 
     Raises:
         ConfigurationError: A file or a setting cannot be used.
@@ -80,11 +78,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-_WORDS = {"true": True, "false": False, "null": None}
-#: As JSON writes numbers; the digit before the point may be left out.
-_NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]+)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
-
-
 def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
@@ -107,25 +100,16 @@ def _set(config: dict[str, Any], setting: str) -> None:
 
 
 def _value(setting: str, text: str) -> Any:
-    """Read a value; what only looks like YAML, such as ``note: yes``, a date or ``08``, is the text that it is."""
-    if text.startswith(("[", "{", '"', "'")):
-        try:
-            return _yaml(text)
-        except (ValueError, YAMLError) as error:
-            problem = getattr(error, "problem", None) or str(error).strip() or "it cannot be read"
-            raise ConfigurationError(f"--set {setting}: the value is no YAML or JSON: {problem}") from error
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    return _number(text) if _NUMBER.fullmatch(text) else text
-
-
-def _number(text: str) -> int | float | str:
-    """Give the number that a text is; one that is too large for one is text, such as a commit's ``12e3456``."""
     try:
-        number = float(text)
-        return text if math.isinf(number) else int(text) if text.lstrip("-").isdigit() else number
-    except ValueError:  # more digits than Python reads as a whole number
-        return text
+        value = _yaml(text)
+    except (ValueError, YAMLError) as error:
+        problem = getattr(error, "problem", None) or str(error).strip() or "it cannot be read"
+        raise ConfigurationError(
+            f"--set {setting}: the value is no YAML or JSON: {problem}; write text in quotes"
+        ) from error
+    if value is None and text.startswith(("#", "-")):  # a comment, or the beginning of a document
+        raise ConfigurationError(f"--set {setting}: the value is nothing in YAML; write text in quotes")
+    return value
 
 
 def _check(value: Any, source: str, path: str = "") -> None:
@@ -140,6 +124,6 @@ def _check(value: Any, source: str, path: str = "") -> None:
         for number, inner in enumerate(value):
             _check(inner, source, f"{path}[{number}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ConfigurationError(f"{where} is {value}, which JSON has no number for")
+        raise ConfigurationError(f"{where} is {value}, which JSON has no number for; write text in quotes")
     elif not isinstance(value, str | int | float | None):
         raise ConfigurationError(f"{where} is a {type(value).__name__} ({value}); write it in quotes, as text")

@@ -13,7 +13,7 @@ import typer
 
 from prefect_elastic_train.cli.errors import fail, input_errors, note, prefect_errors
 from prefect_elastic_train.cli.tables import metrics_in_short, print_pairs
-from prefect_elastic_train.core.outcomes import AttemptFailedError
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError
 from prefect_elastic_train.core.rank_errors import cause
 from prefect_elastic_train.report.words import duration
 
@@ -174,7 +174,6 @@ def _plan(
 ) -> _Plan:
     """Check all that can be checked before anything starts."""
     from prefect_elastic_train.blocks.lookup import chosen_blocks
-    from prefect_elastic_train.cli.block_arguments import with_workers
     from prefect_elastic_train.cli.loop_config import loop_config
     from prefect_elastic_train.orchestration.arguments import check_arguments
     from prefect_elastic_train.orchestration.train_loops import absolute, check
@@ -192,9 +191,44 @@ def _plan(
         check(loop)
         blocks = chosen_blocks(names, profile)
         if workers:
-            blocks["scaling"] = with_workers(blocks["scaling"], workers)
+            blocks["scaling"] = _with_workers(blocks["scaling"], workers)
     more = {"train_loop": loop, "train_loop_config": config, "timeout_seconds": timeout or 0.0}
     return _Plan({**arguments, **more}, blocks)
+
+
+def _with_workers(scaling: TrainingBlock, workers: str) -> TrainingBlock:
+    """Return a scaling with another number of workers, ``"4"`` or ``"1:8"``."""
+    from pydantic import ValidationError
+
+    least, colon, most = workers.partition(":")
+    try:
+        numbers = {"min_workers": int(least), "max_workers": int(most if colon else least)}
+    except ValueError:
+        raise ConfigurationError(f"--workers {workers}: expected a number (4) or a range (1:8)") from None
+    values = {name: getattr(scaling, name) for name in type(scaling).model_fields}
+    try:
+        return type(scaling)(**{**values, **numbers})
+    except ValidationError as error:
+        problems = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+        raise ConfigurationError(f"--workers {workers}: {problems}") from error
+
+
+def _as_parameter(block: TrainingBlock) -> Any:
+    """Return what stands for a block in the parameters of a flow run, which the server keeps and shows.
+
+    For a saved block that is a reference, as the UI makes it: nothing of what the block holds is kept with the flow
+    run, and a retry finds its secrets. The others have none.
+    """
+    document = block._block_document_id
+    return block if document is None else {"$ref": {"block_document_id": str(document)}}
+
+
+def _without_secrets(block: TrainingBlock) -> dict[str, Any]:
+    """Return what may be shown of a block: which one it is, and its values, secrets as asterisks."""
+    from prefect_elastic_train.blocks.lookup import saved_name
+
+    values = block.model_dump(mode="json", include=set(type(block).model_fields))
+    return {"block": saved_name(block) or f"{block.get_block_type_slug()} (not saved)", **values}
 
 
 def _train(plan: _Plan) -> tuple[FlowRun, State[Any]]:
@@ -204,11 +238,10 @@ def _train(plan: _Plan) -> tuple[FlowRun, State[Any]]:
     from prefect.exceptions import Abort
     from prefect.flow_engine import run_flow
 
-    from prefect_elastic_train.cli.block_arguments import as_parameter
     from prefect_elastic_train.runs.identity import default_run_name
     from prefect_elastic_train.train_flow import train
 
-    parameters = plan.arguments | {argument: as_parameter(block) for argument, block in plan.blocks.items()}
+    parameters = plan.arguments | {argument: _as_parameter(block) for argument, block in plan.blocks.items()}
     with get_client(sync_client=True) as client:
         flow_run = client.create_flow_run(train, parameters=train.serialize_parameters(parameters))
     try:
@@ -258,9 +291,8 @@ def _strict_json(result: TrainingResult) -> str:
 
 
 def _print_plan(plan: _Plan) -> None:
-    from prefect_elastic_train.cli.block_arguments import without_secrets
 
-    shown = plan.arguments | {argument: without_secrets(block) for argument, block in plan.blocks.items()}
+    shown = plan.arguments | {argument: _without_secrets(block) for argument, block in plan.blocks.items()}
     typer.echo(json.dumps(shown, indent=2))
 
 

@@ -21,7 +21,6 @@ from prefect.client.schemas.objects import StateType
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.dead_runs import LOST
 from prefect_elastic_train.orchestration.prefect_events import BEST_CHECKPOINT, COMPLETED
-from prefect_elastic_train.orchestration.resume_limits import DEFAULT_HEARTBEAT_TIMEOUT_SECONDS, DEFAULT_MAX_RESUMES
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -38,21 +37,8 @@ _PREFIXES = (_RESUME, _FIND, _EVALUATE_BEST, _EVALUATE_COMPLETED)
 _BEGINNINGS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 #: What ends the wait for the next heartbeat. A run that is scheduled again, paused or suspended has none.
-_ENDINGS = {
-    f"prefect.flow-run.{name}"
-    for name in (
-        "Completed",
-        "Failed",
-        "TimedOut",
-        "Cancelled",
-        "Crashed",
-        LOST,
-        "AwaitingRetry",
-        "Scheduled",
-        "Paused",
-        "Suspended",
-    )
-}
+_FINAL = {"Completed", "Failed", "TimedOut", "Cancelled", "Crashed", LOST}
+_ENDINGS = {f"prefect.flow-run.{name}" for name in (*_FINAL, "AwaitingRetry", "Scheduled", "Paused", "Suspended")}
 #: How long after its beginning a run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
 
@@ -231,8 +217,8 @@ def _deployment_id(client: SyncPrefectClient, name: str) -> UUID:
 def apply(
     client: SyncPrefectClient,
     wanted: Sequence[Scope],
-    max_resumes: int = DEFAULT_MAX_RESUMES,
-    heartbeat_timeout_seconds: float = DEFAULT_HEARTBEAT_TIMEOUT_SECONDS,
+    max_resumes: int,
+    heartbeat_timeout_seconds: float,
     evaluate_with: str = "",
     evaluate_at: str = "best-checkpoint",
 ) -> list[Change]:
@@ -306,22 +292,12 @@ def _essence(automation: Automation | AutomationCore) -> dict[str, Any]:
     """What makes two automations the same, leaving out what the server adds."""
     trigger = automation.trigger
     assert isinstance(trigger, EventTrigger)
+    sets = {"after", "expect", "for_each"}
+    plain = {"match", "match_related", "posture", "threshold", "within"}
     return {
         "description": automation.description,
         "enabled": automation.enabled,
-        "trigger": trigger.model_dump(
-            mode="json",
-            include={
-                "match",
-                "match_related",
-                "after",
-                "expect",
-                "for_each",
-                "posture",
-                "threshold",
-                "within",
-            },
-        )
-        | {name: sorted(getattr(trigger, name)) for name in ("after", "expect", "for_each")},
+        "trigger": trigger.model_dump(mode="json", include=plain),
+        **{name: sorted(getattr(trigger, name)) for name in sets},
         "actions": [action.model_dump(mode="json") for action in automation.actions],
     }

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
-__all__ = ["LOST", "flow_run_of", "resume", "signs_of_life"]
+__all__ = [
+    "LOST",
+    "flow_run_of",
+    "resume",
+    "signs_of_life",
+]
 
 #: Name of the state, of type Crashed, that a dead run gets. Automations for Crashed runs shall not resume it, too.
 LOST = "Lost"

@@ -103,7 +103,7 @@ def evaluated_when_completed(client: SyncPrefectClient, served: Path) -> Iterato
     """An automation that starts the evaluation when a training has completed."""
     evaluation = _deployment(client, "evaluate/digits")
     wanted = automations.scopes(client, ["train/train"], [])
-    changes = automations.apply(client, wanted, evaluate_with="evaluate/digits", evaluate_at="completed")
+    changes = automations.apply(client, wanted, 10, 600.0, evaluate_with="evaluate/digits", evaluate_at="completed")
     assert changes[-1].name == "elastic-train: evaluate completed trainings of train/train"
     yield evaluation
     automations.delete(client, ["train/train"])

@@ -238,7 +238,7 @@ def evaluated(client: SyncPrefectClient, served: Program) -> Iterator[Any]:
     evaluation = client.read_deployment_by_name("evaluate/digits").id
     wanted = automations.scopes(client, ["digits/digits"], [])
     for what in ("created", "unchanged"):
-        changes = automations.apply(client, wanted, evaluate_with="evaluate/digits")
+        changes = automations.apply(client, wanted, 10, 600.0, evaluate_with="evaluate/digits")
         assert [change.what for change in changes] == [what] * 3
     time.sleep(2)  # a server takes up to a second to load them
     yield evaluation
