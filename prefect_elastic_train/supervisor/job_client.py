@@ -166,7 +166,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 self._upload_package_if_needed(str(module), include_gitignore=False, include_parent_dir=True)
                 for module in modules
             ]
-            environment["py_modules"] = [*(environment.get("py_modules") or []), *uploaded]
+            if uploaded:  # Ray takes an empty list for a module without a path
+                environment["py_modules"] = [*(environment.get("py_modules") or []), *uploaded]
             self.submit_job(
                 entrypoint=entrypoint,
                 submission_id=submission_id,
