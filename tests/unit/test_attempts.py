@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -552,19 +553,74 @@ def test_the_seed_is_planted_in_an_empty_run_only(store: LocalRunStore) -> None:
     assert planted == ["first"]
 
 
+class Heart:
+    """The heart of an attempt, and a run directory whose storage fails when it is told to."""
+
+    def __init__(self, store: LocalRunStore, attempt: int) -> None:
+        self.fails = False
+        self.fenced_off: list[int] = []
+        heart = self
+
+        class Failing(LocalRunStore):
+            def replace(self, name: str, data: bytes) -> None:
+                if heart.fails:
+                    raise OSError(errno.EIO, "Input/output error")
+                super().replace(name, data)
+
+        self._store = store
+        self.writer = HeartbeatWriter(Failing(store.path), attempt, lambda: self.fenced_off.append(1), 0.02)
+        self.writer.start()
+
+    @property
+    def beat(self) -> int:
+        """Number of the last beat."""
+        beat = decode(Heartbeat, self._store.read(layout.HEARTBEAT))
+        return beat.beat if beat is not None else 0
+
+
 def test_a_heart_beats_at_its_interval_and_stops_when_told(store: LocalRunStore) -> None:
-    heart = HeartbeatWriter(store, 3, interval_seconds=0.02)
-    heart.start()
-    beats = set()
-    deadline = time.monotonic() + 5
-    while len(beats) < 3 and time.monotonic() < deadline:
-        beat = decode(Heartbeat, store.read(layout.HEARTBEAT))
-        beats |= {beat.beat} if beat else set()
-    heart.stop()
-    assert len(beats) >= 3
+    heart = Heart(store, 3)
+    wait_for(lambda: heart.beat >= 3, 5, "three beats")
+    heart.writer.stop()
     last = store.read(layout.HEARTBEAT)
     beat = decode(Heartbeat, last)
     assert beat is not None
     assert (beat.attempt, beat.interval_seconds) == (3, 0.02)
     time.sleep(0.1)
     assert store.read(layout.HEARTBEAT) == last
+
+
+def test_a_heart_goes_on_after_errors_of_the_storage_and_ends_when_it_is_fenced_off(store: LocalRunStore) -> None:
+    begin(store)
+    heart = Heart(store, 1)
+    wait_for(lambda: heart.beat, 5, "a beat")
+    heart.fails = True
+    time.sleep(0.1)
+    heart.fails, before = False, heart.beat
+    wait_for(lambda: heart.beat > before, 5, "a beat after the errors")
+    begin(store)
+    wait_for(lambda: heart.fenced_off, 5, "the end")
+    last = store.read(layout.HEARTBEAT)
+    time.sleep(0.1)
+    assert (heart.fenced_off, store.read(layout.HEARTBEAT)) == ([1], last), "it beats in its successor's place"
+    heart.writer.stop()
+
+
+@pytest.mark.parametrize(("misses", "is_taken"), [(2.5, False), (4.5, True)])
+def test_a_heart_counts_as_still_after_its_third_missed_beat(
+    store: LocalRunStore, misses: float, is_taken: bool
+) -> None:
+    begin(store)
+    interval = 0.4
+    beat = Heartbeat(attempt=1, beat=1, interval_seconds=interval)
+    store.replace(layout.HEARTBEAT, encode(beat))
+    late = threading.Timer(
+        misses * interval, lambda: store.replace(layout.HEARTBEAT, encode(beat.model_copy(update={"beat": 2})))
+    )
+    late.start()
+    wanted = claim(OTHER_FLOW_RUN, resume=True)
+    if is_taken:
+        assert begin(store, wanted).attempt == 2
+    else:
+        assert "is being trained right now" in str(_refused(store, wanted))
+    late.join()

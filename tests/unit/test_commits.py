@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode, encode
-from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs import commits, layout
 from prefect_elastic_train.runs.commits import (
     CommitLog,
     FencedOffError,
@@ -188,6 +188,25 @@ def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: RunStore)
     with pytest.raises(FencedOffError):
         check_fence(store, 1)
     check_fence(store, 2)
+
+
+def test_an_attempt_that_a_mount_shows_late_is_waited_for(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(store)
+    monkeypatch.setattr(commits, "_SEEN_SECONDS", 1.0)
+    looks = []
+
+    class Late(RetryingStore):
+        """A listing that stays as it was, and a record that appears with the third look."""
+
+        def names(self, folder: str) -> list[str]:
+            return []
+
+        def read(self, name: str) -> bytes | None:
+            looks.append(name)
+            return super().read(name) if len(looks) > 2 else None
+
+    check_fence(Late(store, Retries(0)), 1)
+    assert looks == [layout.attempt_name(1)] * 3
 
 
 def test_the_fence_stands_when_the_newest_record_is_torn(store: RunStore) -> None:
