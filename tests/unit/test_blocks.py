@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from prefect.blocks.core import Block
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 from prefect.utilities.callables import parameter_schema
+from pydantic import SecretStr
 
 import prefect_elastic_train
 import prefect_elastic_train.blocks
@@ -147,3 +150,24 @@ def test_every_field_of_a_form_has_a_title_a_person_can_read(block: type[Block])
         assert field["title"], name
         assert "_" not in field["title"]
         assert field["title"][0].isupper()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_guide_has_every_field_of_a_block_with_its_default_and_no_other(block: type[Block]) -> None:
+    guide = (REPOSITORY / "docs" / "guide.md").read_text()
+    section = guide.partition(f"\n### {block.__name__}\n")[2].partition("\n###")[0]
+    told: dict[str, str] = {}
+    for row in re.findall(r"^\| (`.*)", section, re.MULTILINE):
+        names, defaults, _ = row.split(" | ", 2)
+        names, defaults = names.split(", "), defaults.split(", ")
+        told |= zip((name.strip("`") for name in names), defaults * (len(names) // len(defaults)), strict=True)
+    assert set(told) == set(block.model_fields)
+    for name, field in block.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if field.is_required():
+            assert told[name] == "required"
+        elif isinstance(default, SecretStr):
+            assert told[name] in ("empty", '`""`')
+        else:
+            shown = json.dumps(default) if default is not None else "none"
+            assert told[name].strip("`").removesuffix(".0") == shown.removesuffix(".0"), name
