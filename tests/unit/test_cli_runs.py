@@ -850,6 +850,24 @@ def test_nothing_goes_once_a_driver_thought_dead_has_committed(storage: Storage)
     check_fence(store, 1)
 
 
+def test_a_commit_between_the_last_look_and_the_fence_keeps_the_run(storage: Storage) -> None:
+    store = _trained(storage, "mnist")
+    ray = Ray(store, 1).start()
+    _make_older(store, LONG_AGO)
+    _beat(store, age=LONG_AGO)
+
+    class Late(LocalRunStore):
+        def create(self, name: str, data: bytes) -> bool:
+            if name == layout.attempt_name(2):
+                ray.report("e")
+            return super().create(name, data)
+
+    with pytest.raises(RunChangedError, match="run mnist has gone on meanwhile"):
+        list(carry_out(Late(store.path), plan_run(store, "mnist", older_than_seconds=DAY)))
+    assert all_attempts(store) == [1]
+    assert RunDirectory(store).resume_point.checkpoint == "e"
+
+
 def test_older_than_deletes_whole_runs_that_are_over_and_old(storage: Storage) -> None:
     for name, outcome in {
         "done": Outcome.COMPLETED,

@@ -259,6 +259,15 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
     assert TrainingResult.model_validate_json(result.model_dump_json()) == result
 
 
+def test_the_result_names_the_newest_checkpoint_that_is_whole(store: LocalRunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    training.report("a", {"loss": 0.5})
+    training.report("b", {"loss": 0.25})
+    store.replace("b/model.pt", b"half")
+    result = _result(store, "mnist", Accounts())
+    assert (result.checkpoint_uri, result.metrics) == (f"{store.path}/a", {"loss": 0.5})
+
+
 def test_the_checkpoints_of_a_result_are_read_from_its_storage_alone(store: LocalRunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.report("best", {"acc": 0.9})
