@@ -140,6 +140,7 @@ class Dashboard:
         self.log = b""
         self.session = "session_1"
         self.refuses_connections = False
+        self.stops_pending = True
         self.on_submit: Callable[[str], None] = lambda submission_id: None
         dashboard = self
 
@@ -193,7 +194,8 @@ class Dashboard:
         if submission_id not in self.jobs:
             return 404, f"Job {submission_id} does not exist"
         if what == ["stop"]:
-            self.jobs[submission_id]["status"] = "STOPPED"
+            if self.stops_pending or self.jobs[submission_id]["status"] != "PENDING":
+                self.jobs[submission_id]["status"] = "STOPPED"
             return 200, '{"stopped": true}'
         return 200, json.dumps(self.jobs[submission_id])
 
@@ -201,7 +203,7 @@ class Dashboard:
         submission_id = request["submission_id"]
         if submission_id in self.jobs:
             return 500, f"RuntimeError: Job with submission_id {submission_id} already exists"
-        self.add(submission_id, request["metadata"])
+        self.add(submission_id, request["metadata"], entrypoint=request["entrypoint"])
         self.on_submit(submission_id)
         return 200, json.dumps({"job_id": submission_id, "submission_id": submission_id})
 
@@ -548,6 +550,27 @@ def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: F
     [job] = dashboard.jobs.values()
     assert job["status"] == ("RUNNING" if detaches else "STOPPED")
     assert any("goes on in the cluster" in note for note in flow.notes) == detaches
+
+
+def test_a_job_that_waits_for_its_start_is_ended_by_another_job(dashboard: Dashboard, flow: Flow) -> None:
+    def on_submit(submission_id: str) -> None:
+        ended = dashboard.jobs.get(submission_id.removesuffix("-end"), {})
+        ended["status"] = "FAILED" if submission_id.endswith("-end") else "PENDING"
+
+    dashboard.on_submit = on_submit
+    dashboard.stops_pending = False
+
+    def check_stop() -> None:
+        if dashboard.jobs:
+            raise Stop
+
+    flow.check_stop = check_stop
+    with pytest.raises(Stop):
+        flow.train(dashboard)
+    [waiting, helper] = dashboard.jobs.values()
+    assert waiting["status"] == "FAILED"
+    assert f"_ray_internal_job_actor_{waiting['submission_id']}" in helper["entrypoint"]
+    assert not any("could not be stopped" in note for note in flow.notes)
 
 
 def test_a_stop_does_not_wait_for_an_answer_and_a_submission_on_its_way_is_stopped(
