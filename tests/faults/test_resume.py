@@ -103,6 +103,7 @@ def test_trainings_of_subflows_go_on_when_the_flow_run_that_called_them_does(
     assert sorted(run.name for run in first.storage.iterdir()) == [f"{short}.1", f"{short}.2"]
 
 
+@pytest.mark.full
 def test_controller_that_gives_no_sign_of_life_is_replaced_and_one_that_computes_is_not(
     start: Start, ledger: str, head: RayHead
 ) -> None:
