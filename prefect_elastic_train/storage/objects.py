@@ -182,6 +182,16 @@ class ObjectClient:
         """Read objects into files, each whole or not at all; with retries."""
         self._for_each(files, self._download, _FILES_AT_ONCE)
 
+    def copy_folder(self, source: str, target: str) -> None:
+        """Copy all objects below a folder to below another one of this store; with retries."""
+        names = self.retries.call(f"list {source}", lambda: self.find(source))
+
+        def copy(name: str) -> None:
+            paths = f"{source}/{name}", f"{target}/{name}"
+            self.retries.call(f"copy {paths[0]}", lambda: self._do(lambda files: files.cp_file(*paths)))
+
+        self._for_each(list(names), copy, _FILES_AT_ONCE)
+
     def abort_uploads(self, folder: str) -> int:
         """Remove what unfinished uploads below a folder left behind, and return how many there were."""
         try:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
 from prefect_elastic_train.storage.object_store import ObjectRunStore
-from prefect_elastic_train.storage.objects import ObjectClient, TransferFile
+from prefect_elastic_train.storage.objects import ObjectClient
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore, sync_tree
 
 __all__ = ["Storage", "open_storage"]
-
-#: What a copy within an object store holds on this machine's disk at a time.
-_COPY_FILES = 256
-_COPY_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -42,54 +36,33 @@ class Storage:
         return self.settings.uri
 
     def run(self, name: str) -> RetryingStore:
-        """Give a run directory, which need not exist."""
+        """Return a run directory, which need not exist."""
         return self.folder(f"{self.settings.root}/{name}")
 
     def folder(self, path: str) -> RetryingStore:
-        """Give a folder on the storage's filesystem."""
+        """Return a folder on the storage's filesystem."""
         return RetryingStore(self._open(path), self.retries)
 
     def copy_folder(self, source: str, target: str) -> None:
-        """Copy a folder of this storage, with all below it, within it; an object store's through this machine.
+        """Copy a folder of this storage, with all below it, within it; an object store copies by itself.
 
         Raises:
             StorageFaultError: The storage refuses, or was away for too long.
         """
         inner = self._open(source)
-        if not isinstance(inner, ObjectRunStore):
-
-            def copy() -> None:
-                shutil.copytree(source, target, dirs_exist_ok=True, copy_function=_copy_anew)
-                sync_tree(Path(target))
-
-            self.retries.call(f"copy {source}", copy)
+        if isinstance(inner, ObjectRunStore):
+            inner.client.copy_folder(source, target)
             return
-        client = inner.client
-        sizes = self.retries.call(f"list {source}", lambda: client.find(source))
-        for some in _batches(sizes):
-            with tempfile.TemporaryDirectory(prefix="elastic-train-copy-") as folder:
-                paths = {name: os.path.join(folder, str(number)) for number, name in enumerate(some)}
-                client.download([TransferFile(paths[name], f"{source}/{name}", sizes[name]) for name in some])
-                files = [TransferFile(paths[name], f"{target}/{name}", sizes[name]) for name in some]
-                client.upload(files)
+
+        def copy() -> None:
+            shutil.copytree(source, target, dirs_exist_ok=True, copy_function=_copy_anew)
+            sync_tree(Path(target))
+
+        self.retries.call(f"copy {source}", copy)
 
     def run_names(self) -> list[str]:
-        """Give the names of the folders that may be run directories."""
+        """Return the names of the folders that may be run directories."""
         return [name for name in self.folder(self.settings.root).folders() if not name.startswith(".")]
-
-
-def _batches(sizes: dict[str, int]) -> Iterator[list[str]]:
-    """Give names in groups that this machine's disk can hold on their way."""
-    batch: list[str] = []
-    size = 0
-    for name in sizes:
-        if batch and (len(batch) >= _COPY_FILES or size + sizes[name] > _COPY_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += sizes[name]
-    if batch:
-        yield batch
 
 
 def open_storage(settings: StorageSettings, retry_seconds: float | None = None) -> Storage:

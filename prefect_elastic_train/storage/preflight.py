@@ -50,7 +50,10 @@ class Probe:
         name = f"{machine}-{uuid.uuid4().hex[:8]}"
         _create(store, name, b"1", self.settings.uri)
         _look_at(store, name, b"1", self.settings.uri)
-        _change(store, name, b"2", self.settings.uri)
+        store.replace(name, b"2")
+        _check(store.read(name) == b"2", self.settings.uri, "what was written anew is not read back")
+        store.delete(name)
+        _check(store.read(name) is None, self.settings.uri, "what was deleted is still read")
 
     def _folder(self, seconds: float | None = None) -> RetryingStore:
         bound = _RETRY_SECONDS if seconds is None else min(seconds, _RETRY_SECONDS)
@@ -108,14 +111,6 @@ def _look_at(store: RetryingStore, name: str, data: bytes, uri: str) -> None:
         "an object that exists is created again, so that two drivers could take one run (no If-None-Match)",
         "use a store that creates exclusively, such as AWS S3, MinIO, Ceph, R2, GCS or Azure",
     )
-
-
-def _change(store: RetryingStore, name: str, data: bytes, uri: str) -> None:
-    """Check that what exists can be replaced, and deleted."""
-    store.replace(name, data)
-    _check(store.read(name) == data, uri, "what was written anew is not read back")
-    store.delete(name)
-    _check(store.read(name) is None, uri, "what was deleted is still read")
 
 
 def _check(holds: bool, uri: str, what: str, advice: str = "use a storage that does") -> None:

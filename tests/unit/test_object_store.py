@@ -15,7 +15,7 @@ import pickle
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -705,57 +705,6 @@ def test_a_package_of_fsspec_that_is_missing_is_named() -> None:
     storage = open_storage(FsspecStorageSettings(url="gs://my-bucket/runs"))
     with pytest.raises(ConfigurationError, match=r"fsspec cannot open gs:// here.*gcsfs"):
         storage.run("mnist").read("a")
-
-
-# Ambient credentials
-
-OLD, NEW = "AKIA" + "O" * 16, "AKIA" + "N" * 16
-
-
-@pytest.fixture
-def ambient(
-    s3_settings: S3StorageSettings, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RetryingStore]:
-    """A run directory reached with the credentials of the environment, which hold the old key."""
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", OLD)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    proxy.allow_keys({OLD})
-    settings = S3StorageSettings(
-        bucket_path=s3_settings.bucket_path, endpoint_url=s3_settings.endpoint_url, region="us-east-1"
-    )
-    return open_storage(settings).run(f"run-{uuid.uuid4().hex[:12]}")
-
-
-def test_credentials_of_the_environment_are_read_anew_when_they_are_refused(
-    ambient: RetryingStore, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = {f"ckpt/{number}": b"%d" % number for number in range(12)}
-    for name, data in files.items():
-        ambient.create(name, data)
-    ambient.delete("ckpt/none")
-    proxy.allow_keys({NEW})
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", NEW)
-    # Many transfers find out at the same time, and one reads them.
-    client = client_of(ambient)
-    client.download([TransferFile(str(tmp_path / name), f"{ambient.path}/{name}", len(files[name])) for name in files])
-    assert {f"ckpt/{name}": data for name, data in read_tree(tmp_path / "ckpt").items()} == files
-    with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(ambient.read, files)) == list(files.values())
-
-
-def test_credentials_that_stay_wrong_are_not_read_anew_again_and_again(
-    ambient: RetryingStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ambient.create("a", b"x")
-    proxy.allow_keys({NEW})
-    for requests in (2, 1, 1):
-        proxy.reset_counters()
-        with pytest.raises(StorageFaultError, match="credentials"):
-            ambient.read("a")
-        assert len(proxy.requests) == requests
 
 
 # Streams

@@ -73,9 +73,27 @@ def test_a_credentials_file_that_somebody_renews_is_read_anew(
     proxy.allow_keys({"AKIANEW"})
     _use_everything(ambient, tmp_path)
     proxy.allow_keys({"AKIAOTHER"})
-    with pytest.raises(StorageFaultError, match="credentials") as caught:
-        ambient.read("small")
-    assert caught.value.permanent, "it is tried once, not for ever"
+    for requests in (1, 1):  # they were read anew a moment ago
+        proxy.reset_counters()
+        with pytest.raises(StorageFaultError, match="credentials") as caught:
+            ambient.read("small")
+        assert caught.value.permanent
+        assert len(proxy.requests) == requests, "they are read anew again and again"
+
+
+def test_many_transfers_that_find_out_at_once_have_credentials_read_anew_once(
+    ambient: RetryingStore, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAOLD")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    files = [TransferFile(str(tmp_path / f"{number}"), f"{ambient.path}/many/{number}", 1) for number in range(12)]
+    for number in range(12):
+        ambient.replace(f"many/{number}", b"x")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIANEW")
+    proxy.allow_keys({"AKIANEW"})
+    client = ambient.inner.client  # type: ignore[attr-defined]
+    client.download(files)
+    assert [Path(file.path).read_bytes() for file in files] == [b"x"] * 12
 
 
 class _Role(http.server.ThreadingHTTPServer):

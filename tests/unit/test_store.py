@@ -55,13 +55,6 @@ def test_exactly_one_of_several_processes_creates_an_object(store: LocalRunStore
     assert len(os.listdir(f"{store.path}/attempts")) == names
 
 
-def test_create_refuses_a_name_that_is_taken_and_leaves_the_content(store: LocalRunStore) -> None:
-    assert store.create("a/b.json", b"first")
-    assert not store.create("a/b.json", b"second")
-    assert store.read("a/b.json") == b"first"
-    assert _everything(store) == ["a", "a/b.json"]
-
-
 def test_create_is_exclusive_on_a_mount_without_hard_links(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,26 +141,11 @@ def test_what_a_crashed_write_left_behind_is_passed_over(store: LocalRunStore) -
     assert store.names("attempts") == ["0001.json"]
 
 
-def test_what_is_not_there_reads_as_nothing(store: LocalRunStore) -> None:
-    assert store.read("a/b") is None
-    assert store.names("a") == []
-    assert store.folders("a") == []
-    assert store.file_sizes("a") is None
-    store.delete("a/b")
-    store.delete_folder("a")
-    store.create("file", b"")
-    assert store.read("file/below") is None
-    assert store.names("file") == []
-    assert store.file_sizes("file") is None
+def test_a_file_is_no_folder_and_a_folder_no_file(store: LocalRunStore) -> None:
     store.create("folder/file", b"")
     assert store.read("folder") is None
-
-
-def test_names_are_files_and_folders_are_folders_both_sorted(store: LocalRunStore) -> None:
-    for name in ("b", "a", "d/x", "c/x"):
-        store.create(name, b"")
-    assert store.names("") == ["a", "b"]
-    assert store.folders() == ["c", "d"]
+    assert store.names("folder/file") == []
+    assert store.file_sizes("folder/file") is None
 
 
 def test_file_sizes_are_of_all_files_below_with_forward_slashes(store: LocalRunStore) -> None:
