@@ -33,7 +33,7 @@ class RetryingStore:
         return self.inner.uri
 
     def impatient(self, seconds: float) -> RetryingStore:
-        """Give the same store for those who rather do without than wait."""
+        """Return the same store for those who rather do without than wait."""
         retries = Retries(min(seconds, self.retries.seconds), self.retries.where, self.retries.hidden)
         return RetryingStore(self.inner, retries)
 

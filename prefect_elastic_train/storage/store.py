@@ -50,19 +50,19 @@ class RunStore(Protocol):
         ...
 
     def read(self, name: str) -> bytes | None:
-        """Give an object's content, or None if it does not exist."""
+        """Return an object's content, or None if it does not exist."""
         ...
 
     def names(self, folder: str) -> list[str]:
-        """Give the names of the objects directly in a folder, sorted; empty if there is no such folder."""
+        """Return the names of the objects directly in a folder, sorted; empty if there is no such folder."""
         ...
 
     def folders(self, folder: str = "") -> list[str]:
-        """Give the names of the folders directly in a folder, sorted."""
+        """Return the names of the folders directly in a folder, sorted."""
         ...
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
-        """Give path (relative to the folder) and size in bytes of every file below it, or None without it."""
+        """Return path (relative to the folder) and size in bytes of every file below it, or None without it."""
         ...
 
     def delete(self, name: str) -> None:
@@ -326,7 +326,7 @@ def sync_tree(path: Path) -> None:
 
 
 def _is_still(handle: int, path: Path) -> bool:
-    """Tell whether a path still leads to an open folder."""
+    """Return whether a path still leads to an open folder."""
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:

@@ -67,7 +67,7 @@ def test_requests_that_fail_and_an_outage_cost_time_and_nothing_else(
     start: Start, ledger: str, bucket: Bucket, head: RayHead
 ) -> None:
     bucket.proxy.faults(rate=0.05, kinds=("503", "reset", "stall"), stall_seconds=5.0, seed=7)
-    flow = _train(start, bucket, ledger, head, config={"ballast_bytes": 24 * 2**20})
+    flow = _train(start, bucket, ledger, head, config={"ballast_bytes": 40 * 2**20})
     _in_mid_training(bucket)
     with bucket.proxy.outage():
         time.sleep(OUTAGE_SECONDS)
@@ -145,7 +145,7 @@ def test_uploads_in_the_background_survive_a_kill_wait_at_the_end_and_do_not_pil
         head,
         loop="tests.support.loops:async_loop",
         checkpoints={"keep": 1},
-        config={"staging": str(staging), "ballast_bytes": 20 * 2**20, "sleep": 0.01},
+        config={"staging": str(staging), "ballast_bytes": 40 * 2**20, "sleep": 0.01},
     )
     _in_mid_training(bucket)
     wait_for(lambda: bucket.moto.incomplete_uploads(BUCKET), 60, "an upload to be under way")
