@@ -158,6 +158,13 @@ def test_a_checkpoint_without_files_is_one_only_where_a_folder_cannot_be_seen(st
             training.commit(physical_name("b", 2))
 
 
+def test_the_newest_checkpoint_is_listed_anew_as_its_loop_may_have_written_over_it(store: RunStore) -> None:
+    training = Training(store, begin(store).attempt, keep=1)
+    training.report("latest")  # of a loop that reports what it has put into the run directory itself
+    training.upload("latest", {"model.pt": b"123"})
+    assert training.commit("latest").manifest == {"latest": {"model.pt": 3}}
+
+
 def test_files_lost_after_their_commit_stay_in_the_manifest(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.upload("a", {"model.pt": b"12345", "optim.pt": b"12"})
