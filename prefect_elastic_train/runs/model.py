@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
@@ -35,7 +34,7 @@ from prefect_elastic_train.runs.commits import (
 )
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
-from prefect_elastic_train.runs.view import RunReader, RunView
+from prefect_elastic_train.runs.view import RunReader, RunView, once
 
 __all__ = ["MIRRORS", "PRUNER", "SEED_COMMIT", "Attempt", "Leftover", "ResumePoint", "RunDirectory", "mirror_state"]
 
@@ -144,7 +143,7 @@ class RunDirectory(RunView):
         super().__init__(store)
         self._attempt = attempt
 
-    @cached_property
+    @once
     def record(self) -> RunRecord | None:
         """What the run is; None if nobody has claimed it, or if that is torn."""
         return decode(RunRecord, self.read(layout.RUN))
@@ -160,28 +159,28 @@ class RunDirectory(RunView):
         """Whether anything of ours is there."""
         return bool(all_attempts(self) or all_commits(self) or self.read(layout.RUN) is not None)
 
-    @cached_property
+    @once
     def attempts(self) -> list[Attempt]:
         """All attempts, the newest last."""
         return [self._read_attempt(number) for number in all_attempts(self) if number <= (self._attempt or number)]
 
-    @cached_property
+    @once
     def newest_attempt(self) -> Attempt | None:
         """The attempt that holds the fence; the only one that is read for this."""
         numbers = all_attempts(self)
         return self._read_attempt(numbers[-1]) if numbers else None
 
-    @cached_property
+    @once
     def newest_commit(self) -> CommitRecord | None:
         """Newest commit that counts and has a checkpoint left, by the records alone: no file was looked at."""
         return newest_commit(self, self._attempt)
 
-    @cached_property
+    @once
     def commits(self) -> list[ReadCommit]:
         """The commits that count, newest first, each held against the files that it lists."""
         return list(read_lineage(self, self._attempt, whole=True))
 
-    @cached_property
+    @once
     def resume_point(self) -> ResumePoint:
         """The newest commit of the valid lineage with a whole checkpoint, without what is damaged.
 
@@ -209,7 +208,7 @@ class RunDirectory(RunView):
             self._check_nothing_is_given_up()
         return ResumePoint(None, dropped, repairs)
 
-    @cached_property
+    @once
     def leftovers(self) -> list[Leftover]:
         """Folders that no commit needs, by name.
 
@@ -268,7 +267,7 @@ class RunDirectory(RunView):
             kind, reason = "upload", f"{begun}, and no commit names it"
         return Leftover(folder, kind, reason, sum((self.file_sizes(folder) or {}).values()))
 
-    @cached_property
+    @once
     def _named(self) -> set[str]:
         """Checkpoints that any commit names, whether it counts or not."""
         records = (decode(CommitRecord, self.read(layout.commit_name(*commit))) for commit in all_commits(self))

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 
-__all__ = ["RunReader", "RunView"]
+__all__ = ["RunReader", "RunView", "once"]
 
 Answer = TypeVar("Answer")
+Owner = TypeVar("Owner")
+
+
+class once(Generic[Owner, Answer]):
+    """A property that is worked out when it is first asked for.
+
+    As :class:`functools.cached_property`, whose lock, before Python 3.12, is one for all instances: a thread that waits
+    for its storage would hold up those that look at other runs.
+    """
+
+    def __init__(self, work_out: Callable[[Owner], Answer]) -> None:
+        self._work_out = work_out
+        self.__doc__ = work_out.__doc__
+
+    def __get__(self, owner: Owner, owner_type: type[Owner]) -> Answer:
+        answer = owner.__dict__[self._work_out.__name__] = self._work_out(owner)
+        return answer
 
 
 class RunReader(Protocol):

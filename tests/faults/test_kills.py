@@ -162,7 +162,7 @@ def test_names_that_a_loop_gives_again_after_a_killed_worker_and_a_killed_driver
     if way == "background":
         (tmp_path / "staging").mkdir()
         more = {"config": {**config, "staging": str(tmp_path / "staging")}, "loop": "tests.support.loops:async_loop"}
-    flow = start(**hash_training(ledger, **more, checkpoints={"num_to_keep": None}))
+    flow = start(**hash_training(ledger, **more))
     for kind, already in (("worker", 2), ("driver", 4)):
         flow.wait_for(lambda already=already: len(commits(flow.run)) >= already, 120, f"{already} commits")
         victim = _victim(flow, kind, ledger, None)
