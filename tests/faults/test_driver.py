@@ -151,8 +151,8 @@ def test_killed_worker_and_then_driver_are_told_in_a_few_lines_and_rays_own_word
     assert "Traceback" not in flow.log
     details = Path(of_worker[0].rpartition("details: ")[2])
     assert details.parent.parent.parent == flow.run
-    assert "Traceback (most recent call last)" in details.read_text()
     assert "The actor is dead because" in details.read_text()
+    assert "[rank 1] WorkerHealthCheckFailedError" in details.read_text()
 
 
 def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(start: Start, ledger: str, head: RayHead) -> None:
