@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ import cloudpickle
 from prefect_elastic_train.core.records import Fingerprint, Owner
 
 __all__ = ["Payload", "RunRequest", "dump_payload"]
+
+#: What cloudpickle sends by value is the process's: two trainings in two threads would take it from one another.
+_PICKLING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,14 @@ def dump_payload(payload: Payload) -> bytes:
     """
     hidden, scripts = _user_modules()
     data: bytes
-    try:
-        with _by_value([*hidden, *scripts]):
-            data = cloudpickle.dumps(payload)
-    except Exception:  # noqa: BLE001 - whatever a reducer raises; the second try tells it
-        # A script may use what cannot be sent, such as a lock; where it can be imported, its name will do.
-        with _by_value(hidden):
-            data = cloudpickle.dumps(payload)
+    with _PICKLING:
+        try:
+            with _by_value([*hidden, *scripts]):
+                data = cloudpickle.dumps(payload)
+        except Exception:  # noqa: BLE001 - whatever a reducer raises; the second try tells it
+            # A script may use what cannot be sent, such as a lock; where it can be imported, its name will do.
+            with _by_value(hidden):
+                data = cloudpickle.dumps(payload)
     return data
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -186,6 +187,37 @@ def test_sending_a_script_changes_nothing_for_others(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         dump_payload(Payload(train_loop=module.loop, train_loop_config={"lock": __import__("threading").Lock()}))
     assert set(cloudpickle.list_registry_pickle_by_value()) == before
+
+
+class _Slow:
+    """What another thread may overtake while it is pickled."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.begun.set()
+        self.may_end.wait(1.0)
+        return dict, ()
+
+
+def test_trainings_of_two_threads_send_a_script_without_disturbing_one_another(tmp_path: Path) -> None:
+    module = _import(tmp_path, "a_script_sent_twice", SCRIPT)
+    slow, sent = _Slow(), list[bytes]()
+
+    def send() -> None:
+        # Pickled in this order: the function goes by value only if its module still does after the wait.
+        config = {"slow": slow, "function": module.loop}
+        sent.append(dump_payload(Payload(train_loop="package.module:loop", train_loop_config=config)))
+
+    first = threading.Thread(target=send)
+    first.start()
+    assert slow.begun.wait(5)
+    dump_payload(Payload(train_loop=module.loop))
+    slow.may_end.set()
+    first.join(10)
+    [data] = sent
+    assert b"FACTOR" in data, "it went by the name of its script"
 
 
 def test_everything_of_a_payload_arrives() -> None:
