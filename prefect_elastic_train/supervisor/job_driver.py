@@ -77,6 +77,7 @@ class JobDriver(Driver):
         self._missed = 0
         self._gone = ""
         self._problem = "no answer"
+        self._answers = True
         self._ask_at = self._began = self._heard_at = time.monotonic()
         self._pause = _ASK_SECONDS
         self._read_at = self._ended_at = float("-inf")
@@ -114,7 +115,7 @@ class JobDriver(Driver):
         if self._log_is_complete or not self.job.driver_node_id:
             return True
         # A dashboard that does not answer says nothing about the log; one that answers without the log does.
-        if self._ended_at < 0 or self._blind_seconds > _FRESH_SECONDS:
+        if self._ended_at < 0 or not self._answers:
             self._ended_at = time.monotonic()
         return time.monotonic() - self._ended_at > _LAST_LINES_SECONDS
 
@@ -217,6 +218,7 @@ class JobDriver(Driver):
             )
 
     def _ask(self) -> None:
+        self._answers = False
         found = self._client.job(self._id)
         if found is not None:
             self.job, self._missed = found, 0
@@ -226,7 +228,7 @@ class JobDriver(Driver):
                 self._gone = "the cluster does not know the job any more"
             elif self._client.session() != self._session:
                 self._gone = "the cluster was started anew, and knows nothing of the job"
-        self._heard_at = time.monotonic()
+        self._heard_at, self._answers = time.monotonic(), True
 
 
 def stop(client: JobClient, submission_id: str) -> None:

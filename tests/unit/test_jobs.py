@@ -40,7 +40,7 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import read_spec
 from prefect_elastic_train.driver import job_entry as entry
-from prefect_elastic_train.supervisor import job_driver, job_log
+from prefect_elastic_train.supervisor import attempt, job_driver, job_log
 from prefect_elastic_train.supervisor.attempt import Follower
 from prefect_elastic_train.supervisor.job import JobLauncher
 from prefect_elastic_train.supervisor.job_client import JobClient, JobDetails, RefusedError, UnreachableError
@@ -530,6 +530,58 @@ def test_a_driver_whose_log_says_nothing_hangs_and_one_whose_log_cannot_be_read_
     ended = flow.train(dashboard)
     assert ended.outcome is (Outcome.DRIVER_LOST if can_be_read else Outcome.COMPLETED)
     assert [job["status"] for job in dashboard.jobs.values()] == ["STOPPED" if can_be_read else "SUCCEEDED"]
+
+
+class Clock:
+    """Time that passes only where somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
+class LoglessClient:
+    """A dashboard that knows of a job that has failed, and cannot read its log."""
+
+    address = "http://head:8265"
+
+    def job(self, submission_id: str) -> JobDetails:
+        """Look the job up."""
+        return FAILED
+
+    def log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
+        """Read nothing."""
+        raise UnreachableError("the node's agent is gone")
+
+
+FAILED = JobDetails(
+    type="SUBMISSION", submission_id="a-1", status="FAILED", entrypoint="true", message="killed", driver_node_id="node"
+)
+
+
+def test_a_job_that_has_ended_is_not_followed_for_ever_when_its_log_cannot_be_read(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    for module in (job_driver, attempt):
+        monkeypatch.setattr(module, "time", clock)
+
+    def check_stop() -> None:
+        assert clock.now < 1200, "it is followed still"
+
+    flow.check_stop = check_stop
+    client: Any = LoglessClient()
+    ended = flow.follow(job_driver.JobDriver(flow, client, FAILED, "session_1", 600, None))
+    assert ended is not None
+    assert ended.outcome is Outcome.DRIVER_LOST
+    assert "killed" in ended.message
 
 
 class Stop(BaseException):
