@@ -165,8 +165,14 @@ class Training:
         Args:
             error: What ended the wait, as far as that is known.
         """
+        reason = self._stopped or error or Stop()
+        with self._lock:
+            runtime = self._runtime if self._state is _State.WAITING else None
+            self._state = _State.ENDED
+        if runtime is not None and not self._may_detach(reason):
+            runtime.end_jobs()  # an attempt may have lost sight of one, which the next would have found
         if self._runtime is not None or self._publisher is not None:
-            self._end(self._ending_of(self._stopped or error or Stop()))
+            self._end(self._ending_of(reason))
 
     def _end(self, ending: Ending | None) -> None:
         with self._lock:

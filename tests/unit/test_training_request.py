@@ -194,6 +194,17 @@ def test_a_cluster_that_waits_is_guarded_until_the_training_is_out_of_time() -> 
     assert runtime.closed == 1
 
 
+def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of() -> None:
+    runtime: Any = _WaitingRuntime()
+    _waiting(runtime).end(KeyboardInterrupt())
+    assert (runtime.jobs_ended, runtime.closed) == (1, 1)
+    left: Any = _WaitingRuntime()
+    training = _waiting(left)
+    training._may_detach = lambda reason: True  # type: ignore[method-assign]
+    training.end(KeyboardInterrupt())
+    assert (left.jobs_ended, left.closed) == (0, 1)
+
+
 def test_a_cluster_that_waited_is_left_to_the_attempt_that_has_taken_it() -> None:
     runtime: Any = _WaitingRuntime()
     _waiting(runtime)._look_after_wait(attempt=0)
