@@ -38,6 +38,7 @@ def check_jobs(cluster: ClusterSettings, end: float) -> Iterator[Finding]:
     api = JobClient(cluster)
     try:
         api.session()
+        api.check_version()
         yield ok(f"the dashboard at {api.address} answers and lets us in")
         yield _told_versions(api, end - _LEAVE_SECONDS)
     except UnreachableError as error:

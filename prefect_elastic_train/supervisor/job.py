@@ -135,6 +135,7 @@ class JobLauncher:
 
     def _submit(self, client: JobClient, spec: DriverSpec, submission_id: str, metadata: dict[str, str]) -> JobDetails:
         """Submit a job, and recognise it if the answer was lost."""
+        client.check_version()  # not before: a job that trains already is followed whatever Ray it has
         owner = spec.request.owner.model_copy(update={"job": submission_id})
         spec = replace(spec, request=replace(spec.request, owner=owner))
         about = {"flow_run_id": owner.flow_run_id, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}

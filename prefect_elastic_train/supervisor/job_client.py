@@ -81,6 +81,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         self._session.auth = lambda request: request  # or a .netrc would take the place of the token
         self._headers: dict[str, Any] = {}
         self._client_ray_version = ray.__version__
+        self._cluster_ray_version = ""
         verify = _ca_bundle(cluster) or True if cluster.verify_tls else False
         try:
             # Not the constructor between, which lets the environment choose the address and asks the dashboard.
@@ -105,21 +106,28 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
 
         Raises:
             UnreachableError: There is no dashboard, or none yet.
-            RefusedError: The cluster cannot run the driver, or does not let us in.
+            RefusedError: The cluster does not let us in.
         """
         answer = self._do_request("GET", "/api/version")
         if answer.status_code >= 500:
             self._raise_error(answer)
         with _read_as("a version; give the dashboard's URL, port 8265 unless set otherwise"):
             found = answer.json()
-            there, name = str(found["ray_version"]), str(found["session_name"])
+            self._cluster_ray_version, name = str(found["ray_version"]), str(found["session_name"])
         self.jobs()  # the version is told to everybody
-        here = version("ray")
+        return name
+
+    def check_version(self) -> None:
+        """Check that the cluster, whose session was asked for, can run the driver of this machine.
+
+        Raises:
+            RefusedError: It runs another minor version of Ray.
+        """
+        there, here = self._cluster_ray_version, version("ray")
         if there.split(".")[:2] != here.split(".")[:2]:
             raise _refused(
                 f"the cluster at {self.address} runs Ray {there} and the flow Ray {here}; use the same minor version"
             )
-        return name
 
     def jobs(self) -> list[JobDetails]:
         """List the submitted jobs that the cluster remembers."""

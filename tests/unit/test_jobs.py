@@ -238,7 +238,6 @@ def dashboard() -> Iterator[Dashboard]:
 @pytest.mark.parametrize(
     ("answer", "expected", "says"),
     [
-        ((200, '{"ray_version": "2.1.0", "session_name": "s"}'), RefusedError, "use the same minor version"),
         ((404, "<html>"), UnreachableError, "is no Ray dashboard"),
         ((200, "<html>a login page</html>"), UnreachableError, "is no Ray dashboard"),
         ((401, "who are you"), RefusedError, "refused the token (HTTP 401: who are you)"),
@@ -471,6 +470,22 @@ def test_a_job_that_runs_is_followed_and_what_was_told_before_is_not_told_again(
     assert flow.train(dashboard) == ENDED
     assert (flow.past, flow.events, flow.lines) == ([STARTED], [STATE, ENDED], ["told now"])
     assert "POST /api/jobs/" not in dashboard.asked
+
+
+def test_a_cluster_with_another_ray_gets_no_job_but_one_that_trains_in_it_is_followed(
+    dashboard: Dashboard, flow: Flow
+) -> None:
+    other = (200, '{"ray_version": "2.1.0", "session_name": "session_1"}')
+    dashboard.answers["GET /api/version"] = other
+    with pytest.raises(RefusedError, match=r"runs Ray 2\.1\.0 .*; use the same minor version"):
+        flow.train(dashboard)
+    assert not dashboard.jobs
+    dashboard.answers.clear()
+    _add_own(dashboard, flow)
+    dashboard.answers["GET /api/version"] = other
+    flow.check_stop = lambda: dashboard.end() if "GET /api/v0/logs/file" in dashboard.asked else None
+    flow.followed_until = lambda: 0.0
+    assert flow.train(dashboard) == ENDED
 
 
 def test_a_job_whose_cluster_was_started_anew_is_lost(dashboard: Dashboard, flow: Flow) -> None:
