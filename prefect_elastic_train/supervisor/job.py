@@ -82,7 +82,7 @@ class JobLauncher:
             ) from error
         except BaseException as reason:
             if not isinstance(reason, Exception) or isinstance(reason, TimeoutError):
-                self._leave(reason)
+                self._leave(reason, client)
             raise
         finally:
             client.close()
@@ -192,7 +192,7 @@ class JobLauncher:
             return None  # it was another process's, and this one may be who has the run now
         return ended
 
-    def _leave(self, reason: BaseException) -> None:
+    def _leave(self, reason: BaseException, client: JobClient) -> None:
         """Leave a job, if there may be one, as the reason wants it: to itself, or ended."""
         if self._unfollowed is None:
             return
@@ -202,15 +202,15 @@ class JobLauncher:
                 "again when it is resumed"
             )
         else:
-            self._end()
+            self._end(lambda: client.is_posting)
 
-    def _end(self) -> None:
-        """Stop the job that may go on."""
+    def _end(self, is_coming: Callable[[], bool] = lambda: False) -> None:
+        """Stop the job that may go on, or whose submission is on its way."""
         assert self._unfollowed is not None
         cluster, submission_id = self._unfollowed
         try:
             with closing(JobClient(cluster)) as client:
-                stop(client, submission_id)
+                stop(client, submission_id, is_coming)
             self._unfollowed = None
         except (UnreachableError, RefusedError) as error:
             self._follower.on_note(

@@ -82,6 +82,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         self._headers: dict[str, Any] = {}
         self._client_ray_version = ray.__version__
         self._cluster_ray_version = ""
+        self._posting: threading.Thread | None = None
         verify = _ca_bundle(cluster) or True if cluster.verify_tls else False
         try:
             # Not the constructor between, which lets the environment choose the address and asks the dashboard.
@@ -96,6 +97,11 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     def address(self) -> str:
         """URL of the dashboard."""
         return str(self._address)
+
+    @property
+    def is_posting(self) -> bool:
+        """Whether a request whose answer nobody waits for any more is on its way: a submission may still arrive."""
+        return self._posting is not None and self._posting.is_alive()
 
     def close(self) -> None:
         """Close the connections."""
@@ -234,7 +240,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         more |= {"data": data, "json": json_data, "verify": self._verify, "timeout": timeout, "allow_redirects": False}
         while True:
             send = partial(self._session.request, method, self._address + endpoint, headers=self._headers, **more)
-            answer = self._wait_for(send, 0 if method == "GET" else _IN_FLIGHT_SECONDS)
+            answer = self._wait_for(send, is_post=method == "POST")
             if isinstance(answer, Exception):
                 if isinstance(_root(answer), ssl.SSLCertVerificationError):
                     raise _refused(
@@ -252,7 +258,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 )
             self._headers = renewed
 
-    def _wait_for(self, send: Callable[[], requests.Response], in_flight: float) -> requests.Response | Exception:
+    def _wait_for(self, send: Callable[[], requests.Response], is_post: bool) -> requests.Response | Exception:
         """Send a request in a thread, and wait for the answer or what went wrong."""
         answers: queue.Queue[requests.Response | Exception] = queue.Queue()
 
@@ -267,13 +273,14 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         while True:
             try:
                 self._turn()
-            except BaseException:
-                thread.join(in_flight)  # what is asked next finds what this has done
-                raise
-            try:
                 return answers.get(timeout=TURN_SECONDS)
             except queue.Empty:
                 continue
+            except BaseException:  # of the turn, or of a signal
+                if is_post:
+                    self._posting = thread
+                    thread.join(_IN_FLIGHT_SECONDS)  # what is asked next finds what this has done
+                raise
 
     def _raise_error(self, answer: requests.Response) -> None:
         is_unknown = answer.status_code == 404 and re.fullmatch(r"Job \S+ does not exist", answer.text.strip())

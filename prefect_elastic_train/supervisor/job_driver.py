@@ -6,7 +6,7 @@ Only the job's own end ends an attempt. A dashboard that does not answer says no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.outcomes import Outcome
@@ -231,8 +231,13 @@ class JobDriver(Driver):
         self._heard_at, self._answers = time.monotonic(), True
 
 
-def stop(client: JobClient, submission_id: str) -> None:
+def stop(client: JobClient, submission_id: str, is_coming: Callable[[], bool] = lambda: False) -> None:
     """Stop a job, whatever state it is in, and wait until it has ended or the cluster is seen not to know it.
+
+    Args:
+        client: The dashboard.
+        submission_id: The job.
+        is_coming: Whether its submission is still on its way; one that has arrived counts from then on.
 
     Raises:
         UnreachableError: It does not end, or the cluster does not answer, for so long.
@@ -241,7 +246,7 @@ def stop(client: JobClient, submission_id: str) -> None:
     began = time.monotonic()
     ask_at, pending_until = began, began + _STOP_PENDING_SECONDS
     while True:
-        now = time.monotonic()
+        now, may_come = time.monotonic(), is_coming()
         try:
             if now >= ask_at:
                 client.stop(submission_id)
@@ -249,6 +254,8 @@ def stop(client: JobClient, submission_id: str) -> None:
             job = client.job(submission_id)
             if job is not None and job.status.is_terminal():
                 return
+            if job is None and may_come:
+                began = now
             if job is None and now - began > _STOP_AGAIN_SECONDS:
                 return  # a submission that was cut short may arrive late, but not as late as this
             problem = f"it is still {job.status}" if job else "the cluster does not know it"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -40,7 +42,7 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import read_spec
 from prefect_elastic_train.driver import job_entry as entry
-from prefect_elastic_train.supervisor import attempt, job_driver, job_log
+from prefect_elastic_train.supervisor import attempt, job_client, job_driver, job_log
 from prefect_elastic_train.supervisor.attempt import Follower
 from prefect_elastic_train.supervisor.job import JobLauncher
 from prefect_elastic_train.supervisor.job_client import JobClient, JobDetails, RefusedError, UnreachableError
@@ -665,6 +667,32 @@ def test_a_stop_does_not_wait_for_an_answer_and_a_submission_on_its_way_is_stopp
     with pytest.raises(Stop):
         flow.train(dashboard)
     assert time.monotonic() - began < 8
+
+
+def test_a_signal_while_a_slow_submission_is_on_its_way_stops_the_job_that_comes_of_it(
+    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_client, "_IN_FLIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(job_driver, "_STOP_AGAIN_SECONDS", 0.5)
+    dashboard.answers["POST /api/jobs/"] = 3.0
+    signals = [threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))]
+
+    def handle(signum: int, frame: Any) -> None:
+        raise Stop
+
+    def check_stop() -> None:
+        if "POST /api/jobs/" in dashboard.asked and signals:
+            signals.pop().start()  # it comes while the answer is waited for
+
+    flow.check_stop = check_stop
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(Stop):
+            flow.train(dashboard)
+        time.sleep(max(0.0, 3.5 - 3.0 * len(dashboard.jobs)))  # a job that was not waited for comes now
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [job["status"] for job in dashboard.jobs.values()] == ["STOPPED"]
 
 
 def test_a_package_holds_what_the_driver_needs_and_not_the_token(tmp_path: Path) -> None:
