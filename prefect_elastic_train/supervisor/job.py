@@ -65,7 +65,7 @@ class JobLauncher:
         Raises:
             AttemptFailedError: The cluster cannot be reached, or cannot run the driver.
         """
-        client = JobClient(spec.cluster, self._follower.turn)
+        client = JobClient(spec.cluster, self._follower.turn, self._folder)
         try:
             session = self._contact(client, spec)
             for _ in range(_MOST_JOBS):

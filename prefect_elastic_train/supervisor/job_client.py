@@ -16,7 +16,8 @@ from typing import Any
 
 import ray
 import requests
-from ray.dashboard.modules.dashboard_sdk import SubmissionClient
+from ray._private.runtime_env.packaging import create_package
+from ray.dashboard.modules.dashboard_sdk import SubmissionClient, uri_to_http_components
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
@@ -69,14 +70,18 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     Args:
         cluster: Its address, token and certificates.
         turn: Called several times a second while an answer is waited for; what it raises passes on.
+        folder: Private folder for what is uploaded; None for one that uploads nothing.
 
     Raises:
         RefusedError: The token cannot be sent, or the certificates not be read.
     """
 
-    def __init__(self, cluster: ClusterSettings, turn: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, cluster: ClusterSettings, turn: Callable[[], None] = lambda: None, folder: Path | None = None
+    ) -> None:
         self._cluster = cluster
         self._turn = turn
+        self._folder = folder
         self._session = requests.Session()
         self._session.auth = lambda request: request  # or a .netrc would take the place of the token
         self._headers: dict[str, Any] = {}
@@ -257,6 +262,34 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                     "auth_token of the RayCluster"
                 )
             self._headers = renewed
+
+    def _upload_package(
+        self,
+        package_uri: str,
+        package_path: str,
+        include_gitignore: bool,
+        include_parent_dir: bool | None = False,
+        excludes: list[str] | None = None,
+        is_file: bool = False,
+    ) -> None:
+        """Upload a folder or a file. Ray packs in /tmp, where a process that is killed leaves secrets behind."""
+        if self._folder is None or is_file:
+            super()._upload_package(
+                package_uri, package_path, include_gitignore, include_parent_dir, excludes, is_file=is_file
+            )
+            return
+        file = self._folder / uri_to_http_components(package_uri)[1]
+        try:
+            create_package(
+                package_path,
+                file,
+                include_gitignore=include_gitignore,
+                include_parent_dir=bool(include_parent_dir),
+                excludes=excludes,
+            )
+            super()._upload_package(package_uri, str(file), include_gitignore, is_file=True)
+        finally:
+            file.unlink(missing_ok=True)
 
     def _wait_for(self, send: Callable[[], requests.Response], is_post: bool) -> requests.Response | Exception:
         """Send a request in a thread, and wait for the answer or what went wrong."""

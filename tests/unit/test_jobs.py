@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -385,6 +386,27 @@ def test_a_job_is_submitted_followed_and_told_event_by_event(dashboard: Dashboar
     names = {name for package in dashboard.uploads for name in ZipFile(BytesIO(package)).namelist()}
     assert {"prefect_elastic_train/driver/main.py", "elastic_train_job/spec"} <= names
     assert Path(__file__).name not in names, "what the user excludes is the user's"
+
+
+def test_what_is_uploaded_lies_in_the_private_folder_meanwhile_and_nowhere_else(
+    dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, public = tmp_path / "private", tmp_path / "public"
+    for folder in (private, public):
+        folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(public))
+    _trains_well(dashboard)
+    answer, seen = dashboard._do, list[tuple[int, int]]()
+
+    def look(method: str, path: str, query: str, body: bytes) -> tuple[int, str]:
+        if method == "PUT":
+            seen.append((len([*private.glob("*.zip")]), len([*public.rglob("*.zip")])))
+        return answer(method, path, query, body)
+
+    monkeypatch.setattr(dashboard, "_do", look)
+    assert Flow(private).train(dashboard) == ENDED
+    assert set(seen) == {(1, 0)}
+    assert not [*private.rglob("*.zip")]
 
 
 @pytest.mark.parametrize("answer", [(502, "bad gateway"), (500, "who knows"), (200, "<html>log in</html>")])
