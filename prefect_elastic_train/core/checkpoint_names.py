@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["loop_name", "physical_name", "written_by"]
+__all__ = ["age_of", "loop_name", "physical_name", "written_by"]
 
+#: Of one component of a path, in bytes.
+_MAX_COMPONENT = 255
 _PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})$", re.DOTALL)
 
 
 def physical_name(name: str, attempt: int, group: int = 0, report: int = 0) -> str:
-    """Return the folder of a checkpoint, relative to the run directory.
+    """Return the folder of a checkpoint, relative to the run directory; a name too long for a disk is cut.
 
     Args:
         name: The loop's own name.
@@ -26,7 +28,10 @@ def physical_name(name: str, attempt: int, group: int = 0, report: int = 0) -> s
         >>> physical_name("epoch-3", 2, 1, 4)
         'epoch-3.a0002.g01.r0004'
     """
-    return f"{name}.a{attempt:04d}.g{group:02d}.r{report:04d}"
+    suffix = f".a{attempt:04d}.g{group:02d}.r{report:04d}"
+    parent, slash, last = name.rpartition("/")
+    fitting = last.encode()[: _MAX_COMPONENT - len(suffix)].decode(errors="ignore")
+    return f"{parent}{slash}{fitting}{suffix}"
 
 
 def loop_name(folder: str) -> str:
@@ -39,3 +44,9 @@ def written_by(folder: str) -> int | None:
     """Return the attempt that wrote a checkpoint's folder, or None for one that :func:`physical_name` did not make."""
     match = _PHYSICAL.match(folder)
     return int(match[2]) if match else None
+
+
+def age_of(folder: str) -> tuple[int, int, int]:
+    """Return attempt, worker group and report of a checkpoint's folder: the newest is highest, any other lowest."""
+    match = _PHYSICAL.match(folder)
+    return (int(match[2]), int(match[3]), int(match[4])) if match else (-1, -1, -1)

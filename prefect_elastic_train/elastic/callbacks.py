@@ -206,6 +206,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._last_errors = {}
         self._world_size = 0
         removed = remove_interrupted_uploads(self._store, self._attempt)
+        check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
         self._store.abandon_uploads()
         if removed:
             told = ", ".join(f"{loop_name(name)} ({why})" for name, why in removed.items())

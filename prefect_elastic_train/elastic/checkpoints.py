@@ -24,6 +24,7 @@ from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.storage import StorageContext
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
+from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
 from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
 from prefect_elastic_train.elastic.loop_state import note_opened
@@ -90,6 +91,8 @@ def name_folders(context: TrainContext, attempt: int, group: int) -> None:
 
     def agree_on_folder(name: str | None = None) -> str:
         name = name or context.storage_context.make_default_checkpoint_dir_name()
+        if ".." in name.split("/"):
+            raise ConfigurationError(f"checkpoint_dir_name={name!r} is refused: give one without '..'")
         folder: str = agree(physical_name(name.rstrip("/"), attempt, group, next(reports)))
         return folder
 

@@ -12,7 +12,6 @@ from pyarrow import fs
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
-from prefect_elastic_train.runs.commits import newest_commit
 from prefect_elastic_train.storage.files import files_below
 from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.objects import ObjectClient, TransferFile
@@ -25,6 +24,8 @@ __all__ = ["ObjectFilesystem", "ObjectRunFilesystem"]
 _SPOOL_BYTES = 16 * 2**20
 #: What a reader asks for at a time.
 _READ_BYTES = 8 * 2**20
+#: Shows that a folder without files was uploaded: a store has no folders. It is not downloaded.
+_NOTHING = ".elastic-train-nothing"
 
 
 class _Objects:
@@ -59,9 +60,6 @@ class _Objects:
         """
         source = source.strip("/")
         sizes = self._client.retries.call(f"list {source}", lambda: self._client.find(source))
-        if not sizes and self._is_empty_checkpoint(source):
-            os.makedirs(target, exist_ok=True)
-            return
         if not sizes:
             raise FileNotFoundError(f"{self._client.scheme}{source}: there is no such checkpoint")
         for name in sizes:
@@ -69,12 +67,12 @@ class _Objects:
                 raise ElasticTrainError(f"{self._client.scheme}{source} holds {name!r}, which leads out of it")
         os.makedirs(target, exist_ok=True)
         self._client.download(
-            [TransferFile(os.path.join(target, name), f"{source}/{name}", size) for name, size in sizes.items()]
+            [
+                TransferFile(os.path.join(target, name), f"{source}/{name}", size)
+                for name, size in sizes.items()
+                if name != _NOTHING
+            ]
         )
-
-    def _is_empty_checkpoint(self, path: str) -> bool:
-        """Return whether a checkpoint without any file was committed: a store has no folder to show for it."""
-        return False
 
     def _describe(self, path: str) -> fs.FileInfo:
         key = path.strip("/")
@@ -125,15 +123,15 @@ class ObjectRunFilesystem(_Objects, RunFilesystem):
             for name in names:
                 path = f"{parent}/{name}"
                 files.append(TransferFile(path, f"{below}/{name}", os.path.getsize(path)))
-        self._upload(files)
+        if files:
+            self._upload(files)
+        else:
+            self._check_fence()
+            self._store.replace(f"{self._child(target)}/{_NOTHING}", b"")
 
     def upload_file(self, source: str, target: str) -> None:
         """Copy a file of this machine's disk into the run directory."""
         self._upload([TransferFile(source, target.strip("/"), os.path.getsize(source))])
-
-    def _is_empty_checkpoint(self, path: str) -> bool:
-        commit = newest_commit(self._store, self._attempt)
-        return commit is not None and commit.manifest.get(self._child(path)) == {}
 
     def _upload(self, files: list[TransferFile]) -> None:
         self._check_fence()

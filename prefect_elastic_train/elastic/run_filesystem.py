@@ -161,7 +161,7 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
     def _delete_folder(
         self,
         path: str,
-        in_run: Callable[[str], bool],
+        in_run: Callable[[str, Callable[[], object]], bool],
         *,
         with_itself: bool,
         missing_ok: bool = False,
@@ -171,7 +171,7 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
         self._handed.discard(child)
         if not child:
             self._delete_outside(path, with_itself=with_itself, missing_ok=missing_ok)
-        elif not in_run(child) and not missing_ok:
+        elif not in_run(child, self._check_fence) and not missing_ok:
             raise FileNotFoundError(f"{path}: there is no such folder")
 
     def _is_snapshot(self, path: str) -> bool:

@@ -158,9 +158,11 @@ def begin_attempt(
         if seed is not None and next(lineage(store), None) is None:
             seed()
         newest = next(lineage(store), None)
-        point = RunDirectory(store).resume_point
+        run = RunDirectory(store)
+        point = run.resume_point
         # A number is never used again, also if somebody has removed the record of its attempt.
-        attempt = max([last.number if last else 0, *(number for number, _ in all_commits(store))]) + 1
+        numbers = [last.number if last else run.newest_writer, *(number for number, _ in all_commits(store))]
+        attempt = max(numbers) + 1
         record = AttemptRecord(
             attempt=attempt,
             run_id=run_id,

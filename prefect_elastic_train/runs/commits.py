@@ -24,8 +24,6 @@ from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, deco
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together, parse_snapshot, without_checkpoints
 from prefect_elastic_train.runs.view import RunReader, RunView
-from prefect_elastic_train.storage.object_store import ObjectRunStore
-from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import RunStore
 
 __all__ = [
@@ -272,8 +270,6 @@ def damage_of(store: RunReader, checkpoint: str, manifest: dict[str, int] | None
         manifest: Path and size in bytes of each file, as committed; None if its commit does not list them.
     """
     files = store.file_sizes(checkpoint)
-    if files is None and manifest == {}:
-        return ""  # an object store has no empty folders
     if files is None:
         return "its folder is missing"
     if manifest is None:
@@ -336,21 +332,15 @@ class CommitLog:
         manifest = {}
         names = checkpoint_names(snapshot)
         for name in names:
-            # The newest is always listed: a loop that writes its checkpoints itself may have changed one of that name.
-            files = known.get(name) if name != names[-1] else None
+            # A loop that places its checkpoints itself may have written over the newest.
+            is_final = name != names[-1] or written_by(name) is not None
+            files = known.get(name) if is_final else None
             if files is None:
                 files = self._store.file_sizes(name)
-            if files is None and self._may_be_empty(name):
-                files = {}
             if files is None:
                 raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
             manifest[name] = files
         return manifest
-
-    def _may_be_empty(self, name: str) -> bool:
-        """Whether a checkpoint that nothing is seen of may be one without files: an object store has no folders."""
-        inner = self._store.inner if isinstance(self._store, RetryingStore) else self._store
-        return isinstance(inner, ObjectRunStore) and written_by(name) == self._attempt
 
     def _find_last(self) -> CommitRecord | None:
         """Previous commit, which may be another attempt's; or None."""

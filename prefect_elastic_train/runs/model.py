@@ -226,6 +226,11 @@ class RunDirectory(RunView):
         needed = self._needed() if folders else []
         return [self._leftover(folder) for folder in folders if not _overlaps(folder, needed)]
 
+    @property
+    def newest_writer(self) -> int:
+        """Highest attempt that a checkpoint's folder is of; 0 if there is none."""
+        return max((written_by(folder) or 0 for folder in self._folders()), default=0)
+
     def torn_records(self) -> Iterator[str]:
         """Yield which records cannot be read, in words; a resume does without them."""
         if self.record is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
-from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
+from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import CompletedRuns, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
@@ -101,18 +101,14 @@ def choose_source(storage: Storage, request: RunRequest, target: RunStore) -> So
     """
     name, choice = parse_source(request.resume_from)
     if name != LATEST_RUN:
-        try:
-            chosen = _choose(storage, name, choice)
-        except _UnfitError as error:
-            raise _invalid(request.resume_from, str(error)) from error
-        return Source(f"{name}@{chosen.folder}", _notes(request, chosen.repairs))
+        return _named_source(storage, request, target, name, choice)
     recorded = decode(RunRecord, target.read(layout.RUN))
     if recorded is None or recorded.source is None:
         return _newest_run(storage, request, choice)
     before = Source(recorded.source)
     try:
         if before.checkpoint:
-            _choose(storage, before.run, before.folder)
+            _choose(storage, before.run, before.folder, by_folder=True)
         return before
     except _UnfitError as error:
         anew = _newest_run(storage, request, choice)
@@ -181,7 +177,7 @@ def note_completed(storage: Storage, name: str) -> None:
 def _copy(storage: Storage, source: Source, target: RunStore) -> None:
     store = storage.run(source.run)
     try:
-        chosen = _choose(storage, source.run, source.folder)
+        chosen = _choose(storage, source.run, source.folder, by_folder=True)
     except _UnfitError as error:
         raise _invalid(source.checkpoint, str(error)) from error
     folder = _name_of_copy(RunDirectory(store).record, source)
@@ -260,7 +256,26 @@ def _same_training(runs: list[RunRecord], request: RunRequest) -> list[RunRecord
     return found
 
 
-def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | None = None) -> _Chosen:
+def _named_source(storage: Storage, request: RunRequest, target: RunStore, name: str, choice: str) -> Source:
+    """Choose a checkpoint of a run that may still train: what was chosen first stays, while it is there."""
+    recorded = decode(RunRecord, target.read(layout.RUN))
+    before = Source(recorded.source or "") if recorded is not None else Source("")
+    if recorded is not None and recorded.resume_from == request.resume_from and before.run == name:
+        try:
+            _choose(storage, name, before.folder, by_folder=True)
+            return before
+        except _UnfitError:
+            pass  # it went as the run trained on
+    try:
+        chosen = _choose(storage, name, choice)
+    except _UnfitError as error:
+        raise _invalid(request.resume_from, str(error)) from error
+    return Source(f"{name}@{chosen.folder}", _notes(request, chosen.repairs))
+
+
+def _choose(
+    storage: Storage, name: str, choice: str, completed: RunRecord | None = None, *, by_folder: bool = False
+) -> _Chosen:
     """Return a whole checkpoint of a run.
 
     Args:
@@ -268,6 +283,7 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
         name: Its name.
         choice: ``latest``, ``best``, or a checkpoint by the loop's name or its folder's.
         completed: What the run was when it had completed, and must be still. None: whatever it is.
+        by_folder: The choice is a folder, whatever it is called.
 
     Raises:
         _UnfitError: It is being deleted, or has no checkpoint, or not the one that was asked for.
@@ -293,7 +309,9 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
     snapshot = point.commit.snapshot
     results: list[dict[str, Any]] = snapshot["checkpoint_results"]
     folders = {result["checkpoint_dir_name"]: result for result in results}
-    if choice in ("latest", "best"):
+    if by_folder:
+        result = folders.get(choice)
+    elif choice in ("latest", "best"):
         result = latest_checkpoint(snapshot) if choice == "latest" else results[-1]
     else:
         result = folders.get(_find(choice, list(folders)))
@@ -310,7 +328,8 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
 
 def _find(choice: str, folders: Sequence[str]) -> str:
     """Return the folder of a checkpoint by its name or the loop's, the newest of that; empty if there is none."""
-    return next((one for one in sorted(folders, reverse=True) if choice in (one, loop_name(one))), "")
+    alike = [folder for folder in folders if loop_name(folder) == choice]
+    return choice if choice in folders else max(alike, key=age_of, default="")
 
 
 def _pointers_of(owner: Owner) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name, written_by
+from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.elastic.checkpoints import name_folders
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import RunContext
@@ -51,6 +53,18 @@ def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_
         "checkpoint_now.a0003.g02.r0003",
         "checkpoint_now.a0003.g02.r0004",
     ]
+
+
+def test_a_name_that_leads_elsewhere_is_refused_and_one_too_long_for_a_disk_is_cut() -> None:
+    sent: list[str] = []
+    worker = _worker(sent)
+    name_folders(worker, 3, 2)
+    with pytest.raises(ConfigurationError, match="give one without"):
+        worker._sync_checkpoint_dir_name_across_ranks("a/../b")
+    worker._sync_checkpoint_dir_name_across_ranks(f"a/{'ü' * 200}")
+    assert len(sent[0].rpartition("/")[2].encode()) in (254, 255)
+    assert sent[0].startswith("a/ü")
+    assert sent[0].endswith(".a0003.g02.r0001")
 
 
 def test_each_worker_group_of_an_attempt_has_another_number() -> None:

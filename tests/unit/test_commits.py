@@ -147,15 +147,20 @@ def test_a_controller_that_starts_again_goes_on_numbering(store: RunStore) -> No
     assert _record(store, (1, 2)).manifest.keys() == {"a", "b"}
 
 
-def test_a_checkpoint_without_files_is_one_only_where_a_folder_cannot_be_seen(store: RunStore) -> None:
+def test_a_checkpoint_of_which_nothing_is_there_is_not_committed(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
-    if isinstance(store, LocalRunStore):
-        with pytest.raises(ElasticTrainError, match="is not in"):  # a disk that this machine does not share
-            training.commit(physical_name("a", 1))
-    else:
-        assert training.commit(physical_name("a", 1)).manifest == {physical_name("a", 1): {}}
+    for name in ("a", physical_name("a", 1)):  # a disk that this machine does not share, an upload to another place
         with pytest.raises(ElasticTrainError, match="is not in"):
-            training.commit(physical_name("b", 2))
+            training.commit(name)
+
+
+def test_damage_to_the_newest_checkpoint_is_not_committed_as_its_content(store: RunStore) -> None:
+    training = Training(store, begin(store).attempt)
+    name = physical_name("a", 1)
+    training.upload(name, {"model.pt": b"12345"})
+    training.commit(name)
+    store.replace(f"{name}/model.pt", b"")
+    assert training.commit(name).manifest == {name: {"model.pt": 5}}, "as when Ray writes a validation's result"
 
 
 def test_the_newest_checkpoint_is_listed_anew_as_its_loop_may_have_written_over_it(store: RunStore) -> None:

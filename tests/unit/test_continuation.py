@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +20,7 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Configuratio
 from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.orchestration.task import elastic_train
-from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs import layout, seeding
 from prefect_elastic_train.runs.ancestry import ancestors
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, host_id, peek, process_start
 from prefect_elastic_train.runs.commits import all_commits, newest_attempt
@@ -182,11 +184,41 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(
 def test_a_checkpoint_is_asked_for_by_the_loops_name_of_which_the_newest_counts(on_disk: Nights) -> None:
     store = on_disk.storage.run("base")
     training = Training(store, begin(store, replace(on_disk.claim("base"), resume_from="")).attempt)
-    for report in (1, 2):
+    for report in (1, 9_999, 10_000):
         training.report(physical_name("epoch-1", 1, 1, report))
-    for name, report in (("epoch-1", 2), (physical_name("epoch-1", 1, 1, 1), 1)):
+    for name, report in (("epoch-1", 10_000), (physical_name("epoch-1", 1, 1, 1), 1)):
         source = on_disk.source(replace(on_disk.claim("tuned"), resume_from=f"base@{name}"))
         assert source.folder == physical_name("epoch-1", 1, 1, report)
+
+
+def test_a_checkpoint_is_asked_for_by_its_folder_whatever_that_is_called(on_disk: Nights) -> None:
+    store = on_disk.storage.run("base")
+    training = Training(store, begin(store, replace(on_disk.claim("base"), resume_from="")).attempt)
+    folder = physical_name("e", 1, 1, 1)
+    for score, name in enumerate(["best", physical_name(folder, 1, 2, 1), folder][::-1]):  # it gives back what it reads
+        training.report(name, {"acc": -score})
+    assert on_disk.source(replace(on_disk.claim("tuned"), resume_from=f"base@{folder}")).folder == folder
+    _rank_by_score(training)
+    begun, _ = on_disk.start(replace(on_disk.claim("tuned"), resume_from="base@latest"))
+    assert begun.point.inherited_metrics == {"acc": -2}
+
+
+def test_a_source_that_trains_on_while_it_is_chosen_is_copied_as_it_was_chosen_first(
+    on_disk: Nights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_disk.storage.run("base")
+    training = Training(store, begin(store, replace(on_disk.claim("base"), resume_from="")).attempt)
+    training.report("c0", {"of": "c0"})
+    choose, turn = seeding._choose, itertools.count(1)
+
+    def choose_while_it_trains(*arguments: Any, **more: Any) -> Any:
+        chosen = choose(*arguments, **more)
+        training.report(f"c{next(turn)}")
+        return chosen
+
+    monkeypatch.setattr(seeding, "_choose", choose_while_it_trains)
+    begun, notes = on_disk.start(replace(on_disk.claim("tuned"), resume_from="base"))
+    assert (begun.point.inherited_metrics, notes) == ({"of": "c0"}, [])
 
 
 @pytest.mark.parametrize(

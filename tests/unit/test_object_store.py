@@ -125,6 +125,17 @@ def tree(folder: Path) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.parametrize("storage", ["memory", "s3"], indirect=True)
+def test_a_checkpoint_without_files_is_committed_and_read_back_empty(run: RetryingStore, tmp_path: Path) -> None:
+    training, name = Training(run, begin(run).attempt), physical_name("a", 1)
+    (tmp_path / "empty").mkdir()
+    upload(run, tmp_path / "empty", name)
+    training.commit(name)
+    assert RunDirectory(run).resume_point.checkpoint == name
+    run_filesystem(run, 1).handler.download_folder(f"{run.path}/{name}", str(tmp_path / "back"))
+    assert list((tmp_path / "back").iterdir()) == []
+
+
 # Small objects
 
 

@@ -305,6 +305,11 @@ def test_a_raw_run_of_ray_is_adopted_when_asked_for(store: RunStore) -> None:
     assert begin(store).point.base == (1, 1)
 
 
+def test_a_run_without_its_records_goes_on_with_numbers_that_no_folder_has(store: RunStore) -> None:
+    _ray_wrote(store, [physical_name("last", 7, 1, 1), physical_name("last", 7, 1, 2)])
+    assert begin(store, claim(resume=True)).attempt == 8
+
+
 def test_an_adoption_that_was_interrupted_goes_on(store: RunStore) -> None:
     _ray_wrote(store, ["checkpoint_1"])
     adopt_snapshot(store)
