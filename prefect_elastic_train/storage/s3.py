@@ -5,6 +5,7 @@ Overrides methods of s3fs that begin with an underscore. Figures are in ``benchm
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -24,6 +25,12 @@ __all__ = ["S3Files", "open_s3"]
 
 _DELETE_AT_ONCE = 1000
 _READ_BYTES = 2**18
+#: A request may take so long, and longer by its body at so many bytes a second. botocore bounds the wait for an answer
+#: only from when the body is sent, which a store may never read.
+_CALL_SECONDS, _SLOWEST_BYTES = 75.0, 64 * 2**10
+#: What a store may be at for minutes, sending blanks meanwhile.
+_AT_LENGTH = ("complete_multipart_upload", "copy_object", "delete_objects", "upload_part_copy")
+_AT_LENGTH_SECONDS = 600.0
 #: Answers of stores that cannot delete several objects in one request as botocore asks them to.
 _NO_BULK_DELETE = ("MissingContentMD5", "NotImplemented", "InvalidRequest", "InvalidDigest", "MalformedXML", "501")
 #: Where botocore itself looks for a store that is not AWS.
@@ -91,7 +98,7 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         self._checksums: dict[tuple[str, int], str] = {}
 
     async def _call_s3(self, method: str, *more: Any, **arguments: Any) -> Any:
-        call = super()._call_s3
+        call = self._call_bounded
         if method in ("create_multipart_upload", "upload_part") and self.sends_checksums:
             arguments["ChecksumAlgorithm"] = "CRC32"
         if method == "upload_part":
@@ -114,6 +121,14 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         if method == "delete_objects" and answer.get("Errors"):
             raise translate_boto_error(ClientError({"Error": answer["Errors"][0]}, "DeleteObjects"))
         return answer
+
+    async def _call_bounded(self, method: str, *more: Any, **arguments: Any) -> Any:
+        seconds = _AT_LENGTH_SECONDS if method in _AT_LENGTH else _CALL_SECONDS
+        seconds += len(arguments.get("Body", b"")) / _SLOWEST_BYTES
+        try:
+            return await asyncio.wait_for(super()._call_s3(method, *more, **arguments), seconds)
+        except asyncio.TimeoutError as error:  # in whose place fsspec would raise one without words
+            raise ConnectionError(f"no answer to {method} within {seconds:.0f} s") from error
 
     async def _get_file(self, rpath: str, lpath: str, **_: Any) -> None:
         """Read an object in one stream, which goes on where it was cut off."""

@@ -12,11 +12,13 @@ import gc
 import io
 import os
 import pickle
+import socket
 import threading
 import uuid
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -719,6 +721,44 @@ def test_wrong_keys_are_said_at_once_and_are_not_in_the_message(run: RetryingSto
         assert len(proxy.requests) == 1, "repeated"
         assert ACCESS_KEY not in str(refused.value)
         assert "secret-of-the-tests" not in str(refused.value)
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 100 Continue\r\n\r\n"], ids=["nothing", "go on"])
+def test_a_store_that_takes_a_connection_and_reads_no_body_is_not_waited_for_without_end(
+    s3_settings: S3StorageSettings, monkeypatch: pytest.MonkeyPatch, says: bytes
+) -> None:
+    monkeypatch.setattr(s3_module, "_CALL_SECONDS", 0.5)
+    taken: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    taken.append(listening.accept()[0])
+                    taken[-1].sendall(says)
+
+        threading.Thread(target=serve, daemon=True).start()
+        settings = s3_settings.model_copy(
+            update={"endpoint_url": f"http://127.0.0.1:{listening.getsockname()[1]}", "bucket_path": "bucket/runs"}
+        )
+        run = open_storage(settings, retry_seconds=0.3).run("mnist")
+        told: list[StorageFaultError] = []
+
+        def write(put: Callable[[str, bytes], object]) -> None:
+            try:
+                put("a", bytes(1000))
+            except StorageFaultError as error:
+                told.append(error)
+
+        writers = [threading.Thread(target=write, args=(put,), daemon=True) for put in (run.replace, run.create)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(15)
+        for connection in taken:
+            connection.close()
+    assert [(error.kind, error.permanent) for error in told] == [("connection", False)] * 2
+    assert ["no answer to put_object" in str(error) for error in told] == [True] * 2, told
 
 
 def test_a_package_of_fsspec_that_is_missing_is_named() -> None:
