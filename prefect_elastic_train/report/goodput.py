@@ -163,7 +163,8 @@ class GoodputMeter(BaseModel, ev.EventHandler):
         """Give up what was preserved and is done again all the same."""
         again = min(self.productive, self.at_start * event.again)
         if event.is_redone:
-            self._resolve_first()
+            if self.phase != "first":  # else nothing tells yet what the time to the first report was
+                self._resolve_first()
             again = min(again, self.productive + self.pending - self.at_start)
         self.productive -= again
         for commit in self.commits:

@@ -551,3 +551,17 @@ def test_the_state_stays_small_however_long_the_run() -> None:
         for event in commit(30 + number, f"checkpoint-{number}"):
             meter.take(event)
     assert len(meter.model_dump_json()) < 10_000
+
+
+def test_a_warning_before_a_groups_first_report_leaves_the_time_to_it_as_it_is() -> None:
+    meter = GoodputMeter()
+    warned = ev.LoopWarned(
+        at=T + 30, problem="checkpoint-ignored", message="it begins again", again=1.0, is_redone=True
+    )
+    before, after = [started(10, 0), group(20)], [*reports(40, 70), ended(70, Outcome.COMPLETED)]
+    for event in [*before, warned, *after]:
+        meter.take(event)
+    without = GoodputMeter()
+    for event in [*before, *after]:
+        without.take(event)
+    assert meter.account() == without.account()
