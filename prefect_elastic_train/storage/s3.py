@@ -100,7 +100,9 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
     async def _call_s3(self, method: str, *more: Any, **arguments: Any) -> Any:
         call = self._call_bounded
         if method in ("create_multipart_upload", "upload_part") and self.sends_checksums:
-            arguments["ChecksumAlgorithm"] = "CRC32"
+            arguments.setdefault("ChecksumAlgorithm", "CRC32")
+        if not arguments.get("ChecksumAlgorithm", "none"):
+            del arguments["ChecksumAlgorithm"]
         if method == "upload_part":
             number = arguments["PartNumber"]
             what = f"upload part {number} of {arguments['Bucket']}/{arguments['Key']}"
@@ -121,6 +123,10 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         if method == "delete_objects" and answer.get("Errors"):
             raise translate_boto_error(ClientError({"Error": answer["Errors"][0]}, "DeleteObjects"))
         return answer
+
+    async def _copy_managed(self, *where: Any, **more: Any) -> None:
+        """Copy an object in parts; no checksums of those are known here, which the end of the upload would repeat."""
+        await super()._copy_managed(*where, ChecksumAlgorithm="", **more)
 
     async def _call_bounded(self, method: str, *more: Any, **arguments: Any) -> Any:
         seconds = _AT_LENGTH_SECONDS if method in _AT_LENGTH else _CALL_SECONDS

@@ -392,6 +392,19 @@ def test_each_part_is_sent_with_its_checksum_which_the_end_of_the_upload_repeats
 
 
 @on_s3
+def test_a_copy_in_parts_promises_no_checksums_that_it_does_not_know(
+    run: RetryingStore, monkeypatch: pytest.MonkeyPatch, requests: list[tuple[str, Arguments]]
+) -> None:
+    monkeypatch.setattr("s3fs.core.MANAGED_COPY_THRESHOLD", KIB)
+    data = os.urandom(2 * KIB)
+    run.create("ckpt/model.pt", data)
+    client_of(run).copy_folder(f"{run.path}/ckpt", f"{run.path}/copy")
+    assert content(run, "copy") == {"model.pt": data}
+    (begun,) = [arguments for method, arguments in requests if method == "create_multipart_upload"]
+    assert "ChecksumAlgorithm" not in begun
+
+
+@on_s3
 @pytest.mark.parametrize(("where", "code"), [("?uploads", "NotImplemented"), ("partNumber=", "InvalidRequest")])
 def test_a_store_that_takes_no_checksums_gets_the_parts_without(
     run: RetryingStore,
