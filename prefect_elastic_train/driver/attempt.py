@@ -137,7 +137,8 @@ class Attempt:
             raise taken_over(self.store, begun.attempt, spec.request) or error from error
         # The controller has sent all its events before fit() returned; let the last ones arrive.
         time.sleep(0.1)
-        return self.complete()
+        with teller.showing_life("adding the run's result up"):
+            return self.complete()
 
     def _choose_source(self) -> tuple[str | None, list[str]]:
         """Choose the checkpoint that a new run starts from; return it, and what there is to say of it."""
@@ -265,16 +266,20 @@ class Attempt:
                 details = f"{store.uri}/{layout.details_name(self._number)}"
                 ended = ended.model_copy(update={"message": f"{ended.message.rstrip('.')}; details: {details}"})
             try:
-                end_attempt(store, self._number, ended.outcome.value, ended.message, result=ended.result)
+                with self.teller.showing_life("recording the attempt's end"):
+                    end_attempt(store, self._number, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:
                 logger.warning("could not record the end of attempt %d: %s", self._number, error)
-        if ended.outcome is Outcome.COMPLETED:
-            try:
-                note_completed(self._storage, self.spec.request.run_name)
-            except (OSError, AttemptFailedError) as error:
-                logger.warning("resume_from='latest' will not find this run: %s", error)
         self.teller.emit(ended)
         self.teller.close()
+        if ended.outcome is Outcome.COMPLETED:
+            _within(_LEAVE_SECONDS, self._note_completed)  # a storage that is away shall not hide the end
+
+    def _note_completed(self) -> None:
+        try:
+            note_completed(self._storage, self.spec.request.run_name)
+        except (OSError, AttemptFailedError) as error:
+            logger.warning("resume_from='latest' will not find this run: %s", error)
 
     def leave_cluster(self, stuck: bool) -> None:
         """Leave nothing of the attempt in the cluster.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from ray.train.v2.api.exceptions import PreemptionError
 from ray.train.v2.api.preemption import PreemptionInfo
 
+from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
@@ -28,8 +30,8 @@ from prefect_elastic_train.core.settings import (
 )
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.driver import attempt, telling
 from prefect_elastic_train.driver import fit as training
-from prefect_elastic_train.driver import telling
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import classify, end_by_error, end_by_signal
 from prefect_elastic_train.driver.fit import check_loop, prepare, resolve_loop
@@ -283,3 +285,27 @@ def test_a_driver_shows_life_while_it_takes_a_run_over_in_a_slow_storage(
     assert driver.begin().attempt == 1
     output.close()
     assert (tmp_path / "output").read_text().count('"controller_alive"') > 3
+
+
+def test_a_driver_shows_life_while_it_records_its_end_and_says_it_before_it_is_noted_for_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "output"
+    with told.open("w") as file:
+        output = EventOutput(file)
+    driver = Attempt(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output, Details())
+    driver.begin()
+    before = told.read_text().count('"controller_alive"')
+    monkeypatch.setattr(telling, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(attempt, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(attempt, "end_attempt", lambda *arguments, **named: time.sleep(0.5))
+    away = threading.Event()
+    monkeypatch.setattr(attempt, "note_completed", lambda storage, name: away.wait(20))
+    began = time.monotonic()
+    driver.close(AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={}))
+    assert time.monotonic() - began < 10
+    away.set()
+    output.close()
+    text = told.read_text()
+    assert text.count('"controller_alive"') - before > 3
+    assert '"attempt_ended"' in text
