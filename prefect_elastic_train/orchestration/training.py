@@ -7,7 +7,7 @@ import enum
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -108,6 +108,7 @@ class Training:
         self._around = FlowsAround()
         self._watch = FlowRunWatch((), 1.0)
         self._log: RunLog
+        self._log_has_failed = False
         self._detached = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -147,7 +148,7 @@ class Training:
             with FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds) as self._watch:
                 ended = self._run_driver()
         except BaseException as error:
-            self._log.close()
+            self._write(self._log.close)
             if may_follow and isinstance(error, AttemptFailedError) and error.retryable:
                 self._wait()
             else:
@@ -155,7 +156,7 @@ class Training:
             if isinstance(error, Stop):
                 self._leave(error)
             raise
-        self._log.close()
+        self._write(self._log.close)
         self._end(Ending(End.COMPLETED, told=ended.already_finished))
         return TrainingResult.model_validate(ended.result)
 
@@ -249,21 +250,32 @@ class Training:
             )
 
     def _take(self, event: Event) -> None:
-        self._log.event(event)
+        self._write(lambda: self._log.event(event))
         if self._publisher is not None:
             self._publisher.take(event)
 
     def _take_past(self, event: Event) -> None:
         """Take in an event of a job from before it was followed."""
-        self._log.past_event(event)
+        self._write(lambda: self._log.past_event(event))
         if self._publisher is not None:
             self._publisher.take(event, told=True)
 
     def _take_line(self, source: str, text: str) -> None:
-        self._log.line(source, text)
+        self._write(lambda: self._log.line(source, text))
 
     def _note(self, text: str) -> None:
-        self._log.note(text)
+        self._write(lambda: self._log.note(text))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write to the log. That it cannot is said once, and harms neither the training nor its report."""
+        try:
+            write()
+        except TimeoutError:  # a flow's time-out may be raised in the middle of anything
+            raise
+        except Exception:  # noqa: BLE001 - whatever a handler or a text raises
+            if not self._log_has_failed:
+                self._log_has_failed = True
+                get_logger("elastic_train").exception("some of the training's output cannot be written to its log")
 
     # -- what ends an attempt from outside
 

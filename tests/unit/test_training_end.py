@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prefect.exceptions import Abort, TerminationSignal
 
+from prefect_elastic_train.core.events import AttemptStarted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import task
 from prefect_elastic_train.orchestration.cancellation import Stop, StopReason
@@ -93,3 +94,27 @@ def test_a_wait_that_the_state_of_the_flow_run_has_ended_is_cancelled() -> None:
     training._stopped = Stop(StopReason.CANCELLING, "1")
     training.end(TerminationSignal(signal=15))
     assert (report.state, training._publisher) == ("cancelled", None)
+
+
+class _BrokenLog:
+    """A log that cannot take anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"no {name} today")
+
+
+def test_a_log_that_fails_is_told_of_once_and_the_report_gets_its_events(caplog: pytest.LogCaptureFixture) -> None:
+    report = RunReport(run_name="mnist")
+    training, log = elastic_train.ask(lambda: None), _BrokenLog()
+    training._publisher = Publisher(report)
+    training._publisher.abandon()
+    training._log = log  # type: ignore[assignment]
+    with caplog.at_level("ERROR"):
+        training._take(AttemptStarted(attempt=2, run_name="mnist", run_uri="/runs/mnist"))
+        training._take_past(AttemptStarted(attempt=3, run_name="mnist", run_uri="/runs/mnist"))
+        training._take_line("driver", "a line")
+        training._note("a note")
+    assert report.attempt == 3
+    assert [record.message for record in caplog.records].count(
+        "some of the training's output cannot be written to its log"
+    ) == 1
