@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["files_below", "run_all"]
+from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
+
+__all__ = ["LocalDiskError", "files_below", "local_disk", "run_all"]
+
+#: What an operating system says of its own disk, and no connection.
+_OF_THE_DISK = (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class LocalDiskError(ElasticTrainError):
+    """This machine's own disk failed while data went to or came from a storage. That one is not to blame."""
 
 
 def files_below(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -42,3 +53,23 @@ def run_all(pool: ThreadPoolExecutor, futures: Sequence[Future[Any]]) -> None:
     if failed is not None:
         pool.shutdown(wait=True, cancel_futures=True)
         failed.result()
+
+
+@contextmanager
+def local_disk(path: str) -> Iterator[None]:
+    """Keep errors of this machine's disk apart from those of the storage, which come from the network.
+
+    Raises:
+        LocalDiskError: In place of the disk's.
+    """
+    try:
+        yield
+    except OSError as error:
+        # What the store has answered is the cause of what s3fs makes of it.
+        if isinstance(error, StorageFaultError) or error.__cause__ is not None or error.errno not in _OF_THE_DISK:
+            raise
+        failed = error
+    else:
+        return
+    # Without the cause, which would be taken for the storage's.
+    raise LocalDiskError(f"this machine's own disk failed at {path}: {failed}")

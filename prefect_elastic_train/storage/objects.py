@@ -13,19 +13,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage.faults import diagnose, error_code
-from prefect_elastic_train.storage.files import run_all
+from prefect_elastic_train.storage.files import local_disk, run_all
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import TEMPORARY_PREFIX
 
-__all__ = ["LocalDiskError", "ObjectClient", "TransferFile", "retries_of"]
+__all__ = ["ObjectClient", "TransferFile", "retries_of"]
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
@@ -42,12 +41,6 @@ _FILES_AT_ONCE, _LARGE_FILES_AT_ONCE = 8, 2
 _RENEW_SECONDS = 60.0
 #: Faults of stores that do not take the checksums of the parts of an upload.
 _NO_CHECKSUMS = ("not supported", "refused (InvalidRequest)", "refused (InvalidArgument)")
-#: What an operating system says of its own disk, and no connection.
-_OF_THE_DISK = (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-class LocalDiskError(ElasticTrainError):
-    """This machine's own disk failed while data went to or came from a storage. That one is not to blame."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +204,7 @@ class ObjectClient:
             sizes = {"chunksize": part, "max_concurrency": max(1, _PARTS_AT_ONCE * PART_BYTES // part)}
 
         def put(files: Any) -> None:
-            with _local_disk(file.path):
+            with local_disk(file.path):
                 files.put_file(file.path, file.key, **sizes)
 
         def upload() -> None:
@@ -233,7 +226,7 @@ class ObjectClient:
         partial = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
 
         def get(files: Any) -> None:
-            with _local_disk(file.path):
+            with local_disk(file.path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.get_file(file.key, str(partial))
                 size = partial.stat().st_size
@@ -328,23 +321,3 @@ def _strings_in(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _strings_in(inner)
-
-
-@contextmanager
-def _local_disk(path: str) -> Iterator[None]:
-    """Keep errors of this machine's disk apart from those of the storage, which come from the network.
-
-    Raises:
-        LocalDiskError: In place of the disk's.
-    """
-    try:
-        yield
-    except OSError as error:
-        # What the store has answered is the cause of what s3fs makes of it.
-        if isinstance(error, StorageFaultError) or error.__cause__ is not None or error.errno not in _OF_THE_DISK:
-            raise
-        failed = error
-    else:
-        return
-    # Without the cause, which would be taken for the storage's.
-    raise LocalDiskError(f"this machine's own disk failed at {path}: {failed}")

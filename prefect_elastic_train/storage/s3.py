@@ -19,6 +19,7 @@ from s3fs.errors import translate_boto_error
 
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
 from prefect_elastic_train.storage.faults import error_code
+from prefect_elastic_train.storage.files import local_disk
 from prefect_elastic_train.storage.retries import Retries
 
 __all__ = ["S3Files", "open_s3"]
@@ -146,7 +147,8 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
                 answer = await self._call_s3("get_object", Bucket=bucket, Key=key, **wanted)
                 async with answer["Body"] as body:
                     while data := await body.read(_READ_BYTES):
-                        file.write(data)
+                        with local_disk(lpath):
+                            file.write(data)
 
             await self._repeated(f"download {rpath}", read)
 

@@ -40,8 +40,9 @@ from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.storage import objects as objects_module
 from prefect_elastic_train.storage import s3 as s3_module
+from prefect_elastic_train.storage.files import LocalDiskError
 from prefect_elastic_train.storage.object_store import ObjectRunStore
-from prefect_elastic_train.storage.objects import LocalDiskError, ObjectClient, TransferFile
+from prefect_elastic_train.storage.objects import ObjectClient, TransferFile
 from prefect_elastic_train.storage.opening import Storage, open_storage
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
@@ -572,6 +573,21 @@ def test_a_full_disk_of_this_machine_is_not_the_storages_fault(
     monkeypatch.setattr(files, "put_file" if to == "upload" else "get_file", fail)
     with pytest.raises(LocalDiskError, match=f"this machine's own disk failed at {path}"):
         getattr(client_of(run), to)([TransferFile(str(path), f"{run.path}/ckpt/a", 3)])
+
+
+@on_s3
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+def test_a_disk_of_this_machine_that_fails_in_the_middle_of_a_download_is_not_the_storages_fault(
+    run: RetryingStore, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(io.FileIO):
+        def write(self, piece: Any) -> int:
+            raise OSError(number, os.strerror(number))
+
+    run.create("ckpt/a", bytes(300 * KIB))
+    monkeypatch.setattr(s3_module, "open", Failing, raising=False)
+    with pytest.raises(LocalDiskError, match="this machine's own disk failed at "):
+        client_of(run).download([TransferFile(str(tmp_path / "a"), f"{run.path}/ckpt/a", 300 * KIB)])
 
 
 @on_object_stores
