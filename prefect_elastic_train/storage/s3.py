@@ -13,7 +13,7 @@ from typing import Any
 
 import s3fs
 from aiobotocore.session import AioSession
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, FlexibleChecksumError
 from fsspec.asyn import sync_wrapper
 from s3fs.errors import translate_boto_error
 
@@ -140,15 +140,27 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
     async def _get_file(self, rpath: str, lpath: str, **_: Any) -> None:
         """Read an object in one stream, which goes on where it was cut off."""
         bucket, key, _version = self.split_path(rpath)
+        size: int | None = None
         with open(lpath, "wb") as file:
 
             async def read() -> None:
-                wanted = {"Range": f"bytes={file.tell()}-"} if file.tell() else {}
+                nonlocal size
+                begin = file.tell()
+                if begin and begin == size:
+                    return  # it was cut off after the last byte, and there is no range after that
+                wanted = {"Range": f"bytes={begin}-"} if begin else {}
                 answer = await self._call_s3("get_object", Bucket=bucket, Key=key, **wanted)
-                async with answer["Body"] as body:
-                    while data := await body.read(_READ_BYTES):
-                        with local_disk(lpath):
-                            file.write(data)
+                if "ContentLength" in answer:
+                    size = begin + answer["ContentLength"]
+                try:
+                    async with answer["Body"] as body:
+                        while data := await body.read(_READ_BYTES):
+                            with local_disk(lpath):
+                                file.write(data)
+                except FlexibleChecksumError:  # all of it has come, and is wrong
+                    file.seek(0)
+                    file.truncate()
+                    raise
 
             await self._repeated(f"download {rpath}", read)
 

@@ -24,6 +24,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from aiobotocore.response import AioStreamingBody
+from botocore.exceptions import FlexibleChecksumError
 from pyarrow import fs
 from s3fs import S3FileSystem
 
@@ -555,6 +557,41 @@ def test_a_download_goes_on_where_its_connection_was_cut(
     assert ranges[0] == "all"
     assert len(ranges) > 1
     assert all(int(asked.removeprefix("bytes=").split("-")[0]) > 0 for asked in ranges[1:])
+
+
+@on_s3
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (ConnectionResetError(), ["all"]),
+        (FlexibleChecksumError(error_msg="wrong"), ["all", "all"]),
+    ],
+    ids=["cut off", "wrong checksum"],
+)
+def test_a_download_that_fails_after_its_last_byte_asks_for_no_range_after_it(
+    run: RetryingStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    requests: list[tuple[str, Arguments]],
+    error: Exception,
+    asked: list[str],
+) -> None:
+    run.create("ckpt/a", b"123")
+    failed: list[bytes] = []
+    read = AioStreamingBody.read
+
+    async def fail_at_the_end(self: Any, *size: Any) -> bytes:
+        data = await read(self, *size)
+        if not data and not failed:
+            failed.append(data)
+            raise error
+        return data
+
+    monkeypatch.setattr(AioStreamingBody, "read", fail_at_the_end)
+    requests.clear()
+    client_of(run).download([TransferFile(str(tmp_path / "a"), f"{run.path}/ckpt/a", 3)])
+    assert read_tree(tmp_path) == {"a": b"123"}
+    assert [found.get("Range", "all") for method, found in requests if method == "get_object"] == asked
 
 
 @pytest.mark.parametrize("to", ["upload", "download"])
