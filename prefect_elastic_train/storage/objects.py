@@ -193,7 +193,9 @@ class ObjectClient:
             fault = diagnose(error)
             if fault is None or not fault.kind.startswith(("credentials", "not supported", "refused")):
                 raise
-            logger.debug("Unfinished uploads below %s stay: %s", folder, fault.kind)  # a key that may not list them
+            # A key that may not list or abort them.
+            what = self.retries.without_secrets(str(error))
+            logger.info("Unfinished uploads below %s stay, and take room: %s: %s", folder, fault.kind, what)
             return 0
 
     def _upload(self, file: TransferFile) -> None:

@@ -185,8 +185,12 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
             page = await self._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **marker)
             for found in page.get("Uploads") or []:
                 if found["Key"].startswith(f"{prefix}/"):  # not every store heeds the prefix
-                    await self._abort_mpu(bucket, found["Key"], found["UploadId"])
-                    aborted += 1
+                    upload = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
+                    with suppress(FileNotFoundError):  # another one has ended it
+                        await self._call_bounded("abort_multipart_upload", **upload)
+                        aborted += 1
+            if "NextKeyMarker" not in page:
+                break  # a store that says no more than that there is more
         return aborted
 
     delete_all = sync_wrapper(_delete_all)

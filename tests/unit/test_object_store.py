@@ -25,9 +25,10 @@ from typing import Any
 import cloudpickle
 import pytest
 from aiobotocore.response import AioStreamingBody
-from botocore.exceptions import FlexibleChecksumError
+from botocore.exceptions import ClientError, FlexibleChecksumError
 from pyarrow import fs
 from s3fs import S3FileSystem
+from s3fs.errors import translate_boto_error
 
 from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError, StorageFaultError
@@ -738,6 +739,39 @@ def test_unfinished_uploads_of_a_run_are_abandoned_and_those_of_others_are_not(
     assert sorted(key for key, _ in left) == sorted(others)
     for key, upload_id in left:
         client.abort_multipart_upload(Bucket="training", Key=key, UploadId=upload_id)
+
+
+@on_s3
+def test_an_abort_that_is_refused_is_told_and_no_upload_that_is_gone_counts(
+    run: RetryingStore, server: MotoServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, prefix = server.client(), run.path.partition("/")[2]
+    keys = [f"{prefix}/ckpt/{name}" for name in "ab"]
+    uploads = [(key, client.create_multipart_upload(Bucket="training", Key=key)["UploadId"]) for key in keys]
+    call = S3FileSystem._call_s3
+    listings = 0
+    refusal = "AccessDenied"
+
+    async def refuse(self: Any, method: str, *more: Any, **arguments: Any) -> Any:
+        nonlocal listings
+        if method == "abort_multipart_upload" and arguments["Key"] == keys[0]:
+            error = {"Error": {"Code": refusal, "Message": "as the store says"}}
+            raise translate_boto_error(ClientError(error, "AbortMultipartUpload"))
+        answer = await call(self, method, *more, **arguments)
+        if method == "list_multipart_uploads":
+            listings += 1
+            assert listings < 9, "asked without end"
+            answer = {**{name: answer[name] for name in answer if "Next" not in name}, "IsTruncated": True}
+        return answer
+
+    monkeypatch.setattr(S3FileSystem, "_call_s3", refuse)
+    with caplog.at_level("INFO"):
+        assert run.abandon_uploads() == 0
+    assert "as the store says" in caplog.text
+    refusal = "NoSuchUpload"
+    assert run.abandon_uploads() == 1
+    assert listings == 2
+    client.abort_multipart_upload(Bucket="training", Key=uploads[0][0], UploadId=uploads[0][1])
 
 
 # What goes wrong for good
