@@ -120,10 +120,11 @@ def test_killed_head_is_waited_for_and_the_run_resumes_on_the_new_one(
 
 
 def _lines_until_a_new_process_trains(flow: FlowProcess, ledger: str, victim: psutil.Process) -> list[str]:
-    """Kill a process of a training, and return what its log says until another one takes a step."""
+    """Kill a process of a training, and return what its log says until two others take a step."""
     known, told = {line["pid"] for line in read_ledger(ledger)}, len(flow.log.splitlines())
     victim.kill()
-    wait_for(lambda: {line["pid"] for line in read_ledger(ledger)} - known, 120, "a step of another process")
+    two = lambda: len({line["pid"] for line in read_ledger(ledger)} - known) >= 2  # noqa: E731 - both ranks are new
+    wait_for(two, 120, "a step of two other processes")
     return flow.log.splitlines()[told:]
 
 

@@ -151,7 +151,7 @@ def test_a_training_that_fails_is_exit_code_1_with_the_reason_in_one_line(projec
     ("arguments", "parts"),
     [
         (["--profile", "none-such"], ["elastic-scaling/none-such", "ray-cluster-training/none-such"]),
-        (["--profile", "both"], ["training-storage-directory/both and training-storage-s3/both", "--storage"]),
+        (["--profile", "both"], ["training-storage-directory/both, training-storage-s3/both", "--storage"]),
         (["--cluster", "none-such"], ["ray-cluster-training/none-such", "prefect block ls"]),
         (["--storage", "none-such"], ["'none-such'", "training-storage-s3"]),
     ],
