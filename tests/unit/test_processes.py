@@ -226,8 +226,8 @@ guard = subprocess.Popen(
     stdin=subprocess.PIPE, start_new_session=True,
 )
 environment = {**os.environ, sys.argv[3]: sys.argv[1]}
-driver = "import time; time.sleep(60)"
-for command in ([driver, "prefect_elastic_train.driver"], [sys.argv[4]], [sys.argv[5]]):
+driver = "import pathlib, sys, time; pathlib.Path(sys.argv[2]).touch(); time.sleep(60)"
+for command in ([driver, "prefect_elastic_train.driver", f"{sys.argv[2]}/ready"], [sys.argv[4]], [sys.argv[5]]):
     subprocess.Popen([sys.executable, "-c", *command], env=environment, start_new_session=True)
 print(guard.pid, flush=True)
 sys.stdin.readline()
@@ -255,6 +255,8 @@ class Flow:
         # driver, family of three, stubborn one
         self.marked = _count(mark, 5)
         wait_for(lambda: _ignores(self.guard.pid, signal.SIGHUP), 10, "the guard to be on watch")
+        # A signal while Python starts may be lost, and then the driver gets all of its grace.
+        wait_for((folder / "ready").exists, 10, "the driver to be up")
 
     def close(self) -> None:
         for stream in (self.process.stdin, self.process.stdout):
