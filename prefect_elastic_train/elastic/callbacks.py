@@ -31,7 +31,7 @@ from prefect_elastic_train.core.ray_output import mark_told
 from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
 from prefect_elastic_train.elastic.failures import why_given_up
 from prefect_elastic_train.elastic.loop_state import take_waits_and_stall
-from prefect_elastic_train.elastic.loop_watch import LoopWatch, answers_of, ask
+from prefect_elastic_train.elastic.loop_watch import LoopWatch, answers_of, ask, have_answered
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.elastic.translate import resources_per_worker
 from prefect_elastic_train.runs.commits import check_fence, newest_commit
@@ -338,10 +338,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Tell what the ranks have waited for, once all have answered or none is waited for any longer."""
         if not self._asked:
             return
-        answers = answers_of(self._asked, timeout_seconds)
-        if len(answers) < len(self._asked) and not timeout_seconds:
+        if not timeout_seconds and not have_answered(self._asked):
             return
-        self._asked = []
+        answers, self._asked = answers_of(self._asked, timeout_seconds), []
         self.tell_waits("ranks", [waits for waits, _ in answers.values()])
         self.tell_stall(max((stall for _, stall in answers.values()), default=0.0))
 

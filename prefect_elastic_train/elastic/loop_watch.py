@@ -30,6 +30,7 @@ __all__ = [
     "Verdict",
     "answers_of",
     "ask",
+    "have_answered",
     "missing_ranks",
 ]
 
@@ -63,6 +64,11 @@ class HungLoopError(Exception):
 def ask(workers: Sequence[Any], question: Callable[[], Any]) -> list[Any]:
     """Have each worker run a function; nothing waits for them."""
     return [worker.execute_async(question) for worker in workers]
+
+
+def have_answered(asked: Sequence[Any]) -> bool:
+    """Return whether each has answered, be it with an error; nothing is waited for."""
+    return len(ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]) == len(asked)
 
 
 def answers_of(asked: Sequence[Any], timeout_seconds: float) -> dict[int, Any]:

@@ -27,7 +27,7 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.driver.relay import EventReceiver
-from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.elastic import callbacks, loop_watch
 from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.checkpoints import readable, run_filesystem
 from prefect_elastic_train.elastic.failures import storage_fault
@@ -37,6 +37,7 @@ from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import checkpoint_config, failure_config, run_config, scaling_config
 from prefect_elastic_train.elastic.worker_group import RunWorkerGroup
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.storage.retries import Waits
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import Training, begin
@@ -164,6 +165,26 @@ def test_no_hook_lets_an_exception_out_whatever_it_is_given(controller: Controll
         raising += controller.callback.errors > before
     assert raising >= 4, "the test gave them nothing that they stumble over"
     assert controller.callback.errors == raising
+
+
+def test_an_answer_that_is_an_error_does_not_keep_the_others_from_being_told(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(reference: str, timeout: float) -> tuple[Waits, float]:
+        if reference == "fails":
+            raise ActorDiedError
+        return Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 0.0
+
+    answered = ["answers"]
+    monkeypatch.setattr(loop_watch.ray, "wait", lambda asked, **_: ([one for one in asked if one in answered], []))
+    monkeypatch.setattr(loop_watch.ray, "get", get)
+    controller.callback._asked = ["answers", "fails"]
+    controller.callback.after_worker_group_poll_status(_failing({}))
+    assert controller.callback._asked, "one has not answered yet"
+    answered.append("fails")
+    controller.callback.after_worker_group_poll_status(_failing({}))
+    assert controller.callback._asked == []
+    assert [event.tries for event in controller.heard() if isinstance(event, ev.StorageWaited)] == [3]
 
 
 def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller) -> None:
