@@ -97,6 +97,8 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         self.sends_checksums = True
         #: What the store has said of the checksums of parts, by upload and number.
         self._checksums: dict[tuple[str, int], str] = {}
+        #: Who is sending a part, by upload.
+        self._sending: dict[str, set[asyncio.Task[Any] | None]] = {}
 
     async def _call_s3(self, method: str, *more: Any, **arguments: Any) -> Any:
         call = self._call_bounded
@@ -107,16 +109,27 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         if method == "upload_part":
             number = arguments["PartNumber"]
             what = f"upload part {number} of {arguments['Bucket']}/{arguments['Key']}"
-            answer = await self._repeated(what, lambda: call(method, *more, **arguments))
+            sending, task = self._sending.setdefault(arguments["UploadId"], set()), asyncio.current_task()
+            sending.add(task)
+            try:
+                answer = await self._repeated(what, lambda: call(method, *more, **arguments))
+            finally:
+                sending.discard(task)
             if "ChecksumCRC32" in answer:
                 self._checksums[arguments["UploadId"], number] = answer["ChecksumCRC32"]
             return answer
         if method == "complete_multipart_upload":
+            self._sending.pop(arguments["UploadId"], None)
             # S3 wants the checksums of the parts once more, if the upload was begun with one.
             for part in arguments["MultipartUpload"]["Parts"]:
                 checksum = self._checksums.pop((arguments["UploadId"], part["PartNumber"]), None)
                 part |= {"ChecksumCRC32": checksum} if checksum else {}
         if method == "abort_multipart_upload":
+            # A part that arrives after the abort may be kept, and paid for.
+            others = [task for task in self._sending.pop(arguments["UploadId"], ()) if task is not None]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
             with suppress(Exception):  # what the upload failed with is what shall be told
                 await call(method, *more, **arguments)
             return None

@@ -500,6 +500,32 @@ def test_an_upload_that_is_refused_in_the_middle_leaves_no_parts(
     assert unfinished(server, run) == []
 
 
+def test_an_upload_is_aborted_when_nobody_sends_a_part_of_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    async def call(self: Any, method: str, **arguments: Any) -> None:
+        seen.append(method)
+        try:
+            await asyncio.sleep(60 if method == "upload_part" else 0)
+        finally:
+            seen.append(f"end of {method}")
+
+    async def once(what: str, work: Callable[[], Any]) -> Any:
+        return await work()
+
+    async def fail() -> None:
+        files = s3_module.S3Files(repeated=once, asynchronous=True, skip_instance_cache=True)
+        upload = {"Bucket": "training", "Key": "large", "UploadId": "one"}
+        part = asyncio.ensure_future(files._call_s3("upload_part", PartNumber=2, **upload))
+        await asyncio.sleep(0)
+        await files._call_s3("abort_multipart_upload", **upload)
+        assert part.cancelled()
+
+    monkeypatch.setattr(s3_module.S3Files, "_call_bounded", call)
+    asyncio.run(fail())
+    assert seen == ["upload_part", "end of upload_part", "abort_multipart_upload", "end of abort_multipart_upload"]
+
+
 @on_s3
 def test_a_file_that_shrinks_while_it_is_uploaded_is_said(
     run: RetryingStore, tmp_path: Path, small_parts: None
