@@ -168,7 +168,7 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBl
     try:
         block = find_saved(BLOCK_TYPES[argument], profile) if profile else None
     except ConfigurationError as error:
-        raise ConfigurationError(f"--profile {profile}: {error}") from error
+        raise ConfigurationError(f"--profile {profile}: {error}; name the one with --{argument}") from error
     if block is not None:
         return block
     if name := default_block_name(argument):

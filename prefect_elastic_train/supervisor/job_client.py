@@ -1,4 +1,8 @@
-"""Ray's client of its dashboards as the supervisor uses it: every request has a bound, and the token may change."""
+"""Ray's client of its dashboards as the supervisor uses it: every request has a bound, and the token may change.
+
+Uses ``ray._private.runtime_env.packaging.create_package``: the public client packs into /tmp, where a killed process
+leaves the spec of the driver behind.
+"""
 
 from __future__ import annotations
 

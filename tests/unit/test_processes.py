@@ -226,7 +226,9 @@ guard = subprocess.Popen(
     stdin=subprocess.PIPE, start_new_session=True,
 )
 environment = {**os.environ, sys.argv[3]: sys.argv[1]}
-driver = "import pathlib, sys, time; pathlib.Path(sys.argv[2]).touch(); time.sleep(60)"
+# Whoever runs the tests in the background may have SIGINT ignored, which a driver does not.
+driver = "import pathlib, signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+driver += "pathlib.Path(sys.argv[2]).touch(); time.sleep(60)"
 for command in ([driver, "prefect_elastic_train.driver", f"{sys.argv[2]}/ready"], [sys.argv[4]], [sys.argv[5]]):
     subprocess.Popen([sys.executable, "-c", *command], env=environment, start_new_session=True)
 print(guard.pid, flush=True)
