@@ -27,8 +27,6 @@ from prefect_elastic_train.blocks.lookup import load_block, saved_name
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, named_loop
 
-__all__ = ["train"]
-
 AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 DEFAULT_CONFIG: dict[str, Any] = {}

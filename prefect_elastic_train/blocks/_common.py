@@ -12,8 +12,6 @@ from typing_extensions import Self
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
-__all__ = ["BOOKKEEPING", "DOCUMENTATION_URL", "LOGO_URL", "TrainingBlock"]
-
 _REPOSITORY = "prefect-elastic-train/prefect-elastic-train"
 DOCUMENTATION_URL = HttpUrl(f"https://github.com/{_REPOSITORY}/tree/main/docs/guide.md")
 LOGO_URL = HttpUrl(f"https://raw.githubusercontent.com/{_REPOSITORY}/main/docs/images/logo.png")

@@ -24,8 +24,6 @@ from prefect_elastic_train.core.outcomes import ConfigurationError
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-__all__ = ["Change", "apply", "difference"]
-
 #: What Prefect takes for the name of a block document.
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _SIGNS = {"created": "+", "updated": "~", "unchanged": "="}

@@ -30,21 +30,6 @@ from prefect_elastic_train.core.storage_settings import (
     storage_at,
 )
 
-__all__ = [
-    "BLOCK_TYPES",
-    "STORAGE_TYPES",
-    "StorageBlock",
-    "chosen_block",
-    "chosen_blocks",
-    "find_saved",
-    "load_block",
-    "load_saved",
-    "load_storage",
-    "plain_storage",
-    "saved_name",
-    "storage_named",
-]
-
 AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 StorageBlock = LocalStorage | S3Storage | FsspecStorage

@@ -6,16 +6,6 @@ from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 
-__all__ = [
-    "CheckpointPolicy",
-    "ElasticScaling",
-    "FailureBudget",
-    "FsspecStorage",
-    "LocalStorage",
-    "RayCluster",
-    "S3Storage",
-]
-
 
 class ElasticScaling(TrainingBlock, ScalingSettings):
     """How many workers a training runs with, and what each of them gets.

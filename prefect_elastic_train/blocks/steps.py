@@ -11,8 +11,6 @@ from typing import Any
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_block
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
-__all__ = ["saved_blocks"]
-
 _KINDS = {kind.get_block_type_slug(): kind for kinds in BLOCK_TYPES.values() for kind in kinds}
 
 

@@ -10,8 +10,6 @@ from rich.console import Console
 from prefect_elastic_train.cli.errors import prefect_api
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Automations that resume dead flow runs, and start evaluations.", no_args_is_help=True)
 
 #: Three of Prefect's heartbeat intervals (180 s) and some.

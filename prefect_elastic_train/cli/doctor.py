@@ -14,8 +14,6 @@ from rich.text import Text
 from prefect_elastic_train.cli.tables import clean, console
 from prefect_elastic_train.doctor.findings import Finding, Level
 
-__all__ = ["examine"]
-
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.SKIP: "dim", Level.FAIL: "bold red"}
 
 

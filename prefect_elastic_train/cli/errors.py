@@ -14,8 +14,6 @@ from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrain
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-__all__ = ["fail", "input_errors", "note", "prefect_api", "prefect_errors", "storage_errors"]
-
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

@@ -19,8 +19,6 @@ if sys.version_info >= (3, 11):
 else:
     import toml as tomllib
 
-__all__ = ["loop_config", "read_config"]
-
 
 def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any]:
     """Put a config together: the files one after the other, then the settings; what comes later counts.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.storage.opening import Storage, open_storage
 
-__all__ = ["open_briefly"]
-
 #: A storage that is away for longer is said to be.
 _RETRY_SECONDS = 20.0
 

@@ -11,8 +11,6 @@ from rich.console import Console
 
 from prefect_elastic_train.cli.errors import prefect_api, storage_errors
 
-__all__ = ["resume_flow_run"]
-
 _console = Console(highlight=False, soft_wrap=True)
 
 

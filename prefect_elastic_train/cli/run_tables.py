@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from prefect_elastic_train.cli.tables import age, clean, console, metrics_in_short, print_pairs, print_table, size
+from prefect_elastic_train.cli.tables import age, clean, console, metrics_in_short, print_pairs, print_table
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.markdown import TIME_PARTS
-from prefect_elastic_train.report.words import duration
+from prefect_elastic_train.report.words import duration, size
 from prefect_elastic_train.runs.checking import Verification
 from prefect_elastic_train.runs.identity import LATEST_RUN
 from prefect_elastic_train.runs.inspecting import AttemptView, RunDetails, RunState, RunSummary
 from prefect_elastic_train.runs.model import MIRRORS
 from prefect_elastic_train.runs.pruning import RunPlan
-
-__all__ = ["print_details", "print_plans", "print_summaries", "print_verification"]
 
 #: Ancestors of a run that are shown.
 _ANCESTORS = 3

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from prefect_elastic_train.blocks._common import TrainingBlock
     from prefect_elastic_train.orchestration.result import TrainingResult
 
-__all__ = ["run_training"]
-
 #: What shells give for a program that Ctrl-C has ended.
 _INTERRUPTED = 130
 _METRICS = 10

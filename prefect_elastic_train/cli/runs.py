@@ -15,17 +15,16 @@ from pydantic import BaseModel
 from prefect_elastic_train.cli.errors import fail, prefect_errors, storage_errors
 from prefect_elastic_train.cli.opening import open_briefly
 from prefect_elastic_train.cli.run_tables import print_details, print_plans, print_summaries, print_verification
-from prefect_elastic_train.cli.tables import console, size
+from prefect_elastic_train.cli.tables import console
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings, storage_at
+from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.ancestry import ancestors
 from prefect_elastic_train.runs.checking import verify
 from prefect_elastic_train.runs.inspecting import RunState, RunSummary, describe, summarize
 from prefect_elastic_train.runs.pruning import AwaitedSources, RunChangedError, RunPlan, carry_out, plan_runs
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
-
-__all__ = ["app"]
 
 app = typer.Typer(help="Look at the runs of a storage, check them, and clean up.", no_args_is_help=True)
 

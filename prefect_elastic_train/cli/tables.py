@@ -10,10 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefect_elastic_train.report.words import size
-
-__all__ = ["age", "clean", "console", "metrics_in_short", "print_pairs", "print_table", "size"]
-
 #: Width of what is not printed to a terminal, where nothing needs to be folded.
 _WIDE = 400
 _METRICS = 3

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-__all__ = ["as_json", "bounded_metrics", "cut", "plain_metrics", "shortened", "size_of", "thinned"]
-
 #: An event, on any channel and in the history: a line that a pipe, a log and a log's reader in a browser take.
 MAX_EVENT_BYTES = 512 * 1024
 #: A line of a driver's output. An event fits in, so none is ever cut on its way.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["age_of", "loop_name", "physical_name", "written_by"]
-
 #: Of one component of a path, in bytes.
 _MAX_COMPONENT = 255
 _PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})$", re.DOTALL)

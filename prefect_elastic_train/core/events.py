@@ -15,35 +15,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, cut, shortened
 from prefect_elastic_train.core.outcomes import Outcome
 
-__all__ = [
-    "ALIVE_SECONDS",
-    "EVENT_TAG",
-    "AttemptEnded",
-    "AttemptStarted",
-    "CheckpointCommitted",
-    "CheckpointStalled",
-    "CheckpointTaken",
-    "ClusterConnected",
-    "ClusterWanted",
-    "ControllerAlive",
-    "Event",
-    "EventHandler",
-    "GroupFailed",
-    "LoopWarned",
-    "Report",
-    "Reported",
-    "RunRecalled",
-    "StateChanged",
-    "StorageWaited",
-    "WaitingForCapacity",
-    "WorkerFailed",
-    "WorkerGroupResized",
-    "WorkerGroupStarted",
-    "WorkersPreempted",
-    "decode_event",
-    "encode_event",
-]
-
 logger = logging.getLogger(__name__)
 
 #: Begins a line of the driver's output that is an event.

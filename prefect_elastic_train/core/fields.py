@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-__all__ = ["Count", "JsonDict", "Labels", "Resources", "SettingsModel"]
-
 
 def _unwrap_ui_json(value: Any) -> Any:
     """Return the dict that Prefect's V2 UI sends as ``{"__prefect_kind": "json", "value": "<text>"}``."""

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from prefect_elastic_train.core.bounds import MAX_LINE_BYTES
 
-__all__ = ["whole_lines"]
-
 
 def whole_lines(pieces: Iterable[bytes], *, with_rest: bool = True) -> Iterator[bytes]:
     """Lines without their ends; of one that is too long for any event the beginning, and how much of it is left out.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["without_credentials"]
-
 #: From the scheme, or from ``user:`` without one, to the last ``@`` of the word: passwords may hold ``/``, ``@`` and
 #: quotes, as AWS's secret keys do, so that nothing tells an ``@`` of the path apart. Rather too much than too little.
 _CREDENTIALS = re.compile(r"(?:(?<=://)|(?<=:/)(?!/)|(?<![^\s\"'])[^\s\"':/@]+:(?!/))\S*@")

@@ -36,19 +36,6 @@ from pydantic_settings.exceptions import SettingsError
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.spec import MARK_VARIABLE
 
-__all__ = [
-    "DEFAULT_BLOCKS",
-    "PROFILE",
-    "ElasticTrainSettings",
-    "Given",
-    "default_block_name",
-    "get_settings",
-    "given_settings",
-    "naming_the_setting",
-    "unknown_settings",
-    "variable_of",
-]
-
 _PATH = ("elastic_train",)
 _TABLE = ".".join(_PATH)
 _BLOCK = re.compile(r"([a-z0-9-]+/)?[a-z0-9-]+")

@@ -11,19 +11,6 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
     from prefect.tasks import Task
 
-__all__ = [
-    "AttemptFailedError",
-    "CheckpointGoneError",
-    "ConfigurationError",
-    "ElasticTrainError",
-    "Outcome",
-    "StorageFaultError",
-    "TrainingTimeoutError",
-    "is_passing",
-    "may_retry",
-    "restart_delays",
-]
-
 #: Prefect accepts at most this many entries in a list of retry delays.
 _PREFECT_MAX_DELAYS = 50
 _MAX_DELAY_SECONDS = 300.0

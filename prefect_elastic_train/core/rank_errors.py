@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from prefect_elastic_train.core.bounds import cut
 
-__all__ = ["all_ranks", "cause", "causes", "distinct", "last_cause", "own_errors", "ranks_in_words"]
-
 #: A line of a traceback that names the exception, possibly behind its module.
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Killed|Fault|Failure|Timeout)\b"

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 
 from prefect_elastic_train.core.rank_errors import ranks_in_words
 
-__all__ = ["DETAIL_TAG", "WORKER_LINE", "Details", "is_detail", "mark_ray_logs", "mark_told", "without_marks"]
-
 #: Begins a line of Ray's own that nothing else marks as such, and a line of ours in the output of an actor of Ray's.
 DETAIL_TAG = "@elastic-train-detail "
 _TOLD_TAG = "@elastic-train-told "

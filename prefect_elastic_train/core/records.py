@@ -12,19 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from prefect_elastic_train.core.bounds import as_json
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 
-__all__ = [
-    "AttemptRecord",
-    "CommitRecord",
-    "CompletedRuns",
-    "EndedRecord",
-    "Fingerprint",
-    "Heartbeat",
-    "Owner",
-    "RunRecord",
-    "decode",
-    "encode",
-]
-
 #: What this version of the package writes; what an older one has written is refused.
 SCHEMA_VERSION = 2
 

@@ -16,8 +16,6 @@ import cloudpickle
 
 from prefect_elastic_train.core.records import Fingerprint, Owner
 
-__all__ = ["Payload", "RunRequest", "dump_payload"]
-
 #: What cloudpickle sends by value is the process's: two trainings in two threads would take it from one another.
 _PICKLING = threading.Lock()
 

@@ -16,8 +16,6 @@ from prefect_elastic_train.core.bounds import (
     thinned,
 )
 
-__all__ = ["BestCheckpoint", "RunResult", "TimeAccount", "WorldSize", "bounded"]
-
 
 class WorldSize(BaseModel):
     """The number of workers from a point in time on."""

@@ -23,14 +23,6 @@ from pydantic import (
 
 from prefect_elastic_train.core.fields import Count, JsonDict, Labels, Resources, SettingsModel
 
-__all__ = [
-    "CheckpointSettings",
-    "ClusterSettings",
-    "FailureSettings",
-    "ScalingSettings",
-    "plain",
-]
-
 Settings = TypeVar("Settings", bound=BaseModel)
 
 

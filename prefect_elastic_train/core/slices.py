@@ -14,15 +14,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = [
-    "SliceShape",
-    "check_chips",
-    "check_placement",
-    "check_worker_counts",
-    "slice_shape",
-    "tpu_accelerator_type",
-]
-
 #: What Google calls a type that Ray knows by another name.
 _OTHER_NAMES = {"v5litepod": " (v5e)"}
 

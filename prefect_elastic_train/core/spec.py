@@ -16,8 +16,6 @@ from prefect_elastic_train.core.settings import (
 )
 from prefect_elastic_train.core.storage_settings import StorageSettings
 
-__all__ = ["MARK_VARIABLE", "STOP_FILE", "DriverSpec", "read_spec", "write_spec"]
-
 #: Environment variable with the mark that all processes of one training inherit.
 MARK_VARIABLE = "PREFECT_ELASTIC_TRAIN_PROCESS_MARK"
 #: Beside the spec; the supervisor makes it before it ends a driver on purpose.

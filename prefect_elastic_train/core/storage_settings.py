@@ -16,15 +16,6 @@ from prefect_elastic_train.core.fields import JsonDict, SettingsModel
 from prefect_elastic_train.core.masking import without_credentials
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
-__all__ = [
-    "DEFAULT_STORAGE",
-    "FsspecStorageSettings",
-    "LocalStorageSettings",
-    "S3StorageSettings",
-    "StorageSettings",
-    "storage_at",
-]
-
 #: Where runs go when no storage is given.
 DEFAULT_STORAGE = "~/elastic_train_runs"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["UNKNOWN", "VERSION_FILE", "__version__"]
-
 #: Says the version of a copy that travels without its metadata, such as the one in a job's package. It comes before
 #: metadata, which may be those of another version that the cluster has installed.
 VERSION_FILE = "VERSION"

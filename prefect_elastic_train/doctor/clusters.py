@@ -21,8 +21,6 @@ from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.supervisor.runtime import Runtime
 
-__all__ = ["check_cluster"]
-
 #: What is kept of a check's time for ending what it has started.
 _LEAVE_SECONDS = 4.0
 #: Ray moves its object store to a disk, and torch's data loaders fail, with less. A container gets 64 MB by default.

@@ -21,8 +21,6 @@ from prefect_elastic_train.doctor.findings import Check, Finding, fail, ok, skip
 from prefect_elastic_train.doctor.machine import check_leftovers, check_settings, check_storage, check_versions
 from prefect_elastic_train.doctor.prefect_server import check_blocks, check_server
 
-__all__ = ["examine"]
-
 _QUICK_SECONDS = 10.0
 _SLOW_SERVER = "see what is slow: the Prefect server and its database, or the network to PREFECT_API_URL"
 

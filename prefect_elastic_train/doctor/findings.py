@@ -13,8 +13,6 @@ from functools import partial
 from prefect_elastic_train.core.masking import without_credentials
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 
-__all__ = ["Check", "Finding", "Level", "fail", "ok", "skip", "warn"]
-
 
 class Level(str, enum.Enum):
     """How good or bad something is."""

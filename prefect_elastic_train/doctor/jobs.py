@@ -8,14 +8,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 
+from ray.job_submission import JobDetails
+
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, decode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.doctor.findings import Finding, fail, ok
 from prefect_elastic_train.supervisor import job_package as package
-from prefect_elastic_train.supervisor.job_client import JobClient, JobDetails, UnreachableError
-
-__all__ = ["check_jobs"]
+from prefect_elastic_train.supervisor.job_client import JobClient, UnreachableError
 
 _LOOK_SECONDS = 0.2
 #: What is kept of the time for deleting the job.

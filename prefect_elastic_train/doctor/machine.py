@@ -22,8 +22,6 @@ from prefect_elastic_train.doctor.findings import Finding, fail, ok, warn
 from prefect_elastic_train.report.words import size
 from prefect_elastic_train.storage.preflight import preflight
 
-__all__ = ["check_leftovers", "check_requirements", "check_settings", "check_storage", "check_versions"]
-
 _PACKAGE = "prefect-elastic-train"
 #: What people ask for first, and the extras that a training can use; the rest is named only if it is wrong.
 _NAMED, _EXTRAS = ("ray", "prefect", "fastapi", "sqlalchemy"), ("torch", "jax", "s3")

@@ -19,8 +19,6 @@ from prefect_elastic_train.blocks.lookup import BLOCK_TYPES
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.doctor.findings import Finding, fail, ok, skip, warn
 
-__all__ = ["check_blocks", "check_server"]
-
 _ANSWER_SECONDS = 3.0
 #: As many as the server gives at once.
 _PAGE = 200

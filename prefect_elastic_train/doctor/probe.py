@@ -18,8 +18,6 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.spec import read_spec
 from prefect_elastic_train.driver.joining import connect
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     """Join, and tell the cluster's resources, or what keeps a driver from joining."""

@@ -45,8 +45,6 @@ from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.preflight import Probe, preflight
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 
-__all__ = ["Attempt"]
-
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.

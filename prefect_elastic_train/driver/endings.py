@@ -22,8 +22,6 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, newest_attempt
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["classify", "end_by_error", "end_by_signal", "taken_over"]
-
 
 def end_by_error(error: Exception, storage: StorageSettings) -> AttemptEnded:
     """How an attempt ended that raised an error, whether or not it came to ``fit()``."""

@@ -22,18 +22,6 @@ from prefect_elastic_train.elastic.sending import Receiving
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = [
-    "Prepared",
-    "check_loop",
-    "ends_at_import",
-    "fit",
-    "function_in",
-    "make_datasets",
-    "prepare",
-    "requester_id",
-    "resolve_loop",
-]
-
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 

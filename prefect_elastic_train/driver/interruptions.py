@@ -7,8 +7,6 @@ import signal
 import threading
 from collections import Counter
 
-__all__ = ["interruptions", "notice_interruptions"]
-
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _noticed: Counter[int] = Counter()
 _pipe: tuple[int, int] | None = None

@@ -10,8 +10,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["find_problem", "main"]
-
 #: The one of :mod:`prefect_elastic_train.core.events`.
 TAG = "@elastic-train-event "
 

@@ -17,8 +17,6 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.core.spec import DriverSpec
 
-__all__ = ["connect", "fit_local_cluster"]
-
 _ADDRESS_FILE_SECONDS = 600.0
 
 

@@ -26,8 +26,6 @@ from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.driver.relay import EventOutput, LineStream
 
-__all__ = ["main"]
-
 #: How long a driver that was told to end may take before it ends without Ray Train's help.
 _STUCK_SECONDS = 4.5
 

@@ -17,8 +17,6 @@ from prefect_elastic_train.core.events import EVENT_TAG, Event, decode_event
 from prefect_elastic_train.core.lines import whole_lines
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 
-__all__ = ["EventOutput", "EventReceiver", "LineStream"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_REST = 100_000

@@ -17,8 +17,6 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 
-__all__ = ["AttemptTeller"]
-
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: How long after a failure what Ray says of it is written: the lines of other processes take a moment to come.

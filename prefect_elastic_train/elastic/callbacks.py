@@ -41,8 +41,6 @@ from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.storage.retries import Waits, take_waits, waiting_since
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["RunCallback", "current"]
-
 logger = logging.getLogger(__name__)
 
 #: Exceptions of our own that are told of, each with its traceback.

@@ -14,20 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prefect_elastic_train.core.slices import SliceShape
 
-__all__ = [
-    "Demand",
-    "Node",
-    "Slice",
-    "could_serve",
-    "describe_missing",
-    "free_slices",
-    "granted_workers",
-    "hair_less",
-    "head_resource",
-    "possible_workers",
-    "slices_of",
-]
-
 #: Ray counts resources in ten-thousandths.
 _UNITS = 10_000
 _HAIR = 1e-9

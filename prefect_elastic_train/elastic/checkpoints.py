@@ -35,8 +35,6 @@ from prefect_elastic_train.storage.objects import ObjectClient
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["RunCheckpoint", "RunStorageContext", "name_folders", "open_checkpoint", "readable", "run_filesystem"]
-
 #: How long a reader waits for another one on its machine to fetch the checkpoint, before it does so itself.
 _SHARE_SECONDS = 3600.0
 

@@ -18,8 +18,6 @@ from prefect_elastic_train.core.slices import slice_shape
 from prefect_elastic_train.elastic.capacity import Demand, Node
 from prefect_elastic_train.storage.preflight import Probe
 
-__all__ = ["cluster_nodes", "demand_of", "try_from_nodes"]
-
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: How long all nodes together may take to try the storage. One that says nothing until then may be busy or gone; it

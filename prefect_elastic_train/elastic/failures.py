@@ -15,8 +15,6 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError
 
-__all__ = ["CapacityTimeoutError", "ignored_checkpoint", "is_death", "storage_fault", "why_given_up", "worst_fault"]
-
 
 class CapacityTimeoutError(Exception):
     """``min_workers`` did not fit for longer than ``capacity_timeout_seconds``."""

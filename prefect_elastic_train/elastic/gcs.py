@@ -10,8 +10,6 @@ from __future__ import annotations
 import enum
 import threading
 
-__all__ = ["HeadAnswer", "ask_head", "find_address"]
-
 _TIMEOUT_SECONDS = 5
 
 

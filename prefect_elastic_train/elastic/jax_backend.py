@@ -25,8 +25,6 @@ import ray.exceptions
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2.jax.config import JaxConfig, _JaxBackend
 
-__all__ = ["RunJaxBackend", "RunJaxConfig", "run_jax_config"]
-
 logger = logging.getLogger(__name__)
 
 #: What tells libtpu of several slices. Ray overwrites the first three, and the last only where it is not set.

@@ -27,8 +27,6 @@ from prefect_elastic_train.storage.store import (
     sync_tree,
 )
 
-__all__ = ["LocalRunFilesystem"]
-
 #: Files copied at a time.
 _COPIES = 4
 

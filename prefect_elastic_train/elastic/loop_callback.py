@@ -20,8 +20,6 @@ from prefect_elastic_train.elastic.loop_state import in_report, note_checkpoints
 from prefect_elastic_train.loop.context import RunContext, enter_run
 from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
 
-__all__ = ["LoopCallback", "NoDatasetsCallback"]
-
 logger = logging.getLogger(__name__)
 
 #: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.

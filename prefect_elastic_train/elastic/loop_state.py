@@ -16,19 +16,6 @@ from typing import Any
 
 from prefect_elastic_train.storage.retries import Waits, take_waits
 
-__all__ = [
-    "LoopState",
-    "in_report",
-    "loop_state",
-    "note_checkpoints",
-    "note_opened",
-    "stacks",
-    "stalling",
-    "take_stall",
-    "take_waits_and_stall",
-    "waiting_for_others",
-]
-
 
 @dataclass
 class LoopState:

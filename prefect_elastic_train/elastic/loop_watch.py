@@ -22,18 +22,6 @@ from prefect_elastic_train.core.events import CheckpointTaken, Event, LoopWarned
 from prefect_elastic_train.core.rank_errors import ranks_in_words
 from prefect_elastic_train.elastic.loop_state import LoopState, loop_state, stacks
 
-__all__ = [
-    "HungLoopError",
-    "IgnoredCheckpointError",
-    "LoopWatch",
-    "Offer",
-    "Verdict",
-    "answers_of",
-    "ask",
-    "have_answered",
-    "missing_ranks",
-]
-
 logger = logging.getLogger(__name__)
 
 #: How long a rank waits in a report before those that keep it waiting are named.

@@ -18,8 +18,6 @@ from prefect_elastic_train.storage.objects import ObjectClient, TransferFile
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["ObjectFilesystem", "ObjectRunFilesystem"]
-
 #: What a stream holds in memory before it goes to this machine's disk.
 _SPOOL_BYTES = 16 * 2**20
 #: What a reader asks for at a time.

@@ -50,8 +50,6 @@ from prefect_elastic_train.elastic.sizing import Growth, Reason, Stability, Star
 from prefect_elastic_train.elastic.worker_group import count_on, counted_nodes, take_failure, use_run_worker_group
 from prefect_elastic_train.loop.notice import announce
 
-__all__ = ["GrowthDecision", "RunFailurePolicy", "RunScalingPolicy", "release_reservation"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at the cluster while no worker group runs.

@@ -28,8 +28,6 @@ from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["RunFilesystem"]
-
 
 class _SnapshotSink(io.RawIOBase):
     """Collects Ray's snapshot and commits it when it is closed whole."""

@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from prefect_elastic_train.core.events import Event, encode_event
 
-__all__ = ["EventQueue", "EventSender", "Receiving"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_DROPPABLE = 1000

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 
-__all__ = ["Growth", "Reason", "Stability", "Start"]
-
 #: Seconds for what a lost group held to be seen as free, and for a node that went with it to be seen as gone.
 _SETTLING_SECONDS = 2.0
 #: Seconds for which a size that could not be placed is not tried again, nor a larger one.

@@ -19,8 +19,6 @@ from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasets
 from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.loop.context import RunContext
 
-__all__ = ["ControllerSetup", "make_trainer"]
-
 
 @dataclass(frozen=True)
 class ControllerSetup:

@@ -12,15 +12,6 @@ from typing import Any
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.slices import slice_shape, tpu_accelerator_type
 
-__all__ = [
-    "checkpoint_config",
-    "failure_config",
-    "job_config",
-    "resources_per_worker",
-    "run_config",
-    "scaling_config",
-]
-
 
 def scaling_config(scaling: ScalingSettings) -> Any:
     """Give Ray's ``ScalingConfig``: always elastic, also when min equals max, so that our policy is in charge."""

@@ -28,8 +28,6 @@ from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.capacity import Demand, Node, Slice, free_slices, head_resource
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
 
-__all__ = ["RunWorkerGroup", "count_on", "counted_nodes", "take_failure", "use_run_worker_group"]
-
 _SLICE_NAME = "ray.io/tpu-slice-name"
 _NODE_ID = "ray.io/node-id"
 _WORKER_ID = "ray.io/tpu-worker-id"

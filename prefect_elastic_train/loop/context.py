@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["RunContext", "enter_run", "run_context", "use_run_context"]
-
 
 @dataclass(frozen=True)
 class RunContext:

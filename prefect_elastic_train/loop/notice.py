@@ -17,8 +17,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["announce", "hold_after_report", "resize_requested", "saw_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two questions that the ranks really answer together.

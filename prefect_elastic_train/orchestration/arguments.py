@@ -41,8 +41,6 @@ from prefect_elastic_train.runs.identity import (
 )
 from prefect_elastic_train.supervisor.runtime import import_path
 
-__all__ = ["FRAMEWORKS", "GivenBlock", "check_arguments", "driver_spec", "given_blocks", "load_given", "make_request"]
-
 FRAMEWORKS = ("torch", "jax", "none")
 
 #: A block as it was given, or the name of a saved one, which is loaded anew at each attempt.

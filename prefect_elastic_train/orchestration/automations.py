@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.events.schemas.automations import Automation
 
-__all__ = ["EVALUATIONS", "Change", "Scope", "apply", "delete", "scopes"]
-
 _RESUME = "elastic-train: resume crashed runs of "
 _FIND = "elastic-train: find dead runs of "
 _EVALUATE_BEST = "elastic-train: evaluate best checkpoints of "

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
     from prefect.context import FlowRunContext
 
-__all__ = ["FlowRunWatch", "FlowsAround", "Stop", "StopReason", "mark_cancelled", "wants_an_end", "watched_by_runner"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
-__all__ = [
-    "LOST",
-    "flow_run_of",
-    "resume",
-    "signs_of_life",
-]
-
 #: Name of the state, of type Crashed, that a dead run gets. Automations for Crashed runs shall not resume it, too.
 LOST = "Lost"
 #: Prefect's default, in seconds, for a flow run that has sent only one heartbeat.

@@ -13,8 +13,6 @@ from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration.cancellation import Stop, StopReason
 
-__all__ = ["End", "Ending", "SilentEndError", "detaches", "ending_of", "error_of"]
-
 
 class SilentEndError(AttemptFailedError):
     """The flow run has its state already, or another process speaks for it: the flow must end without a word.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-__all__ = ["Place", "current_place", "is_root", "this_training"]
-
 #: More levels of subflows than anybody has.
 _MAX_LEVELS = 30
 #: How long the Prefect API is asked for the parents of a flow run.

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["OutputLimits", "TokenBucket"]
-
 #: Seconds' worth of lines that may come at once.
 _BURST_SECONDS = 10.0
 #: Lines a second of rank 0, which is let through in full by any measure of a log that people read.

@@ -16,8 +16,6 @@ from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS
 from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.layout import details_name
 
-__all__ = ["RunLog"]
-
 _MAX_LINE = 8000
 #: Different errors of a failure that are told in full.
 _MAX_ERRORS = 5

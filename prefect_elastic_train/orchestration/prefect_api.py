@@ -13,8 +13,6 @@ from uuid import UUID
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-__all__ = ["ask_prefect", "last_told_at"]
-
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

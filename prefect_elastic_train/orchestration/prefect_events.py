@@ -14,8 +14,6 @@ from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.rank_errors import all_ranks, causes
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS, Checkpoint, RunReport
 
-__all__ = ["BEST_CHECKPOINT", "CHECKPOINT", "COMPLETED", "STORAGE_WAITED", "RunEvent", "ending", "send", "translate"]
-
 PREFIX = "elastic-train.run."
 CHECKPOINT = f"{PREFIX}checkpoint"
 BEST_CHECKPOINT = f"{PREFIX}best-checkpoint"

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import Artifact
 
-__all__ = ["ARTIFACT_SECONDS", "Publisher", "artifact_key"]
-
 #: Between two updates of artifacts.
 ARTIFACT_SECONDS = 5.0
 _TURN_SECONDS = 0.5

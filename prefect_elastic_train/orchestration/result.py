@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prefect_elastic_train.blocks.lookup import StorageBlock
     from prefect_elastic_train.core.storage_settings import StorageSettings
 
-__all__ = ["TrainingResult", "checkpoint_directory"]
-
 
 class TrainingResult(RunResult):
     __doc__ = RunResult.__doc__

@@ -34,8 +34,6 @@ from prefect_elastic_train.orchestration.endings import SilentEndError
 from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.orchestration.training import Training
 
-__all__ = ["aelastic_train", "elastic_train"]
-
 TrainLoop = Callable[..., Any] | str
 
 _Arguments = ParamSpec("_Arguments")

@@ -16,8 +16,6 @@ from prefect.utilities.importtools import load_script_as_module
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.driver.fit import check_loop, ends_at_import, function_in, resolve_loop
 
-__all__ = ["LOOP_PATTERN", "absolute", "check", "named_loop"]
-
 #: A pattern that both ways to name a loop match.
 LOOP_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_][\w.]*$"
 

@@ -45,8 +45,6 @@ from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.supervisor.runtime import Runtime
 
-__all__ = ["Training"]
-
 #: How long the state of a flow run is asked for when its process is told to end.
 _STATE_SECONDS = 8.0
 #: How much later than it happens an event of a job may be told: rather told twice than never.

@@ -12,8 +12,6 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.result import TimeAccount, WorldSize
 from prefect_elastic_train.report.goodput import GoodputMeter
 
-__all__ = ["Accounts", "Tally", "add_up"]
-
 #: Rows of metrics that a result carries at most.
 _MAX_HISTORY_ROWS = 2000
 

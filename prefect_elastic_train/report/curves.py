@@ -7,8 +7,6 @@ import math
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Curve", "Point", "Steps"]
-
 #: Stretches of points that a curve consists of at most, each of which keeps up to two.
 MAX_STRETCHES = 200
 #: How many are left when they are joined.

@@ -11,8 +11,6 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.result import TimeAccount
 
-__all__ = ["GoodputMeter"]
-
 #: Reports after a group's first that tell how long one takes.
 _TYPICAL_OF = 5
 #: Commits remembered, one of which a next attempt goes on from.

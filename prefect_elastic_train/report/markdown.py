@@ -10,8 +10,6 @@ from prefect_elastic_train.report.metrics import COUNTERS, TOTALS
 from prefect_elastic_train.report.run_report import Checkpoint, Incident, RunReport
 from prefect_elastic_train.report.words import clock, code, duration, metrics_in_words, plain, size
 
-__all__ = ["MAX_BYTES", "TIME_PARTS", "headline", "render", "summary_line"]
-
 #: A report is never longer; pictures that do not fit are left out.
 MAX_BYTES = 290_000
 _MAX_ADDRESS = 300

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COUNTERS", "TOTALS", "bounded", "fraction", "number"]
-
 #: Metrics that tell how far the training is rather than how good, in the order in which they are asked, with those
 #: that tell the whole: a ``step`` beside a ``global_step`` begins anew with each epoch.
 COUNTERS: Mapping[str, tuple[str, ...]] = {

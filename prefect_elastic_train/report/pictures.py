@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "load"]
-
 #: Coordinates of a path, and what of one is less than a tenth of a dot.
 _PATH = re.compile(r' d="[^"]*"')
 _FRACTION = re.compile(r"(\.\d)\d+")

@@ -15,8 +15,6 @@ from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.report.curves import Curve, Steps
 from prefect_elastic_train.report.metrics import COUNTERS, TOTALS, bounded, fraction, number
 
-__all__ = ["WORTH_TELLING_SECONDS", "Checkpoint", "Incident", "Progress", "RunReport", "is_better"]
-
 #: Bounds of what is kept, whatever the run does.
 MAX_CURVES = 8
 MAX_INCIDENTS = 60

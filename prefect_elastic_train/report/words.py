@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-__all__ = ["clock", "code", "duration", "metrics_in_words", "number", "plain", "size"]
-
 _MAX_CODE = 300
 
 

@@ -13,8 +13,6 @@ from prefect_elastic_train.runs import layout
 if TYPE_CHECKING:
     from prefect_elastic_train.storage.opening import Storage
 
-__all__ = ["Ancestor", "ancestors"]
-
 #: More nights than anybody looks back, each of which is a request.
 _MAX_ANCESTORS = 100
 

@@ -38,8 +38,6 @@ from prefect_elastic_train.runs.resume import adopt_snapshot, restore_snapshot
 from prefect_elastic_train.runs.view import RunReader
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["Begun", "Finished", "begin_attempt", "end_attempt", "host_id", "is_alive", "peek", "process_start"]
-
 #: Bound of the take-over loop. It turns again only when somebody else took a step in between.
 _MAX_TURNS = 20
 #: A holder counts as dead after this many of its heartbeat intervals without a beat.

@@ -14,8 +14,6 @@ from prefect_elastic_train.runs.model import Leftover, RunDirectory, mirror_stat
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
 from prefect_elastic_train.runs.view import RunReader
 
-__all__ = ["CheckpointCheck", "CommitCheck", "Verification", "verify"]
-
 #: A run that is being trained goes on while it is looked at: then it is looked at anew, so often.
 _LOOKS = 3
 

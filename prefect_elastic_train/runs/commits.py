@@ -26,23 +26,6 @@ from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together
 from prefect_elastic_train.runs.view import RunReader, RunView
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = [
-    "CommitLog",
-    "FencedOffError",
-    "ReadCommit",
-    "all_attempts",
-    "all_commits",
-    "attempt_id",
-    "check_fence",
-    "commit_label",
-    "damage_of",
-    "dropped_by",
-    "lineage",
-    "newest_attempt",
-    "newest_commit",
-    "read_lineage",
-]
-
 #: Commits of one attempt that are kept; older ones only matter if the newest are damaged.
 _COMMITS_KEPT = 5
 #: How long this machine's view of a shared mount may be behind; NFS keeps listings for up to a minute.

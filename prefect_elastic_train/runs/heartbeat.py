@@ -11,8 +11,6 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["HEARTBEAT_SECONDS", "HeartbeatWriter"]
-
 #: Seconds between two beats.
 HEARTBEAT_SECONDS = 5.0
 

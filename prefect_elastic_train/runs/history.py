@@ -22,8 +22,6 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.view import RunReader
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["HistoryWriter", "read_history"]
-
 logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 * 1024

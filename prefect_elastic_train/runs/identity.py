@@ -15,17 +15,6 @@ from typing import Any, NamedTuple
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.records import Fingerprint
 
-__all__ = [
-    "LATEST_RUN",
-    "Call",
-    "check_run_name",
-    "default_run_name",
-    "fingerprint",
-    "is_run_name",
-    "loop_name",
-    "training_part",
-]
-
 #: What ``resume_from`` calls the newest earlier run of the same training; no run can be named so.
 LATEST_RUN = "latest"
 

@@ -30,17 +30,6 @@ from prefect_elastic_train.runs.model import Attempt, RunDirectory
 from prefect_elastic_train.runs.snapshots import latest_checkpoint, parse_snapshot
 from prefect_elastic_train.runs.view import RunReader
 
-__all__ = [
-    "AttemptView",
-    "CheckpointView",
-    "RunAccounts",
-    "RunDetails",
-    "RunState",
-    "RunSummary",
-    "describe",
-    "summarize",
-]
-
 
 class RunState(str, enum.Enum):
     """Where a run stands, by its newest attempt."""

@@ -4,24 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "ATTEMPTS",
-    "COMMITS",
-    "ENDED",
-    "EVENTS",
-    "HEARTBEAT",
-    "LOGS",
-    "RUN",
-    "SNAPSHOT",
-    "STATE_FOLDER",
-    "attempt_name",
-    "commit_name",
-    "details_name",
-    "ended_name",
-    "parse_attempt",
-    "parse_commit",
-]
-
 #: Ray Train's own file; ours is a mirror of the newest commit.
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 STATE_FOLDER = ".elastic_train"

@@ -12,8 +12,6 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import host_id, is_alive
 from prefect_elastic_train.runs.view import RunReader
 
-__all__ = ["SILENT_SECONDS", "Life", "Sign", "look_for_life"]
-
 #: A heartbeat that is as old as that is no sign of life. A driver whose storage is away beats again when that is back,
 #: and gives up after ``retry_seconds`` of the storage block, by default half of it.
 SILENT_SECONDS = 600.0

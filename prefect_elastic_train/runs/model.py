@@ -36,8 +36,6 @@ from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
 from prefect_elastic_train.runs.view import RunReader, RunView, once
 
-__all__ = ["MIRRORS", "PRUNER", "SEED_COMMIT", "Attempt", "Leftover", "ResumePoint", "RunDirectory", "mirror_state"]
-
 #: Attempt and number of the commit that a run begins with that starts from another's checkpoint.
 SEED_COMMIT = (0, 0)
 #: Whose the attempt is that holds a run while `elastic-train runs prune` deletes it.

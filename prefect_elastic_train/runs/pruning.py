@@ -24,8 +24,6 @@ from prefect_elastic_train.runs.model import PRUNER, RunDirectory
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["AwaitedSources", "Deletion", "RunChangedError", "RunPlan", "carry_out", "plan_run", "plan_runs"]
-
 #: Processes of an attempt may outlive its driver, or the record of its end, by some seconds.
 _SETTLE_SECONDS = 60.0
 #: A run whose first attempt is yet to come may wait for a cluster, or copy the checkpoint that it starts from.

@@ -13,8 +13,6 @@ from prefect_elastic_train.runs.view import RunReader
 if TYPE_CHECKING:
     from prefect_elastic_train.report.accounts import Accounts
 
-__all__ = ["make_result"]
-
 
 def make_result(
     store: RunReader, run_name: str, accounts: Accounts, storage_block: str = "", score: str = ""

@@ -19,8 +19,6 @@ from prefect_elastic_train.runs.snapshots import (
 from prefect_elastic_train.runs.view import RunView
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["adopt_snapshot", "attempt_snapshot", "remove_interrupted_uploads", "restore_snapshot", "seed_run"]
-
 
 def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
     """Snapshot that an attempt goes on from: of its newest commit, else of its base; None for the beginning."""

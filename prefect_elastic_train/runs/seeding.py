@@ -25,8 +25,6 @@ from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["Source", "choose_source", "note_completed", "parse_source", "seed_from_source"]
-
 #: Completed runs that are remembered of each training of a deployment; all but the newest stand in for it.
 _REMEMBERED = 20
 #: Runs that were passed over are named one by one up to here.

@@ -7,15 +7,6 @@ from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
 
-__all__ = [
-    "checkpoint_names",
-    "fits_together",
-    "latest_checkpoint",
-    "parse_snapshot",
-    "seed_snapshot",
-    "without_checkpoints",
-]
-
 _LISTS = (
     "validated_checkpoint_dir_names",
     "timed_out_validation_checkpoint_dir_names",

@@ -9,8 +9,6 @@ from typing import Generic, Protocol, TypeVar
 from prefect_elastic_train.storage.object_store import ObjectRunStore
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 
-__all__ = ["RunReader", "RunView", "once"]
-
 Answer = TypeVar("Answer")
 Owner = TypeVar("Owner")
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
 
-__all__ = ["Fault", "chain", "diagnose"]
-
 
 @dataclass(frozen=True)
 class Fault:

@@ -11,8 +11,6 @@ from typing import Any
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 
-__all__ = ["LocalDiskError", "files_below", "local_disk", "run_all"]
-
 #: What an operating system says of its own disk, and no connection.
 _OF_THE_DISK = (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM)
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from prefect_elastic_train.storage.faults import diagnose
 from prefect_elastic_train.storage.objects import ObjectClient
 
-__all__ = ["ObjectRunStore"]
-
 #: So often a folder is swept into which somebody still writes.
 _SWEEPS = 10
 

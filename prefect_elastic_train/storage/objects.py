@@ -24,8 +24,6 @@ from prefect_elastic_train.storage.files import local_disk, run_all
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import TEMPORARY_PREFIX
 
-__all__ = ["ObjectClient", "TransferFile", "retries_of"]
-
 logger = logging.getLogger("prefect_elastic_train.storage")
 
 Answer = TypeVar("Answer")

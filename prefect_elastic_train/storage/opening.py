@@ -14,8 +14,6 @@ from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore, sync_tree
 
-__all__ = ["Storage", "open_storage"]
-
 
 @dataclass(frozen=True)
 class Storage:

@@ -12,8 +12,6 @@ from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.retrying_store import RetryingStore
 
-__all__ = ["PREFIX", "Probe", "preflight"]
-
 #: Of the folder beside the run directories in which the storage is tried.
 PREFIX = ".preflight-"
 #: How long an operation is repeated here: whoever waits for a start rather hears at once that a storage is away.

@@ -15,8 +15,6 @@ import tenacity
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.storage.faults import chain, diagnose
 
-__all__ = ["Retries", "Waits", "take_waits", "waiting_since"]
-
 logger = logging.getLogger("prefect_elastic_train.storage")
 
 Answer = TypeVar("Answer")

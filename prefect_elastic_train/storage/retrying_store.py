@@ -7,8 +7,6 @@ from collections.abc import Callable
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import RunStore
 
-__all__ = ["RetryingStore"]
-
 
 class RetryingStore:
     """Repeats the operations of another store while they fail with a passing fault.

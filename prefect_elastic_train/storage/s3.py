@@ -22,8 +22,6 @@ from prefect_elastic_train.storage.faults import error_code
 from prefect_elastic_train.storage.files import local_disk
 from prefect_elastic_train.storage.retries import Retries
 
-__all__ = ["S3Files", "open_s3"]
-
 _DELETE_AT_ONCE = 1000
 _READ_BYTES = 2**18
 #: A request may take so long, and longer by its body at so many bytes a second. botocore bounds the wait for an answer

@@ -15,8 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["TEMPORARY_PREFIX", "LocalRunStore", "RunStore", "make_folder", "sync_folder", "sync_tree"]
-
 #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
 TEMPORARY_PREFIX = ".tmp-"
 

@@ -21,8 +21,6 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.rank_errors import last_cause
 from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
 
-__all__ = ["TURN_SECONDS", "AttemptAccount", "Driver", "Follower"]
-
 #: How often a follower looks after everything but the driver's output.
 TURN_SECONDS = 0.2
 _LAST_WORDS = 30

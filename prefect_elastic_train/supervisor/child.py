@@ -18,8 +18,6 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
 
-__all__ = ["ChildDriver", "read_lines"]
-
 #: How long a driver may take from its last word to its end.
 _LEAVE_SECONDS = 15.0
 #: How long the rest of a dead driver's output is waited for.

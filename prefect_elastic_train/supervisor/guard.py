@@ -19,8 +19,6 @@ import psutil
 
 from prefect_elastic_train.supervisor.processes import end_marked, end_process, marked_processes
 
-__all__ = ["main"]
-
 #: Written by the supervisor when it has cleaned up itself.
 DISMISSED = b"dismissed\n"
 _POLL_SECONDS = 0.25

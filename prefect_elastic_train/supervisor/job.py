@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ray.job_submission import JobDetails
+
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
@@ -19,14 +21,11 @@ from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.supervisor.attempt import Follower
 from prefect_elastic_train.supervisor.job_client import (
     JobClient,
-    JobDetails,
     RefusedError,
     UnreachableError,
 )
 from prefect_elastic_train.supervisor.job_driver import BLIND_NOTE_SECONDS, BLIND_SECONDS, JobDriver, stop
 from prefect_elastic_train.supervisor.job_package import ENTRYPOINT, job_modules, make_runtime_env
-
-__all__ = ["JobLauncher"]
 
 _T = TypeVar("_T")
 

@@ -28,8 +28,6 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS
 
-__all__ = ["JobClient", "JobDetails", "RefusedError", "UnreachableError"]
-
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
 #: The list holds all jobs that the cluster ever ran, and a submission may wait for the node of the head.

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from ray.job_submission import JobDetails
+
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
-from prefect_elastic_train.supervisor.job_client import JobClient, JobDetails, RefusedError, UnreachableError
+from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
 from prefect_elastic_train.supervisor.job_log import JobLog
 from prefect_elastic_train.supervisor.job_package import end_pending
-
-__all__ = ["BLIND_NOTE_SECONDS", "BLIND_SECONDS", "JobDriver", "stop"]
 
 #: Without an answer for so long nobody sees the job, and a note says so, again after some minutes.
 BLIND_SECONDS = 30.0

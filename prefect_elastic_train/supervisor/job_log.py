@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from ray.job_submission import JobDetails
+
 from prefect_elastic_train.core.events import EVENT_TAG
 from prefect_elastic_train.core.lines import whole_lines
-from prefect_elastic_train.supervisor.job_client import JobClient, JobDetails, UnreachableError
-
-__all__ = ["JobLog"]
+from prefect_elastic_train.supervisor.job_client import JobClient, UnreachableError
 
 _ALL = -1
 #: How many lines before its end a log is read from at least, how many times more if the last known line is not among

@@ -28,8 +28,6 @@ from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S
 from prefect_elastic_train.core.version import VERSION_FILE, __version__
 from prefect_elastic_train.driver import job_entry as entry
 
-__all__ = ["ENTRYPOINT", "PYTHON", "VERSIONS_TAG", "end_pending", "job_modules", "make_runtime_env", "tell_versions"]
-
 _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
 _NEEDED = ("ray.train", "pyarrow", "pydantic", "psutil", "tenacity", "cloudpickle")

@@ -20,8 +20,6 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.settings import ClusterSettings
 
-__all__ = ["LocalCluster", "write_token"]
-
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _GCS_RECONNECT_SECONDS = "6"
 _PORT_TRIES = 3

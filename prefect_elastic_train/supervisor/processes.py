@@ -18,8 +18,6 @@ import psutil
 
 from prefect_elastic_train.core.spec import MARK_VARIABLE
 
-__all__ = ["end_marked", "end_process", "marked_processes"]
-
 
 def marked_processes(mark: str) -> list[psutil.Process]:
     """Return the living processes that carry a mark, and their descendants; this process is none of them."""

@@ -27,8 +27,6 @@ from prefect_elastic_train.supervisor.processes import end_marked
 if TYPE_CHECKING:
     from prefect_elastic_train.supervisor.job import JobLauncher
 
-__all__ = ["Runtime", "import_path", "let_join"]
-
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
 _MAX_FOLDER_CHARACTERS = 24
 #: A driver that ends well without its last word is followed by another one, which finds the result.

@@ -26,6 +26,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from ray.job_submission import JobDetails
 
 from prefect_elastic_train import __version__
 from prefect_elastic_train.core.events import (
@@ -46,7 +47,7 @@ from prefect_elastic_train.driver import job_entry as entry
 from prefect_elastic_train.supervisor import attempt, job_client, job_driver, job_log
 from prefect_elastic_train.supervisor.attempt import Follower
 from prefect_elastic_train.supervisor.job import JobLauncher
-from prefect_elastic_train.supervisor.job_client import JobClient, JobDetails, RefusedError, UnreachableError
+from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
 from prefect_elastic_train.supervisor.job_log import JobLog
 from prefect_elastic_train.supervisor.job_package import ENTRYPOINT, job_modules, make_runtime_env
 from tests.unit.test_following import SPEC
