@@ -6,59 +6,18 @@ imports Prefect's settings, so nothing that drivers load imports this.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from prefect.settings.base import PrefectBaseSettings, build_settings_config
-from prefect.settings.sources import (
-    EnvFilterSettingsSource,
-    FilteredDotEnvSettingsSource,
-    PrefectTomlConfigSettingsSource,
-    ProfileSettingsTomlLoader,
-    PyprojectTomlConfigSettingsSource,
-)
-from pydantic import AfterValidator, Field, ValidationError
-from pydantic_settings import (
-    DotEnvSettingsSource,
-    EnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SecretsSettingsSource,
-    SettingsConfigDict,
-)
-from pydantic_settings.exceptions import SettingsError
+from pydantic import Field, StringConstraints, ValidationError
+from pydantic_settings import SettingsConfigDict
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.spec import MARK_VARIABLE
 
-_PATH = ("elastic_train",)
-_TABLE = ".".join(_PATH)
-_BLOCK = re.compile(r"([a-z0-9-]+/)?[a-z0-9-]+")
-#: What the active Prefect profile is called as a source.
-PROFILE = "the active Prefect profile"
-#: Settings that name the blocks of trainings that give none, by the argument of ``elastic_train`` that they stand for.
-DEFAULT_BLOCKS = {
-    "scaling": "default_scaling",
-    "failures": "default_failures",
-    "checkpoints": "default_checkpoints",
-    "storage": "default_storage",
-    "cluster": "default_cluster",
-}
-
-
-def _names_a_block(value: str) -> str:
-    value = value.strip()
-    if value and not _BLOCK.fullmatch(value):
-        raise ValueError("expected the name of a saved block, as <name> or <block type>/<name>, such as spot-a100")
-    return value
-
-
-_BlockName = Annotated[str, AfterValidator(_names_a_block)]
+_BlockName = Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^(([a-z0-9-]+/)?[a-z0-9-]+)?$")]
 
 
 class ElasticTrainSettings(PrefectBaseSettings):
@@ -72,17 +31,13 @@ class ElasticTrainSettings(PrefectBaseSettings):
         ``PREFECT_ELASTIC_TRAIN_POLL_INTERVAL_SECONDS=0.5`` polls the workers twice a second.
     """
 
-    model_config: ClassVar[SettingsConfigDict] = build_settings_config(_PATH, frozen=True)
+    model_config: ClassVar[SettingsConfigDict] = build_settings_config(("elastic_train",), frozen=True)
 
     poll_interval_seconds: float = Field(
-        default=0.0,
-        ge=0,
-        description="How often the controller polls its workers. 0: 0.1 s, growing with max_workers.",
+        default=0.0, ge=0, description="How often the controller polls its workers. 0: 0.1 s, growing with max_workers."
     )
     liveness_timeout_seconds: float = Field(
-        default=300.0,
-        gt=0,
-        description="A driver whose controller gives no sign of life for so long counts as lost.",
+        default=300.0, gt=0, description="A driver whose controller gives no sign of life for so long counts as lost."
     )
     stop_grace_seconds: float = Field(
         default=8.0, gt=0, description="How long a driver may take to end after SIGINT before SIGKILL."
@@ -94,9 +49,7 @@ class ElasticTrainSettings(PrefectBaseSettings):
         default=120.0, gt=0, description="How long a local cluster may take to start."
     )
     log_lines_per_second: float = Field(
-        default=20.0,
-        gt=0,
-        description="How many lines a second of each source of output reach the Prefect log; rank 0 does in full.",
+        default=20.0, gt=0, description="How many lines a second of each source of output reach the Prefect log."
     )
     reporting: bool = Field(
         default=True, description="Whether the report, the progress and the run's events are written to Prefect."
@@ -121,7 +74,7 @@ class ElasticTrainSettings(PrefectBaseSettings):
     )
 
     def poll_interval(self, max_workers: int) -> float:
-        """Give the poll interval in seconds for a worker group of up to ``max_workers``.
+        """Return the poll interval in seconds for a worker group of up to ``max_workers``.
 
         Short, since ``report()`` waits for a poll and what was not polled is lost with a worker; longer for
         large groups, since a poll costs a call to each worker.
@@ -131,27 +84,31 @@ class ElasticTrainSettings(PrefectBaseSettings):
 
 @cache
 def get_settings() -> ElasticTrainSettings:
-    """Give the settings of this process.
+    """Return the settings of this process.
 
     Raises:
         ConfigurationError: A value is not allowed, or a file cannot be read.
     """
     try:
         return ElasticTrainSettings()
-    except SettingsError as error:
-        raise ConfigurationError(str(error)) from error
     except ValidationError as error:
-        raise ConfigurationError(_refusal(error)) from None
+        wrong = [(variable_of(one["loc"][0]), one["input"], one["msg"]) for one in error.errors()]
+        told = [f"{variable}={value!r} is not allowed: {rule}" for variable, value, rule in wrong]
+        raise ConfigurationError("; ".join(told)) from None
     except (AttributeError, TypeError, ValueError, OSError) as error:  # Prefect's sources take a file as it comes
         raise ConfigurationError(
-            f"settings cannot be read ({type(error).__name__}: {error}): .env, prefect.toml, pyproject.toml and "
-            "the active Prefect profile must be text in UTF-8, and tables must be tables of settings and their values"
+            f"settings in .env, prefect.toml, pyproject.toml or the active Prefect profile cannot be read: {error!r}"
         ) from error
 
 
+def variable_of(setting: object) -> str:
+    """Return the environment variable of a setting."""
+    return f"{ElasticTrainSettings.model_config.get('env_prefix', '')}{str(setting).upper()}"
+
+
 def default_block_name(argument: str) -> str:
-    """Give the name of the saved block that stands for an argument of ``elastic_train``; empty if none does."""
-    name: str = getattr(get_settings(), DEFAULT_BLOCKS[argument])
+    """Return the name of the saved block that stands for an argument of ``elastic_train``; empty if none does."""
+    name: str = getattr(get_settings(), f"default_{argument}")
     return name
 
 
@@ -161,91 +118,5 @@ def naming_the_setting(argument: str) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        variable = variable_of(DEFAULT_BLOCKS[argument])
-        raise ConfigurationError(f"{variable}={default_block_name(argument)!r}: {error}") from error
-
-
-def variable_of(setting: str) -> str:
-    """Give the environment variable of a setting."""
-    return f"{ElasticTrainSettings.model_config.get('env_prefix', '')}{setting.upper()}"
-
-
-@dataclass(frozen=True)
-class Given:
-    """A setting that stands somewhere.
-
-    Attributes:
-        value: As it is written there.
-        source: Where that is, for people.
-    """
-
-    value: Any
-    source: str
-
-
-def given_settings() -> dict[str, Given]:
-    """Give the settings that are not left at their defaults, each from the source that counts.
-
-    Raises:
-        SettingsError: A file cannot be read.
-    """
-    given: dict[str, Given] = {}
-    for source in _sources():
-        for setting, value in source().items():
-            if setting in ElasticTrainSettings.model_fields:
-                given.setdefault(setting, Given(value, _NAMES[type(source)]))
-    return given
-
-
-def unknown_settings() -> Iterator[tuple[str, str]]:
-    """Find what looks like a setting and is none, such as a misspelt one; give its name and where it stands.
-
-    Raises:
-        SettingsError: A file cannot be read.
-    """
-    prefix = variable_of("")
-    variables = {variable_of(setting) for setting in ElasticTrainSettings.model_fields} | {MARK_VARIABLE}
-    for source in _sources():
-        if isinstance(source, PrefectTomlConfigSettingsSource | PyprojectTomlConfigSettingsSource):
-            found = [name for name in source.toml_data if name not in ElasticTrainSettings.model_fields]
-        else:
-            names = source.profile_settings if isinstance(source, ProfileSettingsTomlLoader) else _variables(source)
-            found = [name for name in map(str.upper, names) if name.startswith(prefix) and name not in variables]
-        yield from ((name, _NAMES[type(source)]) for name in found)
-
-
-_NAMES: dict[type[PydanticBaseSettingsSource], str] = {
-    EnvFilterSettingsSource: "the environment",
-    FilteredDotEnvSettingsSource: "the file .env",
-    PrefectTomlConfigSettingsSource: f"the table [{_TABLE}] of prefect.toml",
-    PyprojectTomlConfigSettingsSource: f"the table [tool.prefect.{_TABLE}] of pyproject.toml",
-    ProfileSettingsTomlLoader: PROFILE,
-}
-
-
-def _sources() -> Iterator[PydanticBaseSettingsSource]:
-    """Give Prefect's sources of settings, the one that overrules the others first."""
-    bare = (
-        InitSettingsSource(ElasticTrainSettings, {}),
-        EnvSettingsSource(ElasticTrainSettings),
-        DotEnvSettingsSource(ElasticTrainSettings),
-        SecretsSettingsSource(ElasticTrainSettings),
-    )
-    found = ElasticTrainSettings.settings_customise_sources(ElasticTrainSettings, *bare)
-    return (source for source in found if type(source) in _NAMES)
-
-
-def _variables(source: PydanticBaseSettingsSource) -> list[str]:
-    return list(source.env_vars) if isinstance(source, FilteredDotEnvSettingsSource) else list(os.environ)
-
-
-def _refusal(error: ValidationError) -> str:
-    """Say which settings are wrong, where they stand, and what is allowed."""
-    given = given_settings()
-    parts = []
-    for one in error.errors(include_url=False):
-        setting = str(one["loc"][0])
-        found = given.get(setting, Given(one["input"], "an unknown source"))
-        rule = one["msg"].removeprefix("Value error, ")
-        parts.append(f"{variable_of(setting)}={str(found.value)!r}, from {found.source}, is not allowed: {rule}")
-    return "; ".join(parts)
+        name = default_block_name(argument)
+        raise ConfigurationError(f"{variable_of(f'default_{argument}')}={name!r}: {error}") from error

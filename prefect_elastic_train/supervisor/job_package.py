@@ -31,8 +31,6 @@ from prefect_elastic_train.driver import job_entry as entry
 _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
 _NEEDED = ("ray.train", "pyarrow", "pydantic", "psutil", "tenacity", "cloudpickle")
-#: What a job that tells its versions begins the line with.
-VERSIONS_TAG = "@elastic-train-versions "
 _FRAMEWORKS = {"torch": ("torch",), "jax": ("jax",), "none": ()}
 #: What the flow's objects are pickled by.
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -72,15 +70,6 @@ def end_pending(submission_id: str) -> str:
         "import ray; ray.init(log_to_driver=False); "
         f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "
         "namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))"
-    )
-    return _command(f"-c {shlex.quote(code)}")
-
-
-def tell_versions() -> str:
-    """Return the command of a job that prints which Python and Ray a driver would have: `VERSIONS_TAG`, then JSON."""
-    code = (
-        "import json, platform, ray; "
-        f"print({VERSIONS_TAG!r} + json.dumps({{'python': platform.python_version(), 'ray': ray.__version__}}))"
     )
     return _command(f"-c {shlex.quote(code)}")
 

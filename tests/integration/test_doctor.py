@@ -27,8 +27,6 @@ from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.supervisor import job_package as package
-from prefect_elastic_train.supervisor.job_client import JobClient
 from tests.support.processes import ROOT, RayHead, free_port, prefect_server, wait_for
 
 PASSWORD = "operator:of-these-tests"
@@ -131,10 +129,9 @@ def test_a_healthy_machine_is_told_so_in_seconds_and_nothing_is_left(
     told = json.loads(done.stdout)
     print(f"healthy in {told['seconds']} s")
     assert told["seconds"] < HEALTHY_SECONDS
-    # Other tests of this machine may have left something, and be told.
-    assert {one["level"] for one in told["findings"] if one["check"] != "leftovers"} == {"ok"}, told
+    assert {one["level"] for one in told["findings"]} == {"ok"}, told
     checks = {one["check"] for one in told["findings"]}
-    assert checks == {"versions", "settings", "server", "blocks", "storage", "cluster", "leftovers"}
+    assert checks == {"versions", "settings", "server", "blocks", "storage", "cluster"}
     assert not (tmp_path / "elastic_train_runs").exists()
     assert [path.name for path in temporary.glob("elt-*")] == []
     # The guard ends a moment after what it has guarded.
@@ -160,7 +157,7 @@ def test_a_server_that_is_down_is_named_with_how_to_start_one(tmp_path: Path) ->
     with temporary_settings({PREFECT_API_URL: url}):
         answer = _doctor("--storage", str(tmp_path), "--cluster", "any")
     _assert_names(answer, "server", url, "PREFECT_API_URL", "`prefect server start`")
-    assert "without the server" in answer.of("cluster", "skip")
+    assert "without the blocks" in answer.of("cluster", "skip")
     assert answer.told["seconds"] < HEALTHY_SECONDS
 
 
@@ -171,14 +168,12 @@ def test_a_server_that_refuses_the_password_is_named_with_the_variable(
     with temporary_settings({PREFECT_API_URL: guarded, PREFECT_API_AUTH_STRING: password}):
         answer = _doctor("--storage", str(tmp_path), "--cluster", "any")
     _assert_names(answer, "server", guarded, "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING")
-    assert ("is not set" in answer.of("server", "fail")) == (password is None)
     assert "the-password" not in json.dumps(answer.told)
 
 
 def test_a_block_that_does_not_load_is_named_with_field_value_and_rule(
-    server: str, tmp_path: Path, joined: RayCluster, monkeypatch: pytest.MonkeyPatch
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined.model_copy(deep=True).save("shared", overwrite=True, _sync=True)
     document = ElasticScaling().save("edited", overwrite=True, _sync=True)
     secret = RayCluster(address="http://127.0.0.1:1", auth_token="token-nobody-shall-see").save(
         "edited", overwrite=True, _sync=True
@@ -190,14 +185,13 @@ def test_a_block_that_does_not_load_is_named_with_field_value_and_rule(
             client.update_block_document(
                 secret, BlockDocumentUpdate(data={"auth_token": "token-nobody-shall-see", "adress": "x"})
             )
-            answer = _doctor("--storage", str(tmp_path), "--cluster", "shared")
+            answer = _doctor("--storage", str(tmp_path))
         finally:
             client.delete_block_document(document)
             client.delete_block_document(secret)
     _assert_names(answer, "blocks", "elastic-scaling/edited", "max_workers", "-2", "greater than or equal to 1")
     _assert_names(answer, "blocks", "ray-cluster-training/edited", "adress")
     _assert_names(answer, "blocks", "PREFECT_ELASTIC_TRAIN_DEFAULT_FAILURES='no-such-budget'", "prefect block ls")
-    assert "joined the cluster at" in answer.of("cluster", "ok")
     assert "token-nobody-shall-see" not in json.dumps(answer.told)
 
 
@@ -215,43 +209,9 @@ def test_a_storage_that_cannot_be_written_and_a_wrong_token_are_named_with_the_w
             assert part in answer.of("storage", "fail")
         for part in (address, "refused the token", "auth_token of the RayCluster"):
             assert part in answer.of("cluster", "fail")
-        assert "training-storage-directory, ray-cluster-training" in answer.of("blocks", "ok")
+        for block in ("training-storage-directory/broken", "ray-cluster-training/broken"):
+            assert block in answer.of("blocks", "ok")
         assert "not-the-token" not in json.dumps(answer.told)
-
-
-def test_a_cluster_with_another_python_is_told_with_both_versions(
-    server: str, head: RayHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    RayCluster(**head.jobs_block).save("jobs", overwrite=True, _sync=True)
-    arguments = ["--storage", str(tmp_path), "--cluster", "jobs"]
-    monkeypatch.setattr(package, "PYTHON", "3.99")
-    before = head.jobs()
-    answer = _doctor(*arguments)
-    _assert_names(answer, "cluster", "the cluster runs Python 3.", "this machine Python 3.99", "the same minor version")
-    assert head.jobs() == before, "the job is left"
-    monkeypatch.undo()
-    answer = _doctor(*arguments)
-    assert answer.exit_code == 0, answer.told
-    assert "a job ran there" in answer.of("cluster", "ok")
-
-
-def test_a_job_that_does_not_start_is_named_with_how_to_delete_it(
-    server: str, head: RayHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    RayCluster(**head.jobs_block).save("jobs", overwrite=True, _sync=True)
-
-    def submit(client: JobClient, submission_id: str, entrypoint: str, metadata: dict[str, str]) -> None:
-        client.submit_job(
-            entrypoint=entrypoint,
-            submission_id=submission_id,
-            metadata=metadata,
-            entrypoint_resources={"unobtainium": 1},
-        )
-
-    monkeypatch.setattr(JobClient, "submit", submit)
-    answer = _doctor("--storage", str(tmp_path), "--cluster", "jobs", "--timeout", "15")
-    _assert_names(answer, "cluster", "a job that only tells its versions is PENDING", "/#/jobs", "give more --timeout")
-    assert "`ray job delete elastic-train-doctor-" in answer.of("cluster", "fail")
 
 
 def test_a_training_takes_the_blocks_that_the_settings_name(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
