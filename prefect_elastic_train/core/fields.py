@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 
 def _unwrap_ui_json(value: Any) -> Any:
@@ -34,8 +34,9 @@ def _no_boolean(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_no_boolean)]
 JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
-Resources = Annotated[dict[str, float], BeforeValidator(_unwrap_ui_json)]
+Amounts = Annotated[dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]], BeforeValidator(_unwrap_ui_json)]
 Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]
+Text = Annotated[str, StringConstraints(strip_whitespace=True)]
 
 
 class SettingsModel(BaseModel):

@@ -259,7 +259,7 @@ def _entrypoint_resources(spec: DriverSpec) -> dict[str, Any]:
     given = {
         "entrypoint_num_cpus": resources.pop("CPU", None),
         "entrypoint_num_gpus": resources.pop("GPU", None),
-        "entrypoint_memory": resources.pop("memory", None),
+        "entrypoint_memory": int(resources.pop("memory", 0)) or None,
         "entrypoint_resources": resources or None,
     }
     return {name: value for name, value in given.items() if value is not None}
