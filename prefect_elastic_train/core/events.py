@@ -5,14 +5,16 @@ Events travel as tagged JSON lines on the driver's standard output, between what
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from functools import cache, partial
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, computed_field
 
-from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, cut, shortened
+from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, cut, size_of
 from prefect_elastic_train.core.outcomes import Outcome
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,14 @@ EVENT_TAG = "@elastic-train-event "
 ALIVE_SECONDS = 2.0
 
 
-class _Event(BaseModel):
+@cache
+def _snake(event_type: type) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
+
+
+class Event(BaseModel):
+    """Something that happened in an attempt."""
+
     model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
 
     #: Number of the event within its attempt, 0 until the driver has numbered it.
@@ -34,29 +43,29 @@ class _Event(BaseModel):
     attempt: int = 0
     #: Whether the event may be dropped when a channel is full.
     droppable: ClassVar[bool] = False
-    #: Another kind's name by which it may be handled, too.
-    family: ClassVar[str] = ""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def kind(self) -> str:
+        """What the event is, in JSON: the name of its class as ``checkpoint_committed``."""
+        return _snake(type(self))
 
 
-class ClusterWanted(_Event):
+class ClusterWanted(Event):
     """The run is not finished, so the driver needs its local cluster."""
 
-    kind: Literal["cluster_wanted"] = "cluster_wanted"
 
-
-class ClusterConnected(_Event):
+class ClusterConnected(Event):
     """The driver has joined the Ray cluster."""
 
-    kind: Literal["cluster_connected"] = "cluster_connected"
     address: str
     dashboard_url: str = ""
     resources: dict[str, float] = Field(default_factory=dict)
 
 
-class AttemptStarted(_Event):
+class AttemptStarted(Event):
     """The attempt holds the fence; training starts from ``checkpoint`` (empty: from the beginning)."""
 
-    kind: Literal["attempt_started"] = "attempt_started"
     run_name: str
     run_uri: str
     checkpoint: str = ""
@@ -74,17 +83,15 @@ class AttemptStarted(_Event):
     inherited: dict[str, Any] = Field(default_factory=dict)
 
 
-class StateChanged(_Event):
+class StateChanged(Event):
     """Ray Train's controller went into another state, such as ``SCHEDULING`` or ``RUNNING``."""
 
-    kind: Literal["state_changed"] = "state_changed"
     state: str
 
 
-class WaitingForCapacity(_Event):
+class WaitingForCapacity(Event):
     """The cluster cannot hold ``min_workers`` now: what is missing, and since when (seconds since the epoch)."""
 
-    kind: Literal["waiting_for_capacity"] = "waiting_for_capacity"
     possible_workers: int
     min_workers: int
     resources_per_worker: dict[str, float]
@@ -92,31 +99,28 @@ class WaitingForCapacity(_Event):
     since: float = 0.0
 
 
-class WorkerGroupStarted(_Event):
+class WorkerGroupStarted(Event):
     """A worker group trains. ``ranks`` maps a worker's process id to its rank, for log lines."""
 
-    kind: Literal["worker_group_started"] = "worker_group_started"
     world_size: int
     checkpoint: str = ""
     ranks: dict[str, int] = Field(default_factory=dict)
 
 
-class CheckpointTaken(_Event):
+class CheckpointTaken(Event):
     """The loop goes on from the checkpoint that its worker group was offered; ``where`` is its first report's place."""
 
-    kind: Literal["checkpoint_taken"] = "checkpoint_taken"
     checkpoint: str
     where: str = ""
 
 
-class LoopWarned(_Event):
+class LoopWarned(Event):
     """Something is wrong with the loop itself.
 
     ``problem`` is ``"checkpoint-ignored"`` (it began again although a checkpoint is there), ``"no-checkpoint"`` (it
     has never saved one), or ``"ranks-missing"`` (only some of its ranks report; ``ranks`` do not).
     """
 
-    kind: Literal["loop_warned"] = "loop_warned"
     problem: Literal["checkpoint-ignored", "no-checkpoint", "ranks-missing"]
     #: What is wrong and the way out.
     message: str
@@ -128,13 +132,12 @@ class LoopWarned(_Event):
     ranks: list[int] = Field(default_factory=list)
 
 
-class WorkerGroupResized(_Event):
+class WorkerGroupResized(Event):
     """A healthy worker group is taken down to start with another size.
 
     ``reason`` is ``"commit"``, right after one, or ``"patience"``: none came within ``resize_patience_seconds``.
     """
 
-    kind: Literal["worker_group_resized"] = "worker_group_resized"
     old_size: int
     new_size: int
     reason: str = ""
@@ -146,13 +149,12 @@ class WorkerGroupResized(_Event):
     seconds_lost: float = 0.0
 
 
-class GroupFailed(_Event):
+class GroupFailed(Event):
     """The worker group failed.
 
     ``errors`` maps a rank to its traceback, each different one once; ``also`` has the other ranks with the same.
     """
 
-    family: ClassVar[str] = "group_failed"
     errors: dict[str, str]
     also: dict[str, list[int]] = Field(default_factory=dict)
     retried: bool
@@ -165,19 +167,14 @@ class GroupFailed(_Event):
 class WorkerFailed(GroupFailed):
     """Ranks of the worker group failed."""
 
-    kind: Literal["worker_failed"] = "worker_failed"
-
 
 class WorkersPreempted(GroupFailed):
     """A node of the worker group was drained or reclaimed."""
 
-    kind: Literal["workers_preempted"] = "workers_preempted"
 
-
-class Report(_Event):
+class Report(Event):
     """All ranks reported."""
 
-    family: ClassVar[str] = "report"
     #: Number of the report within the attempt, counted by the driver.
     index: int = 0
     metrics: dict[str, Any]
@@ -187,25 +184,22 @@ class Report(_Event):
 class Reported(Report):
     """All ranks reported, without a checkpoint."""
 
-    kind: Literal["reported"] = "reported"
     droppable: ClassVar[bool] = True
 
 
 class CheckpointCommitted(Report):
     """All ranks reported with a checkpoint, and it is durable: a restart will not fall behind it."""
 
-    kind: Literal["checkpoint_committed"] = "checkpoint_committed"
     checkpoint: str
     size_bytes: int
 
 
-class StorageWaited(_Event):
+class StorageWaited(Event):
     """The storage did not answer for a while, and does again: what that has cost.
 
     ``who`` waited: ``"controller"``, or ``"ranks"``, whose longest wait ``seconds`` is.
     """
 
-    kind: Literal["storage_waited"] = "storage_waited"
     who: str
     seconds: float
     #: Requests that failed and were repeated.
@@ -214,35 +208,31 @@ class StorageWaited(_Event):
     last: str = ""
 
 
-class CheckpointStalled(_Event):
+class CheckpointStalled(Event):
     """The loop stood still while checkpoints were written: for so long on the slowest rank since this was last told."""
 
-    kind: Literal["checkpoint_stalled"] = "checkpoint_stalled"
     seconds: float
 
 
-class RunRecalled(_Event):
+class RunRecalled(Event):
     """What the history before this attempt adds up to, for a supervisor that has not seen it. Not in the history."""
 
-    kind: Literal["run_recalled"] = "run_recalled"
     #: A :class:`prefect_elastic_train.report.run_report.RunReport` as JSON.
     report: dict[str, Any]
 
 
-class ControllerAlive(_Event):
+class ControllerAlive(Event):
     """The controller's process lives; ``doing`` says what it does, ``seconds`` since when."""
 
-    kind: Literal["controller_alive"] = "controller_alive"
     droppable: ClassVar[bool] = True
     doing: str
     seconds: float
     callback_errors: int = 0
 
 
-class AttemptEnded(_Event):
+class AttemptEnded(Event):
     """The last word of an attempt."""
 
-    kind: Literal["attempt_ended"] = "attempt_ended"
     outcome: Outcome
     message: Annotated[str, AfterValidator(partial(cut, most=MAX_MESSAGE_BYTES))] = ""
     #: Begun by an earlier attempt and finished then; this driver had nothing to do.
@@ -251,47 +241,25 @@ class AttemptEnded(_Event):
     result: dict[str, Any] | None = None
 
 
-Event = Annotated[
-    AttemptEnded
-    | AttemptStarted
-    | CheckpointCommitted
-    | CheckpointStalled
-    | CheckpointTaken
-    | ClusterConnected
-    | ClusterWanted
-    | ControllerAlive
-    | LoopWarned
-    | Reported
-    | RunRecalled
-    | StateChanged
-    | StorageWaited
-    | WaitingForCapacity
-    | WorkerFailed
-    | WorkerGroupResized
-    | WorkerGroupStarted
-    | WorkersPreempted,
-    Field(discriminator="kind"),
-]
-
-_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
-_KINDS = get_args(get_args(Event)[0])
-_METHODS = {f"on_{name}" for event in _KINDS for name in (event.model_fields["kind"].default, event.family)}
+#: All there are, by what they are in JSON.
+KINDS: dict[str, type[Event]] = {
+    _snake(kind): kind
+    for base in (Event, GroupFailed, Report)
+    for kind in base.__subclasses__()
+    if not kind.__subclasses__()
+}
 
 
 class EventHandler:
-    """Hands each event to its method ``on_<kind>`` or ``on_<family>``, as :class:`ast.NodeVisitor` does.
+    """Hands each event to its method ``on_<kind>``, or that of a class it is derived from, as ``on_report``.
 
     Any other event is passed over.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if unknown := {name for name in vars(cls) if name.startswith("on_")} - _METHODS:
-            raise TypeError(f"{cls.__name__} handles events that there are not: {', '.join(sorted(unknown))}")
-
     def handle(self, event: Event) -> Any:
         """Return what the method for this kind of event returns, None if there is none."""
-        method = getattr(self, f"on_{event.kind}", None) or getattr(self, f"on_{event.family}", None)
+        methods = (getattr(self, f"on_{_snake(kind)}", None) for kind in type(event).__mro__)
+        method = next(filter(None, methods), None)
         return None if method is None else method(event)
 
 
@@ -302,17 +270,29 @@ def encode_event(event: Event) -> str:
     if size <= MAX_EVENT_BYTES:
         return text
     # What may be large is bounded where it comes from; this is for what nobody has thought of.
-    logger.warning("an event of kind %s is cut from %d to %d bytes", event.kind, size, MAX_EVENT_BYTES)
-    whole, most = event.model_dump(), MAX_EVENT_BYTES
-    while len(text.encode()) > MAX_EVENT_BYTES and most > 1:
-        most //= 2
-        text = as_json(type(event).model_validate(shortened(whole, most)))
-    return text
+    logger.warning("an event of kind %s is cut from %d bytes", event.kind, size)
+    return as_json(event.model_copy(update={name: _fitting(value) for name, value in event}))
+
+
+def _fitting(value: Any) -> Any:
+    """A field in the room that each has: text without its middle, a collection without what comes last."""
+    if isinstance(value, str):
+        return cut(value, MAX_EVENT_BYTES // 50)
+    if not isinstance(value, dict | list):
+        return value
+    kept, room = [], MAX_EVENT_BYTES // 8
+    for item in value.items() if isinstance(value, dict) else value:
+        room -= size_of(item)
+        if room < 0:
+            break
+        kept.append(item)
+    return type(value)(kept)
 
 
 def decode_event(text: str | bytes) -> Event | None:
     """Read an event, or None if it is none that this version knows."""
     try:
-        return _ADAPTER.validate_json(text)
-    except ValidationError:
+        fields = json.loads(text)
+        return KINDS[fields["kind"]].model_validate(fields)
+    except (ValueError, LookupError, TypeError):
         return None

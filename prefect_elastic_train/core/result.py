@@ -62,6 +62,17 @@ class TimeAccount(BaseModel):
         return round(min(1.0, self.productive_seconds / self.wall_seconds), 4) if self.wall_seconds > 0 else 0.0
 
 
+class Counts(BaseModel):
+    """What is counted of a run. See :class:`RunResult` for the fields."""
+
+    attempts: int = 0
+    worker_failures: int = 0
+    preemptions: int = 0
+    resizes: int = 0
+    steps_lost: int = 0
+    storage_wait_seconds: float = 0.0
+
+
 class BestCheckpoint(BaseModel):
     """A checkpoint that was kept, and what was reported with it."""
 

@@ -65,10 +65,10 @@ class _Payloads(ev.EventHandler):
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> Any:
         report, checkpoint = self._report, loop_name(event.checkpoint)
-        if not report.attempt_before:
+        if event.attempt <= 1:
             return [("started", {"checkpoint": checkpoint, "started_from": event.started_from[:_MAX_TEXT]})]
-        why = report.incident_of("driver")
-        told = {"checkpoint": checkpoint, "reason": why.why[:_MAX_TEXT] if why else ""}
+        why = next((incident.why for incident in reversed(report.incidents) if incident.kind == "driver"), "")
+        told = {"checkpoint": checkpoint, "reason": why[:_MAX_TEXT]}
         return [("driver-restarted", {**told, "driver_restarts": report.driver_restarts})]
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> Any:
@@ -121,7 +121,7 @@ def ending(report: RunReport, name: str, at: float, message: str, common: Mappin
         message: What there is to say of it.
         common: What every payload has besides.
     """
-    account = report.tally.meter.account()
+    account = report.tally.account()
     newest = report.checkpoints[-1] if report.checkpoints else None
     payload = {
         "run_name": report.run_name,

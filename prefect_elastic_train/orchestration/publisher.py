@@ -307,9 +307,8 @@ class Publisher:
         if not wanted or (time.monotonic() < self._next_drawing and not closing):
             return False
         try:
-            from prefect_elastic_train.report.pictures import draw, load
+            from prefect_elastic_train.report.pictures import draw
 
-            load()
             began = time.thread_time()
             self._pictures = draw(report, now)
             self._next_drawing = time.monotonic() + (time.thread_time() - began) / _DRAWING_SHARE

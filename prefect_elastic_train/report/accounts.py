@@ -1,33 +1,283 @@
-"""What a run's history adds up to: a pure function of its events, over all attempts."""
+"""What a run's history adds up to: counts, and where its wall time goes (``docs/goodput.md`` has the definition)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.core.result import TimeAccount, WorldSize
-from prefect_elastic_train.report.goodput import GoodputMeter
+from prefect_elastic_train.core.result import Counts, TimeAccount, WorldSize
 
+#: Commits remembered, one of which a next attempt goes on from.
+_MAX_COMMITS = 50
 #: Rows of metrics that a result carries at most.
 _MAX_HISTORY_ROWS = 2000
 
-
-class _Counts(BaseModel):
-    """What is counted of a run. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
-
-    attempts: int = 0
-    worker_failures: int = 0
-    preemptions: int = 0
-    resizes: int = 0
-    steps_lost: int = 0
-    storage_wait_seconds: float = 0.0
+#: What takes no part: said by whoever starts a driver, or of no moment of its own.
+_TIMELESS = (ev.ClusterConnected, ev.ClusterWanted, ev.ControllerAlive, ev.RunRecalled)
+_BUCKETS = ("startup", "waiting_for_capacity", "restart", "resize", "checkpoint_stall", "lost")
 
 
-class Accounts(_Counts):
+class _Commit(BaseModel):
+    checkpoint: str
+    #: Preserved seconds up to it.
+    productive: float
+
+
+class Tally(Counts, ev.EventHandler):
+    """Counts and times of a run, event by event: all that is told of them comes from here.
+
+    Its state is plain values of a bounded size. Times are seconds; events must come in their order, over all attempts.
+    """
+
+    attempt: int = 0
+    #: Reports of earlier attempts; and of this one the newest, the newest that a commit keeps, and the worker group's
+    #: last before it began.
+    before: int = 0
+    index: int = 0
+    kept: int = 0
+    group_index: int = 0
+    #: What the run does: sets up; waits for capacity; the loop runs and has not reported; it trains; it is done;
+    #: nobody tries to train.
+    phase: Literal["setup", "waiting", "first", "training", "winding", "done", "stopped"] | None = None
+    setup: Literal["startup", "restart", "resize"] = "startup"
+    #: Up to when the time is spent, in seconds since the epoch.
+    mark: float = 0.0
+    spent: dict[str, float] = Field(default_factory=dict)
+    stopped: float = 0.0
+    productive: float = 0.0
+    #: Trained since the last commit.
+    pending: float = 0.0
+    commits: list[_Commit] = Field(default_factory=list)
+    #: What was preserved when the worker group started, in seconds and in reports.
+    seconds_at_start: float = 0.0
+    reports_at_start: int = 0
+    #: The time to the worker group's first report, until it is known how much of that was training; the time since,
+    #: that between its first two reports, and its commits so far.
+    first: float | None = None
+    since_first: float = 0.0
+    interval: float | None = None
+    unsettled: int = 0
+    #: Seconds between two reports of an earlier group.
+    typical: float | None = None
+
+    @property
+    def position(self) -> int:
+        """Number of the last report, counted without those that were done again."""
+        return self.before + self.index - self.steps_lost
+
+    def take(self, event: ev.Event) -> None:
+        """Take the next event in."""
+        if not isinstance(event, ev.AttemptStarted):
+            if self.phase in (None, "done") or isinstance(event, _TIMELESS):
+                return
+            self._advance((event.since or event.at) if isinstance(event, ev.WaitingForCapacity) else event.at)
+        self.handle(event)
+
+    def account(self, now: float | None = None) -> TimeAccount:
+        """Return where the time went, up to `now` (seconds since the epoch) if the run still lives."""
+        tally = self.model_copy(deep=True)
+        if now is not None and tally.phase not in (None, "done", "stopped"):
+            tally._advance(now)
+        tally._settle()
+        kept = tally.productive + tally.pending
+        return TimeAccount(
+            wall_seconds=round(kept + sum(tally.spent.values()), 3),
+            productive_seconds=round(kept, 3),
+            stopped_seconds=round(tally.stopped, 3),
+            **{f"{name}_seconds": round(tally.spent.get(name, 0.0), 3) for name in _BUCKETS},
+        )
+
+    def on_attempt_started(self, event: ev.AttemptStarted) -> None:
+        """Begin an attempt: the one before may have died without a word, and what it goes on from may be older."""
+        self.attempts += event.attempt != self.attempt
+        self.attempt = event.attempt
+        self._lose_reports()
+        self.before += self.index
+        self.index = self.kept = 0
+        began = min(event.driver_started_at or event.at, event.at)
+        if self.phase is None:
+            self.mark = began
+            if event.checkpoint:  # another run's
+                self.commits.append(_Commit(checkpoint=event.checkpoint, productive=0.0))
+        else:
+            self._close_attempt(event)
+            was_stopped = self.phase in ("done", "stopped") or event.counted == 1
+            gap = max(0.0, began - self.mark)
+            self.mark += gap
+            self.stopped += gap if was_stopped else 0.0
+            self._spend("restart", 0.0 if was_stopped else gap)
+            self.setup = "startup" if was_stopped else "restart"
+        self.phase = "setup"
+        self._advance(event.at)
+
+    def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
+        self.phase = "waiting" if self.phase in ("setup", "waiting") else self.phase
+        self._advance(event.at)
+
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
+        self._close_group()
+        self._lose_reports()
+        self.phase, self.group_index = "first", self.index
+        self.seconds_at_start, self.reports_at_start = self.productive, self.position
+        self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
+
+    def on_report(self, event: ev.Report) -> None:
+        """Count reports; their numbers tell of those that have been dropped on the way, too."""
+        self.index = event.index
+        if self.phase == "first":
+            self.phase = "training"
+        elif self.first is not None and self.interval is None:
+            self.interval = self.since_first
+        else:
+            self._settle()
+
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
+        self.on_report(event)
+        self.kept = event.index
+        self._preserve(event.checkpoint)
+
+    def on_checkpoint_stalled(self, event: ev.CheckpointStalled) -> None:
+        """Move the time in which the loop stood still for a checkpoint out of its training, or of what comes of it."""
+        if self.first is not None and self.interval is None:
+            seconds = min(event.seconds, self.first) if self.phase != "first" else 0.0
+            self.first -= seconds
+        else:
+            seconds = min(event.seconds, self.productive + self.pending)
+            self.pending -= seconds
+            self.interval = max(0.0, self.interval - seconds) if self.interval is not None else None
+        self._spend("checkpoint_stall", seconds)
+
+    def on_loop_warned(self, event: ev.LoopWarned) -> None:
+        """Give up what was preserved and is done again all the same."""
+        seconds = min(self.productive, self.seconds_at_start * event.again)
+        reports = round(self.reports_at_start * event.again)
+        if event.is_redone:
+            if self.phase != "first":  # else nothing tells yet what the time to the first report was
+                self._settle()
+            seconds = min(seconds, self.productive + self.pending - self.seconds_at_start)
+            reports = min(reports, self.index - self.group_index)
+        self.steps_lost += reports
+        self._give_up(seconds)
+        for commit in self.commits:
+            commit.productive = max(0.0, commit.productive - seconds)
+
+    def on_storage_waited(self, event: ev.StorageWaited) -> None:
+        self.storage_wait_seconds = round(self.storage_wait_seconds + event.seconds, 3)
+
+    def on_group_failed(self, event: ev.GroupFailed) -> None:
+        self.preemptions += isinstance(event, ev.WorkersPreempted)
+        self.worker_failures += isinstance(event, ev.WorkerFailed)
+        self.index = max(self.index, self.kept + event.reports_lost)
+        self._set_up("restart")
+
+    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
+        self.resizes += 1
+        self._set_up("resize")
+
+    def on_state_changed(self, event: ev.StateChanged) -> None:
+        if self.phase == "waiting" and event.state in ("SCHEDULING", "RUNNING"):
+            self.phase = "setup"
+        elif self.phase in ("training", "first") and event.state == "SHUTTING_DOWN":
+            self.phase = "winding"
+
+    def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
+        """Keep what was trained if the loop has returned, else give up what no commit preserves."""
+        if event.outcome is Outcome.COMPLETED:
+            self.kept = self.index
+            self.phase = "winding"  # also a loop that never reported has done its work
+            self._settle()
+            self.productive, self.pending = self.productive + self.pending, 0.0
+            self.phase = "done"
+        elif event.outcome.retryable and not event.final:
+            self._set_up("restart")
+        else:
+            self._set_up("startup")
+            self.phase = "stopped"
+
+    def _set_up(self, why: Literal["startup", "restart", "resize"]) -> None:
+        self._close_group()
+        self.phase, self.setup = "setup", why
+
+    def _advance(self, at: float) -> None:
+        """Spend the time up to `at` on what the run does."""
+        seconds = max(0.0, at - self.mark)
+        self.mark += seconds
+        if self.phase == "stopped":
+            self.stopped += seconds
+        elif self.phase == "first" and self.first is not None:
+            self.first += seconds
+        elif self.phase == "training":
+            self.pending += seconds
+            self.since_first += seconds
+        else:
+            buckets = {"waiting": "waiting_for_capacity", "winding": "startup"}
+            self._spend(buckets.get(self.phase or "", self.setup), seconds)
+
+    def _spend(self, bucket: str, seconds: float) -> None:
+        self.spent[bucket] = self.spent.get(bucket, 0.0) + seconds
+
+    def _give_up(self, seconds: float) -> None:
+        """Count as lost what was preserved."""
+        self.productive -= seconds
+        self._spend("lost", seconds)
+
+    def _preserve(self, checkpoint: str) -> None:
+        """Keep what was trained up to a commit, and remember how much that is."""
+        self.productive, self.pending = self.productive + self.pending, 0.0
+        self.unsettled += self.first is not None
+        self.commits = [*self.commits, _Commit(checkpoint=checkpoint, productive=self.productive)][-_MAX_COMMITS:]
+
+    def _lose_reports(self) -> None:
+        """Count reports that no commit keeps, now that somebody does them again."""
+        self.steps_lost += max(0, self.index - self.kept)
+        self.kept = self.index
+
+    def _settle(self) -> None:
+        """Split the time to the first report: as much as between two reports was training, the rest setting up."""
+        first, self.first = self.first, None
+        if first is None:
+            return
+        if self.phase == "first":  # it never reported
+            self._spend(self.setup, first)
+            return
+        self.typical = self.typical if self.interval is None else self.interval
+        trained = first if self.typical is None else min(first, self.typical)
+        self._spend(self.setup, first - trained)
+        if not self.unsettled:
+            self.pending += trained
+            return
+        self.productive += trained
+        for commit in self.commits[-self.unsettled :]:
+            commit.productive += trained
+
+    def _close_group(self) -> None:
+        """Give up what was trained since the last commit."""
+        self._settle()
+        self._spend("lost", max(0.0, self.pending))
+        self.productive += min(0.0, self.pending)
+        self.pending = 0.0
+
+    def _close_attempt(self, event: ev.AttemptStarted) -> None:
+        """Keep up to the checkpoint that the next attempt goes on from, which the last one may not have told of."""
+        self._settle()
+        places = [place for place, commit in enumerate(self.commits) if commit.checkpoint == event.checkpoint]
+        if event.checkpoint and not places and event.checkpoint_at > self.mark - self.pending:
+            self._preserve(event.checkpoint)
+        self._close_group()
+        if places:
+            del self.commits[places[0] + 1 :]
+            self._give_up(max(0.0, self.productive - self.commits[-1].productive))
+        elif not event.checkpoint:
+            self.commits.clear()
+            self._give_up(self.productive)
+        # Any other is too old to be known, or another run's: nothing tells what it preserves.
+
+
+class Accounts(Counts):
     """Counts and times of a run. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
 
     time: TimeAccount = Field(default_factory=TimeAccount)
@@ -38,137 +288,24 @@ class Accounts(_Counts):
     reports: int = 0
 
 
-class _GroupReports(BaseModel):
-    """The reports of a worker group, numbered over all groups of an attempt: the last one, and the last one kept."""
-
-    first: int
-    last: int
-    kept: int
-    #: Reports of the run that were kept when the group started.
-    before: int = 0
-
-
-class Tally(_Counts, ev.EventHandler):
-    """Counts and times of a run, event by event: all that is told of them comes from here.
-
-    Its state is plain values of a bounded size.
-    """
-
-    meter: GoodputMeter = Field(default_factory=GoodputMeter)
-    attempt: int = 0
-    group: _GroupReports | None = None
-    #: Number of the attempt's last report.
-    index: int = 0
-    #: Reports that checkpoints have kept, without those that were done again.
-    kept: int = 0
-    #: Reports that are lost if another attempt follows.
-    pending: int = 0
-
-    @property
-    def position(self) -> int:
-        """Number of the last report, counted without those that were done again."""
-        return self.kept + (self.group.last - self.group.kept if self.group is not None else 0)
-
-    def take(self, event: ev.Event) -> None:
-        """Take the next event in."""
-        self.meter.take(event)
-        self.handle(event)
-
-    def on_attempt_started(self, event: ev.AttemptStarted) -> None:
-        self._close(None)  # the attempt before died without a word
-        self.steps_lost += self.pending
-        self.pending = self.index = 0
-        self.attempts += event.attempt != self.attempt
-        self.attempt = event.attempt
-
-    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        self._close(None)
-        self.group = _GroupReports(first=self.index, last=self.index, kept=self.index, before=self.kept)
-
-    def on_report(self, event: ev.Report) -> None:
-        """Count reports; their numbers tell of those that have been dropped on the way, too."""
-        self.index = event.index
-        if self.group is not None:
-            self.group.last = event.index
-
-    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
-        self.on_report(event)
-        if self.group is not None:
-            self.kept += event.index - self.group.kept
-            self.group.kept = event.index
-
-    def on_loop_warned(self, event: ev.LoopWarned) -> None:
-        if self.group is None:
-            return
-        again = round(self.group.before * event.again)
-        if event.is_redone:
-            again = min(again, self.index - self.group.first)
-        self.kept -= again
-        self.steps_lost += again
-
-    def on_storage_waited(self, event: ev.StorageWaited) -> None:
-        self.storage_wait_seconds = round(self.storage_wait_seconds + event.seconds, 3)
-
-    def on_group_failed(self, event: ev.GroupFailed) -> None:
-        """Count a failure or a preemption; what it loses is lost once it is done again."""
-        if isinstance(event, ev.WorkerFailed):
-            self.worker_failures += 1
-        else:
-            self.preemptions += 1
-        self._close(event.reports_lost if event.retried else 0)
-        self.pending = 0 if event.retried else event.reports_lost
-
-    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
-        self.resizes += 1
-        self._close(None)
-
-    def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
-        if event.outcome is Outcome.COMPLETED:
-            self._close(0)
-
-    def _close(self, lost: int | None) -> None:
-        if self.group is not None:
-            self.steps_lost += max(0, self.group.last - self.group.kept) if lost is None else lost
-        self.group = None
-
-
-class _Rows:
-    """Rows of which a bounded number is kept, evenly taken, first and last included."""
-
-    def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
-        self._stride = 1
-        self.count = 0
-        self._last: dict[str, Any] | None = None
-
-    def add(self, row: dict[str, Any]) -> None:
-        if self.count % self._stride == 0:
-            self._rows.append(row)
-            if len(self._rows) > _MAX_HISTORY_ROWS:
-                self._rows = self._rows[::2]
-                self._stride *= 2
-        self.count += 1
-        self._last = row
-
-    def taken(self) -> list[dict[str, Any]]:
-        if self._last is None or self._rows[-1] is self._last:
-            return self._rows
-        return [*self._rows[: _MAX_HISTORY_ROWS - 1], self._last]
-
-
 def add_up(events: Iterable[ev.Event]) -> Accounts:
     """Return the accounts of a run from its events, in order, over all attempts."""
-    tally, rows = Tally(), _Rows()
-    accounts = Accounts()
+    tally, accounts, row = Tally(), Accounts(), dict[str, Any]()
+    rows, stride = accounts.history, 1
     for event in events:
         tally.take(event)
         if isinstance(event, ev.WorkerGroupStarted):
             accounts.world_sizes.append(WorldSize(at=event.at, size=event.world_size))
         elif isinstance(event, ev.Report):
             accounts.last_metrics = event.metrics
-            where = {"_attempt": event.attempt, "_at": event.at, "_world_size": event.world_size}
-            rows.add({**event.metrics, **where})
-    counts = tally.model_dump(include=set(_Counts.model_fields))
-    return accounts.model_copy(
-        update={**counts, "time": tally.meter.account(), "history": rows.taken(), "reports": rows.count}
-    )
+            row = {**event.metrics, "_attempt": event.attempt, "_at": event.at, "_world_size": event.world_size}
+            if accounts.reports % stride == 0:
+                rows.append(row)
+            if len(rows) > _MAX_HISTORY_ROWS:  # evenly thinned while it is read
+                del rows[1::2]
+                stride *= 2
+            accounts.reports += 1
+    if rows and rows[-1] is not row:
+        rows[_MAX_HISTORY_ROWS - 1 :] = [row]
+    counts = {name: getattr(tally, name) for name in Counts.model_fields}
+    return accounts.model_copy(update={**counts, "time": tally.account()})

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
-from prefect_elastic_train.core import events
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
 from prefect_elastic_train.core.outcomes import Outcome
@@ -33,30 +29,20 @@ EVENTS: list[ev.Event] = [
         counted=2,
         previous_end="driver_lost: killed",
         started_from="/runs/cifar/b",
+        inherited={"loss": 0.5},
         **BASE,
     ),
     ev.StateChanged(state="RUNNING", **BASE),
     ev.WaitingForCapacity(
-        possible_workers=1,
-        min_workers=2,
-        resources_per_worker={"GPU": 1.0},
-        missing="1 more worker",
-        since=1200.5,
-        **BASE,
+        possible_workers=1, min_workers=2, resources_per_worker={"GPU": 1.0}, missing="1 GPU", since=1200.5, **BASE
     ),
     ev.WorkerGroupStarted(world_size=4, checkpoint="a", ranks={"10.0.0.1:77": 0}, **BASE),
     ev.WorkerGroupResized(
-        old_size=2,
-        new_size=4,
-        reason="patience",
-        waited_seconds=12.5,
-        reports_lost=3,
-        seconds_lost=7.5,
-        **BASE,
+        old_size=2, new_size=4, reason="patience", waited_seconds=12.5, reports_lost=3, seconds_lost=7.5, **BASE
     ),
     ev.WorkerFailed(
-        errors={"0": "Traceback\n  …\nValueError: ümlaut"},
-        also={"0": [1, 2]},
+        errors={"0": "Traceback\n…\nValueError: ü"},
+        also={"0": [1]},
         retried=True,
         gives_up="no",
         reports_lost=3,
@@ -80,41 +66,20 @@ EVENTS: list[ev.Event] = [
     ),
 ]
 
-_by_kind = pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
-
 
 def test_the_events_in_the_tests_are_all_there_are() -> None:
-    kinds = set(get_args(get_args(ev.Event)[0]))
-    defined = {
-        found
-        for _, found in inspect.getmembers(events, inspect.isclass)
-        if issubclass(found, BaseModel) and "kind" in found.model_fields
-    }
-    assert {type(event) for event in EVENTS} == kinds == defined
-    assert len({event.kind for event in EVENTS}) == len(EVENTS)
+    assert {event.kind: type(event) for event in EVENTS} == ev.KINDS
 
 
-@_by_kind
-def test_an_event_comes_back_as_it_was(event: ev.Event) -> None:
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
+def test_an_event_comes_back_as_it_was_without_what_a_newer_version_adds(event: ev.Event) -> None:
     text = ev.encode_event(event)
     assert "\n" not in text
-    assert ev.decode_event(text) == event
     assert ev.decode_event(text.encode() + b"\n") == event
-    for name, field in type(event).model_fields.items():
-        if name != "kind":
-            assert getattr(event, name) != field.get_default(), f"{name} of {event.kind} is not told from its default"
-
-
-@_by_kind
-def test_a_field_of_a_newer_version_is_passed_over(event: ev.Event) -> None:
-    text = json.dumps({**json.loads(ev.encode_event(event)), "colour": "green"})
-    assert ev.decode_event(text) == event
-
-
-@_by_kind
-def test_a_torn_event_is_none(event: ev.Event) -> None:
-    text = ev.encode_event(event)
+    assert ev.decode_event(json.dumps({**json.loads(text), "colour": "green"})) == event
     assert ev.decode_event(text[: len(text) // 2]) is None
+    for name, field in type(event).model_fields.items():
+        assert getattr(event, name) != field.get_default(), f"{name} of {event.kind} is not told from its default"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +91,7 @@ def test_a_torn_event_is_none(event: ev.Event) -> None:
         "null",
         "epoch 3: loss 0.5",
         '{"kind": "danced"}',
+        '{"kind": ["reported"]}',
         '{"kind": "reported"}',
         '{"kind": "attempt_ended", "outcome": "evaporated"}',
         '{"kind": "state_changed", "state": 7}',
@@ -137,24 +103,32 @@ def test_a_line_that_is_no_event_of_this_version_is_none(line: str | bytes) -> N
     assert ev.decode_event(line) is None
 
 
-_values: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+class _Reader(ev.EventHandler):
+    def on_report(self, event: ev.Report) -> str:
+        return "a report"
+
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> str:
+        return "a commit"
 
 
-@given(st.dictionaries(st.text(), _values))
+def test_an_event_is_handled_by_its_kind_else_by_its_family_else_not() -> None:
+    said = {event.kind: _Reader().handle(event) for event in EVENTS}
+    assert {kind: what for kind, what in said.items() if what} == {
+        "reported": "a report",
+        "checkpoint_committed": "a commit",
+    }
+
+
+_texts = st.text(st.characters(exclude_categories=["Cs"]))
+_values: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers() | st.floats() | _texts
+
+
+@given(st.dictionaries(_texts, _values))
 def test_metrics_come_back_whatever_they_are(metrics: dict[str, Any]) -> None:
-    try:
-        json.dumps(metrics).encode() and str(metrics).encode()
-    except UnicodeEncodeError:  # text that UTF-8 has no form for: its own test
-        return
     event = ev.Reported(metrics=metrics, world_size=1)
-    assert ev.decode_event(ev.encode_event(event)) == event
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_diverged_loss_is_told_as_it_is(loss: float) -> None:
-    event = ev.decode_event(ev.encode_event(ev.Reported(metrics={"loss": loss}, world_size=1)))
-    assert isinstance(event, ev.Reported)
-    assert repr(event.metrics["loss"]) == repr(loss)
+    decoded = ev.decode_event(ev.encode_event(event))
+    assert isinstance(decoded, ev.Reported)
+    assert repr(decoded.metrics) == repr(metrics), "also a diverged loss"
 
 
 @pytest.mark.parametrize(
@@ -176,12 +150,12 @@ def test_text_that_utf8_has_no_form_for_does_not_stop_an_event(event: ev.Event) 
 @pytest.mark.parametrize(
     "event",
     [
-        ev.AttemptStarted(run_name="mnist", run_uri="/runs/mnist", notes=["a checkpoint is damaged"] * 100_000),
-        ev.ClusterConnected(address="auto", resources={f"node:10.{n >> 8}.{n & 255}.1": 1.0 for n in range(50_000)}),
+        ev.AttemptStarted(run_name="mnist", run_uri="/runs/mnist", notes=["a checkpoint is damaged"] * 50_000),
         ev.WorkerGroupStarted(world_size=50_000, ranks={f"10.0.0.1:{rank}": rank for rank in range(50_000)}),
         ev.WorkerFailed(errors={str(rank): "\x1b[31mcaf\udce9 " * 30_000 for rank in range(10)}, retried=True),
         ev.Reported(metrics={"a" * 1_000_000: ["🙂" * 1_000_000] * 2}, world_size=1),
         ev.AttemptEnded(outcome=Outcome.USER_ERROR, message="\0" * 5_000_000),
+        ev.StorageWaited(who="\0" * 1_000_000, seconds=1, last="\0" * 1_000_000),
     ],
     ids=lambda event: event.kind,
 )

@@ -220,7 +220,7 @@ def test_the_end_tells_what_there_was() -> None:
     report = _finished()
     told = ending(report, "completed", T + 61, "all went well", COMMON)
     assert (told.name, told.at) == ("elastic-train.run.completed", T + 61)
-    account = report.tally.meter.account()
+    account = report.tally.account()
     assert told.payload == {
         **BASE,
         "outcome": "completed",
