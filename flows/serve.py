@@ -28,7 +28,7 @@ from prefect_elastic_train import (
     RayCluster,
     S3Storage,
 )
-from prefect_elastic_train.blocks.lookup import find_saved, load_block, load_storage
+from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, find_saved, load_saved
 from prefect_elastic_train.train_flow import train
 
 #: What the flows call each type of block.
@@ -61,7 +61,7 @@ def block_parameters(name: str, storage: str, environment: Mapping[str, str]) ->
     """
     parameters = {key: block for kind, key in PARAMETERS.items() if (block := find_saved([kind], name)) is not None}
     if storage:
-        parameters["storage"] = load_storage(storage)
+        parameters["storage"] = load_saved([*STORAGE_TYPES], storage)
     if set(parameters) == set(PARAMETERS.values()):
         return parameters
     profile = PROFILES.get(name, PROFILES["laptop"])
@@ -70,7 +70,7 @@ def block_parameters(name: str, storage: str, environment: Mapping[str, str]) ->
         raise ConfigurationError(f"the profile {profile.name} has no storage: give a saved one with --storage")
     for key in set(missing) - set(parameters):
         missing[key].save(name)
-        parameters[key] = load_block(type(missing[key]), name)
+        parameters[key] = load_saved([type(missing[key])], name)
     return parameters
 
 

@@ -23,7 +23,7 @@ from prefect_elastic_train.blocks import (
     S3Storage,
 )
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import load_block, saved_name
+from prefect_elastic_train.blocks.lookup import load_saved, saved_name
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, named_loop
 
@@ -110,7 +110,7 @@ def _by_name(block: AnyBlock) -> AnyBlock | str:
     name = saved_name(block)
     if not name:
         return block
-    return name if _same_values(block, load_block(type(block), name)) else block
+    return name if _same_values(block, load_saved([type(block)], name)) else block
 
 
 def _same_values(block: AnyBlock, other: AnyBlock) -> bool:

@@ -6,22 +6,23 @@ from typing import Any
 
 from prefect.blocks.core import Block
 from prefect.client.schemas.objects import BlockDocument
-from pydantic import BaseModel, GetJsonSchemaHandler, HttpUrl, ValidationError, model_validator
+from pydantic import GetJsonSchemaHandler, HttpUrl, ValidationError, model_validator
 from pydantic_core import CoreSchema
 from typing_extensions import Self
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
 _REPOSITORY = "prefect-elastic-train/prefect-elastic-train"
-DOCUMENTATION_URL = HttpUrl(f"https://github.com/{_REPOSITORY}/tree/main/docs/guide.md")
-LOGO_URL = HttpUrl(f"https://raw.githubusercontent.com/{_REPOSITORY}/main/docs/images/logo.png")
 
 #: What Prefect adds to the data of a block that it serialises.
 BOOKKEEPING = ("block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous")
 
 
-class _FlowParameter(BaseModel):
-    """Makes a block with forbidden extra fields usable as a flow parameter, inline and by reference."""
+class TrainingBlock(Block):
+    """Base of the collection's blocks: with forbidden extra fields, and yet flow parameters, inline or by reference."""
+
+    _logo_url = HttpUrl(f"https://raw.githubusercontent.com/{_REPOSITORY}/main/docs/images/logo.png")
+    _documentation_url = HttpUrl(f"https://github.com/{_REPOSITORY}/tree/main/docs/guide.md")
 
     @model_validator(mode="before")
     @classmethod
@@ -44,13 +45,6 @@ class _FlowParameter(BaseModel):
             f"^({'|'.join(BOOKKEEPING)})$": {},
         }
         return schema
-
-
-class TrainingBlock(_FlowParameter, Block):
-    """Base of the collection's blocks."""
-
-    _logo_url = LOGO_URL
-    _documentation_url = DOCUMENTATION_URL
 
     @classmethod
     def _load_from_block_document(cls, block_document: BlockDocument, validate: bool = True) -> Self:

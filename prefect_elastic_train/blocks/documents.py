@@ -1,7 +1,7 @@
 """Block documents as code: what a file says is what the server has, and what changes is shown.
 
 The code is the truth: a value that somebody typed in the UI is overwritten, and shown. Two things are not in the code's
-hands: a secret that it leaves empty stays what the server has, and a document that no block of the code stands for is
+hands: secrets that it leaves empty stay what the server has, and a document that no block of the code stands for is
 left alone.
 """
 
@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
-from pydantic_core import to_jsonable_python
 
 from prefect_elastic_train.blocks._common import BOOKKEEPING, TrainingBlock
 from prefect_elastic_train.core.masking import without_credentials
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 #: What Prefect takes for the name of a block document.
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _SIGNS = {"created": "+", "updated": "~", "unchanged": "="}
-#: Secrets that are worth nothing beside another one than theirs.
-_GOES_WITH = {"session_token": "secret_access_key"}
-#: Where secrets are sent to.
-_SENT_TO = {"auth_token": "address", "secret_access_key": "endpoint_url", "session_token": "endpoint_url"}
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,8 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
         What was done to each document, in the order given.
 
     Raises:
-        ConfigurationError: There is no Prefect API; a name or a combination of blocks is not allowed; or a secret that
-            only the server has does not fit to what the code says.
+        ConfigurationError: There is no Prefect API; a name or a combination of blocks is not allowed; or secrets that
+            only the server has do not fit to what the code says.
         httpx.HTTPError: The API does not answer, or refuses.
 
     Example:
@@ -87,16 +82,18 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
 
-    _check_names(documents)
+    for name, blocks in documents.items():
+        if not _NAME.fullmatch(name) or len({type(block) for block in blocks}) < len(blocks):
+            raise ConfigurationError(
+                f"{name!r} must be lower-case letters, digits and dashes, and stand for at most one block of each type"
+            )
     if not PREFECT_API_URL.value():
         raise ConfigurationError(
             "there is no Prefect API to save blocks with: PREFECT_API_URL is not set. Start a server with `prefect "
             "server start`, and run `prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api`"
         )
-    plans = []
     with get_client(sync_client=True) as client:
-        for name, blocks in documents.items():
-            plans += [_plan(client, block, name) for block in blocks]
+        plans = [_plan(client, block, name) for name, blocks in documents.items() for block in blocks]
         for change, write in plans:
             if change.what != "unchanged" and not dry_run:
                 write()
@@ -104,60 +101,33 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
 
 
 def difference(block: TrainingBlock, stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Compare a block with the data of a document; the data need not be valid.
+    """Compare a block with the data of a document, secrets included; the data need not be valid.
 
     Values are compared as they are loaded: what the UI has stored in another form, or left out because it is the
     default, is no difference.
 
-    Args:
-        block: What the code says.
-        stored: What the document holds, secrets included.
-
     Returns:
-        What the document shall hold: the block's values, and those secrets that only the document has. And what
+        What the document shall hold: the block's values, and the document's secrets if the block has none. And what
         changes by that, see :attr:`Change.fields`.
-
-    Raises:
-        ConfigurationError: A secret that only the document has does not fit to the block's values.
     """
-    data, before, secrets = _data(block), _loaded(block, stored), type(block).model_json_schema()["secret_fields"]
-    changes, kept = {}, []
-    for field in data:
-        was, wanted = _text(before, field), _text(data, field)
-        if field in secrets and stored.get(field) and not data[field]:
-            partner = _GOES_WITH.get(field, field)
-            if data[partner] and data[partner] != stored.get(partner):
-                changes[field] = f"dropped, as the code gives another {partner}"
-            else:
-                kept.append(field)
-        elif was != wanted:
-            changes[field] = "changed" if field in secrets or _same(was, wanted) else f"{was} -> {wanted}"
+    kind, data = type(block), _data(block)
+    secrets = kind.model_json_schema()["secret_fields"]
+    if not any(data[field] for field in secrets):
+        data |= {field: stored[field] for field in secrets if stored.get(field)}
+    before = {field: stored[field] for field in data if field in stored}
+    try:
+        before = _data(kind.model_validate(dict(before)))
+    except ValidationError:
+        before = {**data, **before}
+    changes = []
+    for field, value in data.items():
+        if before[field] != value:
+            shown = "changed" if field in secrets else f"{_text(before[field])} -> {_text(value)}"
+            changes.append(f"{field}: {shown}")
     # Their values are not shown: one may be a secret under a misspelt name.
     unknown = [field for field in stored if field not in data and field not in BOOKKEEPING]
-    changes |= dict.fromkeys(unknown, "dropped, the block type has no such field")
-    changes |= {field: "kept, and sent there" for field in kept if _SENT_TO.get(field) in changes}
-    data |= {field: stored[field] for field in kept}
-    try:
-        type(block).model_validate(dict(data))
-    except ValidationError as error:
-        reasons = "; ".join(problem["msg"] for problem in error.errors(include_input=False, include_url=False))
-        raise ConfigurationError(
-            f"the server has {' and '.join(kept)}, which the code leaves empty, so that it is kept, but which does not "
-            f"fit ({reasons}); give the secrets in the code, or mend or empty them in the UI"
-        ) from None
-    # A document that does not validate may hold a password in a field that is no secret.
-    return data, tuple(without_credentials(f"{field}: {how}") for field, how in changes.items())
-
-
-def _check_names(documents: Mapping[str, Sequence[TrainingBlock]]) -> None:
-    for name, blocks in documents.items():
-        if not _NAME.fullmatch(name):
-            raise ConfigurationError(
-                f"{name!r} cannot be the name of a block: lower-case letters, digits and dashes are allowed"
-            )
-        slugs = [block.get_block_type_slug() for block in blocks]
-        if twice := [slug for slug in slugs if slugs.count(slug) > 1]:
-            raise ConfigurationError(f"{name!r} has several blocks of the type {twice[0]}: give one of each type")
+    changes += [f"{field}: dropped, the block type has no such field" for field in unknown]
+    return data, tuple(map(without_credentials, changes))
 
 
 def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[Change, Callable[[], Any]]:
@@ -170,11 +140,16 @@ def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[C
     try:
         document = client.read_block_document_by_name(name, slug)
     except ObjectNotFound:
-        return Change(label, "created", _given(block)), partial(block.save, name, overwrite=True, _sync=True)  # type: ignore[call-arg]
+        given = block.model_dump(mode="json", include=set(type(block).model_fields), exclude_defaults=True)
+        shown = tuple(without_credentials(f"{field}: {_text(value)}") for field, value in given.items())
+        return Change(label, "created", shown), partial(block.save, name, overwrite=True, _sync=True)  # type: ignore[call-arg]
+    data, fields = difference(block, document.data)
     try:
-        data, fields = difference(block, document.data)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"cannot update {label}: {error}") from error
+        type(block).model_validate(dict(data))
+    except ValidationError as error:  # of a type with secrets, which hides them
+        raise ConfigurationError(
+            f"cannot update {label}: the server's secrets, which the code leaves empty, do not fit: {error}"
+        ) from None
     if document.block_schema is None or document.block_schema.checksum != block._calculate_schema_checksum():
         # The UI's form, and which fields the server hides, are those of the schema that the document names.
         fields += ("schema: brought up to date with the block type",)
@@ -194,30 +169,5 @@ def _data(block: TrainingBlock) -> dict[str, Any]:
     return block.model_dump(mode="json", include=fields, context={"include_secrets": True})
 
 
-def _given(block: TrainingBlock) -> tuple[str, ...]:
-    """Return those values of a block that are not the type's defaults."""
-    data, defaults, secrets = _data(block), _loaded(block, {}), type(block).model_json_schema()["secret_fields"]
-    given = [field for field in data if _text(data, field) != _text(defaults, field)]
-    return tuple(without_credentials(f"{one}: {'set' if one in secrets else _text(data, one)}") for one in given)
-
-
-def _loaded(block: TrainingBlock, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what stored values are loaded as; as they are if they are not allowed, missing ones by default."""
-    fields = type(block).model_fields
-    known = {name: stored[name] for name in fields if name in stored}
-    try:
-        return _data(type(block).model_validate(dict(known)))
-    except ValidationError:
-        optional = {name: field for name, field in fields.items() if not field.is_required()}
-        defaults = {name: field.get_default(call_default_factory=True) for name, field in optional.items()}
-        return {**to_jsonable_python(defaults), **known}
-
-
-def _text(values: Mapping[str, Any], field: str) -> str:
-    if field not in values:
-        return "(nothing)"
-    return json.dumps(values[field], sort_keys=True, ensure_ascii=False, default=str)
-
-
-def _same(one: str, other: str) -> bool:
-    return without_credentials(one) == without_credentials(other)
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_block
+from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_saved
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
 _KINDS = {kind.get_block_type_slug(): kind for kinds in BLOCK_TYPES.values() for kind in kinds}
@@ -48,6 +48,6 @@ def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
             raise ConfigurationError(
                 f"{name!r} is no block of a training: expected <block type>/<name> with one of {', '.join(_KINDS)}"
             )
-        block = load_block(_KINDS[slug], short)
+        block = load_saved([_KINDS[slug]], name)
         references[key] = {"$ref": {"block_document_id": str(block._block_document_id)}}
     return references

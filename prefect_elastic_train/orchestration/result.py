@@ -115,9 +115,9 @@ def _storage_of(uri: str, given: StorageBlock | str | None) -> StorageSettings:
         if found is None:
             raise ConfigurationError(f"checkpoint {uri!r} is no directory and no URL")
         return found
-    from prefect_elastic_train.blocks.lookup import load_storage, plain_storage
+    from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, load_saved, plain_storage
 
-    settings = plain_storage(load_storage(given) if isinstance(given, str) else given)
+    settings = plain_storage(load_saved([*STORAGE_TYPES], given) if isinstance(given, str) else given)
     if not uri.startswith(f"{settings.uri.rstrip('/')}/"):
         raise ConfigurationError(f"checkpoint {uri} is not in storage {settings.uri}; give the storage that it is in")
     return settings

@@ -234,7 +234,7 @@ def test_a_training_takes_the_blocks_that_the_settings_name(server: str, monkeyp
     monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_DEFAULT_CLUSTER", "nowhere")
     with pytest.raises(ConfigurationError) as refused:
         elastic_train("package.module:loop")
-    assert "PREFECT_ELASTIC_TRAIN_DEFAULT_CLUSTER='nowhere': cannot load block ray-cluster-training/nowhere" in str(
+    assert "PREFECT_ELASTIC_TRAIN_DEFAULT_CLUSTER='nowhere': cannot load block 'nowhere': there is no" in str(
         refused.value
     )
     get_settings.cache_clear()

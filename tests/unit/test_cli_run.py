@@ -75,9 +75,9 @@ def _planned(*arguments: str) -> dict[str, Any]:
         (["my_loops:train_loop", "--run-name", "a/b"], ["'a/b'", "letters, digits"]),
         (["my_loops:train_loop", "--resume"], ["resume=True", "run_name"]),
         (["my_loops:train_loop", "--run-name", "a", "--resume", "--resume-from", "b"], ["one of them"]),
-        (["my_loops:train_loop", "--storage", "ftp:/x"], ["storage block 'ftp:/x'"]),
-        (["my_loops:train_loop", "--storage", "runs"], ["storage block 'runs'", "give ./runs"]),
-        (["my_loops:train_loop", "--profile", "lab"], ["--profile lab", "API"]),
+        (["my_loops:train_loop", "--storage", "ftp:/x"], ["block 'ftp:/x'", "a directory is given as ./x"]),
+        (["my_loops:train_loop", "--storage", "runs"], ["training-storage-directory/runs", "API"]),
+        (["my_loops:train_loop", "--profile", "lab"], ["elastic-scaling/lab", "API"]),
         (["my_loops:train_loop", "--scaling", "lab"], ["elastic-scaling/lab", "API"]),
     ],
 )

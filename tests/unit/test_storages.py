@@ -10,7 +10,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from prefect_elastic_train import FsspecStorage, LocalStorage, S3Storage
-from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, load_storage, plain_storage, storage_named
+from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, load_saved, plain_storage, storage_named
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage.objects import ObjectClient
@@ -85,16 +85,15 @@ def test_a_url_with_an_at_sign_and_no_password_is_a_storage(url: str) -> None:
 @pytest.mark.parametrize("text", ["prod", "training-storage-s3/prod"])
 def test_a_name_that_cannot_be_looked_up_is_refused_with_why(text: str) -> None:
     # No Prefect API is configured here: that is not the same as a name that nobody has saved.
-    with pytest.raises(ConfigurationError, match="cannot load storage block") as refused:
+    with pytest.raises(ConfigurationError, match="cannot load block") as refused:
         storage_named(text)
-    assert repr(text) in str(refused.value)
     assert "API" in str(refused.value)
     assert "there is none" not in str(refused.value)
 
 
 def test_a_type_of_storage_that_does_not_exist_is_refused_with_those_that_do() -> None:
     with pytest.raises(ConfigurationError) as refused:
-        load_storage("training-storage-tape/prod")
+        load_saved([*STORAGE_TYPES], "training-storage-tape/prod")
     for kind in STORAGE_TYPES:
         assert kind.get_block_type_slug() in str(refused.value)
 

@@ -10,7 +10,7 @@ from prefect_elastic_train import ElasticScaling, RayCluster, train_flow
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> ElasticScaling:
     """A scaling as it was loaded from a server that has it as ``lab``."""
-    monkeypatch.setattr(train_flow, "load_block", lambda kind, name: kind(max_workers=4))
+    monkeypatch.setattr(train_flow, "load_saved", lambda kinds, name: kinds[0](max_workers=4))
     block = ElasticScaling(max_workers=4)
     block._block_document_name = "lab"
     block._is_anonymous = False
