@@ -36,15 +36,13 @@ def _asked(cluster: ClusterSettings) -> Finding:
 
     api = JobClient(cluster)
     try:
-        api.session()
+        api.jobs()
         api.check_version()
     except UnreachableError as error:
         return fail(
             f"no Ray dashboard answers at {api.address} ({error})",
             "correct the address of the RayCluster, or see whether the head of the cluster is up",
         )
-    finally:
-        api.close()
     return ok(f"the dashboard at {api.address} answers, lets us in, and has the Ray that is here")
 
 

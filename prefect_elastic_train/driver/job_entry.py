@@ -14,15 +14,8 @@ from typing import Any
 TAG = "@elastic-train-event "
 
 
-def refuse(message: str) -> None:
-    """Say why the training cannot run here, as the driver's last word."""
-    event = {"kind": "attempt_ended", "sequence": 1, "outcome": "invalid", "final": True, "message": message}
-    sys.stdout.write(f"{TAG}{json.dumps(event)}\n")
-    sys.stdout.flush()
-
-
 def find_problem(wanted: "dict[str, Any]") -> str:
-    """Say what keeps the driver from running here, nothing if nothing does."""
+    """Return what keeps the driver from running here, empty if nothing does."""
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if python != wanted["python"]:
         return (
@@ -35,18 +28,6 @@ def find_problem(wanted: "dict[str, Any]") -> str:
             f"the cluster lacks what the driver needs: {', '.join(missing)}; install it in its image, or have it "
             f'installed for the run with runtime_env={{"pip": {json.dumps(missing)}}} of the RayCluster'
         )
-    import ray
-
-    if ray.__version__.split(".")[:2] != wanted["ray"].split(".")[:2]:
-        return f"the cluster runs Ray {ray.__version__} and the flow Ray {wanted['ray']}; use the same minor version"
-    import prefect_elastic_train
-
-    if prefect_elastic_train.__version__ != wanted["package"]:
-        where = os.path.dirname(prefect_elastic_train.__file__)
-        return (
-            f"the cluster imports prefect-elastic-train {prefect_elastic_train.__version__} from {where} and the flow "
-            f"uses {wanted['package']}; remove it there, or install the same version"
-        )
     return ""
 
 
@@ -58,13 +39,13 @@ def _is_installed(name: str) -> bool:
 
 
 def main() -> int:
-    """Run the driver, or say why it cannot run."""
+    """Run the driver, or say why it cannot run, as its last word."""
     folder = os.path.dirname(os.path.abspath(__file__))
     with open(os.path.join(folder, "wanted.json"), encoding="utf-8") as file:
-        wanted = json.load(file)
-    problem = find_problem(wanted)
+        problem = find_problem(json.load(file))
     if problem:
-        refuse(problem)
+        event = {"kind": "attempt_ended", "sequence": 1, "outcome": "invalid", "final": True, "message": problem}
+        sys.stdout.write(f"{TAG}{json.dumps(event)}\n")
         return 1
     from prefect_elastic_train.driver.main import main as run_driver
 

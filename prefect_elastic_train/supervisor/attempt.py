@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from prefect_elastic_train.core.bounds import cut
 from prefect_elastic_train.core.events import (
@@ -23,8 +24,7 @@ from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
 
 #: How often a follower looks after everything but the driver's output.
 TURN_SECONDS = 0.2
-_LAST_WORDS = 30
-_LAST_WORD_BYTES = 1000
+_LAST_WORDS, _LAST_WORD_BYTES = 30, 1000
 
 
 class AttemptAccount:
@@ -49,11 +49,9 @@ class AttemptAccount:
         """Take a line in, and return the event that it is, or its text."""
         text = line.decode(errors="replace").rstrip("\n")
         event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
-        if event is None and not text:
-            return text
         if event is None:
             words = without_marks(text)
-            if not WORKER_LINE.match(words):
+            if words and not WORKER_LINE.match(words):
                 self._last_words.append(cut(words, _LAST_WORD_BYTES))
             return text
         if isinstance(event, AttemptStarted):
@@ -74,10 +72,9 @@ class AttemptAccount:
         """The end of an attempt that gave no sign of life for so long, else None."""
         if time.monotonic() - self._alive_at <= limit_seconds:
             return None
-        return self.given_up(
-            Outcome.DRIVER_LOST,
-            f"the driver and Ray Train's controller gave no sign of life for {limit_seconds:g} s, last {self._doing}",
-        )
+        silence = f"{limit_seconds:g} s, last {self._doing}"
+        message = f"the driver and Ray Train's controller gave no sign of life for {silence}"
+        return self.given_up(Outcome.DRIVER_LOST, message)
 
     def given_up(self, outcome: Outcome, message: str) -> AttemptEnded:
         """The end of an attempt that did not say how it ended."""
@@ -89,38 +86,29 @@ class AttemptAccount:
         return f": {cause}" if cause else ""
 
 
+@dataclass(eq=False)
 class Follower:
     """Follows drivers, one at a time: what is done with what they say, and who may end them.
 
-    Args:
+    Attributes:
         settings: The operator's settings.
         on_event: Called with each event of the driver.
         on_line: Called with each other line of output: where it came from, and the text.
         check_stop: Called several times a second; what it raises ends the driver and passes on.
         on_note: Called with what this machine has to say of a driver.
-
-    Attributes:
         on_past_event: Called with each event of a job from before it was followed.
         detaches: Whether a job shall go on without us after what `check_stop` raised, or was raised in this thread.
         followed_until: Up to when the flow run has told of a job that is found running, in seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        settings: ElasticTrainSettings,
-        on_event: Callable[[Event], None],
-        on_line: Callable[[str, str], None],
-        check_stop: Callable[[], None] = lambda: None,
-        on_note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.settings = settings
-        self.on_event = on_event
-        self.on_line = on_line
-        self.check_stop = check_stop
-        self.on_note = on_note
-        self.on_past_event: Callable[[Event], None] = lambda event: None
-        self.detaches: Callable[[BaseException], bool] = lambda reason: False
-        self.followed_until: Callable[[], float] = time.time
+    settings: ElasticTrainSettings
+    on_event: Callable[[Event], None]
+    on_line: Callable[[str, str], None]
+    check_stop: Callable[[], None] = lambda: None
+    on_note: Callable[[str], None] = lambda text: None
+    on_past_event: Callable[[Event], None] = lambda event: None
+    detaches: Callable[[BaseException], bool] = lambda reason: False
+    followed_until: Callable[[], float] = time.time
 
     def turn(self) -> None:
         """Do what has to be done several times a second, whatever is waited for."""
@@ -150,11 +138,7 @@ class Follower:
 
 
 class Driver(AttemptAccount, ABC):
-    """A driver that was started, wherever it runs.
-
-    Args:
-        follower: Who follows it.
-    """
+    """A driver that was started, wherever it runs, and who follows it."""
 
     def __init__(self, follower: Follower) -> None:
         super().__init__()
@@ -174,7 +158,7 @@ class Driver(AttemptAccount, ABC):
 
     @abstractmethod
     def outcome(self) -> AttemptEnded | None:
-        """How the attempt of a driver that has gone ended; None if another one has to follow at once."""
+        """How the attempt of a driver that has gone ended; None if it ended well without a word of that."""
 
     def tell(self, source: str, line: bytes) -> Event | str:
         """Take a line in, tell it, and return the event that it is, or its text."""

@@ -18,12 +18,8 @@ from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
 
-#: How long a driver may take from its last word to its end.
-_LEAVE_SECONDS = 15.0
-#: How long the rest of a dead driver's output is waited for.
-_PIPE_SECONDS = 2.0
-#: How long a driver may take to notice that its local cluster has died.
-_CLUSTER_DEATH_SECONDS = 20.0
+#: How long a driver may take from its last word to its end, and the rest of a dead driver's output to come.
+_LEAVE_SECONDS, _PIPE_SECONDS = 15.0, 2.0
 _PIECE_BYTES = 64 * 1024
 _OUTPUT_QUEUE = 10_000
 
@@ -62,7 +58,6 @@ class ChildDriver(Driver):
         super().__init__(follower)
         self._cluster = cluster
         self._gone_at = float("inf")
-        self._cluster_dead_at: float | None = None
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -73,18 +68,16 @@ class ChildDriver(Driver):
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        streams = {"driver": self._process.stdout, "stderr": self._process.stderr}
         self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
-        for source, stream in streams.items():
-            read_lines(stream, source, self._output)
-        self._open_streams = len(streams)
+        read_lines(self._process.stdout, "driver", self._output)
+        read_lines(self._process.stderr, "stderr", self._output)
+        self._open_streams = 2
 
     def stop(self) -> None:
         """End it: SIGINT, and SIGKILL after a grace."""
-        if self._process.poll() is not None:
-            return
-        self._process.send_signal(signal.SIGINT)
-        self._wait(self.follower.settings.stop_grace_seconds)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            self._wait(self.follower.settings.stop_grace_seconds)
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
         """What comes within a turn."""
@@ -101,41 +94,26 @@ class ChildDriver(Driver):
 
     def has_gone(self) -> bool:
         """Whether its output has ended, or it is gone and only a process that it left behind still holds its output."""
-        if not self._open_streams:
-            return True
-        if self._process.poll() is None or not self._output.empty():
-            self._gone_at = float("inf")
-            return False
-        self._gone_at = min(self._gone_at, time.monotonic())
-        return time.monotonic() - self._gone_at > _PIPE_SECONDS
+        if self._process.poll() is not None:
+            self._gone_at = min(self._gone_at, time.monotonic())
+        is_late = time.monotonic() - self._gone_at > _PIPE_SECONDS
+        return not self._open_streams or (is_late and self._output.empty())
 
     def look(self) -> AttemptEnded | None:
         """How the attempt ended, if the driver hangs or its cluster is gone."""
         if self.ended is not None:
             return self.ended if time.monotonic() - self.ended_at > _LEAVE_SECONDS else None
-        if self._cluster is not None and self._cluster.is_dead():
-            self._cluster_dead_at = self._cluster_dead_at or time.monotonic()
-            if time.monotonic() - self._cluster_dead_at > _CLUSTER_DEATH_SECONDS:
-                return self._cluster_lost("the local Ray cluster has died")
-        return self.hung(self.follower.settings.liveness_timeout_seconds)
+        return self._cluster_lost() or self.hung(self.follower.settings.liveness_timeout_seconds)
 
     def outcome(self) -> AttemptEnded | None:
-        """How the attempt ended; None if the driver has ended well without a word, as the run directory then tells."""
+        """How the attempt ended."""
         code = self._wait(_LEAVE_SECONDS)
-        if self.ended is not None:
+        if self.ended is not None or code == 0:
             return self.ended
-        if code == 0:
-            self.follower.on_note(
-                "The driver has ended well, but its last word was lost: another one looks for the result"
-            )
-            return None
         how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
-        if self._cluster is not None and self._cluster.is_dead():
-            return self._cluster_lost(f"the local Ray cluster has died, and the driver with it ({how})")
         said = self.last_error() if code != -signal.SIGKILL else ""
-        return self.given_up(
-            Outcome.DRIVER_LOST, f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
-        )
+        message = f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
+        return self._cluster_lost() or self.given_up(Outcome.DRIVER_LOST, message)
 
     def tell(self, source: str, line: bytes) -> Event | str:
         """Take a line in, tell it, and start the local cluster once it is wanted."""
@@ -144,9 +122,11 @@ class ChildDriver(Driver):
             self._cluster.start_aside(self.follower.settings.local_cluster_timeout_seconds)
         return said
 
-    def _cluster_lost(self, message: str) -> AttemptEnded:
-        assert self._cluster is not None
-        return self.given_up(Outcome.CLUSTER_LOST, message + self._cluster.lost_processes(self.follower.on_line))
+    def _cluster_lost(self) -> AttemptEnded | None:
+        if self._cluster is None or not self._cluster.is_dead():
+            return None
+        lost = self._cluster.lost_processes(self.follower.on_line)
+        return self.given_up(Outcome.CLUSTER_LOST, f"the local Ray cluster has died{lost}")
 
     def _wait(self, seconds: float) -> int:
         try:
@@ -157,7 +137,5 @@ class ChildDriver(Driver):
 
 
 def _signal_name(number: int) -> str:
-    try:
-        return f"{number} ({signal.Signals(number).name})"
-    except ValueError:  # a real-time signal
-        return str(number)
+    names = {int(one): f"{number} ({one.name})" for one in signal.Signals}
+    return names.get(number, str(number))  # a real-time signal has none

@@ -1,23 +1,23 @@
 """A small process that outlives the flow process by seconds and ends whatever that leaves behind.
 
-The supervisor starts it before anything else and holds the other end of a pipe to its standard input. When the
-pipe closes without a word, or the flow process is no longer its parent, the flow process is gone: the guard
-ends the driver, then every process that carries the training's mark, and removes its private folder.
+``python -m prefect_elastic_train.supervisor.guard <private folder> <process id of the flow>``: the supervisor starts it
+before anything else and holds the other end of a pipe to its standard input. When the pipe closes without a word, or
+the flow process is no longer its parent, the flow process is gone: the guard ends the driver, then every process that
+carries the training's mark, which is the path of its private folder, and removes that folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import shutil
 import signal
 import sys
-import time
+from contextlib import suppress
 
 import psutil
 
-from prefect_elastic_train.supervisor.processes import end_marked, end_process, marked_processes
+from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
 
 #: Written by the supervisor when it has cleaned up itself.
 DISMISSED = b"dismissed\n"
@@ -26,42 +26,25 @@ _DRIVER_GRACE_SECONDS = 8.0
 _KILL_SECONDS = 10.0
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(folder: str, parent: int) -> None:
     """Wait for the end of the flow process, then clean up."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mark", required=True)
-    parser.add_argument("--parent", required=True, type=int)
-    parser.add_argument("--folder", required=True)
-    options = parser.parse_args(arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    if _flow_process_ended(options.parent):
-        _clean_up(options.mark, options.folder)
-    return 0
-
-
-def _flow_process_ended(parent: int) -> bool:
-    """Return True once the flow process is gone, False if the guard is dismissed."""
     received = b""
-    while True:
-        readable, _, _ = select.select([sys.stdin.fileno()], [], [], _POLL_SECONDS)
-        if readable:
-            data = os.read(sys.stdin.fileno(), 1024)
+    while os.getppid() == parent:
+        if select.select([0], [], [], _POLL_SECONDS)[0]:
+            data = os.read(0, 1024)
             received += data
             if DISMISSED in received:
-                return False
+                return
             if not data:
-                return True
-        if os.getppid() != parent:
-            return True
-
-
-def _clean_up(mark: str, folder: str) -> None:
-    drivers = [process for process in marked_processes(mark) if _is_driver(process)]
-    deadline = time.monotonic() + _DRIVER_GRACE_SECONDS
+                break
+    drivers = [process for process in marked_processes(folder) if _is_driver(process)]
     for driver in drivers:
-        end_process(driver, max(0.1, deadline - time.monotonic()))
-    end_marked(mark, _KILL_SECONDS)
+        with suppress(psutil.Error):
+            driver.send_signal(signal.SIGINT)
+    psutil.wait_procs(drivers, timeout=_DRIVER_GRACE_SECONDS)
+    end_marked(folder, _KILL_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -73,4 +56,4 @@ def _is_driver(process: psutil.Process) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1], int(sys.argv[2]))

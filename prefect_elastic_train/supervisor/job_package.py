@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from pydantic import SecretStr
 
-import prefect_elastic_train
-from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, encode_event
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.spec import DriverSpec, write_spec
+from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
 from prefect_elastic_train.core.version import VERSION_FILE, __version__
-from prefect_elastic_train.driver import job_entry as entry
 
+_PACKAGE = Path(__file__).parents[1]
 _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
 _NEEDED = ("ray.train", "pyarrow", "pydantic", "psutil", "tenacity", "cloudpickle")
+_STORES = {S3StorageSettings: ("s3fs", "botocore"), FsspecStorageSettings: ("fsspec",)}
 _FRAMEWORKS = {"torch": ("torch",), "jax": ("jax",), "none": ()}
 #: What the flow's objects are pickled by.
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -38,23 +36,9 @@ PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _STOP_SECONDS = 8
 
 
-def _no_python() -> str:
-    message = (
-        "there is no Python with Ray on the PATH of the node that the job started on: start Ray there from its "
-        "activated environment"
-    )
-    event = AttemptEnded(outcome=Outcome.INVALID, final=True, message=message)
-    return EVENT_TAG + encode_event(event)
-
-
 def _command(arguments: str) -> str:
-    """Return the command of a job. The Python of the cluster is looked for, since an image may call it either way."""
-    return (
-        "for python in python python3; do "
-        'if "$python" -c "import importlib.util as u; raise SystemExit(not u.find_spec(\'ray\'))" 2>/dev/null; then '
-        f'exec "$python" {arguments}; fi; done; '
-        f"echo {shlex.quote(_no_python())}; exit 1"
-    )
+    """Return the command of a job: an image may call its Python either way."""
+    return f'exec "$(command -v python || command -v python3)" {arguments}'
 
 
 #: The command of a job that trains.
@@ -75,23 +59,11 @@ def end_pending(submission_id: str) -> str:
 
 
 def make_runtime_env(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the runtime environment of a job, with folders of this machine that are still to be uploaded.
-
-    Raises:
-        AttemptFailedError: A folder of the user's is not there; outcome ``invalid``.
-    """
+    """Return the runtime environment of a job, with folders of this machine that are still to be uploaded."""
     environment = dict(cluster.runtime_env)
     if cluster.working_dir:
         environment["working_dir"] = os.path.expanduser(cluster.working_dir)
-    modules = [os.path.expanduser(str(module)) for module in environment.get("py_modules") or []]
-    for local in [str(environment.get("working_dir") or ""), *modules]:
-        if local and "://" not in local and not os.path.exists(local):
-            raise AttemptFailedError(
-                f"{local!r}, which the RayCluster sends to the cluster, does not exist on this machine; correct its "
-                "working_dir or the py_modules of its runtime_env",
-                outcome=Outcome.INVALID,
-            )
-    environment["py_modules"] = modules
+    environment["py_modules"] = [os.path.expanduser(str(one)) for one in environment.get("py_modules") or []]
     environment["env_vars"] = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS),
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
@@ -102,38 +74,31 @@ def make_runtime_env(cluster: ClusterSettings) -> dict[str, Any]:
 
 
 @contextmanager
-def job_modules(spec: DriverSpec, folder: Path) -> Iterator[list[Path]]:
-    """The Python packages that a job brings along: this one, and the one that it starts; what a driver is told with it.
+def job_package(spec: DriverSpec, folder: Path) -> Iterator[Path]:
+    """An archive of what a job brings along: this package, and the one that it starts, with what its driver is told.
 
     Args:
         spec: What the driver is told.
-        folder: Private folder of the training, where they are put together.
+        folder: Private folder of the training, where the archive lies meanwhile.
     """
-    package, job = folder / "package" / "prefect_elastic_train", folder / "package" / _MODULE
-    if not package.exists():
-        source = os.path.dirname(prefect_elastic_train.__file__)
-        shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-        (package / VERSION_FILE).write_text(f"{__version__}\n", encoding="utf-8")
-    try:
-        _write_job(spec, job)
-        yield [package, job]
-    finally:
-        shutil.rmtree(job, ignore_errors=True)
-
-
-def _write_job(spec: DriverSpec, job: Path) -> None:
-    job.mkdir(parents=True)
-    (job / "__init__.py").touch()
-    shutil.copyfile(entry.__file__, job / "__main__.py")
-    stores = {S3StorageSettings: ("s3fs", "botocore"), FsspecStorageSettings: ("fsspec",)}
     wanted = {
         "python": PYTHON,
-        "ray": version("ray"),
-        "package": __version__,
-        "modules": [*_NEEDED, *_FRAMEWORKS[spec.request.framework], *stores.get(type(spec.storage), ())],
+        "modules": [*_NEEDED, *_FRAMEWORKS[spec.request.framework], *_STORES.get(type(spec.storage), ())],
     }
-    (job / "wanted.json").write_text(json.dumps(wanted))
-    # The driver is inside by then.
+    # The driver is inside by then, and this machine's folders are not where it runs.
     cluster = spec.cluster.model_copy(update={"auth_token": SecretStr("")})
-    # Nor is there any of this machine's folders where the driver runs.
-    write_spec(replace(spec, cluster=cluster, sys_path=[]), job / "spec")
+    spec = replace(spec, cluster=cluster, sys_path=[])
+    file = folder / "job.zip"
+    try:
+        with ZipFile(file, "w", ZIP_DEFLATED) as archive:
+            for path in sorted(_PACKAGE.rglob("*")):
+                if path.is_file() and path.suffix != ".pyc":
+                    archive.write(path, Path(_PACKAGE.name) / path.relative_to(_PACKAGE))
+            archive.writestr(f"{_PACKAGE.name}/{VERSION_FILE}", f"{__version__}\n")
+            archive.write(_PACKAGE / "driver" / "job_entry.py", f"{_MODULE}/__main__.py")
+            archive.writestr(f"{_MODULE}/__init__.py", "")
+            archive.writestr(f"{_MODULE}/wanted.json", json.dumps(wanted))
+            archive.writestr(f"{_MODULE}/spec", pickle.dumps(spec))
+        yield file
+    finally:
+        file.unlink(missing_ok=True)

@@ -21,8 +21,7 @@ from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.settings import ClusterSettings
 
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
-_GCS_RECONNECT_SECONDS = "6"
-_PORT_TRIES = 3
+_RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
 #: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
 _PORTS, _PORT_PROBES = range(20_000, 32_768), 100
 
@@ -50,96 +49,39 @@ class LocalCluster:
         environment: Environment of the training's processes, with their mark.
 
     Attributes:
-        address: Its address, empty as long as it is not up.
-        address_file: Where a driver that waits for it finds the address.
+        driver_environment: Environment variables that a driver needs to join.
+        address_file: Where a driver that waits for it finds the address, ``host:port``.
     """
 
     def __init__(self, settings: ClusterSettings, extra_cpus: int, folder: Path, environment: dict[str, str]) -> None:
         self._settings = settings
         self._extra_cpus = extra_cpus
         self._folder = folder
-        self._token = write_token(secrets.token_hex(32), folder)
-        self._environment = {
-            **{name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"},
-            **self._token,
-            "RAY_gcs_rpc_server_reconnect_timeout_s": _GCS_RECONNECT_SECONDS,
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
+        self.driver_environment = write_token(secrets.token_hex(32), folder) | _RECONNECT
+        self._environment = {**environment, **self.driver_environment, "RAY_USAGE_STATS_ENABLED": "0"}
+        self._environment.pop("RAY_AUTH_TOKEN", None)
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_up = False
         self._log = folder / "r0.log"
         self._closed = threading.Event()
         self._starting: threading.Thread | None = None
-        self.address = ""
         self.address_file = folder / "address"
-
-    @property
-    def driver_environment(self) -> dict[str, str]:
-        """Environment variables that a driver needs to join."""
-        return {**self._token, "RAY_gcs_rpc_server_reconnect_timeout_s": _GCS_RECONNECT_SECONDS}
 
     def is_alive(self) -> bool:
         """Whether the cluster's head node runs."""
-        return self._process is not None and self._process.poll() is None and bool(self.address)
+        return self._is_up and self._process is not None and self._process.poll() is None
 
     def is_dead(self) -> bool:
         """Whether the head node was up and is not any more."""
-        return bool(self.address) and not self.is_alive()
+        return self._is_up and not self.is_alive()
 
     def lost_processes(self, on_line: Callable[[str, str], None]) -> str:
         """Return which of its processes the head node saw go, as a part of an error; all it said is a detail line."""
-        words = self.last_words()
+        words = self._last_words()
         for line in words.splitlines():
             on_line("cluster", f"{DETAIL_TAG}{line}")
         gone = ", ".join(re.findall(r"\w+ \[exit code=-?\d+\]", words))
         return f": {gone}" if gone else ""
-
-    def last_words(self) -> str:
-        """Return the end of what the head node has written; nothing if that cannot be read."""
-        try:
-            return without_marks(self._log.read_text(errors="replace"))[-2000:].strip()
-        except OSError:
-            return ""
-
-    def start(self, timeout_seconds: float) -> str:
-        """Start the head node.
-
-        Args:
-            timeout_seconds: How long it may take.
-
-        Returns:
-            The address, ``host:port``.
-
-        Raises:
-            AttemptFailedError: It did not come up; outcome ``cluster_lost``.
-        """
-        output = ""
-        for number in range(_PORT_TRIES):
-            session_folder = self._folder / f"r{number}"
-            shutil.rmtree(session_folder, ignore_errors=True)
-            port = _free_port()
-            self._log = self._folder / f"r{number}.log"
-            with self._log.open("wb") as stream:
-                self._process = subprocess.Popen(
-                    self._command(port, session_folder),
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    env=self._environment,
-                    cwd=self._folder,
-                    start_new_session=True,
-                )
-            if self._wait_until_up(port, timeout_seconds):
-                self.address = f"127.0.0.1:{port}"
-                return self.address
-            output = self.last_words()
-            self.forget()
-            if self._closed.is_set():
-                raise AttemptFailedError("the training has ended", outcome=Outcome.CANCELLED)
-        raise AttemptFailedError(
-            f"the local Ray cluster did not start within {timeout_seconds:g} s in {_PORT_TRIES} tries; its last "
-            f"words were:\n{output}",
-            outcome=Outcome.CLUSTER_LOST,
-        )
 
     def start_aside(self, timeout_seconds: float) -> None:
         """Start the head node in a thread, unless it runs; its address, or what went wrong, goes to `address_file`."""
@@ -148,7 +90,7 @@ class LocalCluster:
 
         def run() -> None:
             try:
-                told = self.start(timeout_seconds)
+                told = self._start(timeout_seconds)
             except Exception as error:  # noqa: BLE001 - told to the driver, which ends the attempt with it
                 told = f"!{error}"
             temporary = self.address_file.with_suffix(".new")
@@ -168,21 +110,46 @@ class LocalCluster:
     def forget(self) -> None:
         """Give up a head node that has died or did not start; its processes are ended by their mark."""
         process, self._process = self._process, None
-        self.address = ""
+        self._is_up = False
         self.address_file.unlink(missing_ok=True)
         if process is not None and process.poll() is None:
             process.kill()
             process.wait(timeout=10)
 
+    def _start(self, timeout_seconds: float) -> str:
+        """Start the head node, and return its address.
+
+        Raises:
+            AttemptFailedError: It did not come up; outcome ``cluster_lost``.
+        """
+        session_folder, port = self._folder / "r0", _free_port()
+        shutil.rmtree(session_folder, ignore_errors=True)
+        with self._log.open("wb") as stream:
+            self._process = process = subprocess.Popen(
+                self._command(port, session_folder),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline and process.poll() is None and not self._closed.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                self._is_up = True
+                return f"127.0.0.1:{port}"
+            time.sleep(0.05)
+        output = self._last_words()
+        self.forget()
+        raise AttemptFailedError(
+            f"the local Ray cluster did not start within {timeout_seconds:g} s; its last words were:\n{output}",
+            outcome=Outcome.CLUSTER_LOST,
+        )
+
     def _command(self, port: int, session_folder: Path) -> list[str]:
         command = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            "--head",
-            "--block",
-            "--disable-usage-stats",
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
             "--include-dashboard=false",
             "--node-ip-address=127.0.0.1",
             f"--port={port}",
@@ -198,18 +165,11 @@ class LocalCluster:
             command.append(f"--num-gpus={self._settings.num_gpus}")
         return command
 
-    def _wait_until_up(self, port: int, timeout_seconds: float) -> bool:
-        process = self._process
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline and process is not None and process.poll() is None:
-            if self._closed.is_set():
-                return False
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=1):
-                    return True
-            except OSError:
-                time.sleep(0.05)
-        return False
+    def _last_words(self) -> str:
+        try:
+            return without_marks(self._log.read_text(errors="replace"))[-2000:].strip()
+        except OSError:
+            return ""
 
 
 def _free_port() -> int:
@@ -217,8 +177,8 @@ def _free_port() -> int:
 
     That takes seconds, and one port of the head node in other hands ends all of it.
     """
-    for port in [*random.sample(_PORTS, k=_PORT_PROBES), 0]:
+    for port in random.sample(_PORTS, k=_PORT_PROBES):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
-            return int(probe.getsockname()[1])
+            return port
     raise OSError("no port is free on this machine")

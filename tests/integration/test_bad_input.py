@@ -244,7 +244,7 @@ def _job(what: str, head: RayHead, api_url: str, folder: Path, stack: ExitStack)
         ("no dashboard", ["is no Ray dashboard"]),
         ("unknown certificate", ["is not trusted", "ca_bundle"]),
         ("no certificate file", ["ca_bundle '/nowhere.pem'", "cannot be read"]),
-        ("missing folder", ["'/nowhere'", "does not exist on this machine"]),
+        ("missing folder", ["Ray does not accept the job", "directory /nowhere must be an existing directory"]),
         ("missing package", ["the cluster lacks what the driver needs: tenacity", "runtime_env"]),
         pytest.param("another Python", ["the cluster runs Python", "and the flow Python 3.99"], marks=pytest.mark.full),
         pytest.param("missing module", ["module 'nowhere.at_all' cannot be imported"], marks=pytest.mark.full),

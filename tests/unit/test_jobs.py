@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import pickle
 import signal
 import subprocess
 import sys
@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from ray.job_submission import JobDetails
 
-from prefect_elastic_train import __version__
 from prefect_elastic_train.core.events import (
     EVENT_TAG,
     AttemptEnded,
@@ -40,16 +39,16 @@ from prefect_elastic_train.core.events import (
     encode_event,
 )
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.spec import read_spec
-from prefect_elastic_train.driver import job_entry as entry
-from prefect_elastic_train.supervisor import attempt, job_client, job_driver, job_log
+from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.supervisor import attempt, job_driver
 from prefect_elastic_train.supervisor.attempt import Follower
 from prefect_elastic_train.supervisor.job import JobLauncher
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
-from prefect_elastic_train.supervisor.job_log import JobLog
-from prefect_elastic_train.supervisor.job_package import ENTRYPOINT, job_modules, make_runtime_env
+from prefect_elastic_train.supervisor.job_driver import JobLog
+from prefect_elastic_train.supervisor.job_package import job_package, make_runtime_env
+from tests.unit.support import REPOSITORY
 from tests.unit.test_following import SPEC
 
 JOB = JobDetails(type="SUBMISSION", submission_id="elastic-train-mnist-1", status="RUNNING", entrypoint="true")
@@ -74,9 +73,8 @@ class Log:
 
 
 def _event(number: int) -> bytes:
-    return (
-        f"{EVENT_TAG}{encode_event(ControllerAlive(sequence=number, at=number, doing='RUNNING', seconds=0))}\n".encode()
-    )
+    event = ControllerAlive(sequence=number, at=number, doing="RUNNING", seconds=0)
+    return f"{EVENT_TAG}{encode_event(event)}\n".encode()
 
 
 @given(
@@ -92,7 +90,7 @@ def test_every_line_of_a_log_is_read_once_wherever_the_connection_breaks(
     log = JobLog(client)  # type: ignore[arg-type]
     written = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_log, "_LEAST_LINES", look_back)
+        patch.setattr(job_driver, "_LEAST_LINES", look_back)
         for more, breaks_after in steps:
             written = min(len(lines), written + more)
             client.written = b"".join(lines[:written])
@@ -100,18 +98,10 @@ def test_every_line_of_a_log_is_read_once_wherever_the_connection_breaks(
             with suppress(UnreachableError):
                 for line in log.read(JOB):
                     taken.append(line)
-        client.written, client.breaks = b"".join(lines), []
+        client.written, client.breaks = b"".join(lines) + b"the rest of a line", []
+        taken += log.read(JOB)
         taken += log.read(JOB, to_the_end=True)
-    assert [line + b"\n" for line in taken] == lines
-
-
-def test_the_rest_of_a_line_counts_only_when_nobody_writes_any_more() -> None:
-    client = Log()
-    log = JobLog(client)  # type: ignore[arg-type]
-    client.written = _event(1) + b"half a"
-    assert len([*log.read(JOB)]) == 1
-    client.written += b" line, the last"
-    assert [*log.read(JOB, to_the_end=True)] == [b"half a line, the last"]
+    assert [line + b"\n" for line in taken] == [*lines, b"the rest of a line\n"]
 
 
 def test_a_log_that_was_begun_anew_is_not_taken_for_the_one_that_was_read() -> None:
@@ -133,6 +123,7 @@ class Dashboard:
         jobs: What the cluster knows, by submission id.
         asked: The requests so far.
         log: Of all drivers.
+        loses: Answered to a submission that was taken.
     """
 
     def __init__(self) -> None:
@@ -142,10 +133,11 @@ class Dashboard:
         self.uploads: list[bytes] = []
         self.tokens: list[str] = []
         self.log = b""
-        self.session = "session_1"
-        self.refuses_connections = False
+        self.is_away = False
         self.stops_pending = True
+        self.loses: tuple[int, str] | None = None
         self.on_submit: Callable[[str], None] = lambda submission_id: None
+        self.on_request: Callable[[str], None] = lambda request: None
         dashboard = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -156,19 +148,21 @@ class Dashboard:
                 path, _, query = self.path.partition("?")
                 request = f"{self.command} {path}"
                 dashboard.asked.append(request)
+                dashboard.on_request(request)
                 dashboard.tokens.append(self.headers.get("Authorization", "").removeprefix("Bearer "))
                 found = dashboard.answers.get(request, 0.0)
-                if found is None or dashboard.refuses_connections:
+                if found is None or dashboard.is_away:
                     self.close_connection = True
                     return
                 if isinstance(found, float):
                     time.sleep(found)
                 status, text = found if isinstance(found, tuple) else dashboard._do(self.command, path, query, body)
                 content = text.encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                with suppress(OSError):
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
 
             do_GET = do_POST = do_PUT = do_DELETE = _answer
 
@@ -177,13 +171,16 @@ class Dashboard:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self.cluster = ClusterSettings(address=self.url, connect_timeout_seconds=2, unreachable_timeout_seconds=10)
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self.cluster = ClusterSettings(
+            address=f"http://127.0.0.1:{self._server.server_port}",
+            connect_timeout_seconds=2,
+            unreachable_timeout_seconds=10,
+        )
 
     def _do(self, method: str, path: str, query: str, body: bytes) -> tuple[int, str]:
         if path == "/api/version":
-            return 200, json.dumps({"ray_version": ray.__version__, "session_name": self.session})
+            return 200, json.dumps({"ray_version": ray.__version__})
         if path.startswith("/api/packages/"):
             self.uploads += [body] if method == "PUT" else []
             return (404, "") if method == "GET" else (200, "{}")
@@ -198,7 +195,7 @@ class Dashboard:
         if submission_id not in self.jobs:
             return 404, f"Job {submission_id} does not exist"
         if what == ["stop"]:
-            if self.stops_pending or self.jobs[submission_id]["status"] != "PENDING":
+            if self.jobs[submission_id]["status"] in ("RUNNING", "PENDING" if self.stops_pending else ""):
                 self.jobs[submission_id]["status"] = "STOPPED"
             return 200, '{"stopped": true}'
         return 200, json.dumps(self.jobs[submission_id])
@@ -209,12 +206,21 @@ class Dashboard:
             return 500, f"RuntimeError: Job with submission_id {submission_id} already exists"
         self.add(submission_id, request["metadata"], entrypoint=request["entrypoint"])
         self.on_submit(submission_id)
-        return 200, json.dumps({"job_id": submission_id, "submission_id": submission_id})
+        return self.loses or (200, json.dumps({"job_id": submission_id, "submission_id": submission_id}))
 
     def add(self, submission_id: str, metadata: dict[str, str], **more: Any) -> None:
         """Have a job that runs."""
         known = {"type": "SUBMISSION", "entrypoint": "true", "status": "RUNNING", "driver_node_id": "node"}
         self.jobs[submission_id] = {**known, "submission_id": submission_id, "metadata": metadata, **more}
+
+    def train(self, *events: Event, status: str = "SUCCEEDED") -> None:
+        """Have each job that is submitted tell something and end."""
+
+        def run(submission_id: str) -> None:
+            self.say(*events)
+            self.end(status)
+
+        self.on_submit = run
 
     def say(self, *events: Event) -> None:
         """Have the driver tell something."""
@@ -225,6 +231,10 @@ class Dashboard:
         for job in self.jobs.values():
             job["status"] = status
 
+    def statuses(self) -> list[str]:
+        """The states of all jobs."""
+        return [job["status"] for job in self.jobs.values()]
+
     def close(self) -> None:
         """Answer nobody any more."""
         self._server.shutdown()
@@ -232,8 +242,11 @@ class Dashboard:
 
 
 @pytest.fixture
-def dashboard() -> Iterator[Dashboard]:
-    """A dashboard without jobs."""
+def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
+    """A dashboard without jobs, which is asked often."""
+    monkeypatch.setattr(attempt, "TURN_SECONDS", 0.01)
+    for name in ("TURN_SECONDS", "_ASK_SECONDS", "_SELDOM_SECONDS"):
+        monkeypatch.setattr(job_driver, name, 0.02)
     dashboard = Dashboard()
     yield dashboard
     dashboard.close()
@@ -244,20 +257,22 @@ def dashboard() -> Iterator[Dashboard]:
     [
         ((404, "<html>"), UnreachableError, "is no Ray dashboard"),
         ((200, "<html>a login page</html>"), UnreachableError, "is no Ray dashboard"),
-        ((401, "who are you"), RefusedError, "refused the token (HTTP 401: who are you)"),
-        ((403, ""), RefusedError, "refused the token (HTTP 403)"),
+        ((200, "{}"), UnreachableError, "is no Ray dashboard"),
+        ((401, "who are you"), RefusedError, "refused the token (Authentication required: who are you)"),
+        ((403, ""), RefusedError, "refused the token"),
         ((502, "bad gateway"), UnreachableError, "HTTP 502: bad gateway"),
         (None, UnreachableError, "RemoteDisconnected"),
+        ((200, '{"ray_version": "2.1.0"}'), RefusedError, "use the same minor version"),
     ],
 )
 def test_what_a_dashboard_answers_is_told_apart(
     dashboard: Dashboard, answer: tuple[int, str] | None, expected: type[Exception], says: str
 ) -> None:
     client = JobClient(dashboard.cluster)
-    assert client.session() == "session_1"
+    client.check_version()
     dashboard.answers["GET /api/version"] = answer
     with pytest.raises(expected) as raised:
-        client.session()
+        client.check_version()
     assert says in str(raised.value)
 
 
@@ -268,12 +283,7 @@ def test_a_job_is_gone_only_where_ray_itself_says_so(dashboard: Dashboard) -> No
     found = client.job("a-1")
     assert found is not None
     assert not found.status.is_terminal()
-    pages = [
-        (404, "<html>not here</html>"),
-        (200, "<html>log in</html>"),
-        (200, "[]"),
-    ]
-    for page in pages:
+    for page in ((404, "<html>not here</html>"), (200, "<html>log in</html>"), (200, "[]")):
         dashboard.answers |= {"GET /api/jobs/a-1": page, "GET /api/jobs/": (200, "<html>log in</html>")}
         with pytest.raises(UnreachableError):
             client.job("a-1")
@@ -289,16 +299,18 @@ def test_requests_go_to_the_block_s_address_with_its_token_whatever_the_environm
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password hush")
     (tmp_path / ".ray").mkdir()
-    expected = ["", "of-the-home", "of-the-file", "of-the-environment", "of-the-block"]
-    JobClient(dashboard.cluster).jobs()
+    client = JobClient(dashboard.cluster)
+    client.jobs()
     (tmp_path / ".ray" / "auth_token").write_text("of-the-home\n")
-    JobClient(dashboard.cluster).jobs()
-    (tmp_path / "token").write_text("of-the-file")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    JobClient(dashboard.cluster).jobs()
+    client.jobs()
+    for token in ("of-the-file", "a-new-one"):
+        (tmp_path / "token").write_text(token)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+        client.jobs()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
-    JobClient(dashboard.cluster).jobs()
+    client.jobs()
     JobClient(dashboard.cluster.model_copy(update={"auth_token": SecretStr("of-the-block")})).jobs()
+    expected = ["", "of-the-home", "of-the-file", "a-new-one", "of-the-environment", "of-the-block"]
     assert dashboard.tokens == expected
 
 
@@ -319,20 +331,6 @@ def test_an_error_does_not_hold_the_request_that_holds_the_token(dashboard: Dash
     assert raised.value.__cause__ is raised.value.__context__ is None
 
 
-def test_a_token_that_changes_in_its_file_is_read_again(
-    dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    (tmp_path / "token").write_text("old")
-    client = JobClient(dashboard.cluster)
-    dashboard.answers["GET /api/jobs/"] = (403, "expired")
-    (tmp_path / "token").write_text("new")
-    with pytest.raises(RefusedError):
-        client.jobs()
-    assert dashboard.tokens == ["old", "new"]
-
-
 class Flow(Follower):
     """A flow process that follows jobs, and what it was told."""
 
@@ -346,13 +344,14 @@ class Flow(Follower):
             self.events.append,
             lambda source, text: self.lines.append(text),
             on_note=self.notes.append,
+            on_past_event=self.past.append,
+            followed_until=lambda: 1.5,
         )
-        self.on_past_event = self.past.append
-        self._folder = folder
+        self.launcher = JobLauncher(self, folder)
 
     def train(self, dashboard: Dashboard) -> AttemptEnded:
         """Run an attempt as a job."""
-        return JobLauncher(self, self._folder).run_attempt(replace(SPEC, cluster=dashboard.cluster))
+        return self.launcher.run_attempt(replace(SPEC, cluster=dashboard.cluster))
 
 
 @pytest.fixture
@@ -366,262 +365,198 @@ STATE = StateChanged(sequence=2, at=2.0, state="RUNNING")
 ENDED = AttemptEnded(sequence=3, at=3.0, attempt=1, outcome=Outcome.COMPLETED, result={})
 
 
-def _trains_well(dashboard: Dashboard) -> None:
-    def run(submission_id: str) -> None:
-        dashboard.say(STARTED, STATE, ENDED)
-        dashboard.end()
-
-    dashboard.on_submit = run
-
-
-def test_a_job_is_submitted_followed_and_told_event_by_event(dashboard: Dashboard, flow: Flow) -> None:
-    dashboard.log = b"a line of before\n"
-    _trains_well(dashboard)
-    excluding = {"excludes": ["*.py", "spec"], "working_dir": str(Path(__file__).parent)}
-    dashboard.cluster = dashboard.cluster.model_copy(update={"runtime_env": excluding})
-    assert flow.train(dashboard) == ENDED
-    assert flow.events == [STARTED, STATE, ENDED]
-    assert flow.lines == ["a line of before"]
-    [job] = dashboard.jobs.values()
-    assert job["metadata"]["flow_run_id"] == SPEC.request.owner.flow_run_id
-    names = {name for package in dashboard.uploads for name in ZipFile(BytesIO(package)).namelist()}
-    assert {"prefect_elastic_train/driver/main.py", "elastic_train_job/spec"} <= names
-    assert Path(__file__).name not in names, "what the user excludes is the user's"
-
-
-def test_what_is_uploaded_lies_in_the_private_folder_meanwhile_and_nowhere_else(
+def test_a_job_is_submitted_followed_and_told_and_its_package_lies_in_the_private_folder_meanwhile(
     dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private, public = tmp_path / "private", tmp_path / "public"
     for folder in (private, public):
         folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(public))
-    _trains_well(dashboard)
-    answer, seen = dashboard._do, list[tuple[int, int]]()
-
-    def look(method: str, path: str, query: str, body: bytes) -> tuple[int, str]:
-        if method == "PUT":
-            seen.append((len([*private.glob("*.zip")]), len([*public.rglob("*.zip")])))
-        return answer(method, path, query, body)
-
-    monkeypatch.setattr(dashboard, "_do", look)
-    assert Flow(private).train(dashboard) == ENDED
-    assert set(seen) == {(1, 0)}
-    assert not [*private.rglob("*.zip")]
+    seen = list[tuple[int, int]]()
+    dashboard.on_request = lambda request: (
+        seen.append((len([*private.glob("*.zip")]), len([*public.rglob("*.zip")]))) if request[:3] == "PUT" else None
+    )
+    dashboard.log = b"a line of before\n"
+    dashboard.train(STARTED, STATE, ENDED)
+    dashboard.cluster = dashboard.cluster.model_copy(update={"runtime_env": {"excludes": ["*.py", "spec"]}})
+    flow = Flow(private)
+    assert flow.train(dashboard) == ENDED
+    assert (flow.events, flow.lines) == ([STARTED, STATE, ENDED], ["a line of before"])
+    assert (seen, [*private.rglob("*.zip")]) == ([(1, 0)], [])
+    [job] = dashboard.jobs.values()
+    assert job["metadata"]["flow_run_id"] == SPEC.request.owner.flow_run_id
+    names = {name for package in dashboard.uploads for name in ZipFile(BytesIO(package)).namelist()}
+    assert {"prefect_elastic_train/driver/attempt.py", "elastic_train_job/spec"} <= names, "whatever a user excludes"
 
 
 @pytest.mark.parametrize("answer", [(502, "bad gateway"), (500, "who knows"), (200, "<html>log in</html>")])
 def test_a_submission_whose_answer_is_lost_is_recognised(
     dashboard: Dashboard, flow: Flow, answer: tuple[int, str]
 ) -> None:
-    _trains_well(dashboard)
-    real = dashboard._submit
-
-    def lose(request: dict[str, Any]) -> tuple[int, str]:
-        real(request)
-        return answer
-
-    dashboard._submit = lose  # type: ignore[method-assign]
+    dashboard.train(STARTED, STATE, ENDED)
+    dashboard.loses = answer
     assert flow.train(dashboard) == ENDED
     assert dashboard.asked.count("POST /api/jobs/") == 1
     assert len(dashboard.jobs) == 1
 
 
 def test_a_submission_that_has_not_arrived_is_repeated_and_one_that_is_refused_is_not(
-    dashboard: Dashboard, flow: Flow
+    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _trains_well(dashboard)
+    monkeypatch.setattr(flow, "wait", lambda seconds: dashboard.answers.clear())
+    dashboard.train(STARTED, STATE, ENDED)
     dashboard.answers["POST /api/jobs/"] = (503, "busy")
-
-    def heal(text: str) -> None:
-        dashboard.answers.clear()
-
-    flow.check_stop = lambda: heal("") if dashboard.asked.count("POST /api/jobs/") == 1 else None
     assert flow.train(dashboard) == ENDED
     assert dashboard.asked.count("POST /api/jobs/") == 2
     dashboard.jobs.clear()
-    flow.check_stop = lambda: None
     dashboard.answers["POST /api/jobs/"] = (400, "ValueError: no such field")
     with pytest.raises(RefusedError, match=r"Ray does not accept the job: .*no such field"):
         flow.train(dashboard)
 
 
+def test_what_was_never_there_is_not_waited_for_again(dashboard: Dashboard, flow: Flow) -> None:
+    dashboard.cluster = dashboard.cluster.model_copy(update={"connect_timeout_seconds": 0.1})
+    dashboard.is_away = True
+    with pytest.raises(AttemptFailedError, match="no Ray dashboard answers at") as failed:
+        flow.train(dashboard)
+    assert (failed.value.outcome, failed.value.retryable) == (Outcome.CLUSTER_LOST, False)
+
+
 def test_a_dashboard_that_is_away_says_nothing_about_the_job(
     dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_driver, "BLIND_SECONDS", 0.5)
+    monkeypatch.setattr(job_driver, "NOTE_SECONDS", 0.2)
 
     def note(text: str) -> None:
-        flow.notes.append(text)
         if "has not answered for" in text:
-            dashboard.refuses_connections = False
+            dashboard.is_away = False
             dashboard.say(ENDED)
             dashboard.end()
 
     def on_event(event: Event) -> None:
         flow.events.append(event)
-        dashboard.refuses_connections = event == STATE
+        dashboard.is_away = event == STATE
 
     flow.on_note, flow.on_event = note, on_event
     dashboard.on_submit = lambda submission_id: dashboard.say(STARTED, STATE)
     assert flow.train(dashboard) == ENDED
     assert flow.events == [STARTED, STATE, ENDED]
     assert dashboard.asked.count("POST /api/jobs/") == 1
-    assert any("may go on unseen" in note for note in flow.notes)
 
 
-def _add_own(dashboard: Dashboard, flow: Flow) -> None:
-    """Have a job of the same training, as another process of the flow run has submitted it."""
-    _trains_well(dashboard)
-    flow.train(dashboard)
+@pytest.fixture
+def own_job(dashboard: Dashboard, tmp_path: Path) -> None:
+    """A job of the same training runs, as another process of the flow run has submitted it."""
+    dashboard.train(STARTED, STATE, ENDED)
+    Flow(tmp_path).train(dashboard)
     dashboard.end("RUNNING")
     dashboard.asked.clear()
-    flow.events.clear()
-    flow.notes.clear()
+    dashboard.log = b""
 
 
-def test_a_job_that_runs_is_followed_and_what_was_told_before_is_not_told_again(
+@pytest.mark.usefixtures("own_job")
+def test_a_job_that_runs_is_followed_whatever_ray_it_has_and_what_was_told_before_is_not_told_again(
     dashboard: Dashboard, flow: Flow
 ) -> None:
-    _add_own(dashboard, flow)
-    dashboard.log = b""
+    dashboard.answers["GET /api/version"] = (200, '{"ray_version": "2.1.0"}')
     dashboard.say(STARTED)
     dashboard.log += b"told before\n"
     dashboard.say(STATE)
     dashboard.log += b"told now\n"
     dashboard.say(ENDED)
-    flow.followed_until = lambda: 1.5
     flow.check_stop = lambda: dashboard.end() if flow.events else None
     assert flow.train(dashboard) == ENDED
     assert (flow.past, flow.events, flow.lines) == ([STARTED], [STATE, ENDED], ["told now"])
     assert "POST /api/jobs/" not in dashboard.asked
 
 
-def test_a_cluster_with_another_ray_gets_no_job_but_one_that_trains_in_it_is_followed(
-    dashboard: Dashboard, flow: Flow
+@pytest.mark.usefixtures("own_job")
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_job_that_the_cluster_does_not_know_twice_is_lost_and_one_that_it_misses_once_is_not(
+    dashboard: Dashboard, flow: Flow, comes_back: bool
 ) -> None:
-    other = (200, '{"ray_version": "2.1.0", "session_name": "session_1"}')
-    dashboard.answers["GET /api/version"] = other
-    with pytest.raises(RefusedError, match=r"runs Ray 2\.1\.0 .*; use the same minor version"):
-        flow.train(dashboard)
-    assert not dashboard.jobs
-    dashboard.answers.clear()
-    _add_own(dashboard, flow)
-    dashboard.answers["GET /api/version"] = other
-    flow.check_stop = lambda: dashboard.end() if "GET /api/v0/logs/file" in dashboard.asked else None
-    flow.followed_until = lambda: 0.0
-    assert flow.train(dashboard) == ENDED
-
-
-def test_a_job_whose_cluster_was_started_anew_is_lost(dashboard: Dashboard, flow: Flow) -> None:
-    _add_own(dashboard, flow)
-    dashboard.log = b""
-
-    def restart(text: str) -> None:
-        dashboard.jobs.clear()
-        dashboard.session = "session_2"
-
-    flow.on_note = restart
-    ended = flow.train(dashboard)
-    assert ended.outcome is Outcome.CLUSTER_LOST
-    assert "was started anew" in ended.message
-
-
-def test_a_job_that_is_unknown_once_is_not_lost(dashboard: Dashboard, flow: Flow) -> None:
-    dashboard.on_submit = lambda submission_id: dashboard.say(STARTED)
+    [(submission_id, job)] = dashboard.jobs.items()
 
     def on_event(event: Event) -> None:
-        flow.events.append(event)
-        [(submission_id, job)] = dashboard.jobs.items()
-        if event == STARTED:
-            dashboard.jobs.clear()
+        dashboard.jobs.clear()
+        dashboard.asked.clear()
 
-            def come_back() -> None:
-                if dashboard.asked.count("GET /api/version") == 2:
-                    dashboard.jobs[submission_id] = {**job, "status": "SUCCEEDED"}
-                    dashboard.say(ENDED)
-                    flow.check_stop = lambda: None
+    def on_request(request: str) -> None:
+        if comes_back and not dashboard.jobs and dashboard.asked.count(f"GET /api/jobs/{submission_id}") == 2:
+            dashboard.jobs[submission_id] = {**job, "status": "SUCCEEDED"}
+            dashboard.say(ENDED)
 
-            flow.check_stop = come_back
-
-    flow.on_event = on_event
-    assert flow.train(dashboard) == ENDED
+    flow.on_past_event, dashboard.on_request = on_event, on_request
+    dashboard.say(STARTED)
+    ended = flow.train(dashboard)
+    assert ended == ENDED if comes_back else ended.outcome is Outcome.CLUSTER_LOST
 
 
 @pytest.mark.parametrize("can_be_read", [True, False])
 def test_a_driver_whose_log_says_nothing_hangs_and_one_whose_log_cannot_be_read_may_not(
-    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch, can_be_read: bool
+    dashboard: Dashboard, flow: Flow, can_be_read: bool
 ) -> None:
-    monkeypatch.setattr(job_driver, "_FRESH_SECONDS", 1.5)
-    flow.settings = ElasticTrainSettings(liveness_timeout_seconds=3.0)
+    flow.settings = ElasticTrainSettings(liveness_timeout_seconds=0.3)
     dashboard.on_submit = lambda submission_id: dashboard.say(STARTED)
     if not can_be_read:
         dashboard.answers["GET /api/v0/logs/file"] = (500, "the node's agent is away")
-    until = time.monotonic() + 6
+    until = time.monotonic() + 0.9
 
     def check_stop() -> None:
-        if time.monotonic() > until:
+        if time.monotonic() > until and not can_be_read:
             dashboard.answers.clear()
             dashboard.say(ENDED)
             dashboard.end()
             flow.check_stop = lambda: None
 
     flow.check_stop = check_stop
-    ended = flow.train(dashboard)
-    assert ended.outcome is (Outcome.DRIVER_LOST if can_be_read else Outcome.COMPLETED)
-    assert [job["status"] for job in dashboard.jobs.values()] == ["STOPPED" if can_be_read else "SUCCEEDED"]
+    assert flow.train(dashboard).outcome is (Outcome.DRIVER_LOST if can_be_read else Outcome.COMPLETED)
+    assert dashboard.statuses() == ["STOPPED" if can_be_read else "SUCCEEDED"]
 
 
-class Clock:
-    """Time that passes only where somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        """Return the time."""
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-        self.now += seconds
-
-
-class LoglessClient:
-    """A dashboard that knows of a job that has failed, and cannot read its log."""
-
-    address = "http://head:8265"
-
-    def job(self, submission_id: str) -> JobDetails:
-        """Look the job up."""
-        return FAILED
-
-    def log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
-        """Read nothing."""
-        raise UnreachableError("the node's agent is gone")
-
-
-FAILED = JobDetails(
-    type="SUBMISSION", submission_id="a-1", status="FAILED", entrypoint="true", message="killed", driver_node_id="node"
+@pytest.mark.parametrize(
+    ("status", "error_type", "outcome", "says"),
+    [
+        ("FAILED", "", Outcome.DRIVER_LOST, "the driver was lost: job elastic-train-mnist-"),
+        ("STOPPED", "", Outcome.CANCELLED, "was stopped, but not by this flow run"),
+        ("FAILED", "RUNTIME_ENV_SETUP_FAILURE", Outcome.INVALID, "cannot set up the runtime environment"),
+    ],
 )
-
-
-def test_a_job_that_has_ended_is_not_followed_for_ever_when_its_log_cannot_be_read(
-    flow: Flow, monkeypatch: pytest.MonkeyPatch
+def test_a_job_that_has_ended_is_judged_by_its_state_when_its_log_cannot_be_read(
+    dashboard: Dashboard,
+    flow: Flow,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    error_type: str,
+    outcome: Outcome,
+    says: str,
 ) -> None:
-    clock = Clock()
-    for module in (job_driver, attempt):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(job_driver, "_LAST_LINES_SECONDS", 0.1)
+    dashboard.answers["GET /api/v0/logs/file"] = (500, "the node's agent is away")
 
-    def check_stop() -> None:
-        assert clock.now < 1200, "it is followed still"
+    def end(submission_id: str) -> None:
+        dashboard.jobs[submission_id] |= {"status": status, "error_type": error_type, "message": "killed"}
 
-    flow.check_stop = check_stop
-    client: Any = LoglessClient()
-    ended = flow.follow(job_driver.JobDriver(flow, client, FAILED, "session_1", 600, None))
-    assert ended is not None
-    assert ended.outcome is Outcome.DRIVER_LOST
-    assert "killed" in ended.message
+    dashboard.on_submit = end
+    ended = flow.train(dashboard)
+    assert ended.outcome is outcome
+    assert says in ended.message
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "outcome"),
+    [
+        ("STOPPED", Outcome.CANCELLED, Outcome.CANCELLED),
+        ("STOPPED", Outcome.COMPLETED, Outcome.COMPLETED),
+        ("FAILED", Outcome.CANCELLED, Outcome.DRIVER_LOST),
+        ("FAILED", Outcome.USER_ERROR, Outcome.USER_ERROR),
+    ],
+)
+def test_a_last_word_is_judged_by_what_became_of_the_job(
+    dashboard: Dashboard, flow: Flow, status: str, said: Outcome, outcome: Outcome
+) -> None:
+    dashboard.train(STARTED, ENDED.model_copy(update={"outcome": said}), status=status)
+    assert flow.train(dashboard).outcome is outcome
 
 
 class Stop(BaseException):
@@ -639,12 +574,17 @@ def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: F
     flow.check_stop, flow.detaches = check_stop, lambda reason: detaches
     with pytest.raises(Stop):
         flow.train(dashboard)
-    [job] = dashboard.jobs.values()
-    assert job["status"] == ("RUNNING" if detaches else "STOPPED")
+    assert dashboard.statuses() == ["RUNNING" if detaches else "STOPPED"]
     assert any("goes on in the cluster" in note for note in flow.notes) == detaches
+    flow.launcher.end_unfollowed()
+    assert dashboard.statuses() == ["STOPPED"], "no other attempt is to follow"
 
 
-def test_a_job_that_waits_for_its_start_is_ended_by_another_job(dashboard: Dashboard, flow: Flow) -> None:
+def test_a_job_that_waits_for_its_start_is_ended_by_another_job(
+    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_driver, "_STOP_PENDING_SECONDS", 0.1)
+
     def on_submit(submission_id: str) -> None:
         ended = dashboard.jobs.get(submission_id.removesuffix("-end"), {})
         ended["status"] = "FAILED" if submission_id.endswith("-end") else "PENDING"
@@ -665,142 +605,89 @@ def test_a_job_that_waits_for_its_start_is_ended_by_another_job(dashboard: Dashb
     assert not any("could not be stopped" in note for note in flow.notes)
 
 
-def test_a_stop_does_not_wait_for_an_answer_and_a_submission_on_its_way_is_stopped(
+def test_a_signal_while_a_submission_is_on_its_way_stops_the_job_that_comes_of_it(
     dashboard: Dashboard, flow: Flow
 ) -> None:
-    dashboard.answers["POST /api/jobs/"] = 2.0
-
-    def check_stop() -> None:
-        if "POST /api/jobs/" in dashboard.asked:
-            raise Stop
-
-    flow.check_stop = check_stop
-    with pytest.raises(Stop):
-        flow.train(dashboard)
-    assert [job["status"] for job in dashboard.jobs.values()] == ["STOPPED"]
-    dashboard.answers["GET /api/version"] = 30.0
-    dashboard.asked.clear()
-    flow.check_stop = lambda: check_stop_at(time.monotonic())
-    began = time.monotonic()
-
-    def check_stop_at(now: float) -> None:
-        if now - began > 1:
-            raise Stop
-
-    with pytest.raises(Stop):
-        flow.train(dashboard)
-    assert time.monotonic() - began < 8
-
-
-def test_a_signal_while_a_slow_submission_is_on_its_way_stops_the_job_that_comes_of_it(
-    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_client, "_IN_FLIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(job_driver, "_STOP_AGAIN_SECONDS", 0.5)
-    dashboard.answers["POST /api/jobs/"] = 3.0
-    signals = [threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))]
+    dashboard.answers["POST /api/jobs/"] = 0.6
 
     def handle(signum: int, frame: Any) -> None:
         raise Stop
 
-    def check_stop() -> None:
-        if "POST /api/jobs/" in dashboard.asked and signals:
-            signals.pop().start()  # it comes while the answer is waited for
+    def on_request(request: str) -> None:
+        if request == "POST /api/jobs/":
+            os.kill(os.getpid(), signal.SIGUSR1)
 
-    flow.check_stop = check_stop
+    dashboard.on_request = on_request
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         with pytest.raises(Stop):
             flow.train(dashboard)
-        time.sleep(max(0.0, 3.5 - 3.0 * len(dashboard.jobs)))  # a job that was not waited for comes now
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert [job["status"] for job in dashboard.jobs.values()] == ["STOPPED"]
+    assert dashboard.statuses() == ["STOPPED"]
 
 
-def test_a_package_holds_what_the_driver_needs_and_not_the_token(tmp_path: Path) -> None:
-    cluster = ClusterSettings(
-        address="http://head:8265",
-        auth_token="hush",
-        runtime_env={"env_vars": {"A": "1"}, "py_modules": ["s3://a.zip"]},
-    )
-    environment = make_runtime_env(cluster)
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """What a job brings along, unpacked as on a node of the cluster."""
+    cluster = ClusterSettings(address="http://head:8265", auth_token="hush")
+    with job_package(replace(SPEC, cluster=cluster), tmp_path) as archive:
+        ZipFile(archive).extractall(tmp_path / "node")
+    assert not archive.exists(), "what the driver is told goes once it is sent"
+    return tmp_path / "node"
+
+
+def test_a_package_holds_what_the_driver_needs_and_not_the_token(package: Path) -> None:
+    spec = pickle.loads((package / "elastic_train_job" / "spec").read_bytes())
+    assert isinstance(spec, DriverSpec)
+    assert spec.request.run_name == SPEC.request.run_name
+    assert not [path for path in package.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
+    own = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "prefect_elastic_train").rglob("*.py")}
+    assert {path.relative_to(package) for path in (package / "prefect_elastic_train").rglob("*.py")} == own
+
+
+def test_a_runtime_environment_keeps_what_the_user_has_given() -> None:
+    given = {"env_vars": {"A": "1"}, "py_modules": ["s3://a.zip"]}
+    environment = make_runtime_env(ClusterSettings(address="http://head:8265", runtime_env=given))
     assert environment["py_modules"] == ["s3://a.zip"]
     assert environment["env_vars"]["A"] == "1"
-    with job_modules(replace(SPEC, cluster=cluster), tmp_path) as (package, job):
-        assert (package / "driver" / "main.py").is_file()
-        assert not [*package.rglob("__pycache__")]
-        assert read_spec(job / "spec").request.run_name == SPEC.request.run_name
-        assert (job / "spec").stat().st_mode & 0o077 == 0
-        assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
-    assert not job.exists(), "what the driver is told goes once it is sent"
 
 
-def test_the_driver_of_a_job_needs_nothing_but_what_the_cluster_is_asked_for() -> None:
+def test_the_driver_of_a_job_needs_nothing_but_what_the_cluster_is_asked_for(package: Path) -> None:
     absent = ("prefect", "fastapi", "httpx", "pydantic_settings", "rich", "s3fs", "sqlalchemy", "typer")
-    package = Path(entry.__file__).parents[2]
     parts = ("core", "driver", "elastic", "runs", "storage", "report")
     modules = [
-        ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        ".".join(path.relative_to(package).with_suffix("").parts)
         for part in parts
-        for path in sorted((package / part).glob("[a-z]*.py"))
-        if path.stem not in ("launch", "guard", "s3")  # of the flow's machine; S3 is asked for where it is used
+        for path in sorted((package / "prefect_elastic_train" / part).glob("[a-z]*.py"))
+        if path.stem not in ("s3", "operator_settings")  # asked for where it is used; of the flow's machine
     ]
     code = (
         f"import importlib, sys\nfor name in {absent!r}: sys.modules[name] = None\n"
-        f"for name in {[*modules, 'prefect_elastic_train.core.result']!r}: importlib.import_module(name)\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=package)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def _run_entry(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
-    job = folder / "elastic_train_job"
-    job.mkdir()
-    (job / "__init__.py").touch()
-    shutil.copyfile(entry.__file__, job / "__main__.py")
-    wanted = {
-        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
-        "ray": "2.60.0",
-        "package": __version__,
-        "modules": ["psutil"],
-        **changes,
-    }
-    (job / "wanted.json").write_text(json.dumps(wanted))
-    return subprocess.run(
-        [sys.executable, "-m", "elastic_train_job"], cwd=folder, capture_output=True, text=True, timeout=60
-    )
-
-
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("wanted", "says"),
     [
         ({"python": "3.99"}, "the flow Python 3.99"),
-        (
-            {"modules": ["psutil", "no_such_module", "no.such.module"]},
-            "lacks what the driver needs: no_such_module, no.",
-        ),
-        ({"ray": "3.1.0"}, "the flow Ray 3.1.0"),
-        ({"package": "99.0"}, "the flow uses 99.0"),
+        ({"modules": ["json", "no_such_module", "no.such.module"]}, "lacks what the driver needs: no_such_module, no."),
     ],
 )
 def test_the_first_code_of_a_job_says_what_is_wrong_with_the_cluster(
-    tmp_path: Path, changes: dict[str, Any], says: str
+    package: Path, wanted: dict[str, Any], says: str
 ) -> None:
-    done = _run_entry(tmp_path, **changes)
+    file = package / "elastic_train_job" / "wanted.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wanted}))
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic_train_job"], cwd=package, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1, "Ray shall not call it a success"
     [line] = done.stdout.splitlines()
     ended = decode_event(line.removeprefix(EVENT_TAG))
     assert isinstance(ended, AttemptEnded)
     assert (ended.outcome, ended.final) == (Outcome.INVALID, True)
     assert says in ended.message
-
-
-def test_a_node_without_a_python_that_has_ray_says_so(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["/bin/sh", "-c", ENTRYPOINT], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=20
-    )
-    assert done.returncode == 1
-    ended = decode_event(done.stdout.strip().removeprefix(EVENT_TAG))
-    assert isinstance(ended, AttemptEnded)
-    assert "no Python with Ray" in ended.message

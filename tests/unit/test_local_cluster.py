@@ -13,43 +13,22 @@ import pytest
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor import child, local_cluster
+from prefect_elastic_train.supervisor import local_cluster
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
 from prefect_elastic_train.supervisor.runtime import Runtime
 from tests.unit.support import spec
 
 
-@pytest.fixture
-def few_ports(monkeypatch: pytest.MonkeyPatch) -> range:
-    """Four ports to choose from, all of which are looked at."""
+def test_ports_are_free_and_none_that_the_kernel_gives_to_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not {local_cluster._free_port() for _ in range(50)} & {*range(first, last + 1)}
     ports = range(64_100, 64_104)
     monkeypatch.setattr(local_cluster, "_PORTS", ports)
     monkeypatch.setattr(local_cluster, "_PORT_PROBES", len(ports))
-    return ports
-
-
-def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
-    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    for _ in range(50):
-        port = local_cluster._free_port()
-        assert not first <= port <= last
-        assert port >= 10_000
-
-
-def test_a_port_that_is_taken_is_left_out(few_ports: range) -> None:
     with socket.socket() as taken:
-        taken.bind(("", few_ports[1]))
+        taken.bind(("", ports[1]))
         taken.listen()
-        assert {local_cluster._free_port() for _ in range(50)} == set(few_ports) - {few_ports[1]}
-
-
-def test_last_words_are_the_end_of_the_log_without_its_colours(tmp_path: Path) -> None:
-    head = LocalCluster(ClusterSettings(), 0, tmp_path, {})
-    assert head.last_words() == ""
-    (tmp_path / "r0.log").write_text("x" * 5_000 + "\n\x1b[31mgcs_server [exit code=-9]\x1b[39m\n")
-    words = head.last_words()
-    assert words.endswith("x\ngcs_server [exit code=-9]")
-    assert len(words) <= 2_000
+        assert {local_cluster._free_port() for _ in range(50)} == set(ports) - {ports[1]}
 
 
 #: A head that listens as Ray's does, and says on its way out which of its processes it has lost.
@@ -85,10 +64,11 @@ def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(child, "_CLUSTER_DEATH_SECONDS", 0.5)
     monkeypatch.setattr(LocalCluster, "_command", lambda self, port, folder: [sys.executable, "-c", _HEAD, str(port)])
     lines: list[str] = []
-    runtime = Runtime(ElasticTrainSettings(), lambda event: None, lambda source, text: lines.append(text))
+    runtime = Runtime(
+        ElasticTrainSettings(stop_grace_seconds=0.2), lambda event: None, lambda source, text: lines.append(text)
+    )
     runtime.driver_command = (sys.executable, "-c", _DRIVER)
     wanted = spec(cluster=ClusterSettings())
     try:
@@ -98,7 +78,7 @@ def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_
         Path("lingers").touch()
         heads = [one for one in psutil.Process().children() if _HEAD in one.cmdline()]
         assert len(heads) == 1
-        threading.Timer(2.0, heads[0].terminate).start()
+        threading.Timer(1.0, heads[0].terminate).start()
         lost = runtime.run_attempt(wanted)
         assert lost.outcome is Outcome.CLUSTER_LOST
         assert lost.message.endswith("has died: gcs_server [exit code=-9]")
@@ -116,7 +96,9 @@ def test_what_keeps_a_cluster_from_starting_is_told_to_the_driver(
 ) -> None:
     monkeypatch.setattr(LocalCluster, "_command", lambda *_: [sys.executable, "-c", "print('no room')"])
     lines: list[str] = []
-    runtime = Runtime(ElasticTrainSettings(), lambda event: None, lambda source, text: lines.append(text))
+    runtime = Runtime(
+        ElasticTrainSettings(stop_grace_seconds=0.2), lambda event: None, lambda source, text: lines.append(text)
+    )
     runtime.driver_command = (sys.executable, "-c", _DRIVER)
     try:
         runtime.run_attempt(spec(cluster=ClusterSettings()))

@@ -8,12 +8,13 @@ import sys
 import tarfile
 from importlib.metadata import version
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 import prefect_elastic_train
 from prefect_elastic_train.core.version import UNKNOWN
-from prefect_elastic_train.supervisor.job_package import job_modules
+from prefect_elastic_train.supervisor.job_package import job_package
 from tests.support.distribution import PATCH, TAG, VERSION, call, commit_tree
 from tests.support.processes import ROOT
 from tests.unit.test_following import SPEC
@@ -110,6 +111,8 @@ def test_a_source_tree_that_nobody_installed_says_so(source: Path) -> None:
 def test_the_package_of_a_job_says_the_version_of_the_flow_whatever_the_cluster_has(
     tmp_path: Path, another_version: Path
 ) -> None:
-    with job_modules(SPEC, tmp_path) as (package, _):
+    with job_package(SPEC, tmp_path) as archive:
+        ZipFile(archive).extractall(tmp_path)
+        package = tmp_path / "prefect_elastic_train"
         assert _said_by(package) == prefect_elastic_train.__version__
         assert _said_by(package, another_version) == prefect_elastic_train.__version__
