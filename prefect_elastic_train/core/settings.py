@@ -141,7 +141,6 @@ def _check_tpu(scaling: ScalingSettings) -> None:
         )
     shape = slices.slice_shape(topology, accelerator_type, scaling.resources_per_worker)
     slices.check_worker_counts(shape, scaling.min_workers, scaling.max_workers)
-    slices.check_placement(shape, scaling.max_workers, scaling.placement_strategy)
 
 
 class FailureSettings(SettingsModel):

@@ -94,9 +94,8 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
 
     from prefect_elastic_train.elastic.failures import (
         CapacityTimeoutError,
-        ignored_checkpoint,
+        decisive,
         is_death,
-        storage_fault,
     )
 
     def failed(outcome: Outcome, message: str) -> AttemptFailedError:
@@ -108,12 +107,11 @@ def classify(error: Exception, attempt: int) -> AttemptFailedError:
     if isinstance(cause, CapacityTimeoutError):
         return failed(Outcome.TIMED_OUT, str(cause))
     if isinstance(error, WorkerGroupError):
-        fault = storage_fault(error)
-        if fault is not None:
-            return failed(_storage_outcome(fault), str(fault))
-        ignored = ignored_checkpoint(error)
-        if ignored is not None:
-            return failed(Outcome.USER_ERROR, f"{ignored} (FailureBudget.ignored_checkpoint is 'fail')")
+        found = decisive(error.worker_failures.values())
+        if isinstance(found, StorageFaultError):
+            return failed(_storage_outcome(found), str(found))
+        if found is not None:
+            return failed(Outcome.USER_ERROR, f"{found} (FailureBudget.ignored_checkpoint is 'fail')")
         texts, also = distinct({rank: f"{type(e).__name__}: {e}" for rank, e in error.worker_failures.items()})
         why = "; ".join(causes(texts, also))
         # When a rank dies, the others fail in their collectives: then its death is the cause.

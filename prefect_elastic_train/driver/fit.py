@@ -235,9 +235,7 @@ def fit(
     from prefect_elastic_train.elastic.translate import run_config, scaling_config
 
     payload, attempt = prepared.payload, context.attempt
-    callback = RunCallback(
-        receiving, store, attempt, spec.scaling, spec.failures, score_attribute=spec.checkpoints.score_attribute
-    )
+    callback = RunCallback(receiving, store, attempt, spec.failures, spec.checkpoints.score_attribute)
     setup = ControllerSetup(requester_id(store), spec.scaling, callback, context)
     try:
         trainer = make_trainer(

@@ -127,7 +127,7 @@ def _cluster_address(spec: DriverSpec) -> str:
 
 
 def _address_of_this_host() -> str:
-    from prefect_elastic_train.elastic.gcs import find_address
+    from prefect_elastic_train.elastic.cluster import find_address
 
     try:
         return find_address()
@@ -161,7 +161,7 @@ def _wait_for_listener(spec: DriverSpec, address: str) -> None:
 
 def _check_head(spec: DriverSpec, address: str) -> None:
     """Find out what answers at the address before Ray's client tries, which cannot say why it fails."""
-    from prefect_elastic_train.elastic.gcs import HeadAnswer, ask_head
+    from prefect_elastic_train.elastic.cluster import HeadAnswer, ask_head
 
     timeout = spec.cluster.connect_timeout_seconds
     answer = ask_head(address, timeout)

@@ -28,12 +28,11 @@ from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import ALIVE_SECONDS
 from prefect_elastic_train.core.rank_errors import distinct
 from prefect_elastic_train.core.ray_output import mark_told
-from prefect_elastic_train.core.settings import FailureSettings, ScalingSettings
-from prefect_elastic_train.elastic.failures import why_given_up
+from prefect_elastic_train.core.settings import FailureSettings
+from prefect_elastic_train.elastic.failures import why_never_again
 from prefect_elastic_train.elastic.loop_state import take_waits_and_stall
 from prefect_elastic_train.elastic.loop_watch import LoopWatch, answers_of, ask, have_answered
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
-from prefect_elastic_train.elastic.translate import resources_per_worker
 from prefect_elastic_train.runs.commits import check_fence, newest_commit
 from prefect_elastic_train.runs.model import SEED_COMMIT
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
@@ -84,15 +83,13 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         receiving: Where the driver listens.
         store: The run directory.
         attempt: The attempt that holds the fence.
-        scaling: What the run asks for.
         failures: What ends the training, or a drain.
         score_attribute: Metric that checkpoints are ranked by; empty for none.
 
     Attributes:
         errors: Exceptions that this callback has passed over.
-        groups_started: How many worker groups have started.
-        renew_reservation: Of the policy, which Ray does not ask during a drain; None until it has been asked once.
-        has_checkpoint: Whether a restart now would begin from a checkpoint.
+        start_failure: Why the last worker group did not start, until the scaling policy has taken that in.
+        counted_on: Nodes that the size of the next worker group was decided from.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         receiving: Receiving,
         store: RunStore,
         attempt: int,
-        scaling: ScalingSettings,
         failures: FailureSettings | None = None,
         score_attribute: str = "",
     ) -> None:
@@ -108,34 +104,24 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._receiving = receiving
         self._store = store
         self._attempt = attempt
-        self._min_workers = scaling.min_workers
-        self._resources_per_worker = resources_per_worker(scaling)
         self._preemption_grace_seconds = failures.preemption_grace_seconds
         self._score_attribute = score_attribute
-        self._worker_group: Any = None
-        self._loops = LoopWatch(
-            failures.ignored_checkpoint == "fail", self._send, hangs_after_seconds=failures.stall_timeout_seconds
-        )
-        #: Workers that have been asked for what they waited for, and have not all answered.
-        self._asked: list[Any] = []
-        self._commits_of_turn = 0
-        self._last_commit_at = 0.0
-        self.groups_started = 0
-        self.renew_reservation: Callable[[], None] | None = None
-        self._sender: EventSender | None = None
-        self._state = "INITIALIZING"
-        self._state_since = time.time()
-        self._world_size = 0
-        self._last_errors: dict[int, Exception] = {}
-        self._tracebacks: dict[int, str] = {}
-        self._reports_since_checkpoint = 0
-        self._checkpoint = ""
-        #: How many workers have reported the newest checkpoint, by its name.
-        self._saved_by: dict[str, int] = {}
-        self._stalled = 0.0
+        self._loops = LoopWatch(failures.ignored_checkpoint == "fail", self.tell, failures.stall_timeout_seconds)
         # Made in the controller: a lock cannot be pickled on its way there.
+        self._sender: EventSender | None = None
         self._stopped: threading.Event | None = None
+        self._state, self._state_since = "INITIALIZING", time.time()
+        #: Of the group that trains, none while there is none.
+        self._workers: list[Any] = []
+        #: Of the ranks in the last poll, for the decision that follows.
+        self._failures: dict[int, Exception] = {}
+        #: What the workers have been asked for, until all have answered.
+        self._asked: list[Any] = []
+        self._checkpoint, self._committed_at, self._has_committed = "", 0.0, False
+        self._reports_since_checkpoint = 0
         self.errors = 0
+        self.start_failure: Exception | None = None
+        self.counted_on: frozenset[str] = frozenset()
 
     @property
     def has_checkpoint(self) -> bool:
@@ -147,20 +133,15 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Whether a node of the group is about to go, and the group still trains."""
         return self._state == "PREEMPTING"
 
-    @_never_raises
-    def release_group(self) -> int:
-        """End a group that has failed, with all that it holds, and return the number of its workers; 0 without one."""
-        group, self._worker_group = self._worker_group, None
-        if group is None:
-            return 0
-        workers = len(group.get_workers())
-        group.shutdown()
-        return workers
-
     def take_commit(self) -> bool:
-        """Return whether a checkpoint was committed since the last poll began; the policy asks once a turn."""
-        committed, self._commits_of_turn = self._commits_of_turn > 0, 0
+        """Return whether a checkpoint was committed since this was asked last; the policy asks once a turn."""
+        committed, self._has_committed = self._has_committed, False
         return committed
+
+    def tell(self, event: ev.Event) -> None:
+        """Send an event to the driver."""
+        if self._sender is not None:
+            self._sender.put(event)
 
     @_never_raises
     def after_controller_start(self, train_run_context: Any) -> None:
@@ -178,7 +159,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         name = current_state._state_type.state_name
         if name != self._state:
             self._state, self._state_since = name, time.time()
-            self._send(ev.StateChanged(state=name))
+            self.tell(ev.StateChanged(state=name))
 
     def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
         """Report that a healthy worker group gives way to one of another size.
@@ -201,8 +182,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Remove what interrupted uploads left behind: no worker runs now."""
-        self._last_errors = {}
-        self._world_size = 0
         removed = remove_interrupted_uploads(self._store, self._attempt)
         check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
         self._store.abandon_uploads()
@@ -213,24 +192,19 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Report size and ranks of the new worker group."""
-        workers = worker_group.get_workers()
-        self._worker_group, self._asked = worker_group, []
-        self.groups_started += 1
-        self._world_size = len(workers)
-        self._commits_of_turn = self._reports_since_checkpoint = 0
-        self._last_commit_at = time.time()
+        self._workers, self._asked = worker_group.get_workers(), []
+        self._reports_since_checkpoint, self._committed_at, self._has_committed = 0, time.time(), False
         commit = newest_commit(self._store, self._attempt)
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
         self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
         # What another run has counted says nothing of this one.
         is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
-        metrics = latest["metrics"] if latest and is_own else {}
-        self._loops.begin(workers, loop_name(self._checkpoint), metrics, self._saved_by.get(self._checkpoint))
+        self._loops.begin(self._workers, loop_name(self._checkpoint), latest["metrics"] if latest and is_own else {})
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
-            for worker in workers
+            for worker in self._workers
         }
-        self._send(ev.WorkerGroupStarted(world_size=len(workers), checkpoint=self._checkpoint, ranks=ranks))
+        self.tell(ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self._checkpoint, ranks=ranks))
 
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does.
@@ -240,7 +214,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """
         failure = self._look(statuses)
         if failure is not None:
-            self._last_errors, self._tracebacks = dict(failure.worker_failures), {}
+            self._failures = dict(failure.worker_failures)
             raise failure
 
     @_never_raises
@@ -250,63 +224,41 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Remember the errors of the ranks for the failure decision that follows; end a drain that has its commit."""
-        if worker_group_status.errors:
-            self._last_errors = dict(worker_group_status.errors)
-            # Ray hands out the loop's own exceptions, which have lost their tracebacks, and keeps those beside them.
-            statuses = worker_group_status.worker_statuses
-            self._tracebacks = {
-                rank: getattr(statuses[rank].error, "_traceback_str", "")
-                for rank in self._last_errors
-                if rank in statuses
-            }
+        # The statuses' own errors have tracebacks; those that Ray hands out have lost them.
+        statuses = worker_group_status.worker_statuses.items()
+        self._failures = {rank: status.error for rank, status in statuses if status.error is not None}
         self._take_answers(0)
         preemption = worker_group_status.get_preemption_info()
-        if preemption is None:
-            return
-        if self.renew_reservation is not None:
-            self.renew_reservation()
-        if self.take_commit():
+        if preemption is not None and self.take_commit():
             self._end_drain(preemption)
 
     @_never_raises
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         """Take the last answers; the group gives back what it holds."""
-        self._worker_group = None
+        self._workers = []
         self._take_answers(_LAST_SECONDS)
-
-    @_never_raises
-    def before_worker_group_abort(self, worker_group_context: Any) -> None:
-        """Remember that the group gives back what it holds."""
-        self._worker_group = None
 
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
         """Report what rank 0 reported, and the commit that came with it: Ray has written its snapshot."""
-        checkpoint = training_report.checkpoint
-        name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/") if checkpoint else ""
+        checkpoint, world_size = training_report.checkpoint, len(self._workers)
         rank_zero = bounded_metrics(plain_metrics(metrics[0]), self._score_attribute) if metrics else {}
-        self._reports_since_checkpoint = 0 if checkpoint else self._reports_since_checkpoint + 1
         if not checkpoint:
-            self._send(ev.Reported(metrics=rank_zero, world_size=self._world_size))
+            self._reports_since_checkpoint += 1
+            self.tell(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
-        self._commits_of_turn += 1
-        self._last_commit_at = time.time()
-        self._checkpoint = name
-        self._saved_by = {name: self._world_size}
-        size = self._size_of(name)
-        self._send(
-            ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=self._world_size)
-        )
-        if not self._asked and self._worker_group is not None:
-            self._asked = ask(self._worker_group.get_workers(), take_waits_and_stall)
+        name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
+        self._checkpoint, self._committed_at, self._has_committed = name, time.time(), True
+        self._reports_since_checkpoint = 0
+        size = self._size_of(name) or 0
+        self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
+        if not self._asked:
+            self._asked = ask(self._workers, take_waits_and_stall)
 
+    @_never_raises
     def _size_of(self, checkpoint: str) -> int:
-        """Return the bytes of a checkpoint, 0 if the storage does not say: the commit is told all the same."""
-        try:
-            return sum((self._store.file_sizes(checkpoint) or {}).values())
-        except OSError:
-            self.errors += 1
-            return 0
+        """Return the bytes of a checkpoint; if the storage does not say, the commit is told all the same."""
+        return sum((self._store.file_sizes(checkpoint) or {}).values())
 
     @_never_raises
     def after_controller_finish(self, result: Any) -> None:
@@ -319,28 +271,15 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._stop_sending(timeout_seconds=1.0)
 
     @_never_raises
-    def waiting_for_capacity(self, possible_workers: int, missing: str, since: float) -> None:
-        """Report what the start of a worker group waits for, and since when (epoch seconds)."""
-        self._send(
-            ev.WaitingForCapacity(
-                possible_workers=possible_workers,
-                min_workers=self._min_workers,
-                resources_per_worker=self._resources_per_worker,
-                missing=missing,
-                since=since,
-            )
-        )
-
-    @_never_raises
     def _take_answers(self, timeout_seconds: float) -> None:
         """Tell what the ranks have waited for, once all have answered or none is waited for any longer."""
-        if not self._asked:
-            return
-        if not timeout_seconds and not have_answered(self._asked):
+        if not self._asked or not (timeout_seconds or have_answered(self._asked)):
             return
         answers, self._asked = answers_of(self._asked, timeout_seconds), []
-        self.tell_waits("ranks", [waits for waits, _ in answers.values()])
-        self.tell_stall(max((stall for _, stall in answers.values()), default=0.0))
+        self._tell_waits("ranks", [waits for waits, _ in answers.values()])
+        stalled = max((stalled for _, stalled in answers.values()), default=0.0)
+        if stalled >= _TOLD_STALL_SECONDS:
+            self.tell(ev.CheckpointStalled(seconds=round(stalled, 3)))
 
     def _end_drain(self, preemption: Any) -> None:
         """Restart at once: the work is committed, and every step until the deadline would be done twice.
@@ -351,7 +290,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             deadline_ms=int((time.time() - self._preemption_grace_seconds) * 1000),
             preempted_node_to_ranks=preemption.preempted_node_to_ranks,
         )
-        for worker in self._worker_group.get_workers():
+        for worker in self._workers:
             worker.actor.mark_preempt.remote(over)
 
     def _stop_if_fenced_off(self) -> None:
@@ -363,64 +302,52 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def _tell_resize(self, resize_decision: ResizeDecision) -> None:
-        if not self._world_size or self._last_errors:
+        if not self._workers:
             return
         reason = getattr(resize_decision, "reason", None)
-        self._send(
+        self.tell(
             ev.WorkerGroupResized(
-                old_size=self._world_size,
+                old_size=len(self._workers),
                 new_size=resize_decision.num_workers,
                 reason=reason.value if reason is not None else "",
                 waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
                 reports_lost=self._reports_since_checkpoint,
-                seconds_lost=time.time() - self._last_commit_at,
+                seconds_lost=time.time() - self._committed_at,
             )
         )
 
     @_never_raises
     def _tell_failure(self, failure_decision: FailureDecision) -> None:
-        errors = self._last_errors
-        if not errors and not self.is_draining:
+        failures, self._failures = self._failures, {}
+        if not failures and not self.is_draining:
             return
-        preempted = self.is_draining or any(_is_preempted_actor(error) for error in errors.values())
-        event_type = ev.WorkersPreempted if preempted else ev.WorkerFailed
-        texts, also = distinct({rank: self._in_words(rank, error) for rank, error in errors.items()})
-        self._send(
+        is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
+        errors, also = distinct(
+            {
+                rank: getattr(failure, "_traceback_str", "") or f"{type(failure).__name__}: {failure}"
+                for rank, failure in failures.items()
+            }
+        )
+        event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
+        self.tell(
             event_type(
-                errors=texts,
+                errors=errors,
                 also=also,
                 retried=failure_decision is FailureDecision.RETRY,
-                gives_up=why_given_up(errors.values()),
+                gives_up=why_never_again(failures.values()) or "the budget is used up",
                 reports_lost=self._reports_since_checkpoint,
             )
         )
-        self._world_size = 0
 
-    def _in_words(self, rank: int, error: Exception) -> str:
-        return self._tracebacks.get(rank) or f"{type(error).__name__}: {error}"
-
-    @_never_raises
-    def tell_stall(self, seconds: float) -> None:
-        """Report for how long the loop stood still for its checkpoints, if it did."""
-        self._stalled += seconds
-        if self._stalled >= _TOLD_STALL_SECONDS:
-            self._send(ev.CheckpointStalled(seconds=round(self._stalled, 3)))
-            self._stalled = 0.0
-
-    @_never_raises
-    def tell_waits(self, who: str, waits: Sequence[Waits]) -> None:
+    def _tell_waits(self, who: str, waits: Sequence[Waits]) -> None:
         """Report what processes waited for their storage, if they did."""
         tries = sum(waited.tries for waited in waits)
         if tries:
             longest = max(waits, key=lambda waited: waited.seconds)
-            self._send(ev.StorageWaited(who=who, seconds=round(longest.seconds, 3), tries=tries, last=longest.last))
-
-    def _send(self, event: ev.Event) -> None:
-        if self._sender is not None:
-            self._sender.send(event)
+            self.tell(ev.StorageWaited(who=who, seconds=round(longest.seconds, 3), tries=tries, last=longest.last))
 
     def _stop_sending(self, timeout_seconds: float) -> None:
-        self.tell_waits("controller", [take_waits()])
+        self._tell_waits("controller", [take_waits()])
         if self._stopped is not None:
             self._stopped.set()
         if self._sender is not None:
@@ -430,8 +357,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         while self._stopped is not None and not self._stopped.wait(ALIVE_SECONDS):
             waiting = waiting_since()
             if waiting is None:
-                self.tell_waits("controller", [take_waits()])
-            self._send(
+                self._tell_waits("controller", [take_waits()])
+            self.tell(
                 ev.ControllerAlive(
                     doing=self._state if waiting is None else "waiting for the storage",
                     seconds=time.time() - self._state_since if waiting is None else time.monotonic() - waiting,

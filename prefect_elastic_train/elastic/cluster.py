@@ -1,16 +1,21 @@
-"""The cluster as it is now, what a run asks of it, and its nodes' way to the storage.
+"""The cluster as it is now, what a run asks of it, its nodes' way to the storage, and whether its head lets us in.
 
 Uses ``ray._private.state``, as Ray Train does: there is no public way to see which nodes are being drained, or what
-each of them has free.
+each of them has free. Uses ``ray._raylet`` and ``ray._private.services``: ``ray.init`` answers a refused token with the
+same "Failed to connect" as a dead head, waits without a bound of its own for something that accepts connections and
+says nothing, and does not tell what it takes for the address ``"auto"``.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import socket
+import threading
 from collections.abc import Mapping
 
 import ray
+from ray.exceptions import AuthenticationError
 from ray.train.v2.api.config import ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -20,9 +25,56 @@ from prefect_elastic_train.storage.preflight import Probe
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
+_ASK_SECONDS = 5
 #: How long all nodes together may take to try the storage. One that says nothing until then may be busy or gone; it
 #: is not waited for.
 _TRY_SECONDS = 30.0
+
+
+class HeadAnswer(enum.Enum):
+    """What the head at an address says."""
+
+    WELCOME = "welcome"
+    REFUSED = "refused"
+    SILENT = "silent"
+
+
+def ask_head(address: str, timeout_seconds: float) -> HeadAnswer:
+    """Ask the head at ``host:port``, with the token of this process.
+
+    Args:
+        address: Where it should be.
+        timeout_seconds: How long to wait for an answer.
+    """
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    answers: list[HeadAnswer] = []
+
+    def ask() -> None:
+        try:
+            GcsClient(address=address).internal_kv_keys(b"session_name", timeout=_ASK_SECONDS)
+            answers.append(HeadAnswer.WELCOME)
+        except AuthenticationError:
+            answers.append(HeadAnswer.REFUSED)
+        except Exception as error:  # noqa: BLE001 - whatever else it says is no welcome
+            logger.debug("no head at %s: %s", address, error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    return answers[0] if answers else HeadAnswer.SILENT
+
+
+def find_address() -> str:
+    """Return ``host:port`` of the cluster that ``"auto"`` means: ``RAY_ADDRESS``, or the one started on this machine.
+
+    Raises:
+        ConnectionError: There is none, or more than one.
+        ValueError: ``RAY_ADDRESS`` is no address.
+    """
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    return str(canonicalize_bootstrap_address_or_die("auto"))
 
 
 def cluster_nodes() -> list[Node]:
@@ -67,16 +119,12 @@ def try_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> N
         StorageFaultError: A node cannot use it.
     """
     own = ray.get_runtime_context().get_node_id()
-    nodes = [
-        node.id
-        for node in cluster_nodes()
-        if node.id != own and all(node.total.get(name, 0) >= amount for name, amount in resources_per_worker.items())
-    ]
     # Without CPUs, so that it starts on a node that others fill.
     task = ray.remote(num_cpus=0, max_retries=0)(_try_here)
     asked = [
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe)
-        for node in nodes
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(probe)
+        for node in cluster_nodes()
+        if node.id != own and all(node.total.get(name, 0) >= amount for name, amount in resources_per_worker.items())
     ]
     done, silent = ray.wait(asked, num_returns=len(asked), timeout=_TRY_SECONDS) if asked else ([], [])
     for answer in done:

@@ -1,7 +1,6 @@
-"""Why a worker group fails: telling a rank that died from one whose loop raised, and what ends a wait.
+"""Why a worker group fails: what tells more than that a rank failed, and what ends a wait.
 
-Pure functions over what Ray raises. Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not
-answer has no public type.
+Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not answer has no public type.
 """
 
 from __future__ import annotations
@@ -10,41 +9,35 @@ from collections.abc import Iterable
 
 import ray.exceptions
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
-from ray.train.v2.api.exceptions import WorkerGroupError
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
-from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError
 
 
 class CapacityTimeoutError(Exception):
     """``min_workers`` did not fit for longer than ``capacity_timeout_seconds``."""
 
 
-def ignored_checkpoint(error: Exception) -> IgnoredCheckpointError | None:
-    """Return what the loop has done wrong that makes it fail, None if it is anything else."""
-    failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
-    return next((failure for failure in failures if isinstance(failure, IgnoredCheckpointError)), None)
+class IgnoredCheckpointError(Exception):
+    """The loop began again although a checkpoint was there, and the failure budget does not allow that."""
 
 
-def storage_fault(error: Exception) -> StorageFaultError | None:
-    """Return what the storage refused to a rank, the permanent first; None if no rank failed by that."""
-    return worst_fault(error.worker_failures.values()) if isinstance(error, WorkerGroupError) else None
+class HungLoopError(Exception):
+    """A rank reported nothing for longer than ``stall_timeout_seconds``; carries the stacks of its threads."""
 
 
-def worst_fault(failures: Iterable[Exception]) -> StorageFaultError | None:
-    """Return what the storage refused, the permanent first; None if no failure of a rank is that."""
-    causes = (getattr(failure, "_base_exc", failure) for failure in failures)
-    faults = [cause for cause in causes if isinstance(cause, StorageFaultError)]
-    return min(faults, key=lambda fault: not fault.permanent, default=None)
+def decisive(failures: Iterable[Exception]) -> IgnoredCheckpointError | StorageFaultError | None:
+    """Return the failure of a rank that decides how training goes on: of the storage's faults the permanent first."""
+    causes = [getattr(failure, "_base_exc", failure) for failure in failures]
+    found = [cause for cause in causes if isinstance(cause, IgnoredCheckpointError | StorageFaultError)]
+    return min(found, key=lambda cause: isinstance(cause, StorageFaultError) and not cause.permanent, default=None)
 
 
-def why_given_up(failures: Iterable[Exception]) -> str:
-    """Return why a worker group is not restarted, if it is not."""
-    failures = list(failures)
-    fault = worst_fault(failures)
-    if any(isinstance(failure, IgnoredCheckpointError) for failure in failures):
+def why_never_again(failures: Iterable[Exception]) -> str:
+    """Return why a new worker group would fail of the same, empty if it might not."""
+    cause = decisive(failures)
+    if isinstance(cause, IgnoredCheckpointError):
         return "the training ends, as ignored_checkpoint='fail' asks for"
-    return "the storage refuses for good" if fault is not None and fault.permanent else "the budget is used up"
+    return "the storage refuses for good" if cause is not None and cause.permanent else ""
 
 
 def is_death(failure: Exception) -> bool:

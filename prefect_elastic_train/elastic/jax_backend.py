@@ -13,10 +13,11 @@ Uses ``ray.train.v2.jax.config._JaxBackend``: Ray Train sets its workers up thro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +25,10 @@ import ray
 import ray.exceptions
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2.jax.config import JaxConfig, _JaxBackend
+from ray.util.tpu import get_tpu_coordinator_env_vars
 
 logger = logging.getLogger(__name__)
 
-#: What tells libtpu of several slices. Ray overwrites the first three, and the last only where it is not set.
-MULTI_SLICE_VARIABLES = (
-    "MEGASCALE_COORDINATOR_ADDRESS",
-    "MEGASCALE_NUM_SLICES",
-    "MEGASCALE_SLICE_ID",
-    "MEGASCALE_PORT",
-)
 _ANSWER_SECONDS = 1.0  # for all ranks to say that they live; a dead one is known at once
 _LEAVE_SECONDS = 3.0  # for all ranks to meet at the end; less than the 5 s that Ray then waits for each worker
 
@@ -61,11 +56,10 @@ def run_jax_config(jax_config: JaxConfig | None, scaling_config: Any) -> JaxConf
             it is.
         scaling_config: Ray's ``ScalingConfig``; says what the workers have if the user does not.
     """
-    if jax_config is None:
-        return RunJaxConfig(use_tpu=scaling_config.use_tpu, use_gpu=scaling_config.use_gpu)
-    if jax_config.backend_cls is not _JaxBackend:
+    if jax_config is not None and jax_config.backend_cls is not _JaxBackend:
         return jax_config
-    return RunJaxConfig(use_tpu=jax_config.use_tpu, use_gpu=jax_config.use_gpu)
+    given = jax_config or scaling_config
+    return RunJaxConfig(use_tpu=given.use_tpu, use_gpu=given.use_gpu)
 
 
 class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
@@ -78,7 +72,7 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
             RayActorError: A worker died meanwhile; Ray starts another worker group.
         """
         if backend_config.use_tpu:
-            if _number_of_slices(worker_group) == 1:
+            if worker_group.get_worker_group_context().num_slices == 1:
                 worker_group.execute(forget_other_slices)
             super().on_start(worker_group, backend_config)
             return
@@ -95,67 +89,45 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
         They part together or not at all: if one of them is gone, the others are ended as they are.
         """
         try:
-            joined = ray.get(worker_group.execute_async(_is_joined), timeout=_ANSWER_SECONDS)
-            if any(joined):
-                ray.get(worker_group.execute_async(_leave, _LEAVE_SECONDS), timeout=_LEAVE_SECONDS + _ANSWER_SECONDS)
+            if any(ray.get(worker_group.execute_async(_is_joined), timeout=_ANSWER_SECONDS)):
+                ray.get(worker_group.execute_async(_leave), timeout=_LEAVE_SECONDS + _ANSWER_SECONDS)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.debug("jax.distributed is not shut down, a rank is gone: %s", error)
 
 
-def forget_other_slices(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Remove what tells libtpu of more than one slice. Runs in a worker.
-
-    Args:
-        environment: Default that of the process.
-    """
-    for name in MULTI_SLICE_VARIABLES:
-        environment.pop(name, None)
+# What runs in a worker.
 
 
-def _number_of_slices(worker_group: Any) -> int:
-    return int(worker_group.get_worker_group_context().num_slices)
+def forget_other_slices() -> None:
+    """Remove what tells libtpu of more than one slice."""
+    for name in get_tpu_coordinator_env_vars("", num_slices=2, slice_id=0):
+        os.environ.pop(name, None)
 
 
 def _join(platform: str, address: str, size: int, rank: int) -> None:
-    """Choose the platform, and join the other processes if there are any. Runs in a worker.
-
-    Args:
-        platform: What JAX runs on, unless the user's ``JAX_PLATFORMS`` says otherwise.
-        address: Where rank 0 coordinates, ``host:port``.
-        size: Number of processes.
-        rank: Which of them this is.
-    """
+    """Choose the platform, unless the user's ``JAX_PLATFORMS`` does, and join the other processes if there are any."""
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = platform  # read when JAX is imported
-    if size == 1:
-        return
-    import jax
+    if size > 1:
+        import jax
 
-    # Ray has said which process this is and which devices it has; Slurm's or MPI's variables are about others.
-    jax.distributed.initialize(address, size, rank, cluster_detection_method="deactivate")
+        # Ray has said which process this is and which devices it has; Slurm's or MPI's variables are about others.
+        jax.distributed.initialize(address, size, rank, cluster_detection_method="deactivate")
 
 
 def _is_joined() -> bool:
-    """Tell whether this process is joined with others. Runs in a worker."""
-    import sys
-
-    if "jax" not in sys.modules:
-        return False
-    import jax
-
-    return bool(jax.distributed.is_initialized())
+    jax = sys.modules.get("jax")
+    return jax is not None and bool(jax.distributed.is_initialized())
 
 
-def _leave(patience_seconds: float) -> None:
-    """Part from the other processes. Runs in a worker, which stays free to be ended while the others are waited for."""
+def _leave() -> None:
+    """Part from the other processes, in a thread: this one stays free to be ended while the others are waited for."""
     import jax
 
     def shut_down() -> None:
-        try:
+        with contextlib.suppress(Exception):  # the process ends now
             jax.distributed.shutdown()
-        except Exception as error:  # noqa: BLE001 - the process ends now
-            logger.debug("jax.distributed did not shut down: %s", error)
 
     leaving = threading.Thread(target=shut_down, name="leave jax.distributed", daemon=True)
     leaving.start()
-    leaving.join(patience_seconds)
+    leaving.join(_LEAVE_SECONDS)

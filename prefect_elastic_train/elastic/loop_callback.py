@@ -52,13 +52,10 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         enter_run(self._context)
         context = get_train_context()
         name_folders(context, self._context.attempt, self._group)
-        try:
-            mark_ray_logs()
-            note_checkpoints(context)
-            context.checkpoint = readable(context.checkpoint)
-            context.storage_context = RunStorageContext(context.storage_context)
-        except Exception:
-            logger.warning("Ray Train itself copies the checkpoints of this worker", exc_info=True)
+        mark_ray_logs()
+        note_checkpoints(context)
+        context.checkpoint = readable(context.checkpoint)
+        context.storage_context = RunStorageContext(context.storage_context)
 
     @contextmanager
     def on_report(self) -> Iterator[None]:
@@ -89,28 +86,23 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
             yield
 
 
-class _NoDatasets:
-    """Answers a train loop that asks for a dataset where none was given, as Ray does."""
-
-    def get_dataset_shard(self, dataset_info: Any) -> Any:
-        """Refuse."""
-        raise KeyError(
-            f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
-        )
-
-
 class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]
     """Stands in for Ray's manager of datasets in a training without datasets."""
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Hand each worker its provider of dataset shards."""
-        return {"dataset_shard_provider": [_NoDatasets()] * len(workers)}
+        return {"dataset_shard_provider": [self] * len(workers)}
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        """Refuse, as Ray does where no dataset was given."""
+        raise KeyError(
+            f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
+        )
 
 
 def _wait_for_uploads(context: Any) -> None:
     """Wait until at most one report of this rank waits for its upload, besides the one that is uploaded."""
-    deadline = time.monotonic() + _UPLOAD_SECONDS
-    condition = context.report_order_condition
+    condition, deadline = context.report_order_condition, time.monotonic() + _UPLOAD_SECONDS
     with condition:
         while context.report_call_index - context.current_report_index >= _UPLOADS_AT_ONCE:
             if time.monotonic() > deadline:

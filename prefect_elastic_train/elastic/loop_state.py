@@ -27,6 +27,7 @@ class LoopState:
         reports: Reports that it has begun.
         in_report: It is in one.
         waits_since: When it began to wait for the other ranks in a report, by the monotonic clock; None if it does not.
+        stalled: Seconds that it has stood still for its checkpoints since that was asked last.
     """
 
     asked: bool = False
@@ -34,12 +35,12 @@ class LoopState:
     reports: int = 0
     in_report: bool = False
     waits_since: float | None = None
+    stalled: float = 0.0
 
 
 #: Of this worker process, which Ray starts for one loop.
 _state = LoopState()
 _lock = threading.Lock()
-_stalled = 0.0
 #: Whether this thread is the loop's, in a report.
 _thread = threading.local()
 
@@ -50,8 +51,6 @@ def note_checkpoints(context: Any) -> None:
     Args:
         context: Ray's ``TrainContext``.
     """
-    global _state
-    _state = LoopState()
     get_checkpoint, get_all = context.get_checkpoint, context.get_all_reported_checkpoints
 
     def noted_checkpoint() -> Any:
@@ -94,22 +93,13 @@ def waiting_for_others() -> Iterator[None]:
 @contextmanager
 def stalling() -> Iterator[None]:
     """Count the time of the ``with`` as standing still, if this is the loop's own thread in a report."""
-    global _stalled
     began = time.monotonic()
     try:
         yield
     finally:
         if getattr(_thread, "reports", False):
             with _lock:
-                _stalled += time.monotonic() - began
-
-
-def take_stall() -> float:
-    """Return the seconds that the loop stood still for its checkpoints since this was asked last."""
-    global _stalled
-    with _lock:
-        taken, _stalled = _stalled, 0.0
-    return taken
+                _state.stalled += time.monotonic() - began
 
 
 # What the controller runs in a worker.
@@ -117,13 +107,14 @@ def take_stall() -> float:
 
 def loop_state() -> tuple[LoopState, float]:
     """Return the state of this worker's loop, and for how many seconds it has waited for others."""
-    waits = 0.0 if _state.waits_since is None else time.monotonic() - _state.waits_since
-    return _state, waits
+    return _state, 0.0 if _state.waits_since is None else time.monotonic() - _state.waits_since
 
 
 def take_waits_and_stall() -> tuple[Waits, float]:
     """Return what this worker has waited for since this was asked last: for the storage, and for checkpoints."""
-    return take_waits(), take_stall()
+    with _lock:
+        stalled, _state.stalled = _state.stalled, 0.0
+    return take_waits(), stalled
 
 
 def stacks() -> str:

@@ -12,12 +12,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.train import PreemptionInfo
-from ray.train._internal.autoscaling_coordinator_client import build_train_resource_request
+from ray.train import ControllerError, PreemptionInfo
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import (
@@ -28,73 +28,32 @@ from ray.train.v2._internal.execution.scaling_policy import (
     ScalingDecision,
 )
 from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
-    ResourceRequestPriority,
     TrainAutoscalingCoordinatorClient,
 )
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
+from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.capacity import (
-    Node,
-    could_serve,
-    describe_missing,
-    granted_workers,
-    hair_less,
-    possible_workers,
-)
+from prefect_elastic_train.elastic.capacity import Node, describe_missing, possible_workers
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
-from prefect_elastic_train.elastic.failures import CapacityTimeoutError, ignored_checkpoint, storage_fault
+from prefect_elastic_train.elastic.failures import CapacityTimeoutError, why_never_again
 from prefect_elastic_train.elastic.sizing import Growth, Reason, Stability, Start
-from prefect_elastic_train.elastic.worker_group import count_on, counted_nodes, take_failure, use_run_worker_group
 from prefect_elastic_train.loop.notice import announce
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at the cluster while no worker group runs.
+#: Seconds between two looks at the cluster while no worker group runs, and that Ray's control loop, which does not rest
+#: by itself then, rests between two turns.
 _LOOK_SECONDS = 0.5
-#: Seconds that Ray's control loop, which does not rest by itself then, rests between two turns.
 _REST_SECONDS = 0.1
-#: Seconds that a reservation outlives its last renewal, of which there is one every 20 s.
-_RESERVED_SECONDS = 60.0
-#: Seconds between two reports that there is not enough capacity.
-_REPORT_WAITING_SECONDS = 10.0
-#: A wait that is over so soon is none: what a lost group held is being given back.
+#: A wait is told of when it has lasted so long (what a lost group held is given back sooner), and then so often.
 _WORTH_TELLING_SECONDS = 2.0
-
-
-class _Reservation(TrainAutoscalingCoordinatorClient):  # type: ignore[misc]
-    """What the run reserves, for a minute at a time.
-
-    Ray's own lasts three: of a run that was killed, others would wait for it as long. If one lapses while its
-    controller is busy, what its workers hold is still not free for others who look; but the run comes last in the
-    order of those who wait.
-    """
-
-    def send_resource_request(self, scaling_config: ScalingConfig, num_workers: int) -> None:
-        """Reserve, or renew."""
-        resources, label_selectors = build_train_resource_request(scaling_config, num_workers)
-        try:
-            ray.get(
-                self._autoscaling_coordinator.request_resources.remote(
-                    requester_id=self._requester_id,
-                    resources=[hair_less(bundle) for bundle in resources],
-                    label_selectors=label_selectors,
-                    expire_after_s=_RESERVED_SECONDS,
-                    priority=ResourceRequestPriority.HIGH,
-                ),
-                timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
-            )
-        except Exception as error:
-            logger.log(_level(error), "Could not reserve resources for %s", self._requester_id, exc_info=True)
-        else:
-            self._latest_autoscaling_request_time = time.monotonic()
-
-
-def _level(error: Exception) -> int:
-    """Return how loudly a question without an answer is told: on a busy machine a late one is no fault."""
-    return logging.DEBUG if isinstance(error, ray.exceptions.GetTimeoutError) else logging.WARNING
+_REPORT_WAITING_SECONDS = 10.0
+#: Too little for Ray, which counts in ten-thousandths. Its coordinator counts in binary floating point, and cannot take
+#: 0.2 twenty times from 4.
+_HAIR = 1e-9
 
 
 def release_reservation(requester_id: str) -> None:
@@ -120,59 +79,49 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     """
 
     def __init__(self, scaling_config: ScalingConfig, requester_id: str, settings: ScalingSettings) -> None:
-        super().__init__(scaling_config)
+        given = scaling_config.resources_per_worker or {}
+        asked = {name: amount - (_HAIR if amount % 1 else 0) for name, amount in given.items()}
+        super().__init__(replace(scaling_config, resources_per_worker=asked or None))
         self._run_requester_id = requester_id
         self._settings = settings
         self._demand = demand_of(scaling_config)
-        self._stability = Stability(self._settings.stability_delay_seconds)
-        self._start = Start(
-            self._demand.min_workers,
-            self._demand.max_workers,
-            step=self._demand.shape.workers if self._demand.shape is not None else 1,
-            wait_for_max_seconds=self._settings.wait_for_max_seconds,
-        )
+        self._stability = Stability(settings.stability_delay_seconds)
+        step = self._demand.shape.workers if self._demand.shape is not None else 1
+        self._start = Start(settings.min_workers, settings.max_workers, step, settings.wait_for_max_seconds)
         self._asked_for = 0
         self._why_not = ""
-        self._groups_started = 0
-        self._growth = self._new_growth()
+        self._growth = Growth(0)
         self._growths = 0
         self._commit_to_use = False
-        self._group_started_at = float("-inf")
-        self._looked_at = float("-inf")
-        self._next_look = float("-inf")
-        self._reported_waiting_at = float("-inf")
+        self._group_started_at = self._looked_at = self._next_look = self._told_at = float("-inf")
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
         self._requester_id = self._run_requester_id
-        self._coordinator_client = _Reservation(self._requester_id)
+        self._coordinator_client = TrainAutoscalingCoordinatorClient(self._requester_id)
         self._send_resource_request()
-        use_run_worker_group()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """Start as large as possible, once ``min_workers`` fit.
 
-        Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once. A
-        group that was lost gives back first what it still holds: Ray would keep that until the next group starts,
-        from others and, where it moves the bundles of a lost node to another, from the run itself.
+        Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once.
 
         Raises:
             CapacityTimeoutError: ``min_workers`` did not fit for longer than they may be waited for.
         """
-        now = time.monotonic()
-        workers = 0
+        now, workers = time.monotonic(), 0
         try:
-            self._take_in_what_became_of_the_last_group(now)
+            self._take_in_the_last_start(now)
             if now - self._looked_at >= _LOOK_SECONDS:
                 self._maybe_send_resource_request()
                 workers = self._workers_to_start_with(now)
         except CapacityTimeoutError:
             raise
-        except Exception as error:
-            logger.log(_level(error), "No decision about a start; it is tried again", exc_info=True)
+        except Exception:
+            logger.warning("No decision about a start; it is tried again", exc_info=True)
         if workers:
             self._asked_for = workers
-            return self._get_resize_decision(workers)
+            return ResizeDecision(workers, self._demand.resources)
         time.sleep(_REST_SECONDS)
         return NoopDecision()
 
@@ -181,131 +130,104 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     ) -> ScalingDecision:
         """Grow a healthy group, at a commit or when its patience is over; never shrink one."""
         try:
+            self._take_in_the_last_start(time.monotonic())
             self._maybe_send_resource_request()
-            callback = callbacks.current()
-            if callback is not None:
-                callback.renew_reservation = self._maybe_send_resource_request
             return self._decide_growth(worker_group_state, worker_group_status)
-        except Exception as error:
-            logger.log(_level(error), "No decision about growth; training goes on", exc_info=True)
+        except Exception:
+            logger.warning("No decision about growth; training goes on", exc_info=True)
             return NoopDecision()
 
-    def _take_in_what_became_of_the_last_group(self, now: float) -> None:
-        callback = callbacks.current()
-        lost = callback.release_group() if callback is not None else 0
-        started = callback.groups_started if callback is not None else self._groups_started + bool(self._asked_for)
-        if started > self._groups_started:
-            self._groups_started = started
-            self._start.started()
+    def _take_in_the_last_start(self, now: float) -> None:
+        asked_for, self._asked_for = self._asked_for, 0
+        callback, failure = callbacks.current(), None
+        if callback is not None:
+            failure, callback.start_failure = callback.start_failure, None
+        if not asked_for:
+            return
+        if failure is None:
+            self._start.started(asked_for)
             self._why_not = ""
-        elif self._asked_for:
-            self._take_in_a_failed_start(now)
-        self._asked_for = 0
-        self._start.begin(now, lost or 0)
-
-    def _take_in_a_failed_start(self, now: float) -> None:
-        why, for_want_of_room = take_failure()
-        if not for_want_of_room:
+        elif isinstance(failure, WorkerGroupStartupTimeoutError):
+            self._start.failed(now, refused=asked_for)
+            self._why_not = f"room for {asked_for} worker(s), which looked free and was not"
+        else:
             self._start.failed(now)
-            self._why_not = f"a start that succeeds (the last one: {why.splitlines()[0] if why else 'unknown'})"
-        elif counted_nodes() <= {node.id for node in self._get_nodes() if not node.draining}:
-            self._start.refused(now, self._asked_for)
-            self._why_not = f"room for {self._asked_for} worker(s), which looked free and was not"
+            self._why_not = f"a start that succeeds (the last one: {str(failure).partition(chr(10))[0]})"
 
     def _workers_to_start_with(self, now: float) -> int:
         """Return how many workers to start, 0 to go on waiting."""
         nodes, possible, stable = self._look(now, {})
-        workers = self._start.size(now, possible, stable)
-        if workers or (possible >= self._demand.min_workers and not self._why_not):
+        workers, least = self._start.size(now, possible, stable), self._settings.min_workers
+        if workers or (possible >= least and not self._why_not):
             return workers
-        waited = self._start.waited(now)
-        missing = self._what_is_missing(nodes, possible)
-        self._tell_waiting(now, possible, missing, waited)
-        bound = self._settings.capacity_timeout_seconds
+        if nodes is None:
+            missing = "an answer of the cluster"
+        else:
+            missing = self._why_not if possible >= least else describe_missing(nodes, self._demand, possible)
+        waited, bound = self._start.waited(now), self._settings.capacity_timeout_seconds
+        callback = callbacks.current()
+        is_worth_telling = waited >= _WORTH_TELLING_SECONDS or self._why_not
+        if callback is not None and is_worth_telling and now - self._told_at >= _REPORT_WAITING_SECONDS:
+            self._told_at = now
+            callback.tell(
+                WaitingForCapacity(
+                    possible_workers=possible,
+                    min_workers=least,
+                    resources_per_worker=dict(self._demand.resources),
+                    missing=missing,
+                    since=time.time() - waited,
+                )
+            )
         if bound and waited >= bound:
             raise CapacityTimeoutError(
-                f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "
-                f"{missing} lacking. Add capacity, lower min_workers or raise capacity_timeout_seconds"
+                f"{least} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): {missing} lacking. "
+                "Add capacity, lower min_workers or raise capacity_timeout_seconds"
             )
         return 0
 
-    def _what_is_missing(self, nodes: list[Node] | None, possible: int) -> str:
-        if nodes is None:
-            return "an answer of the cluster"
-        if possible >= self._demand.min_workers:
-            return self._why_not
-        if possible_workers(nodes, self._demand) >= self._demand.min_workers:
-            return "the consent of Ray's autoscaling coordinator, which reserves what is free for another training"
-        return describe_missing(nodes, self._demand, possible)
-
     def _decide_growth(self, group: Any, status: Any) -> ScalingDecision:
-        now = time.monotonic()
-        callback = callbacks.current()
-        committed = (callback is not None and callback.take_commit()) or self._commit_to_use
-        self._commit_to_use = False
-        has_checkpoint = callback is not None and callback.has_checkpoint
+        now, callback = time.monotonic(), callbacks.current()
         if group.start_time != self._group_started_at:
-            self._group_started_at = group.start_time
-            self._growth = self._new_growth()
+            self._group_started_at, self._commit_to_use = group.start_time, False
+            self._growth = Growth(self._settings.resize_patience_seconds, self._settings.stability_delay_seconds)
+        committed = (callback is not None and callback.take_commit()) or self._commit_to_use
+        has_checkpoint = callback is not None and callback.has_checkpoint
+        # The ranks stand still since they have saved: that is used as soon as the cluster answers.
+        self._commit_to_use = committed and self._growth.target > 0
         if not all(worker.running for worker in status.worker_statuses.values()):
             return NoopDecision()
-        reason = self._growth.due(now, committed, has_checkpoint)
-        if reason is None and now < self._next_look:
+        if now < self._next_look and self._growth.due(now, committed, has_checkpoint) is None:
             return NoopDecision()
         nodes, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
         if nodes is None:
-            # The ranks stand still since they have saved: that is used as soon as the cluster answers.
-            self._commit_to_use = committed and self._growth.decided
             return NoopDecision()
-        until_stable = self._stability.next_change(now)
-        interval = self.scaling_config.elastic_resize_monitor_interval_s
-        self._next_look = now + (interval if until_stable is None else min(interval, until_stable))
-        waited = self._growth.waited_seconds(now)
+        self._commit_to_use = False
+        until_stable, interval = self._stability.next_change(now), self._settings.resize_check_interval_seconds
+        self._next_look = now + min(interval, until_stable or interval)
         stable = min(stable, self._start.limit(now))
         if self._growth.look(now, group.num_workers, stable, more_awaited=until_stable is not None):
-            self._announce(group.workers)
-        reason = self._growth.due(now, committed, has_checkpoint)
+            self._growths += self._growth.target > 0
+            for worker in group.workers:
+                worker.execute_async(announce, self._growths if self._growth.target else 0)
+        reason, waited = self._growth.due(now, committed, has_checkpoint), self._growth.waited_seconds(now)
         if reason is None:
             return NoopDecision()
         self._asked_for = self._growth.target
-        return GrowthDecision(
-            num_workers=self._growth.target,
-            resources_per_worker=self._demand.resources,
-            reason=reason,
-            waited_seconds=waited,
-        )
-
-    def _new_growth(self) -> Growth:
-        return Growth(self._settings.resize_patience_seconds, self._settings.stability_delay_seconds)
-
-    def _announce(self, workers: list[Any]) -> None:
-        """Announce to the workers that a growth is coming, or that it is called off."""
-        self._growths += self._growth.decided
-        for worker in workers:
-            worker.execute_async(announce, self._growths if self._growth.decided else 0)
+        return GrowthDecision(self._asked_for, self._demand.resources, reason, waited)
 
     def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node] | None, int, int]:
         """Look at the cluster: its nodes, the workers that fit, and those that fit on nodes to be relied on."""
         self._looked_at = now
-        reserved = self._get_reserved_resources()
-        if reserved is None:
+        by_node = self._get_reserved_resources()
+        if by_node is None:
             return None, 0, 0
-        nodes = [node for node in self._get_nodes() if could_serve(node, self._demand)]
-        count_on(nodes)
-        granted = granted_workers(reserved.values(), self._demand.resources, self._demand.max_workers)
-        reliable = self._stability.observe(now, [node.id for node in nodes])
-        possible = possible_workers(nodes, self._demand, held, granted)
-        stable = possible_workers([node for node in nodes if node.id in reliable], self._demand, held, granted)
-        return nodes, possible, stable
-
-    def _tell_waiting(self, now: float, possible: int, missing: str, waited: float) -> None:
-        brief = waited < _WORTH_TELLING_SECONDS and not self._why_not
-        if brief or now - self._reported_waiting_at < _REPORT_WAITING_SECONDS:
-            return
-        self._reported_waiting_at = now
-        callback = callbacks.current()
+        nodes, reserved, callback = self._get_nodes(), by_node.values(), callbacks.current()
         if callback is not None:
-            callback.waiting_for_capacity(possible, missing, time.time() - waited)
+            callback.counted_on = frozenset(node.id for node in nodes if not node.draining)
+        reliable = self._stability.observe(now, [node.id for node in nodes])
+        stable = [node for node in nodes if node.id in reliable]
+        possible = possible_workers(nodes, self._demand, held, reserved)
+        return nodes, possible, possible_workers(stable, self._demand, held, reserved)
 
     def _get_nodes(self) -> list[Node]:
         return cluster_nodes()
@@ -318,7 +240,8 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
                 timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
             )
         except Exception as error:
-            logger.log(_level(error), "No answer about reserved resources for %s", self._requester_id, exc_info=True)
+            if not isinstance(error, ray.exceptions.GetTimeoutError):  # on a busy machine a late answer is no fault
+                logger.warning("No answer about reserved resources for %s", self._requester_id, exc_info=True)
             return None
         return reserved
 
@@ -334,10 +257,12 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Decide whether to go on, and from which budget."""
-        fault = storage_fault(training_failed_error)
-        if (fault is not None and fault.permanent) or ignored_checkpoint(training_failed_error) is not None:
-            return FailureDecision.RAISE
         callback = callbacks.current()
-        if isinstance(training_failed_error, WorkerGroupError) and callback is not None and callback.is_draining:
-            training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
+        if isinstance(training_failed_error, ControllerError) and callback is not None:
+            callback.start_failure = training_failed_error.controller_failure
+        if isinstance(training_failed_error, WorkerGroupError):
+            if why_never_again(training_failed_error.worker_failures.values()):
+                return FailureDecision.RAISE
+            if callback is not None and callback.is_draining:
+                training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
         return super().make_decision(training_failed_error)

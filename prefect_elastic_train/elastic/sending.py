@@ -46,14 +46,13 @@ class EventQueue:
         with self._changed:
             if self._closed:
                 return
-            limit = _MAX_DROPPABLE if event.droppable else _MAX_EVENTS
-            if len(self._events) >= limit:
-                self._dropped += 1
-                if self._dropped == 1 or not event.droppable:
-                    logger.warning("events of kind %s are dropped: %d wait to be sent", event.kind, len(self._events))
+            if len(self._events) < (_MAX_DROPPABLE if event.droppable else _MAX_EVENTS):
+                self._events.append(event)
+                self._changed.notify_all()
                 return
-            self._events.append(event)
-            self._changed.notify_all()
+            self._dropped += 1
+            if self._dropped == 1 or not event.droppable:
+                logger.warning("events of kind %s are dropped: %d wait to be sent", event.kind, len(self._events))
 
     def close(self, timeout_seconds: float) -> None:
         """Take no more events, and wait for a while until all are written."""
@@ -84,7 +83,7 @@ class EventQueue:
                 self._changed.notify_all()
 
 
-class EventSender:
+class EventSender(EventQueue):
     """Sends events from the controller's process to the driver. Never raises and never blocks.
 
     Args:
@@ -94,15 +93,15 @@ class EventSender:
     def __init__(self, receiving: Receiving) -> None:
         self._port, self._key = receiving
         self._connection: socket.socket | None = None
-        self._queue = EventQueue(self._write, "elastic-train-sender")
-        self.send = self._queue.put
+        super().__init__(self._write_line, "elastic-train-sender")
+        self.send = self.put
 
     def close(self, timeout_seconds: float = 3.0) -> None:
         """Wait, for a while, until everything is sent, and leave."""
-        self._queue.close(timeout_seconds)
+        super().close(timeout_seconds)
         self._leave()
 
-    def _write(self, line: bytes) -> bool:
+    def _write_line(self, line: bytes) -> bool:
         try:
             if self._connection is None:
                 self._connection = socket.create_connection(("127.0.0.1", self._port), timeout=_SEND_TIMEOUT_SECONDS)

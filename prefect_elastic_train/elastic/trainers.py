@@ -1,7 +1,7 @@
 """Ray Train's trainers with our policies and callbacks in their controller.
 
 Uses ``ray.train.v2._internal``: ``fit()`` hands policies and callbacks to its controller through
-``_initialize_and_run_controller``, and has no public parameter for either.
+``_initialize_and_run_controller``, and has no public parameter for either, nor for the controller's class.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Any
 
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
 from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy
+from prefect_elastic_train.elastic.worker_group import RunController
 from prefect_elastic_train.loop.context import RunContext
 
 
@@ -41,18 +43,18 @@ class _ElasticTrainerMixin:
     """Puts our parts into the controller of a Ray Train trainer."""
 
     _elastic_setup: ControllerSetup
+    scaling_config: Any
+    run_config: Any
+    datasets: Any
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Any:
         setup = self._elastic_setup
-        controller_arguments["scaling_policy"] = RunScalingPolicy(
-            self.scaling_config,  # type: ignore[attr-defined]
-            requester_id=setup.requester_id,
-            settings=setup.scaling,
-        )
-        controller_arguments["failure_policy"] = RunFailurePolicy(
-            self.run_config.failure_config,  # type: ignore[attr-defined]
-        )
-        return super()._initialize_and_run_controller(**controller_arguments)  # type: ignore[misc]
+        policies = {
+            "scaling_policy": RunScalingPolicy(self.scaling_config, setup.requester_id, setup.scaling),
+            "failure_policy": RunFailurePolicy(self.run_config.failure_config),
+        }
+        data_parallel_trainer.TrainController = RunController
+        return super()._initialize_and_run_controller(**controller_arguments | policies)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         """Ray's callbacks and ours, without two of Ray's that cost more than they give here.
@@ -62,14 +64,12 @@ class _ElasticTrainerMixin:
         living group. And without datasets, nobody needs an actor that manages them, which every start of a
         worker group would wait for.
         """
-        callbacks = super()._create_default_callbacks()  # type: ignore[misc]
+        ours = [self._elastic_setup.callback, LoopCallback(self._elastic_setup.context)]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
-        setup = self._elastic_setup
-        ours: list[Any] = [setup.callback, LoopCallback(setup.context)]
-        if not self.datasets:  # type: ignore[attr-defined]
-            unwanted = (*unwanted, DatasetsCallback)
-            ours.append(NoDatasetsCallback())
-        return [*(callback for callback in callbacks if not isinstance(callback, unwanted)), *ours]
+        if not self.datasets:
+            unwanted, ours = (*unwanted, DatasetsCallback), [*ours, NoDatasetsCallback()]
+        rays = super()._create_default_callbacks()  # type: ignore[misc]
+        return [*(callback for callback in rays if not isinstance(callback, unwanted)), *ours]
 
 
 def make_trainer(framework: str, setup: ControllerSetup, **arguments: Any) -> DataParallelTrainer:

@@ -1,4 +1,4 @@
-"""The one place where blocks become Ray's configuration.
+"""The one place where settings become Ray's configuration.
 
 Uses ``_resources_per_worker_not_none`` of ``ray.train.ScalingConfig``, which knows what a worker takes when the user
 says nothing, and ``_py_driver_sys_path`` of ``ray.job_config.JobConfig``: Ray fills it from its driver's own
@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from ray.job_config import JobConfig
+from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.slices import slice_shape, tpu_accelerator_type
 
 
-def scaling_config(scaling: ScalingSettings) -> Any:
-    """Give Ray's ``ScalingConfig``: always elastic, also when min equals max, so that our policy is in charge."""
-    from ray.train import ScalingConfig
-
-    optional: dict[str, Any] = {}
-    if scaling.resources_per_worker:
-        optional["resources_per_worker"] = dict(scaling.resources_per_worker)
-    if scaling.label_selector:
-        optional["label_selector"] = dict(scaling.label_selector)
-    if scaling.accelerator_type:
-        optional["accelerator_type"] = scaling.accelerator_type
+def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
+    """Return Ray's ``ScalingConfig``: always elastic, also when min equals max, so that our policy is in charge."""
+    optional: dict[str, Any] = {
+        "resources_per_worker": dict(scaling.resources_per_worker) or None,
+        "label_selector": dict(scaling.label_selector) or None,
+        "accelerator_type": scaling.accelerator_type or None,
+    }
     if scaling.accelerator == "tpu":
         optional |= _of_tpus(scaling)
     return ScalingConfig(
@@ -37,7 +36,7 @@ def scaling_config(scaling: ScalingSettings) -> Any:
 
 
 def _of_tpus(scaling: ScalingSettings) -> dict[str, Any]:
-    """Give what Ray reserves TPUs by, in its own spelling and with nothing left out.
+    """Return what Ray reserves TPUs by, in its own spelling and with nothing left out.
 
     Ray completes the resources of a worker only if none are given, and not the same where it counts (a worker
     without CPU takes none) and where it reserves a slice (it takes one).
@@ -57,38 +56,13 @@ def _of_tpus(scaling: ScalingSettings) -> dict[str, Any]:
 
 
 def resources_per_worker(scaling: ScalingSettings) -> dict[str, float]:
-    """Give what Ray reserves for each worker."""
+    """Return what Ray reserves for each worker."""
     return dict(scaling_config(scaling)._resources_per_worker_not_none)
 
 
-def job_config(import_paths: list[str]) -> Any:
-    """Give Ray's ``JobConfig`` whose processes look for modules in ``import_paths`` too."""
-    from ray.job_config import JobConfig
-
+def job_config(import_paths: list[str]) -> JobConfig:
+    """Return Ray's ``JobConfig`` whose processes look for modules in ``import_paths`` too."""
     return JobConfig(_py_driver_sys_path=import_paths)
-
-
-def failure_config(failures: FailureSettings) -> Any:
-    """Give Ray's ``FailureConfig``."""
-    from ray.train import FailureConfig
-
-    return FailureConfig(
-        max_failures=failures.max_failures,
-        max_preemption_failures=failures.max_preemption_failures,
-        relax_collectives_on_preemption=failures.relax_collectives_on_preemption,
-        preemption_grace_s=failures.preemption_grace_seconds,
-    )
-
-
-def checkpoint_config(checkpoints: CheckpointSettings) -> Any:
-    """Give Ray's ``CheckpointConfig``."""
-    from ray.train import CheckpointConfig
-
-    return CheckpointConfig(
-        num_to_keep=checkpoints.keep,
-        checkpoint_score_attribute=checkpoints.score_attribute or None,
-        checkpoint_score_order=checkpoints.score_order,
-    )
 
 
 def run_config(
@@ -99,16 +73,23 @@ def run_config(
     failures: FailureSettings,
     checkpoints: CheckpointSettings,
     worker_runtime_env: dict[str, Any],
-) -> Any:
-    """Give Ray's ``RunConfig`` for a run directory ``<storage_path>/<name>`` on our filesystem."""
-    from ray.train import LoggingConfig, RunConfig
-
+) -> RunConfig:
+    """Return Ray's ``RunConfig`` for a run directory ``<storage_path>/<name>`` on our filesystem."""
     return RunConfig(
         name=name,
         storage_path=storage_path,
         storage_filesystem=storage_filesystem,
-        failure_config=failure_config(failures),
-        checkpoint_config=checkpoint_config(checkpoints),
+        failure_config=FailureConfig(
+            max_failures=failures.max_failures,
+            max_preemption_failures=failures.max_preemption_failures,
+            relax_collectives_on_preemption=failures.relax_collectives_on_preemption,
+            preemption_grace_s=failures.preemption_grace_seconds,
+        ),
+        checkpoint_config=CheckpointConfig(
+            num_to_keep=checkpoints.keep,
+            checkpoint_score_attribute=checkpoints.score_attribute or None,
+            checkpoint_score_order=checkpoints.score_order,
+        ),
         worker_runtime_env=worker_runtime_env or None,
         # Ray Train logs every report of every rank; our events tell the same once.
         logging_config=LoggingConfig(log_level="WARNING"),

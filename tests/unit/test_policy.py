@@ -1,32 +1,39 @@
-"""The scaling policy before a cluster that the test decides on."""
+"""The policies before a cluster that the test decides on."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
+from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2.api.config import FailureConfig
+from ray.train.v2.api.exceptions import WorkerGroupError
 
+from prefect_elastic_train.core.events import WaitingForCapacity
+from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, policy, worker_group
-from prefect_elastic_train.elastic import policy as policy_module
 from prefect_elastic_train.elastic.capacity import Node
-from prefect_elastic_train.elastic.failures import CapacityTimeoutError
-from prefect_elastic_train.elastic.policy import GrowthDecision, RunScalingPolicy
+from prefect_elastic_train.elastic.failures import CapacityTimeoutError, decisive
+from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import scaling_config
+from prefect_elastic_train.elastic.worker_group import RunController, RunWorkerGroup
 from prefect_elastic_train.loop.notice import announce
 
 
 class Cluster(RunScalingPolicy):
-    """The policy before nodes of one CPU each."""
+    """The policy before nodes of one CPU each; None for a cluster that does not answer."""
 
     fits: int | None = 0
     taken: Collection[int] = ()
@@ -36,67 +43,69 @@ class Cluster(RunScalingPolicy):
 
     def _get_nodes(self) -> list[Node]:
         assert self.fits is not None
-        return [
-            Node(f"n{number}", total={"CPU": 1.0}, available={"CPU": 0.0 if number in self.taken else 1.0})
-            for number in range(self.fits)
-        ]
+        return [Node(f"n{n}", {"CPU": 1.0}, {"CPU": 0.0 if n in self.taken else 1.0}) for n in range(self.fits)]
 
     def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
         return None if self.fits is None else {"any": {"CPU": 100.0}}
+
+    def start(self, fits: int | None) -> int:
+        """Return how many workers are started where so many fit, 0 for none yet."""
+        self.fits = fits
+        return getattr(self.make_decision_for_non_running_worker_group(), "num_workers", 0)
+
+    def grow(self, fits: int | None, group: Any, committed: bool = False) -> Any:
+        """Return what is decided about a healthy group where so many fit, None for nothing."""
+        self.fits = fits
+        callback = callbacks.current()
+        if committed and callback is not None:
+            callback.has_committed = True  # type: ignore[attr-defined]
+        status = WorkerGroupPollStatus({rank: WorkerStatus(running=True) for rank in range(group.num_workers)})
+        decision = self.make_decision_for_running_worker_group(group, status)
+        return None if isinstance(decision, NoopDecision) else decision
 
 
 class Callback(SimpleNamespace):
     """What the policy sees of the callback in its controller."""
 
     def __init__(self) -> None:
-        super().__init__(groups_started=0, lost=0, has_checkpoint=True, commits=0, waiting=[])
-
-    def release_group(self) -> int:
-        lost, self.lost = self.lost, 0
-        return lost
+        waiting: list[WaitingForCapacity] = []
+        super().__init__(
+            start_failure=None, has_checkpoint=True, has_committed=False, waiting=waiting, tell=waiting.append
+        )
 
     def take_commit(self) -> bool:
-        committed, self.commits = self.commits > 0, 0
+        committed, self.has_committed = self.has_committed, False
         return committed
 
-    def waiting_for_capacity(self, possible: int, missing: str, since: float) -> None:
-        self.waiting.append((possible, missing))
 
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callback]:
     """The callback that the policy meets."""
     found = Callback()
     monkeypatch.setattr(callbacks, "_current", found)
+    monkeypatch.setattr(policy, "_REST_SECONDS", 0.0)
+    monkeypatch.setattr(policy, "_LOOK_SECONDS", 0.0)
     return found
 
 
-@pytest.fixture(autouse=True)
-def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_REST_SECONDS", 0.001)
-    monkeypatch.setattr(policy, "_LOOK_SECONDS", 0.0)
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets seconds pass."""
+    passed = 0.0
 
+    def let_pass(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
 
-@pytest.mark.parametrize(("error", "told"), [(GetTimeoutError("late"), False), (RayActorError(), True)])
-def test_a_late_answer_about_a_reservation_is_no_warning(
-    error: Exception, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def ask(**_: Any) -> None:
-        raise error
-
-    coordinator = SimpleNamespace(request_resources=SimpleNamespace(remote=ask))
-    monkeypatch.setattr(policy_module._Reservation, "_autoscaling_coordinator", coordinator)
-    policy_module._Reservation("run-x").send_resource_request(scaling_config(ScalingSettings()), 1)
-    assert ("Could not reserve resources" in caplog.text) is told
-
-
-def _policy(minimum: int, maximum: int, interval: float = 0.01, **patience: float) -> Cluster:
-    settings = ScalingSettings(
-        min_workers=minimum,
-        max_workers=maximum,
-        resize_check_interval_seconds=interval,
-        **{"stability_delay_seconds": 0, "resize_patience_seconds": 0, **patience},
+    monkeypatch.setattr(
+        policy, "time", SimpleNamespace(monotonic=lambda: 1000 + passed, time=time.time, sleep=time.sleep)
     )
+    return let_pass
+
+
+def _policy(minimum: int, maximum: int, **more: float) -> Cluster:
+    defaults = {"stability_delay_seconds": 0, "resize_patience_seconds": 0, "resize_check_interval_seconds": 1}
+    settings = ScalingSettings(min_workers=minimum, max_workers=maximum, **{**defaults, **more})
     return Cluster(scaling_config(settings), "run-x", settings)
 
 
@@ -112,270 +121,273 @@ class Worker:
         self.told.extend(arguments)
 
 
-def _group(size: int, started_at: float = 1.0) -> SimpleNamespace:
+def _group(size: int) -> SimpleNamespace:
     workers = [Worker(f"n{number}") for number in range(size)]
-    return SimpleNamespace(workers=workers, num_workers=size, start_time=started_at)
-
-
-def _healthy(size: int) -> WorkerGroupPollStatus:
-    return WorkerGroupPollStatus({rank: WorkerStatus(running=True) for rank in range(size)})
+    return SimpleNamespace(workers=workers, num_workers=size, start_time=1.0)
 
 
 def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
-    for fits, size in ((2, 2), (3, 3), (4, 4), (9, 4)):
-        policy = _policy(2, 4)
-        policy.fits = fits
-        decision = policy.make_decision_for_non_running_worker_group()
-        assert isinstance(decision, ResizeDecision)
-        assert decision.num_workers == size
+    assert [_policy(2, 4).start(fits) for fits in (1, 2, 3, 4, 9)] == [0, 2, 3, 4, 4]
 
 
-@pytest.fixture
-def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait is told of in its first moment."""
-    monkeypatch.setattr(policy_module, "_WORTH_TELLING_SECONDS", 0.0)
-
-
-def test_a_wait_that_is_over_in_a_moment_is_not_told(callback: Callback) -> None:
-    policy = _policy(2, 4)
-    policy.fits = 1
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-    policy.fits = 2
-    policy._looked_at = -1.0
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
-    assert callback.waiting == [], "what a lost group held was being given back"
-
-
-@pytest.mark.usefixtures("told_at_once")
-def test_below_the_minimum_it_waits_and_says_what_is_missing_once_in_a_while(callback: Callback) -> None:
+def test_below_the_minimum_it_says_what_is_missing_once_in_a_while_but_not_in_the_first_moment(
+    callback: Callback, later: Callable[[float], None]
+) -> None:
     policy = _policy(3, 4)
-    policy.fits = 1
-    for _ in range(5):
-        assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-    ((possible, missing),) = callback.waiting
-    assert possible == 1
-    assert "2 more worker(s) with CPU=1 each" in missing
+    assert policy.start(1) == 0
+    assert callback.waiting == [], "what a lost group held is being given back"
+    later(3.0)
+    assert [policy.start(1) for _ in range(3)] == [0, 0, 0]
+    (event,) = callback.waiting
+    assert (event.possible_workers, event.min_workers, event.resources_per_worker) == (1, 3, {"CPU": 1.0})
+    assert event.missing == "2 more worker(s) with CPU=1 each"
+    assert event.since == pytest.approx(time.time() - 3, abs=1)
+    later(11.0)
+    assert policy.start(None) == 0
+    assert callback.waiting[1].missing == "an answer of the cluster"
 
 
-@pytest.mark.usefixtures("told_at_once")
-def test_a_cluster_that_does_not_answer_is_waited_for(callback: Callback) -> None:
-    policy = _policy(1, 4)
-    policy.fits = None
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-    assert "answer" in callback.waiting[0][1]
-
-
-def test_a_wait_for_capacity_that_is_bounded_ends_with_what_is_missing() -> None:
-    policy = _policy(2, 4, capacity_timeout_seconds=0.2)
-    policy.fits = 1
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-    time.sleep(0.2)
+def test_a_wait_for_capacity_that_is_bounded_ends_with_what_is_missing(later: Callable[[float], None]) -> None:
+    policy = _policy(2, 4, capacity_timeout_seconds=5)
+    assert policy.start(1) == 0
+    later(5.0)
     with pytest.raises(CapacityTimeoutError, match=r"1 more worker.*capacity_timeout_seconds"):
-        policy.make_decision_for_non_running_worker_group()
+        policy.start(1)
 
 
-def test_the_maximum_has_its_time_to_come_before_training_starts_smaller() -> None:
-    policy = _policy(1, 4, wait_for_max_seconds=0.3)
-    policy.fits = 2
-    started = time.monotonic()
-    decision: Any = policy.make_decision_for_non_running_worker_group()
-    assert isinstance(decision, NoopDecision)
-    while isinstance(decision, NoopDecision) and time.monotonic() - started < 5:
-        decision = policy.make_decision_for_non_running_worker_group()
-    assert time.monotonic() - started >= 0.3
-    assert decision.num_workers == 2
-
-
-def test_a_restart_after_a_loss_does_not_wait_for_the_maximum() -> None:
+def test_the_maximum_has_its_time_to_come_before_training_starts_smaller_but_not_after_a_loss(
+    later: Callable[[float], None],
+) -> None:
     policy = _policy(1, 4, wait_for_max_seconds=60)
-    policy.fits = 4
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
-    policy.fits = 2
-    again: Any = policy.make_decision_for_non_running_worker_group()
-    assert again.num_workers == 2
+    assert policy.start(2) == 0
+    later(60.0)
+    assert policy.start(2) == 2
+    later(100.0)
+    assert policy.grow(2, _group(2)) is None
+    policy.start(1)
+    later(2.0)
+    assert policy.start(1) == 1
 
 
-def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(callback: Callback) -> None:
+def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back() -> None:
     policy = _policy(2, 4)
-    policy.fits = 4
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
-    callback.groups_started, callback.lost = 1, 4
+    assert policy.start(4) == 4
     policy.taken = (0, 1)
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
+    assert policy.start(4) == 0
     policy.taken = ()
-    decision: Any = policy.make_decision_for_non_running_worker_group()
-    assert decision.num_workers == 4
+    assert policy.start(4) == 4
 
 
 def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_group, "_failure", WorkerGroupStartupTimeoutError(4))
-    policy = _policy(1, 4)
-    policy.fits = 4
-    policy.make_decision_for_non_running_worker_group()
-    second: Any = policy.make_decision_for_non_running_worker_group()
-    assert second.num_workers == 3
-    callback.groups_started = 1
-    group = _group(3)
-    callback.commits = 1
-    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(3)), NoopDecision)
-
-
-def test_a_smallest_group_that_is_never_placed_is_told_and_bounded(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = _policy(2, 4, capacity_timeout_seconds=0.3)
-    policy.fits = 2
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision)
-    monkeypatch.setattr(worker_group, "_failure", WorkerGroupStartupTimeoutError(2))
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision), "it pauses"
-    time.sleep(0.3)
-    with pytest.raises(CapacityTimeoutError, match="looked free and was not"):
-        policy.make_decision_for_non_running_worker_group()
-    assert "looked free and was not" in callback.waiting[0][1]
-
-
-def test_a_group_that_lost_a_node_before_it_was_placed_may_be_as_large_again(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch
+    callback: Callback, later: Callable[[float], None]
 ) -> None:
     policy = _policy(1, 4)
-    policy.fits = 4
-    policy.make_decision_for_non_running_worker_group()
-    monkeypatch.setattr(worker_group, "_failure", WorkerGroupStartupTimeoutError(4))
-    policy.fits = 3
-    second: Any = policy.make_decision_for_non_running_worker_group()
-    assert second.num_workers == 3
-    callback.groups_started, callback.lost, policy.fits = 1, 3, 4
-    third: Any = policy.make_decision_for_non_running_worker_group()
-    assert third.num_workers == 4
+    assert policy.start(4) == 4
+    callback.start_failure = WorkerGroupStartupTimeoutError(4)
+    assert policy.start(4) == 3
+    assert policy.grow(4, _group(3), committed=True) is None
+    later(600.0)
+    assert policy.grow(4, _group(3), committed=True).num_workers == 4
 
 
-def test_a_group_that_does_not_start_is_told_and_tried_again_after_a_pause(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("failure", "told", "retried"),
+    [
+        (WorkerGroupStartupTimeoutError(2), "room for 2 worker(s), which looked free and was not", 2),
+        (WorkerGroupStartupFailedError("a worker died"), "a start that succeeds (the last one: a worker died)", 4),
+    ],
+)
+def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
+    callback: Callback, later: Callable[[float], None], failure: Exception, told: str, retried: int
 ) -> None:
-    policy = _policy(2, 4)
-    policy.fits = 4
-    policy.make_decision_for_non_running_worker_group()
-    monkeypatch.setattr(worker_group, "_failure", WorkerGroupStartupFailedError("a worker died"))
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-    assert "a worker died" in callback.waiting[0][1]
-    time.sleep(1.1)
-    again: Any = policy.make_decision_for_non_running_worker_group()
-    assert again.num_workers == 4, "not for want of room"
+    policy = _policy(2, 4, capacity_timeout_seconds=30)
+    policy.start(2)
+    callback.start_failure = failure
+    assert policy.start(4) == 0, "it pauses"
+    assert callback.waiting[0].missing == told
+    later(1.0)
+    assert policy.start(4) == retried, "smaller only for want of room"
+    callback.start_failure = failure
+    later(30.0)
+    with pytest.raises(CapacityTimeoutError, match=re.escape(told)):
+        policy.start(4)
 
 
-def test_what_goes_wrong_in_a_look_before_a_start_does_not_end_the_training(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch
+def test_a_restart_leaves_out_what_has_only_just_come_unless_it_is_needed() -> None:
+    policy, needy = _policy(1, 4, stability_delay_seconds=60), _policy(3, 4, stability_delay_seconds=60)
+    assert policy.start(2) == 2, "what is there at first counts"
+    assert policy.start(3) == 2
+    assert needy.start(2) == 0
+    assert needy.start(3) == 3
+
+
+def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(
+    callback: Callback, later: Callable[[float], None]
 ) -> None:
-    policy = _policy(1, 4)
-    monkeypatch.setattr(policy, "_get_nodes", lambda: 1 / 0)
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-
-
-@pytest.mark.usefixtures("told_at_once")
-def test_free_nodes_that_are_reserved_for_another_training_are_told_as_such(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = _policy(2, 4)
-    policy.fits = 4
-    monkeypatch.setattr(policy, "_get_reserved_resources", lambda: {"any": {"CPU": 1.0}})
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), NoopDecision)
-    assert "reserves what is free for another training" in callback.waiting[0][1]
-
-
-def test_a_restart_leaves_out_what_has_only_just_come(callback: Callback) -> None:
-    policy = _policy(1, 4, stability_delay_seconds=60)
-    policy.fits = 2
-    first: Any = policy.make_decision_for_non_running_worker_group()
-    assert first.num_workers == 2, "what is there at first counts"
-    callback.groups_started, callback.lost = 1, 2
-    policy.fits = 3
-    second: Any = policy.make_decision_for_non_running_worker_group()
-    assert second.num_workers == 2
-    needy = _policy(3, 4, stability_delay_seconds=60)
-    needy.fits = 2
-    assert isinstance(needy.make_decision_for_non_running_worker_group(), NoopDecision)
-    needy.fits = 3
-    third: Any = needy.make_decision_for_non_running_worker_group()
-    assert third.num_workers == 3, "without it, there would not be enough"
-
-
-def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(callback: Callback) -> None:
-    policy = _policy(1, 4)
-    policy.fits = 2
-    group = _group(2)
-    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
-    policy.fits = 4
-    time.sleep(0.02)
-    for _ in range(3):
-        assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
+    policy, group = _policy(1, 4), _group(2)
+    assert policy.grow(2, group, committed=True) is None
+    assert policy.grow(4, group) is None
+    assert group.workers[0].told == [], "it looks once in an interval"
+    later(1.0)
+    assert [policy.grow(4, group) for _ in range(3)] == [None] * 3
     assert [worker.told for worker in group.workers] == [[1], [1]]
-    callback.commits = 1
-    decision = policy.make_decision_for_running_worker_group(group, _healthy(2))
+    decision = policy.grow(4, group, committed=True)
     assert isinstance(decision, GrowthDecision)
     assert (decision.num_workers, decision.reason) == (4, Reason.COMMIT)
 
 
-def test_a_commit_while_the_cluster_does_not_answer_is_used_when_it_does(callback: Callback) -> None:
-    policy = _policy(1, 4)
-    policy.fits, group = 4, _group(2)
-    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
-    policy.fits, callback.commits = None, 1
-    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
-    policy.fits = 4
-    decision: Any = policy.make_decision_for_running_worker_group(group, _healthy(2))
-    assert decision.reason is Reason.COMMIT, "the ranks have stood still since then"
+@pytest.mark.parametrize("fails", [lambda: None, lambda: 1 / 0], ids=["no answer", "error"])
+def test_a_commit_while_the_cluster_does_not_answer_is_used_when_it_does(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[], None]
+) -> None:
+    policy, group = _policy(1, 4), _group(2)
+    assert policy.grow(4, group) is None
+    with monkeypatch.context() as failing:
+        failing.setattr(policy, "_get_reserved_resources", fails)
+        assert policy.grow(4, group, committed=True) is None
+    assert policy.grow(4, group).reason is Reason.COMMIT, "the ranks have stood still since then"
 
 
-def test_a_growth_is_called_off_when_the_capacity_goes_again(callback: Callback) -> None:
-    policy = _policy(1, 4)
-    policy.fits = 4
-    group = _group(2)
-    policy.make_decision_for_running_worker_group(group, _healthy(2))
-    policy.fits = 2
-    callback.commits = 1
-    assert isinstance(policy.make_decision_for_running_worker_group(group, _healthy(2)), NoopDecision)
+def test_a_growth_is_called_off_when_the_capacity_goes_again() -> None:
+    policy, group = _policy(1, 4), _group(2)
+    policy.grow(4, group)
+    assert policy.grow(2, group, committed=True) is None
     assert group.workers[0].told == [1, 0]
 
 
-def test_a_loop_that_does_not_commit_is_resized_when_patience_is_over(callback: Callback) -> None:
-    policy = _policy(1, 4, resize_patience_seconds=0.2)
-    policy.fits = 4
-    group = _group(2)
-    started = time.monotonic()
-    decision: Any = NoopDecision()
-    while isinstance(decision, NoopDecision) and time.monotonic() - started < 5:
-        decision = policy.make_decision_for_running_worker_group(group, _healthy(2))
-    assert decision.reason is Reason.PATIENCE
-    assert decision.waited_seconds >= 0.2
+def test_a_loop_that_does_not_commit_is_resized_when_patience_is_over(later: Callable[[float], None]) -> None:
+    policy, group = _policy(1, 4, resize_patience_seconds=90), _group(2)
+    assert policy.grow(4, group) is None
+    later(90.0)
+    decision = policy.grow(4, group)
+    assert (decision.reason, decision.waited_seconds) == (Reason.PATIENCE, 90)
 
 
-def test_a_group_is_left_alone_when_a_rank_has_finished(callback: Callback) -> None:
+def test_a_group_never_shrinks_and_is_left_alone_when_a_rank_has_finished() -> None:
+    assert _policy(1, 4).grow(1, _group(3), committed=True) is None
     policy = _policy(1, 4)
     policy.fits = 4
-    callback.commits = 1
     status = WorkerGroupPollStatus({0: WorkerStatus(running=True), 1: WorkerStatus(running=False)})
     assert isinstance(policy.make_decision_for_running_worker_group(_group(2), status), NoopDecision)
 
 
-def test_a_healthy_group_never_shrinks(callback: Callback) -> None:
-    policy = _policy(1, 4)
-    policy.fits = 1
-    callback.commits = 1
-    assert isinstance(policy.make_decision_for_running_worker_group(_group(3), _healthy(3)), NoopDecision)
-
-
-def test_what_goes_wrong_in_a_growth_decision_does_not_end_the_training(callback: Callback) -> None:
-    policy = _policy(1, 4)
-    broken: Any = object()
+def test_what_goes_wrong_in_a_decision_does_not_end_the_training() -> None:
+    policy, broken = _policy(1, 4), object()
+    assert policy.start(-1) == 0
+    policy._get_nodes = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    assert policy.start(4) == 0
     assert isinstance(policy.make_decision_for_running_worker_group(broken, broken), NoopDecision)
 
 
-def test_the_policy_travels_to_the_controller() -> None:
-    settings = ScalingSettings(max_workers=4, wait_for_max_seconds=5)
-    config = scaling_config(settings)
-    travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(config, "run-x", settings)))
-    assert travelled._run_requester_id == "run-x"
-    assert travelled.scaling_config.max_workers == 4
+@pytest.mark.parametrize(("error", "told"), [(GetTimeoutError("late"), False), (RayActorError(), True)])
+def test_a_late_answer_about_a_reservation_is_no_warning(
+    error: Exception, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(*_: Any, recompute: bool) -> None:
+        assert recompute
+        raise error
+
+    coordinator = SimpleNamespace(get_reserved_resources=SimpleNamespace(remote=ask))
+    monkeypatch.setattr(RunScalingPolicy, "_autoscaling_coordinator", coordinator)
+    assert RunScalingPolicy._get_reserved_resources(_policy(1, 1)) is None
+    assert ("No answer about reserved resources" in caplog.text) is told
+
+
+@pytest.mark.parametrize(("each", "total"), [(0.2, 4), (0.1, 4), (0.6, 3), (0.4, 8), (0.8, 16), (1.0, 3)])
+def test_what_is_asked_for_fits_also_by_a_coordinator_that_counts_in_floating_point(each: float, total: float) -> None:
+    settings = ScalingSettings(resources_per_worker={"CPU": each})
+    asked_for = RunScalingPolicy(scaling_config(settings), "run-x", settings)
+    asked, left, bundles = asked_for.scaling_config._resources_per_worker_not_none["CPU"], total, 0
+    while left >= asked:
+        left, bundles = left - asked, bundles + 1
+    assert bundles == int(round(total * 10) // round(each * 10))
+
+
+def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings, asked = ScalingSettings(max_workers=4, wait_for_max_seconds=5), []
+    travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(scaling_config(settings), "run-x", settings)))
+    client = policy.TrainAutoscalingCoordinatorClient
+    monkeypatch.setattr(
+        client, "send_resource_request", lambda self, config, workers: asked.append((self._requester_id, workers))
+    )
+    travelled.after_controller_start(None)
+    assert asked == [("run-x", 4)]
     assert travelled._settings.wait_for_max_seconds == 5.0
+
+
+def test_why_a_group_did_not_start_reaches_the_scaling_policy(callback: Callback) -> None:
+    failure = WorkerGroupStartupFailedError("a worker died")
+    assert RunFailurePolicy(FailureConfig()).make_decision(ControllerError(failure)) is FailureDecision.RETRY
+    assert callback.start_failure is failure
+
+
+@pytest.mark.parametrize("permanent_is_first", [True, False])
+def test_of_several_faults_of_the_storage_the_permanent_one_counts(
+    callback: Callback, permanent_is_first: bool
+) -> None:
+    callback.is_draining = True
+    faults = [StorageFaultError("…", kind="outage", permanent=is_it) for is_it in (permanent_is_first, True, False)]
+    error = WorkerGroupError("ranks failed", {0: ValueError("nan"), **dict(enumerate(faults, 1))})
+    fault = decisive(error.worker_failures.values())
+    assert isinstance(fault, StorageFaultError)
+    assert fault.permanent
+    unlimited = RunFailurePolicy(FailureConfig(max_failures=-1))
+    assert unlimited.make_decision(error) is FailureDecision.RAISE
+    assert unlimited.make_decision(WorkerGroupError("a rank failed", {0: faults[-1]})) is FailureDecision.RETRY
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_lost_group_gives_back_what_it_holds_before_the_next_is_decided(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    said: list[str] = []
+
+    def shut_down() -> None:
+        said.append("ended")
+        if fails:
+            raise RuntimeError("the cluster does not answer")
+
+    controller = RunController.__new__(RunController)
+    controller._worker_group = SimpleNamespace(shutdown=shut_down)
+    controller._scaling_policy = SimpleNamespace(
+        make_decision_for_non_running_worker_group=lambda: said.append("decided") or NoopDecision()
+    )
+    controller._run_attempt_id = "1"
+    state = controller._make_and_handle_scaling_decision_for_non_running_worker_group("RESTARTING").next_state
+    assert (said, state, controller.get_worker_group()) == (["ended", "decided"], "RESTARTING", None)
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_a_start_that_fails_late_leaves_no_worker_behind(monkeypatch: pytest.MonkeyPatch, died: bool) -> None:
+    ended: list[str] = []
+    group = RunWorkerGroup.__new__(RunWorkerGroup)
+    group._worker_group_state = SimpleNamespace(shutdown=lambda: ended.append("workers"))
+    group._world_rank_to_ongoing_poll = {}
+
+    def fail(self: Any) -> None:
+        raise RayActorError if died else WorkerGroupStartupTimeoutError(2)
+
+    monkeypatch.setattr(worker_group.WorkerGroup, "_start", fail)
+    with pytest.raises(WorkerGroupStartupFailedError if died else WorkerGroupStartupTimeoutError):
+        group._start()
+    assert ended == ["workers"]
+    assert not group.has_started()
+
+
+@pytest.mark.parametrize(("left", "outcome"), [(("a", "b"), "timeout"), (("a",), "gone")])
+def test_a_placement_is_waited_for_only_while_the_nodes_are_there_that_it_was_decided_from(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], outcome: str
+) -> None:
+    ended: list[str] = []
+    callback.counted_on = frozenset(("a", "b"))
+    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
+    handle: Any = SimpleNamespace(wait=lambda seconds: False, shutdown=lambda: ended.append("group"))
+    wait = worker_group._while_nodes_live(handle)
+    if outcome == "timeout":
+        assert not wait(0.01)
+    else:
+        with pytest.raises(WorkerGroupStartupFailedError, match="1 node"):
+            wait(30)
+    assert ended == ([] if outcome == "timeout" else ["group"])
