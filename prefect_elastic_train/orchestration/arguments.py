@@ -46,8 +46,6 @@ FRAMEWORKS = ("torch", "jax", "none")
 #: A block as it was given, or the name of a saved one, which is loaded anew at each attempt.
 GivenBlock = TrainingBlock | str
 
-_MASK = "*"
-
 
 def check_arguments(
     framework: str, run_name: str | None, resume: bool, resume_from: str | None, timeout_seconds: float | None
@@ -61,12 +59,11 @@ def check_arguments(
         raise ConfigurationError(f"framework {framework!r} is unknown; use one of {', '.join(map(repr, FRAMEWORKS))}")
     if timeout_seconds is not None and not timeout_seconds > 0:
         raise ConfigurationError(f"timeout_seconds={timeout_seconds!r} must be above 0, or None for no bound")
-    if resume and resume_from:
+    if resume and (resume_from or run_name is None):
         raise ConfigurationError(
-            "resume=True continues a run and resume_from starts a new one from another's checkpoint: give one of them"
+            "resume=True takes over the run that run_name names, and resume_from starts a new run from another's "
+            "checkpoint: give run_name, and one of them"
         )
-    if resume and run_name is None:
-        raise ConfigurationError("resume=True takes over a run of another flow run: name it with run_name")
     if resume_from:
         check_run_name(resume_from.partition("@")[0])
     if run_name is not None:
@@ -80,7 +77,6 @@ def check_arguments(
 def make_request(
     payload: Payload,
     framework: str,
-    *,
     run_name: str | None,
     resume: bool,
     resume_from: str | None,
@@ -99,7 +95,14 @@ def make_request(
         ConfigurationError: The loop is none, or cannot be sent to another process.
     """
     loop, config = payload.train_loop, payload.train_loop_config
-    _check_loop_argument(loop)
+    if isinstance(loop, str):
+        module, _, function = loop.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+            raise ConfigurationError(f"train loop {loop!r} is no import path; write 'package.module:function'")
+    elif callable(loop):
+        check_loop(loop)
+    else:
+        raise ConfigurationError(f"the train loop must be a function or an import path, got {type(loop).__name__}")
     if config is not None and not isinstance(config, dict):
         raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(config).__name__}")
     try:
@@ -129,19 +132,6 @@ def make_request(
     return request, place
 
 
-def _check_loop_argument(train_loop: Any) -> None:
-    if isinstance(train_loop, str):
-        module, _, function = train_loop.partition(":")
-        if not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
-            raise ConfigurationError(f"train loop {train_loop!r} is no import path; write 'package.module:function'")
-        return
-    if not callable(train_loop):
-        raise ConfigurationError(
-            f"the train loop must be a function or an import path, got {type(train_loop).__name__}"
-        )
-    check_loop(train_loop)
-
-
 def given_blocks(given: Mapping[str, GivenBlock | None]) -> dict[str, GivenBlock]:
     """Return a training's blocks by argument: as given, else by the name in the settings, else the default.
 
@@ -168,13 +158,12 @@ def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
     types = BLOCK_TYPES[argument]
     block = load_saved(types, given) if isinstance(given, str) else given
     if not (type(block) in types if argument == "storage" else isinstance(block, *types)):
-        names = ", ".join(kind.__name__ for kind in types)
-        wanted = names if len(types) == 1 else f"{argument} ({names})"
-        raise ConfigurationError(f"expected a {wanted} or the name of one, got {type(given).__name__}")
+        names = " or ".join(kind.__name__ for kind in types)
+        raise ConfigurationError(f"{argument}: expected a {names} or the name of one, got {type(given).__name__}")
     for field in type(block).model_fields:
         value = getattr(block, field)
         text = value.get_secret_value() if isinstance(value, SecretStr) else ""
-        if text and not text.strip(_MASK):
+        if text and not text.strip("*"):
             raise ConfigurationError(
                 f"{type(block).__name__}.{field} is masked: Prefect stores the secrets of a block that is given inline "
                 "as a flow parameter as asterisks. Save the block and pick it by name in the parameter"

@@ -10,27 +10,37 @@ A third, if it is asked for, starts another deployment at each new best checkpoi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture, RunDeployment
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ActionTypes
+from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.dead_runs import LOST
 from prefect_elastic_train.orchestration.prefect_events import BEST_CHECKPOINT, COMPLETED
 
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.events.schemas.automations import Automation
-
 _RESUME = "elastic-train: resume crashed runs of "
 _FIND = "elastic-train: find dead runs of "
-_EVALUATE_BEST = "elastic-train: evaluate best checkpoints of "
-_EVALUATE_COMPLETED = "elastic-train: evaluate completed trainings of "
-_PREFIXES = (_RESUME, _FIND, _EVALUATE_BEST, _EVALUATE_COMPLETED)
+#: When an evaluation can be started: what the automation is called, the event, and where that has the checkpoint;
+#: without a score there is no best one.
+_EVALUATIONS = {
+    "best-checkpoint": (
+        "elastic-train: evaluate best checkpoints of ",
+        BEST_CHECKPOINT,
+        "event.payload.checkpoint_uri",
+    ),
+    "completed": (
+        "elastic-train: evaluate completed trainings of ",
+        COMPLETED,
+        "event.payload.best_checkpoint_uri or event.payload.checkpoint_uri",
+    ),
+}
+_NAMES = (_RESUME, _FIND, *(name for name, _, _ in _EVALUATIONS.values()))
 #: Prefect's names for a run that begins to run, the first time and again.
 _BEGINNINGS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
 _HEARTBEAT = "prefect.flow-run.heartbeat"
@@ -39,37 +49,13 @@ _FINAL = {"Completed", "Failed", "TimedOut", "Cancelled", "Crashed", LOST}
 _ENDINGS = {f"prefect.flow-run.{name}" for name in (*_FINAL, "AwaitingRetry", "Scheduled", "Paused", "Suspended")}
 #: How long after its beginning a run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """When an evaluation is started: the event, the fields of its payload that may have the checkpoint, and words."""
-
-    prefix: str
-    event: str
-    checkpoint: tuple[str, ...]
-    words: str
-
-
-_EVALUATIONS = {
-    "best-checkpoint": _Evaluation(_EVALUATE_BEST, BEST_CHECKPOINT, ("checkpoint_uri",), "Each new best checkpoint"),
-    "completed": _Evaluation(
-        _EVALUATE_COMPLETED,
-        COMPLETED,
-        ("best_checkpoint_uri", "checkpoint_uri"),  # without a score there is no best one
-        "The best checkpoint of each completed training",
-    ),
-}
-#: When an evaluation can be started.
-EVALUATIONS = tuple(_EVALUATIONS)
 #: The state of a run whose own terminal got Ctrl-C: its user meant that. An async flow ends so if the signal comes
 #: while it trains; else with a message that the loss of a machine has, too.
 _INTERRUPTED = "Execution was aborted by an interrupt signal."
 
 
-@dataclass(frozen=True)
-class Scope:
-    """Which flow runs a pair of automations is for.
+class Scope(NamedTuple):
+    """Which flow runs some automations are for.
 
     Attributes:
         label: What people call it: a deployment's ``flow/deployment`` or ``tag <name>``.
@@ -81,98 +67,8 @@ class Scope:
     resource_id: str
     role: str
 
-    def automations(self, max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[AutomationCore]:
-        """Give the automations of this scope."""
-        related = {"prefect.resource.role": self.role, "prefect.resource.id": self.resource_id}
-        yield AutomationCore(
-            name=f"{_RESUME}{self.label}",
-            description=f"The same flow run goes on after a crash, {max_resumes} times at most.",
-            trigger=EventTrigger(
-                # A crash counts once it follows a beginning, so that a run which cannot even be started again
-                # stays Crashed. The count of beginnings is the bound.
-                after=_BEGINNINGS,
-                expect={"prefect.flow-run.Crashed"},
-                match={
-                    "prefect.resource.id": "prefect.flow-run.*",
-                    "prefect.run-count": [str(count) for count in range(1, max_resumes + 1)],
-                    "prefect.state-message": f"!{_INTERRUPTED}",
-                },
-                match_related=related,
-                for_each={"prefect.resource.id"},
-                posture=Posture.Reactive,
-                threshold=1,
-                within=_LIFETIME,
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    state=StateType.SCHEDULED,
-                    name="AwaitingRetry",
-                    message=f"Resumed after a crash, {max_resumes} times at most.",
-                )
-            ],
-        )
-        yield AutomationCore(
-            name=f"{_FIND}{self.label}",
-            description=f"A flow run without a heartbeat for {heartbeat_timeout_seconds:g} s is Crashed.",
-            trigger=EventTrigger(
-                after={_HEARTBEAT},
-                expect={_HEARTBEAT, *_ENDINGS},
-                match={"prefect.resource.id": "prefect.flow-run.*"},
-                match_related=related,
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=timedelta(seconds=heartbeat_timeout_seconds),
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    state=StateType.CRASHED,
-                    message=f"No heartbeat for {heartbeat_timeout_seconds:g} s.",
-                )
-            ],
-        )
 
-    def evaluation(self, deployment: str, deployment_id: UUID, at: str) -> AutomationCore:
-        """Give the automation that starts a deployment with checkpoints of this scope.
-
-        Args:
-            deployment: Its name, for people.
-            deployment_id: Of a flow with the parameters ``checkpoint_uri`` and ``storage``.
-            at: When, one of :data:`EVALUATIONS`.
-        """
-        when = _EVALUATIONS[at]
-        return AutomationCore(
-            name=f"{when.prefix}{self.label}",
-            description=f"{when.words} starts {deployment}.",
-            trigger=EventTrigger(
-                expect={when.event},
-                match={"prefect.resource.id": "elastic-train.run.*"},
-                match_related={"prefect.resource.role": self.role, "prefect.resource.id": self.resource_id},
-                posture=Posture.Reactive,
-                threshold=1,
-                within=timedelta(0),
-            ),
-            actions=[
-                RunDeployment(
-                    source="selected",
-                    deployment_id=deployment_id,
-                    parameters={
-                        "checkpoint_uri": _from_event(*when.checkpoint),
-                        "storage": _from_event("storage_block"),
-                    },
-                )
-            ],
-        )
-
-
-def _from_event(*fields: str) -> dict[str, str]:
-    """Give a parameter that is the first of these fields of an event's payload which is not empty."""
-    value = " or ".join(f"event.payload.{field}" for field in fields)
-    return {"__prefect_kind": "jinja", "template": f"{{{{ {value} }}}}"}
-
-
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """What was done to one automation.
 
     Attributes:
@@ -202,14 +98,12 @@ def scopes(client: SyncPrefectClient, deployments: Sequence[str], tags: Sequence
 
 
 def _deployment_id(client: SyncPrefectClient, name: str) -> UUID:
-    from prefect.exceptions import ObjectNotFound
-
     try:
-        if "/" not in name.strip("/"):
-            raise ValueError("a deployment's name has the form flow/deployment")
         return client.read_deployment_by_name(name).id
     except (ObjectNotFound, ValueError) as error:
-        raise ConfigurationError(f"there is no deployment {name!r} ({error}); see `prefect deployment ls`") from error
+        raise ConfigurationError(
+            f"there is no deployment {name!r} ({error}), as flow/deployment; see `prefect deployment ls`"
+        ) from error
 
 
 def apply(
@@ -244,16 +138,12 @@ def apply(
             "come at most every 30 s"
         )
     if evaluate_at not in _EVALUATIONS:
-        raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(EVALUATIONS)}")
-    evaluation = (evaluate_with, _deployment_id(client, evaluate_with)) if evaluate_with else None
-    changes = []
-    for scope in wanted:
-        automations = list(scope.automations(max_resumes, heartbeat_timeout_seconds))
-        if evaluation is not None:
-            automations.append(scope.evaluation(*evaluation, evaluate_at))
-        for automation in automations:
-            changes.append(Change(automation.name, _bring_up_to_date(client, automation)))
-    return changes
+        raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")
+    automations = [one for scope in wanted for one in _resuming(scope, max_resumes, heartbeat_timeout_seconds)]
+    if evaluate_with:
+        deployment_id = _deployment_id(client, evaluate_with)
+        automations += [_evaluating(scope, evaluate_with, deployment_id, evaluate_at) for scope in wanted]
+    return [Change(automation.name, _bring_up_to_date(client, automation)) for automation in automations]
 
 
 def delete(client: SyncPrefectClient, labels: Sequence[str] | None = None) -> list[Change]:
@@ -263,39 +153,90 @@ def delete(client: SyncPrefectClient, labels: Sequence[str] | None = None) -> li
         client: The Prefect API.
         labels: Labels of their scopes; default all.
     """
-    wanted = None if labels is None else {f"{prefix}{label}" for prefix in _PREFIXES for label in labels}
     changes = []
     for automation in client.read_automations():
-        ours = automation.name.startswith(_PREFIXES)
-        if ours and (wanted is None or automation.name in wanted):
+        label = next((automation.name.removeprefix(name) for name in _NAMES if automation.name.startswith(name)), None)
+        if label is not None and (labels is None or label in labels):
             client.delete_automation(automation.id)
             changes.append(Change(automation.name, "deleted"))
     return changes
 
 
+def _resuming(scope: Scope, max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[AutomationCore]:
+    bound, silence = f"{max_resumes} times at most", f"{heartbeat_timeout_seconds:g} s"
+    yield _automation(
+        scope,
+        _RESUME,
+        f"The same flow run goes on after a crash, {bound}.",
+        ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message=f"Resumed after a crash, {bound}."),
+        # A crash counts once it follows a beginning, so that a run which cannot even be started again stays Crashed.
+        # The count of beginnings is the bound.
+        after=_BEGINNINGS,
+        expect={"prefect.flow-run.Crashed"},
+        match={
+            "prefect.resource.id": "prefect.flow-run.*",
+            "prefect.run-count": [str(count) for count in range(1, max_resumes + 1)],
+            "prefect.state-message": f"!{_INTERRUPTED}",
+        },
+        for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,
+        within=_LIFETIME,
+    )
+    yield _automation(
+        scope,
+        _FIND,
+        f"A flow run without a heartbeat for {silence} is Crashed.",
+        ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {silence}."),
+        after={_HEARTBEAT},
+        expect={_HEARTBEAT, *_ENDINGS},
+        match={"prefect.resource.id": "prefect.flow-run.*"},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        within=timedelta(seconds=heartbeat_timeout_seconds),
+    )
+
+
+def _evaluating(scope: Scope, deployment: str, deployment_id: UUID, at: str) -> AutomationCore:
+    """The automation that starts a deployment, of a flow that takes ``checkpoint_uri`` and ``storage``."""
+    name, event, checkpoint = _EVALUATIONS[at]
+    templates = {"checkpoint_uri": checkpoint, "storage": "event.payload.storage_block"}
+    parameters = {
+        parameter: {"__prefect_kind": "jinja", "template": f"{{{{ {value} }}}}"}
+        for parameter, value in templates.items()
+    }
+    return _automation(
+        scope,
+        name,
+        f"At the event {event}, {deployment} is started with the checkpoint.",
+        RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
+        expect={event},
+        match={"prefect.resource.id": "elastic-train.run.*"},
+        posture=Posture.Reactive,
+        within=timedelta(0),
+    )
+
+
+def _automation(scope: Scope, name: str, description: str, action: ActionTypes, **trigger: Any) -> AutomationCore:
+    related = {"prefect.resource.role": scope.role, "prefect.resource.id": scope.resource_id}
+    return AutomationCore(
+        name=f"{name}{scope.label}",
+        description=description,
+        trigger=EventTrigger(match_related=related, threshold=1, **trigger),
+        actions=[action],
+    )
+
+
 def _bring_up_to_date(client: SyncPrefectClient, automation: AutomationCore) -> str:
     existing = client.read_automations_by_name(automation.name)
-    for twin in existing[1:]:
-        client.delete_automation(twin.id)
     if not existing:
         client.create_automation(automation)
         return "created"
-    if _essence(existing[0]) == _essence(automation):
+    # An update ends what the automation waits for: a run that has begun before it would not be resumed.
+    if _without_ids(existing[0]) == _without_ids(automation):
         return "unchanged"
     client.update_automation(existing[0].id, automation)
     return "updated"
 
 
-def _essence(automation: Automation | AutomationCore) -> dict[str, Any]:
-    """What makes two automations the same, leaving out what the server adds."""
-    trigger = automation.trigger
-    assert isinstance(trigger, EventTrigger)
-    sets = {"after", "expect", "for_each"}
-    plain = {"match", "match_related", "posture", "threshold", "within"}
-    return {
-        "description": automation.description,
-        "enabled": automation.enabled,
-        "trigger": trigger.model_dump(mode="json", include=plain),
-        **{name: sorted(getattr(trigger, name)) for name in sets},
-        "actions": [action.model_dump(mode="json") for action in automation.actions],
-    }
+def _without_ids(automation: AutomationCore) -> dict[str, Any]:
+    return automation.model_dump(include={*AutomationCore.model_fields}, exclude={"trigger": {"id"}})

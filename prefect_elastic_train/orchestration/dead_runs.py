@@ -8,30 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import UUID
 
 import psutil
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+from prefect.states import AwaitingRetry, Cancelled, Crashed
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode
 from prefect_elastic_train.orchestration.flow_runs import is_root
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import is_alive
-from prefect_elastic_train.runs.commits import all_attempts, newest_attempt
+from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.storage.opening import Storage
-
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import FlowRun, State
 
 #: Name of the state, of type Crashed, that a dead run gets. Automations for Crashed runs shall not resume it, too.
 LOST = "Lost"
-#: Prefect's default, in seconds, for a flow run that has sent only one heartbeat.
-_HEARTBEAT_SECONDS = 180.0
-#: A run counts as living until it has missed so many heartbeats.
+#: A run counts as living until it has missed so many of Prefect's heartbeats, by default one in 180 s.
 _MISSED_BEATS = 2
+_HEARTBEAT_SECONDS = 180
 #: A runner kills 30 s after the signal, and a training waits 40 s for a runner that has died.
 _CANCELLATION_SECONDS = 90.0
 
@@ -53,25 +52,29 @@ def resume(
     Raises:
         ConfigurationError: It lives, or may; or it is not a run to be resumed.
     """
-    from prefect.exceptions import ObjectNotFound
-    from prefect.states import AwaitingRetry, Cancelled, Crashed
-
     try:
         flow_run = client.read_flow_run(flow_run_id)
     except ObjectNotFound as error:
         raise ConfigurationError(f"there is no flow run {flow_run_id}; see `prefect flow-run ls`") from error
-    state = flow_run.state
-    _check_state(client, flow_run, state)
-    assert state is not None
+    name, state = flow_run.name, flow_run.state
+    if not is_root(flow_run):
+        raise ConfigurationError(f"flow run {name} was called by another flow run: resume that one")
+    if state is None or state.is_scheduled() or state.is_paused() or state.is_completed():
+        said = state.name if state is not None else "not scheduled yet"
+        raise ConfigurationError(f"flow run {name} is {said}: there is nothing left to resume")
     if not state.is_final():
-        if not force:
-            _check_dead(client, flow_run, state, storages)
+        sign = None if force else next(signs_of_life(client, flow_run, state, storages), None)
+        if sign is not None:
+            raise ConfigurationError(
+                f"flow run {name} may be alive: {sign}. Wait, or give --force if you know better; then a process "
+                "that does live gives way"
+            )
         if state.is_cancelling():
             _set(client, flow_run_id, Cancelled(message="It was being cancelled, and nobody was left to do it."))
-            yield f"{flow_run.name} was being cancelled and is Cancelled now. To resume it, do the same again"
+            yield f"{name} was being cancelled and is Cancelled now. To resume it, do the same again"
             return
         _set(client, flow_run_id, Crashed(name=LOST, message="It gave no sign of life, as a person has found."))
-        yield f"{flow_run.name} was {state.name} and is {LOST} (Crashed) now"
+        yield f"{name} was {state.name} and is {LOST} (Crashed) now"
     if flow_run.deployment_id is None:
         yield (
             "It has no deployment, so no runner will take it: execute it with `prefect flow-run retry "
@@ -80,7 +83,7 @@ def resume(
         )
         return
     _set(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
-    yield f"{flow_run.name} is scheduled again: the next free runner of its deployment takes it"
+    yield f"{name} is scheduled again: the next free runner of its deployment takes it"
 
 
 def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
@@ -93,35 +96,63 @@ def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
     Raises:
         ConfigurationError: No storage has the run, several have, or it belongs to no flow run.
     """
-    places = ", ".join(storage.uri for storage in storages)
+    places = ", ".join(storage.uri for storage in storages) or "anywhere that is looked at: say where with --storage"
     try:
         owners = [owner for storage in storages if (owner := _owner(storage, run_name)) is not None]
     except OSError as error:
         raise ConfigurationError(f"cannot look for run {run_name!r} in {places}: {error}") from error
     if not owners:
-        where = f"in {places}" if places else "anywhere that is looked at: say where with --storage"
-        raise ConfigurationError(f"{run_name!r} is no id of a flow run, and there is no run of this name {where}")
-    ids = {owner.flow_run_id for owner in owners}
-    if len(ids) > 1:
+        raise ConfigurationError(f"{run_name!r} is no id of a flow run, and no run of this name is in {places}")
+    if len({owner.flow_run_id for owner in owners}) > 1:
         raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")
     try:
-        flow_run_id = UUID(ids.pop())
-    except ValueError:
-        flow_run_id = None
-    if flow_run_id is None or not owners[0].flow_run_name:
+        return UUID(owners[0].flow_run_id if owners[0].is_flow_run else "")
+    except ValueError as error:
         raise ConfigurationError(
             f"run {run_name!r} belongs to {owners[0].describe()}, which cannot be resumed; to go on with the run, "
             f"train with run_name={run_name!r} and resume=True"
-        )
-    return flow_run_id
+        ) from error
 
 
-def signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, storages: Sequence[Storage]) -> Iterator[str]:
-    """Find what tells that a flow run is being executed, the quick looks first."""
-    yield from _processes_here(str(flow_run.id))
-    yield from _recent_heartbeat(client, str(flow_run.id))
+def signs_of_life(
+    client: SyncPrefectClient, flow_run: FlowRun, state: State, storages: Sequence[Storage]
+) -> Iterator[str]:
+    """Find what tells that a flow run is being executed, or is about to be, the quick looks first."""
+    age = (datetime.now(timezone.utc) - state.timestamp).total_seconds()
+    if state.is_pending() or (state.is_cancelling() and age < _CANCELLATION_SECONDS):
+        yield f"it is {state.name} for {age:.0f} s, and somebody may be about to change that"
+    for process in psutil.process_iter():
+        try:  # Prefect's runners write the id into the environment of what they start
+            if process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run.id):
+                yield f"process {process.pid} ({process.name()}) on this machine belongs to it"
+        except psutil.Error:
+            continue
+    silence = _MISSED_BEATS * (get_current_settings().flows.heartbeat_frequency or _HEARTBEAT_SECONDS)
+    beats = EventFilter(
+        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run.id}"]),
+        occurred=EventOccurredFilter(since=datetime.now(timezone.utc) - timedelta(seconds=silence)),
+    )
+    if client.read_events(beats, limit=1).events:
+        yield f"it has sent a heartbeat within {silence} s"
     for storage in storages:
-        yield from _living_drivers(storage, str(flow_run.id))
+        try:
+            yield from _living_drivers(storage, str(flow_run.id))
+        except OSError as error:
+            raise ConfigurationError(f"cannot read storage {storage.uri!r}: {error}") from error
+
+
+def _living_drivers(storage: Storage, flow_run_id: str) -> Iterator[str]:
+    """Look for drivers that train for the flow run; a heartbeat from another machine is watched for some seconds."""
+    for name in storage.run_names():
+        store = storage.run(name)
+        newest = newest_attempt(store)
+        record = decode(AttemptRecord, store.read(layout.attempt_name(newest))) if newest else None
+        # A job outlives its flow process, and is followed again.
+        if record is None or record.owner.flow_run_id != flow_run_id or record.owner.job:
+            continue
+        if store.read(layout.ended_name(newest)) is None and is_alive(store, record):
+            yield f"the driver of attempt {newest} of run {name} lives on {record.owner.host.split('/')[0]}"
 
 
 def _owner(storage: Storage, run_name: str) -> Owner | None:
@@ -130,36 +161,8 @@ def _owner(storage: Storage, run_name: str) -> Owner | None:
     store = storage.run(run_name)
     newest = newest_attempt(store)
     attempt = decode(AttemptRecord, store.read(layout.attempt_name(newest))) if newest else None
-    if attempt is not None:
-        return attempt.owner
-    run = decode(RunRecord, store.read(layout.RUN))
-    return run.creator if run is not None else None
-
-
-def _check_state(client: SyncPrefectClient, flow_run: FlowRun, state: State | None) -> None:
-    if not is_root(flow_run):
-        assert flow_run.parent_task_run_id is not None
-        parent = client.read_task_run(UUID(str(flow_run.parent_task_run_id))).flow_run_id
-        raise ConfigurationError(f"flow run {flow_run.name} was called by flow run {parent}: resume that one")
-    if state is None or state.is_scheduled() or state.is_paused():
-        name = state.name if state else "not scheduled yet"
-        raise ConfigurationError(f"flow run {flow_run.name} is {name}: nobody executes it now, and there is no need to")
-    if state.is_completed():
-        raise ConfigurationError(f"flow run {flow_run.name} is {state.name}: there is nothing left to resume")
-
-
-def _check_dead(client: SyncPrefectClient, flow_run: FlowRun, state: State, storages: Sequence[Storage]) -> None:
-    sign = next(signs_of_life(client, flow_run, storages), None)
-    age = (datetime.now(timezone.utc) - state.timestamp).total_seconds()
-    if sign is None and state.is_pending():
-        sign = f"it is {state.name} for {age:.0f} s, and what shall execute it may just be starting"
-    if sign is None and state.is_cancelling() and age < _CANCELLATION_SECONDS:
-        sign = f"it is being cancelled for {age:.0f} s, which may take {_CANCELLATION_SECONDS:g} s"
-    if sign is not None:
-        raise ConfigurationError(
-            f"flow run {flow_run.name} may be alive: {sign}. Wait, or give --force if you know better; then a process "
-            "that does live gives way"
-        )
+    run = decode(RunRecord, store.read(layout.RUN)) if attempt is None else None
+    return attempt.owner if attempt is not None else run.creator if run is not None else None
 
 
 def _set(client: SyncPrefectClient, flow_run_id: UUID, state: State) -> None:
@@ -168,60 +171,3 @@ def _set(client: SyncPrefectClient, flow_run_id: UUID, state: State) -> None:
     if answer.state is None or answer.state.name != state.name:
         reason = getattr(answer.details, "reason", None) or "no reason given"
         raise ConfigurationError(f"Prefect did not make the flow run {state.name}: {reason}")
-
-
-def _processes_here(flow_run_id: str) -> Iterator[str]:
-    """Look for processes of the flow run on this machine; Prefect's runners write its id into their environment."""
-    entry = f"PREFECT__FLOW_RUN_ID={flow_run_id}"
-    for process in psutil.process_iter():
-        try:
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if entry.encode() in environment and process.status() != psutil.STATUS_ZOMBIE:
-                yield f"process {process.pid} ({process.name()}) on this machine belongs to it"
-        except (OSError, psutil.Error):
-            continue
-
-
-def _recent_heartbeat(client: SyncPrefectClient, flow_run_id: str) -> Iterator[str]:
-    from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
-
-    now = datetime.now(timezone.utc)
-    page = client.read_events(
-        EventFilter(
-            event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
-            resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run_id}"]),
-            occurred=EventOccurredFilter(since=now - timedelta(days=1), until=now + timedelta(hours=1)),
-        ),
-        limit=2,
-    )
-    beats = sorted((event.occurred for event in page.events), reverse=True)
-    if not beats:
-        return
-    interval = (beats[0] - beats[1]).total_seconds() if len(beats) > 1 else _HEARTBEAT_SECONDS
-    age = (now - beats[0]).total_seconds()
-    if age < _MISSED_BEATS * interval:
-        yield (
-            f"its last heartbeat came {age:.0f} s ago, they come every {interval:.0f} s, and only "
-            f"{_MISSED_BEATS * interval:.0f} s without one are a sign of its death"
-        )
-
-
-def _living_drivers(storage: Storage, flow_run_id: str) -> Iterator[str]:
-    """Look for drivers that train for the flow run; a heartbeat from another machine is watched for some seconds."""
-    try:
-        yield from _living_drivers_in(storage, flow_run_id)
-    except OSError as error:
-        raise ConfigurationError(f"cannot read storage {storage.uri!r}: {error}") from error
-
-
-def _living_drivers_in(storage: Storage, flow_run_id: str) -> Iterator[str]:
-    for name in storage.run_names():
-        store = storage.run(name)
-        numbers = all_attempts(store)
-        record = decode(AttemptRecord, store.read(layout.attempt_name(numbers[-1]))) if numbers else None
-        if record is None or record.owner.flow_run_id != flow_run_id:
-            continue
-        if record.owner.job:
-            continue  # a job outlives its flow process, and is followed again
-        if store.read(layout.ended_name(numbers[-1])) is None and is_alive(store, record):
-            yield f"the driver of attempt {numbers[-1]} of run {name} lives on {record.owner.host.split('/')[0]}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import TYPE_CHECKING
 from uuid import UUID, uuid4
 
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_logger
 
@@ -22,21 +22,13 @@ from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.orchestration.prefect_api import ask_prefect
 from prefect_elastic_train.runs.identity import Call
 
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import FlowRun
-
-#: More levels of subflows than anybody has.
-_MAX_LEVELS = 30
-#: How long the Prefect API is asked for the parents of a flow run.
+#: How long the Prefect API is asked for the parents of a flow run, and for the name of its deployment.
 _LOOK_UP_SECONDS = 30.0
-#: And for the name of a deployment, which is only shown.
-_NAME_SECONDS = 5.0
 
 # Calls of the user's own flows are all that this package sees of a flow run, so what tells its trainings apart has to
 # outlive them: how many there were, and where a flow run stands, which an API that is away later must not change.
 _places: dict[str, Place] = {}
-_numbers: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(lambda: count(1))
+_counts: Counter[tuple[str, ...]] = Counter()
 _kept_numbers: dict[tuple[str, ...], int] = {}
 _lock = threading.RLock()
 
@@ -81,24 +73,22 @@ def this_training() -> Place:
 
 def current_place(context: FlowRunContext) -> Place:
     """Return the place of a flow run that this process executes. Found once, it stays."""
-    flow_run = context.flow_run
+    flow_run, flow_name = context.flow_run, context.flow.name if context.flow else ""
     assert flow_run is not None
-    flow_name = context.flow.name if context.flow else ""
-    own = Place(_owner(flow_run, flow_name), (str(flow_run.id),))
-    if is_root(flow_run):
-        return replace(own, owner=_with_deployment(own.owner))
     with _lock:
         if str(flow_run.id) in _places:
             return _places[str(flow_run.id)]
-    place = ask_prefect(lambda client: _climb(client, flow_run, flow_name), _LOOK_UP_SECONDS)
-    if place is None:
-        get_logger("elastic_train").warning(
-            "cannot ask the Prefect API from which flow run %r of flow %r is called: its trainings are its own, and a "
-            "retry of the calling flow run will not go on with them",
-            flow_run.name,
-            flow_name,
-        )
-        place = own
+    place = Place(_owner(flow_run, flow_name), (str(flow_run.id),))
+    if not is_root(flow_run) or flow_run.deployment_id is not None:
+        found = ask_prefect(lambda client: _climb(client, flow_run, flow_name), _LOOK_UP_SECONDS)
+        if found is None and not is_root(flow_run):
+            get_logger("elastic_train").warning(
+                "cannot ask the Prefect API from which flow run %r of flow %r is called: its trainings are its own, "
+                "and a retry of the calling flow run will not go on with them",
+                flow_run.name,
+                flow_name,
+            )
+        place = found or place
     with _lock:
         return _places.setdefault(str(flow_run.id), place)
 
@@ -113,17 +103,25 @@ def is_root(flow_run: FlowRun) -> bool:
     )
 
 
-def _numbered(key: tuple[str, ...], flow_run_id: str) -> int:
-    """Count the calls with a key from 1; what a retried task of the user does again keeps its number."""
-    task = TaskRunContext.get()
-    with _lock:
-        if task is None or str(task.task_run.flow_run_id) != flow_run_id:
-            return next(_numbers[key])
-        in_this_try = next(_numbers[(*key, str(task.task_run.id), str(task.task_run.run_count))])
-        kept = (*key, str(task.task_run.id), f"number {in_this_try}")
-        if kept not in _kept_numbers:
-            _kept_numbers[kept] = next(_numbers[key])
-        return _kept_numbers[kept]
+def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Place:
+    ids, found = [str(flow_run.id)], []
+    while not is_root(flow_run):
+        # Prefect represents the call of a subflow by a task run of the parent, and counts the calls of each flow there.
+        call = client.read_task_run(UUID(str(flow_run.parent_task_run_id)))
+        if call.flow_run_id is None:
+            break
+        name = flow_name if len(ids) == 1 else call.name.removesuffix(f"-{call.dynamic_key}")
+        found.append((name, call.dynamic_key, ids[-1]))
+        flow_run = client.read_flow_run(call.flow_run_id)
+        ids.append(str(flow_run.id))
+    owner = _owner(flow_run, client.read_flow(flow_run.flow_id).name)
+    if flow_run.deployment_id is not None:
+        deployment = client.read_deployment(flow_run.deployment_id)
+        owner = owner.model_copy(update={"deployment_name": deployment.name})
+    calls: list[Call] = []
+    for (name, key, child_id), parent_id in zip(reversed(found), reversed(ids[1:]), strict=False):
+        calls.append(Call(name, _number(owner, flow_run.run_count, calls, name, key, parent_id, child_id)))
+    return Place(owner, tuple(ids), tuple(calls), tuple(_related(owner, flow_run.tags)) if len(ids) > 1 else ())
 
 
 def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
@@ -135,47 +133,30 @@ def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
     )
 
 
-def _with_deployment(owner: Owner) -> Owner:
-    """Add the name of the deployment, if the Prefect API gives it."""
-    if not owner.deployment_id:
-        return owner
-    deployment_id = UUID(owner.deployment_id)
-    name = ask_prefect(lambda client: client.read_deployment(deployment_id).name, _NAME_SECONDS)
-    return owner.model_copy(update={"deployment_name": name or ""})
+def _related(root: Owner, tags: Sequence[str]) -> Iterator[dict[str, str]]:
+    named = [("flow-run", root.flow_run_id, root.flow_run_name)]
+    named += [("deployment", root.deployment_id, root.deployment_name)] if root.deployment_id else []
+    for role, identity, name in [*named, *(("tag", tag, "") for tag in sorted(tags))]:
+        label = {"prefect.resource.name": name} if name else {}
+        yield {"prefect.resource.id": f"prefect.{role}.{identity}", "prefect.resource.role": role, **label}
 
 
-def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Place:
-    ids = [str(flow_run.id)]
-    found: list[tuple[str, str, str]] = []
-    while not is_root(flow_run) and len(ids) < _MAX_LEVELS:
-        assert flow_run.parent_task_run_id is not None
-        # Prefect represents the call of a subflow by a task run of the parent, and counts the calls of each flow there.
-        call = client.read_task_run(UUID(str(flow_run.parent_task_run_id)))
-        if call.flow_run_id is None:
-            break
-        name = flow_name if len(ids) == 1 else call.name.removesuffix(f"-{call.dynamic_key}")
-        found.append((name, call.dynamic_key, ids[-1]))
-        flow_run = client.read_flow_run(call.flow_run_id)
-        ids.append(str(flow_run.id))
-    owner = _with_deployment(_owner(flow_run, client.read_flow(flow_run.flow_id).name))
-    calls: list[Call] = []
-    for level, (name, key, child_id) in enumerate(reversed(found)):
-        parent_id = ids[-1 - level]
-        calls.append(Call(name, _number(owner, flow_run.run_count, calls, name, key, parent_id, child_id)))
-    return Place(owner, tuple(ids), tuple(calls), tuple(_related(owner, flow_run.tags)) if len(ids) > 1 else ())
+def _numbered(key: tuple[str, ...], flow_run_id: str) -> int:
+    """Count the calls with a key from 1; what a retried task of the user does again keeps its number."""
+    task = TaskRunContext.get()
+    with _lock:
+        if task is None or str(task.task_run.flow_run_id) != flow_run_id:
+            return _next(key)
+        task_run = (*key, str(task.task_run.id))
+        kept = (*task_run, f"number {_next((*task_run, str(task.task_run.run_count)))}")
+        if kept not in _kept_numbers:
+            _kept_numbers[kept] = _next(key)
+        return _kept_numbers[kept]
 
 
-def _related(root: Owner, tags: list[str]) -> Iterator[dict[str, str]]:
-    yield _resource("flow-run", root.flow_run_id, root.flow_run_name)
-    if root.deployment_id:
-        yield _resource("deployment", root.deployment_id, root.deployment_name)
-    for tag in sorted(tags):
-        yield _resource("tag", tag)
-
-
-def _resource(role: str, identity: str, name: str = "") -> dict[str, str]:
-    named = {"prefect.resource.name": name} if name else {}
-    return {"prefect.resource.id": f"prefect.{role}.{identity}", "prefect.resource.role": role, **named}
+def _next(key: tuple[str, ...]) -> int:
+    _counts[key] += 1
+    return _counts[key]
 
 
 def _number(owner: Owner, run_count: int, calls: list[Call], name: str, key: str, parent_id: str, child_id: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from logging import DEBUG, INFO, WARNING
 
 from prefect_elastic_train.core import events as ev
@@ -11,7 +13,6 @@ from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.rank_errors import causes, own_errors, ranks_in_words
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, WORKER_LINE, is_detail, without_marks
-from prefect_elastic_train.orchestration.limits import OutputLimits, TokenBucket
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS
 from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.layout import details_name
@@ -19,9 +20,64 @@ from prefect_elastic_train.runs.layout import details_name
 _MAX_LINE = 8000
 #: Different errors of a failure that are told in full.
 _MAX_ERRORS = 5
-#: Commits that are told of.
-_COMMITS_PER_SECOND = 0.5
-_COMMITS_AT_ONCE = 100.0
+#: Lines are counted for so many seconds, then anew.
+_WINDOW_SECONDS = 10.0
+#: Lines a second of rank 0, which is to be read in full.
+_IN_FULL = 1000.0
+_TRACEBACK = "Traceback (most recent call last)"
+#: How many sources' tracebacks pass in a window whatever else is said, and so many lines from each one's first line.
+_MAX_TRACEBACKS = 20
+_TRACEBACK_LINES = 500
+
+
+class OutputLimits:
+    """Decides for each line. For one thread.
+
+    The first traceback of a source in ten seconds passes with the 500 lines after it, of 20 sources.
+
+    Args:
+        lines_per_second: What each source may print on average over ten seconds; ranks other than 0 together as much.
+            Rank 0 is let through in full, which is 1,000 lines a second.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(self, lines_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._clock = lines_per_second, clock
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began = self._clock()
+        self._lines, self._left_out, self._of_traceback = Counter[str](), Counter[str](), Counter[str]()
+
+    def lets_through(self, source: str, text: str) -> bool:
+        """Return whether a line is let through.
+
+        Args:
+            source: Who prints, such as ``rank 3`` or ``driver``.
+            text: The line, without its prefix.
+        """
+        known = self._of_traceback
+        if _TRACEBACK in text and source not in known and len(known) < _MAX_TRACEBACKS:
+            known[source] = _TRACEBACK_LINES
+        if known[source] > 0:
+            known[source] -= 1
+            return True
+        rate = _IN_FULL if source == "rank 0" else self._rate
+        share = "other ranks" if source.startswith(("rank ", "worker ")) and source != "rank 0" else source
+        self._lines[share] += 1
+        let = self._lines[share] <= max(1.0, rate * _WINDOW_SECONDS)
+        self._left_out[source] += not let
+        return let
+
+    def notice(self, at_once: bool = False) -> str:
+        """Count anew if it is time, and return what was left out; empty if nothing was."""
+        if not at_once and self._clock() - self._began < _WINDOW_SECONDS:
+            return ""
+        left_out = +self._left_out
+        self._begin()
+        words = [f"{count} of {source}" for source, count in left_out.most_common(5)]
+        others = f" and {len(left_out) - 5} others" if len(left_out) > 5 else ""
+        return f"[{left_out.total()} lines of output left out: {', '.join(words)}{others}]" if left_out else ""
 
 
 class RunLog(ev.EventHandler):
@@ -38,16 +94,10 @@ class RunLog(ev.EventHandler):
         self._ranks: dict[str, int] = {}
         #: The same by the process id alone, for workers on the driver's node, whose address Ray leaves out.
         self._ranks_by_pid: dict[str, int] = {}
-        self._commits = TokenBucket(_COMMITS_PER_SECOND, _COMMITS_AT_ONCE)
-        self._commits_left_out = 0
         self._attempt = 0
         self._run_uri = ""
         #: Where a restart begins, as far as is known.
         self._checkpoint = ""
-        #: What the loops raised in the failure before, which was told in full.
-        self._told: set[str] = set()
-        #: Waits for the storage that are not told yet: how many, their seconds and failed requests.
-        self._waits, self._waited, self._tries = 0, 0.0, 0
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
@@ -58,9 +108,7 @@ class RunLog(ev.EventHandler):
         if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(DETAIL_TAG, "").strip():
             return
         who, rest = self._source(source, text)
-        let_through = self._limits.lets_through(who, rest)
-        self._say(INFO, self._limits.notice())
-        if let_through:
+        if self._lets_through(who, rest):
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
             self._say(DEBUG if detail else INFO, cut(f"[{tag}] {rest}", _MAX_LINE))
 
@@ -94,17 +142,16 @@ class RunLog(ev.EventHandler):
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
-        run = f"run {event.run_name}"
-        self._say(INFO, f"Attempt {event.attempt} of {run} starts {where}; run directory {event.run_uri}")
+        run = f"un {event.run_name}"
+        self._say(INFO, f"Attempt {event.attempt} of r{run} starts {where}; run directory {event.run_uri}")
         if event.started_from:
-            self._say(INFO, f"R{run[1:]} started from checkpoint {event.started_from} of another run")
+            self._say(INFO, f"R{run} started from checkpoint {event.started_from} of another run")
         for note in event.notes:
-            self._say(WARNING, f"R{run[1:]}: {note}")
+            self._say(WARNING, f"R{run}: {note}")
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         name = loop_name(event.checkpoint)
-        where = f"; checkpoint {name} is offered" if name else " from the beginning"
-        self._say(INFO, f"{event.world_size} workers train{where}")
+        self._say(INFO, f"{event.world_size} workers train{f'; checkpoint {name} is offered' if name else ''}")
 
     def on_checkpoint_taken(self, event: ev.CheckpointTaken) -> None:
         where = f"; its first report is {event.where}" if event.where else ""
@@ -114,11 +161,10 @@ class RunLog(ev.EventHandler):
         self._say(WARNING, event.message[:1].upper() + event.message[1:])
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
-        cost = f"{event.reports_lost} reports ({event.seconds_lost:.1f} s) since the last checkpoint are done again"
-        when = {"commit": ", at a checkpoint", "patience": f", without a checkpoint, which did not come; {cost}"}
+        lost = f"; {event.reports_lost} reports since the last checkpoint are done again" if event.reports_lost else ""
         sizes = f"from {event.old_size} to {event.new_size} workers"
         waited = f"{event.waited_seconds:.0f} s after the decision"
-        self._say(INFO, f"The worker group is resized {sizes}, {waited}{when.get(event.reason, '')}")
+        self._say(INFO, f"The worker group is resized {sizes}, {waited} ({event.reason}){lost}")
 
     def on_group_failed(self, event: ev.GroupFailed) -> None:
         """Tell in a line what failed and what is done about it, and below it what the loop raised, each error once."""
@@ -129,13 +175,11 @@ class RunLog(ev.EventHandler):
             then = f"the worker group is restarted from {where}, {again} done again"
         what = "Preemption" if isinstance(event, ev.WorkersPreempted) else "Worker failure"
         why = "; ".join(causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
-        own = own_errors(event.errors)
         texts = [
             f"\n[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error.rstrip()}"
-            for rank, error in own.items()
-            if "\n" in error.strip() and error not in self._told
+            for rank, error in own_errors(event.errors).items()
+            if "\n" in error.strip()
         ]
-        self._told = set(own.values())
         more = len(texts) - _MAX_ERRORS
         errors = "".join(texts[:_MAX_ERRORS]) + (f"\nand {more} other errors of other ranks" if more > 0 else "")
         self._say(WARNING, f"{what}: {why}; {then}; details: {self._run_uri}/{details_name(self._attempt)}{errors}")
@@ -147,25 +191,15 @@ class RunLog(ev.EventHandler):
         self._say(WARNING, f"Waiting for capacity for {seconds:.0f} s: {fit}")
 
     def on_storage_waited(self, event: ev.StorageWaited) -> None:
-        """Tell of a wait that is worth it, and of others when they add up to one."""
-        self._waits += 1
-        self._waited += event.seconds
-        self._tries += event.tries
-        if self._waited < WORTH_TELLING_SECONDS:
-            return
-        together = f" together with {self._waits - 1} waits before" if self._waits > 1 else ""
-        tries = f"in which {self._tries} requests failed and were repeated; last: {event.last}"
-        self._say(WARNING, f"The {event.who} waited {self._waited:.1f} s for the storage{together}, {tries}")
-        self._waits, self._waited, self._tries = 0, 0.0, 0
+        if event.seconds >= WORTH_TELLING_SECONDS:
+            tries = f"in which {event.tries} requests failed and were repeated; last: {event.last}"
+            self._say(WARNING, f"The {event.who} waited {event.seconds:.1f} s for the storage, {tries}")
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
-        if not self._commits.take():
-            self._commits_left_out += 1
-            return
-        before = f"; {self._commits_left_out} before it are not told" if self._commits_left_out else ""
-        name, metrics = loop_name(event.checkpoint), _short(event.metrics)
-        self._say(INFO, f"Checkpoint {name} is committed ({size(event.size_bytes)}): {metrics}{before}")
-        self._commits_left_out = 0
+        metrics = (f"{name}={one:{'.4g' if isinstance(one, float) else ''}}" for name, one in event.metrics.items())
+        text = f"{loop_name(event.checkpoint)} is committed ({size(event.size_bytes)}): {cut(', '.join(metrics), 500)}"
+        if self._lets_through("checkpoints", text):
+            self._say(INFO, f"Checkpoint {text}")
 
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
@@ -173,6 +207,10 @@ class RunLog(ev.EventHandler):
 
     def on_state_changed(self, event: ev.StateChanged) -> None:
         self._say(DEBUG, f"Ray Train is {event.state}")
+
+    def _lets_through(self, source: str, text: str) -> bool:
+        self._say(INFO, self._limits.notice())
+        return self._limits.lets_through(source, text)
 
     def _say(self, level: int, text: str) -> None:
         """Write a text if there is one, also when nobody reads it any more.
@@ -204,10 +242,3 @@ class RunLog(ev.EventHandler):
         ip, pid = match["ip"], match["pid"] or ""
         rank = self._ranks.get(f"{ip}:{pid}") if ip else self._ranks_by_pid.get(pid)
         return (f"rank {rank}" if rank is not None else f"worker {pid}"), rest
-
-
-def _short(metrics: dict[str, object]) -> str:
-    parts = [
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
-    ]
-    return cut(", ".join(parts), 500)

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from prefect.events import emit_event
+
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.rank_errors import all_ranks, causes
-from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS, Checkpoint, RunReport
+from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS, RunReport
 
 PREFIX = "elastic-train.run."
 CHECKPOINT = f"{PREFIX}checkpoint"
@@ -24,6 +26,8 @@ _NAMESPACE = uuid.UUID("5a1d4a8e-7d0c-4a9d-8a55-3c4f1c1f7e11")
 _MAX_TEXT = 2000
 _MAX_METRICS = 50
 _MAX_RANKS = 1000
+
+_Told = list[tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,9 @@ def translate(event: ev.Event, report: RunReport, common: Mapping[str, Any]) -> 
         report: The run's state, which has taken the event in.
         common: What every payload has besides.
     """
-    told: list[tuple[str, dict[str, Any]]] = _Payloads(report).handle(event) or []
-    key = f"{event.attempt}-{event.sequence}"
+    told: _Told = _Payloads(report).handle(event) or []
     base = {"run_name": report.run_name, "run_uri": report.run_uri, "attempt": report.attempt, **common}
+    key = f"{event.attempt}-{event.sequence}"
     return [RunEvent(f"{PREFIX}{name}", event.at, {**base, **payload}, key) for name, payload in told]
 
 
@@ -63,52 +67,56 @@ class _Payloads(ev.EventHandler):
     def __init__(self, report: RunReport) -> None:
         self._report = report
 
-    def on_attempt_started(self, event: ev.AttemptStarted) -> Any:
-        report, checkpoint = self._report, loop_name(event.checkpoint)
+    def on_attempt_started(self, event: ev.AttemptStarted) -> _Told:
+        report, told = self._report, {"checkpoint": loop_name(event.checkpoint)}
         if event.attempt <= 1:
-            return [("started", {"checkpoint": checkpoint, "started_from": event.started_from[:_MAX_TEXT]})]
+            return [("started", {**told, "started_from": event.started_from[:_MAX_TEXT]})]
         why = next((incident.why for incident in reversed(report.incidents) if incident.kind == "driver"), "")
-        told = {"checkpoint": checkpoint, "reason": why[:_MAX_TEXT]}
+        told["reason"] = why[:_MAX_TEXT]
         return [("driver-restarted", {**told, "driver_restarts": report.driver_restarts})]
 
-    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> Any:
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> _Told:
         return [("workers-started", {"world_size": event.world_size, "checkpoint": loop_name(event.checkpoint)})]
 
-    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> Any:
+    def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> _Told:
         told = event.model_dump(include={"old_size", "new_size", "reason", "reports_lost"})
         return [("resized", {**told, "waited_seconds": round(event.waited_seconds, 3)})]
 
-    def on_group_failed(self, event: ev.GroupFailed) -> Any:
+    def on_group_failed(self, event: ev.GroupFailed) -> _Told:
         told = {
             "ranks": all_ranks(event.errors, event.also)[:_MAX_RANKS],
             "reasons": causes(event.errors, event.also),
-            "retried": event.retried,
-            "reports_lost": event.reports_lost,
-            "worker_failures": self._report.tally.worker_failures,
-            "preemptions": self._report.tally.preemptions,
+            **event.model_dump(include={"retried", "reports_lost"}),
+            **self._report.tally.model_dump(include={"worker_failures", "preemptions"}),
         }
         return [("preempted" if isinstance(event, ev.WorkersPreempted) else "worker-failed", told)]
 
-    def on_loop_warned(self, event: ev.LoopWarned) -> Any:
+    def on_loop_warned(self, event: ev.LoopWarned) -> _Told:
         told = {"message": event.message[:_MAX_TEXT], "checkpoint": loop_name(event.checkpoint)}
         return [(event.problem, {**told, "ranks": event.ranks[:_MAX_RANKS]})]
 
-    def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> Any:
+    def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> _Told:
         told = event.model_dump(include={"possible_workers", "min_workers", "resources_per_worker"})
         missing = {"missing": event.missing[:_MAX_TEXT]}
         return [("waiting-for-capacity", {**told, **missing})] if self._report.waits_anew else []
 
-    def on_storage_waited(self, event: ev.StorageWaited) -> Any:
+    def on_storage_waited(self, event: ev.StorageWaited) -> _Told:
         told = {**event.model_dump(include={"who", "seconds", "tries"}), "last": event.last[:_MAX_TEXT]}
         return [("storage-waited", told)] if event.seconds >= WORTH_TELLING_SECONDS else []
 
-    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> Any:
+    def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> _Told:
         report, made = self._report, self._report.checkpoints[-1]
-        payload = _checkpoint(made, report)
+        payload = {
+            "checkpoint": loop_name(made.name),
+            "checkpoint_uri": f"{report.run_uri}/{made.name}",
+            "size_bytes": made.size_bytes,
+            "metrics": _plain(made.metrics),
+            "checkpoints_made": report.checkpoints_made,
+        }
         if report.best is None or (report.best.name, report.best.at) != (made.name, made.at):
             return [("checkpoint", payload)]
-        best = {**payload, "score_attribute": report.score_attribute, "score": _plain_value(made.score)}
-        return [("checkpoint", payload), ("best-checkpoint", best)]
+        score = {"score_attribute": report.score_attribute, **_plain({"score": made.score})}
+        return [("checkpoint", payload), ("best-checkpoint", {**payload, **score})]
 
 
 def ending(report: RunReport, name: str, at: float, message: str, common: Mapping[str, Any]) -> RunEvent:
@@ -121,8 +129,6 @@ def ending(report: RunReport, name: str, at: float, message: str, common: Mappin
         message: What there is to say of it.
         common: What every payload has besides.
     """
-    account = report.tally.account()
-    newest = report.checkpoints[-1] if report.checkpoints else None
     payload = {
         "run_name": report.run_name,
         "run_uri": report.run_uri,
@@ -131,63 +137,48 @@ def ending(report: RunReport, name: str, at: float, message: str, common: Mappin
         "outcome": report.outcome or name,
         "message": message[:_MAX_TEXT],
     }
-    if not report.attempt:  # no driver has told what the run has
-        return RunEvent(f"{PREFIX}{name}", at, payload, f"{report.attempt}-end-{at}")
-    payload |= {
-        "checkpoint_uri": f"{report.run_uri}/{newest.name}" if newest else "",
-        "best_checkpoint_uri": f"{report.run_uri}/{report.best.name}" if report.best else "",
-        "metrics": _plain(report.metrics),
-        "attempts": report.tally.attempts,
-        "worker_failures": report.tally.worker_failures,
-        "preemptions": report.tally.preemptions,
-        "resizes": report.tally.resizes,
-        "driver_restarts": report.driver_restarts,
-        "steps_lost": report.tally.steps_lost,
-        "goodput": account.goodput,
-        "time": account.model_dump(),
-    }
+    if report.attempt:  # else no driver has told what the run has
+        account = report.tally.account()
+        newest = report.checkpoints[-1] if report.checkpoints else None
+        payload |= {
+            "checkpoint_uri": f"{report.run_uri}/{newest.name}" if newest else "",
+            "best_checkpoint_uri": f"{report.run_uri}/{report.best.name}" if report.best else "",
+            "metrics": _plain(report.metrics),
+            **report.tally.model_dump(include={"attempts", "worker_failures", "preemptions", "resizes", "steps_lost"}),
+            "driver_restarts": report.driver_restarts,
+            "goodput": account.goodput,
+            "time": account.model_dump(),
+        }
     return RunEvent(f"{PREFIX}{name}", at, payload, f"{report.attempt}-end-{at}")
 
 
-def send(event: RunEvent, report_name: str, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
+def send(event: RunEvent, run_name: str, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
     """Hand an event to Prefect's own queue. Prefect adds the flow run, the task run and what these relate to itself.
 
     Args:
         event: What is told.
-        report_name: Name of the run.
+        run_name: Name of the run.
         flow_run_id: Whose run it is; tells runs of one name in different storages apart.
         related: What the event relates to besides.
     """
-    from prefect.events import emit_event
-
+    run_uri = event.payload.get("run_uri")
     emit_event(
         event=event.name,
         resource={
-            "prefect.resource.id": f"elastic-train.run.{report_name}",
-            "prefect.resource.name": report_name,
-            "elastic-train.run-uri": str(event.payload.get("run_uri", ""))[:500],
+            "prefect.resource.id": f"elastic-train.run.{run_name}",
+            "prefect.resource.name": run_name,
+            "elastic-train.run-uri": str(run_uri or "")[:500],
         },
         occurred=datetime.fromtimestamp(event.at, timezone.utc),
         related=[dict(resource) for resource in related],
         payload=event.payload,
-        id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{event.payload.get('run_uri')}|{event.name}|{event.key}"),
+        id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{run_uri}|{event.name}|{event.key}"),
     )
-
-
-def _checkpoint(made: Checkpoint, report: RunReport) -> dict[str, Any]:
-    return {
-        "checkpoint": loop_name(made.name),
-        "checkpoint_uri": f"{report.run_uri}/{made.name}",
-        "size_bytes": made.size_bytes,
-        "metrics": _plain(made.metrics),
-        "checkpoints_made": report.checkpoints_made,
-    }
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics as JSON that every reader takes: what is no finite number becomes text."""
-    return {name: _plain_value(value) for name, value in list(metrics.items())[:_MAX_METRICS]}
-
-
-def _plain_value(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in list(metrics.items())[:_MAX_METRICS]
+    }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.outcomes import CheckpointGoneError, ConfigurationError
 from prefect_elastic_train.core.result import RunResult
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings, storage_at
 from prefect_elastic_train.runs import layout
 
 if TYPE_CHECKING:
@@ -17,14 +18,13 @@ if TYPE_CHECKING:
     from ray.train import Checkpoint
 
     from prefect_elastic_train.blocks.lookup import StorageBlock
-    from prefect_elastic_train.core.storage_settings import StorageSettings
 
 
 class TrainingResult(RunResult):
     __doc__ = RunResult.__doc__
 
     def checkpoint(self, *, best: bool = False, storage: StorageBlock | str | None = None) -> Checkpoint:
-        """Give the newest checkpoint as Ray's type. It can be read wherever its storage can be reached.
+        """Return the newest checkpoint as Ray's type. It can be read wherever its storage can be reached.
 
         Args:
             best: The best of the kept ones instead, by the score of the checkpoint policy.
@@ -42,7 +42,7 @@ class TrainingResult(RunResult):
 
     @contextmanager
     def checkpoint_directory(self, *, best: bool = False, storage: StorageBlock | str | None = None) -> Iterator[Path]:
-        """Give the newest checkpoint as a directory to read, for as long as the ``with`` lasts. Needs no Ray.
+        """Yield the newest checkpoint as a directory to read, for as long as the ``with`` lasts. Needs no Ray.
 
         Takes the arguments of :meth:`checkpoint`, and raises the same.
         """
@@ -56,7 +56,7 @@ class TrainingResult(RunResult):
         return uri
 
     def metrics_dataframe(self) -> pd.DataFrame:
-        """Give the history of what was reported, over all attempts, one row a report."""
+        """Return the history of what was reported, over all attempts, one row a report."""
         import pandas as pd
 
         return pd.DataFrame(self.history)
@@ -64,7 +64,7 @@ class TrainingResult(RunResult):
 
 @contextmanager
 def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) -> Iterator[Path]:
-    """Give a checkpoint of a run as a directory to read, for as long as the ``with`` lasts. Needs no Ray.
+    """Yield a checkpoint of a run as a directory to read, for as long as the ``with`` lasts. Needs no Ray.
 
     Args:
         uri: Of the checkpoint, as :attr:`TrainingResult.checkpoint_uri` gives it.
@@ -79,8 +79,6 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
         ConfigurationError: The storage block cannot be loaded, or holds another place.
         StorageFaultError: The storage refuses, or was away for too long.
     """
-    from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-
     settings = _storage_of(uri, storage)
     if isinstance(settings, LocalStorageSettings):
         if not Path(uri).is_dir():
@@ -109,9 +107,7 @@ def _missing(uri: str, is_of_run: bool) -> FileNotFoundError:
 
 def _storage_of(uri: str, given: StorageBlock | str | None) -> StorageSettings:
     if not given:
-        from prefect_elastic_train.core.storage_settings import storage_at
-
-        found = storage_at(uri)  # needs no Prefect
+        found = storage_at(uri)
         if found is None:
             raise ConfigurationError(f"checkpoint {uri!r} is no directory and no URL")
         return found

@@ -12,8 +12,9 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any, Generic
 
@@ -30,7 +31,7 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry, r
 from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.orchestration.arguments import check_arguments, given_blocks, load_given, make_request
-from prefect_elastic_train.orchestration.endings import SilentEndError
+from prefect_elastic_train.orchestration.cancellation import SilentEndError
 from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.orchestration.training import Training
 
@@ -60,11 +61,8 @@ class _ElasticTrain(Generic[_Arguments]):
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> TrainingResult:
         training = self.ask(*args, **kwargs)
         try:
-            result: TrainingResult = _with_budget(_elastic_train_task, training)(training)
-        except SilentEndError as error:
-            raise Abort(str(error)) from error
-        except AttemptFailedError as error:
-            raise error.with_traceback(None)  # noqa: B904 - the message says it all, and Prefect logs all frames
+            with _as_of_the_flow():
+                result: TrainingResult = _with_budget(_elastic_train_task, training)(training)
         finally:
             training.end(sys.exc_info()[1])
         return result
@@ -77,6 +75,17 @@ class _ElasticTrain(Generic[_Arguments]):
         future: PrefectFuture[TrainingResult] = _with_budget(_elastic_train_task, training).submit(training)
         future.add_done_callback(lambda _: training.end())
         return future
+
+
+@contextmanager
+def _as_of_the_flow() -> Iterator[None]:
+    """Raise what the task has failed with as the flow is to have it."""
+    try:
+        yield
+    except SilentEndError as error:
+        raise Abort(str(error)) from error
+    except AttemptFailedError as error:
+        raise error.with_traceback(None)  # noqa: B904 - the message says it all, and Prefect logs all frames
 
 
 @_ElasticTrain
@@ -152,14 +161,7 @@ def elastic_train(
     payload = Payload(
         train_loop, train_loop_config, datasets, dataset_config, torch_config, jax_config, validation_config
     )
-    request, place = make_request(
-        payload,
-        framework,
-        run_name=run_name,
-        resume=resume,
-        resume_from=resume_from,
-        worker_runtime_env=worker_runtime_env,
-    )
+    request, place = make_request(payload, framework, run_name, resume, resume_from, worker_runtime_env)
     return Training(request, blocks, place, timeout_seconds)
 
 
@@ -172,11 +174,8 @@ async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingRes
     interrupts = interruptions(signal.SIGINT)
     training = elastic_train.ask(train_loop, **arguments)
     try:
-        result: TrainingResult = await _with_budget(_aelastic_train_task, training)(training)
-    except SilentEndError as error:
-        raise Abort(str(error)) from error
-    except AttemptFailedError as error:
-        raise error.with_traceback(None)  # noqa: B904 - as above
+        with _as_of_the_flow():
+            result: TrainingResult = await _with_budget(_aelastic_train_task, training)(training)
     except asyncio.CancelledError:
         if interruptions(signal.SIGINT) > interrupts:
             # asyncio makes a cancellation of Ctrl-C, which Prefect could not tell from the end of a machine.

@@ -21,7 +21,7 @@ LOOP_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_][\w.]*$"
 
 
 def named_loop(name: str) -> Callable[..., Any] | str:
-    """Give what ``elastic_train`` takes for a loop that a person names.
+    """Return what ``elastic_train`` takes for a loop that a person names.
 
     Modules are looked for in the current folder too, as by ``python -m``; those that a file imports, in its folder.
 
@@ -32,14 +32,14 @@ def named_loop(name: str) -> Callable[..., Any] | str:
         ConfigurationError: The file cannot be read or run, or has no such function.
     """
     place, _, function = name.rpartition(":")
-    if not place.endswith(".py"):
-        _search(os.getcwd())
-        return name
-    return function_in(_module_of(os.path.abspath(place)), function, name)
+    if place.endswith(".py"):
+        return function_in(_module_of(os.path.abspath(place)), function, name)
+    _search(os.getcwd())
+    return name
 
 
 def absolute(name: str) -> str:
-    """Give a loop's name as it may be used in any folder of this machine; an import path stays what it is."""
+    """Return a loop's name as it may be used in any folder of this machine; an import path stays what it is."""
     place, _, function = name.rpartition(":")
     return f"{os.path.abspath(os.path.expanduser(place))}:{function}" if place.endswith(".py") else name
 
@@ -52,8 +52,7 @@ def check(name: str) -> None:
     """
     if not re.match(LOOP_PATTERN, name):
         raise ConfigurationError(
-            f"train loop {name!r} is neither an import path, 'package.module:function', nor a function of a file, "
-            "'path/to/file.py:function'"
+            f"train loop {name!r} is neither 'package.module:function' nor 'path/to/file.py:function'"
         )
     loop = named_loop(name)
     check_loop(resolve_loop(loop) if isinstance(loop, str) else loop)
@@ -62,8 +61,6 @@ def check(name: str) -> None:
 @cache
 def _module_of(file: str) -> ModuleType:
     """Run a file as a module, once."""
-    if not os.path.isfile(file):
-        raise ConfigurationError(f"there is no file {file}")
     _search(os.path.dirname(file))
     try:
         return load_script_as_module(file)

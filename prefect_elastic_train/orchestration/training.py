@@ -2,66 +2,51 @@
 
 from __future__ import annotations
 
-import contextvars
-import enum
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
+from uuid import UUID
 
-from prefect.context import TaskRunContext
-from prefect.exceptions import Abort
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
 
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.core.outcomes import (
-    AttemptFailedError,
-    ConfigurationError,
-    Outcome,
-    TrainingTimeoutError,
-)
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
 from prefect_elastic_train.orchestration.cancellation import (
+    End,
     FlowRunWatch,
-    FlowsAround,
+    SilentEndError,
     Stop,
-    StopReason,
-    mark_cancelled,
+    ending_of,
+    flows_around,
+    is_ending,
     wants_an_end,
     watched_by_runner,
 )
-from prefect_elastic_train.orchestration.endings import End, Ending, SilentEndError, detaches, ending_of, error_of
 from prefect_elastic_train.orchestration.flow_runs import Place
 from prefect_elastic_train.orchestration.logs import RunLog
-from prefect_elastic_train.orchestration.prefect_api import last_told_at
+from prefect_elastic_train.orchestration.prefect_api import ask_prefect, last_told_at, mark_cancelled
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.supervisor.runtime import Runtime
 
-#: How long the state of a flow run is asked for when its process is told to end.
+#: How long the Prefect API is asked for the state of a flow run, and told of it.
 _STATE_SECONDS = 8.0
 #: How much later than it happens an event of a job may be told: rather told twice than never.
 _TOLD_LATE_SECONDS = 2.0
 #: How long the signal of a runner is waited for once its flow run is seen cancelling; it kills after 30 s.
 _SIGNAL_SECONDS = 40.0
-#: Between two looks at what waits for the next attempt.
-_WAIT_SECONDS = 0.5
-
-
-class _State(enum.Enum):
-    """Asked, then in turn training and waiting for the next attempt, until it has ended."""
-
-    ASKED = enum.auto()
-    TRAINING = enum.auto()
-    WAITING = enum.auto()
-    ENDED = enum.auto()
 
 
 class Training:
@@ -94,17 +79,16 @@ class Training:
         self._asked_at = time.monotonic()
         self._called_at = datetime.now(timezone.utc)
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)
-        self._lock = threading.Lock()
-        self._state = _State.ASKED
-        self._attempts = 0
-        #: What the state of the flow run said while it waited.
+        self._lock = threading.RLock()
+        #: Between two attempts, and what the state of the flow run has said then.
+        self._waiting = False
         self._stopped: Stop | None = None
         self._runtime: Runtime | None = None
         self._publisher: Publisher | None = None
+        self._watch: FlowRunWatch | None = None
         # Of the attempt:
         self._cancelled = threading.Event()
-        self._around = FlowsAround()
-        self._watch = FlowRunWatch((), 1.0)
+        self._flows: list[FlowRunContext] = []
         self._log: RunLog
         self._log_has_failed = False
         self._detached = False
@@ -115,11 +99,6 @@ class Training:
     def __repr__(self) -> str:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
         return f"<training {self.request.run_name}>"
-
-    @property
-    def is_out_of_time(self) -> bool:
-        """Whether ``timeout_seconds`` went by."""
-        return self.timeout_seconds is not None and time.monotonic() - self._asked_at > self.timeout_seconds
 
     def attempt(self, cancelled: threading.Event) -> TrainingResult:
         """Run one attempt, and keep what the next one needs if it may follow.
@@ -136,26 +115,27 @@ class Training:
         may_follow = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
         settings = get_settings()
         self._log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), settings.log_lines_per_second)
-        self._cancelled, self._around, self._detached = cancelled, FlowsAround(), False
+        self._cancelled, self._flows, self._detached = cancelled, list(flows_around()), False
         try:
             with self._lock:
-                self._state, stopped = _State.TRAINING, self._stopped
-                self._attempts += 1
-            if stopped is not None:
-                raise stopped
-            with FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds) as self._watch:
-                ended = self._run_driver()
+                self._waiting = False
+                if self._stopped is not None:
+                    raise self._stopped
+                if self._watch is None:
+                    ids, seconds = self.place.flow_run_ids, settings.flow_run_check_seconds
+                    self._watch = FlowRunWatch(ids, seconds, self._look_after_wait)
+            ended = self._run_driver()
         except BaseException as error:
             self._write(self._log.close)
             if may_follow and isinstance(error, AttemptFailedError) and error.retryable:
-                self._wait()
-            else:
-                self._end(self._ending_of(error))
-            if isinstance(error, Stop):
-                self._leave(error)
-            raise
+                self._waiting = True
+                raise
+            self._end(ending_of(error, self._detached, self._is_end_wanted))
+            told = self._said_of(error) if isinstance(error, Stop) and error.flow_run_id else error
+            # Nobody catches for the user of a future, so that one gets what ends the flow directly.
+            raise Abort(str(told)) if self.submitted and isinstance(told, SilentEndError) else told  # noqa: B904
         self._write(self._log.close)
-        self._end(Ending(End.COMPLETED, told=ended.already_finished))
+        self._end((End.COMPLETED, ""), told=ended.already_finished)
         return TrainingResult.model_validate(ended.result)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -166,30 +146,23 @@ class Training:
         """
         reason = self._stopped or error or Stop()
         with self._lock:
-            runtime = self._runtime if self._state is _State.WAITING else None
-            self._state = _State.ENDED
-        if runtime is not None and not self._may_detach(reason):
-            runtime.end_jobs()  # an attempt may have lost sight of one, which the next would have found
-        if self._runtime is not None or self._publisher is not None:
-            self._end(self._ending_of(reason))
+            if self._waiting:
+                self._end_waiting(reason)
+            if self._runtime is not None or self._publisher is not None:
+                self._end(ending_of(reason, self._detached, self._is_end_wanted))
 
-    def _end(self, ending: Ending | None) -> None:
+    def _end(self, ending: tuple[End, str] | None, told: bool = False) -> None:
         with self._lock:
-            self._state = _State.ENDED
-            runtime, self._runtime = self._runtime, None
-            publisher, self._publisher = self._publisher, None
+            self._waiting = False
+            if self._watch is not None:
+                self._watch.close()
+            runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
         if runtime is not None:
             runtime.close()
-        if publisher is None:
-            return
-        if ending is None:
+        if publisher is not None and ending is None:
             publisher.abandon()  # another process shows the training now
-        else:
-            publisher.end(ending.end.value, ending.why, ending.told)
-            publisher.close()
-
-    def _ending_of(self, error: BaseException) -> Ending | None:
-        return ending_of(error, self._detached, self._is_end_wanted)
+        elif publisher is not None and ending is not None:
+            publisher.end(ending[0].value, ending[1], told or ending[0] is End.LEFT)
 
     # -- an attempt
 
@@ -198,9 +171,11 @@ class Training:
         self._check_stop()
         name = self.request.run_name
         if self._runtime is None:
-            self._runtime = self._make_runtime()
+            self._runtime = Runtime(get_settings(), self._take, self._take_line, self._check_stop, self._note)
+            self._runtime.on_past_event = lambda event: self._take(event, told=True)
+            self._runtime.detaches, self._runtime.followed_until = self._leaves_job, self._followed_until
         try:
-            spec = driver_spec(self.request, self.blocks, self._publisher.last_end if self._publisher else "")
+            spec = driver_spec(self.request, self.blocks, self._publisher.report.last_end if self._publisher else "")
         except ConfigurationError:
             raise
         except Exception as error:
@@ -213,21 +188,11 @@ class Training:
         ended = self._runtime.run_attempt(spec)
         if self._publisher is not None and not ended.sequence:
             # The driver could not say so itself. The time since it spoke last is nobody's work.
-            self._publisher.take(ended.model_copy(update={"at": self._publisher.last_event_at}))
+            at = self._publisher.report.last_event_at or ended.at
+            self._publisher.take(ended.model_copy(update={"at": at}))
         if ended.outcome is not Outcome.COMPLETED or ended.result is None:
-            failure = error_of(name, ended)
-            # Nobody catches for the user of a future, so that one gets what ends the flow directly.
-            raise Abort(str(failure)) if self.submitted and isinstance(failure, SilentEndError) else failure
-        if self._runtime.follows_job:
-            self._watch.look_once_more(_STATE_SECONDS)
-            self._check_executions()
+            raise error_of(name, ended)
         return ended
-
-    def _make_runtime(self) -> Runtime:
-        runtime = Runtime(get_settings(), self._take, self._take_line, self._check_stop, self._note)
-        runtime.on_past_event = self._take_past
-        runtime.detaches, runtime.followed_until = self._detaches, self._followed_until
-        return runtime
 
     def _show(self, spec: DriverSpec) -> None:
         """Show the training in Prefect, over all its attempts in this process, unless nothing shall be shown."""
@@ -247,16 +212,11 @@ class Training:
                 on_trouble=self._note,
             )
 
-    def _take(self, event: Event) -> None:
-        self._write(lambda: self._log.event(event))
+    def _take(self, event: Event, told: bool = False) -> None:
+        """Take in an event; one that was told is of a job from before it was followed."""
+        self._write(lambda: self._log.past_event(event) if told else self._log.event(event))
         if self._publisher is not None:
-            self._publisher.take(event)
-
-    def _take_past(self, event: Event) -> None:
-        """Take in an event of a job from before it was followed."""
-        self._write(lambda: self._log.past_event(event))
-        if self._publisher is not None:
-            self._publisher.take(event, told=True)
+            self._publisher.take(event, told)
 
     def _take_line(self, source: str, text: str) -> None:
         self._write(lambda: self._log.line(source, text))
@@ -275,132 +235,133 @@ class Training:
                 self._log_has_failed = True
                 get_logger("elastic_train").exception("some of the training's output cannot be written to its log")
 
-    # -- what ends an attempt from outside
+    # -- what ends it from outside
+
+    def _stop_seen(self) -> Stop | None:
+        """Whether the flow process or the flow run was told to end since the training was asked for."""
+        return Stop() if self._is_told_to_end() else self._watch.stop if self._watch is not None else None
+
+    def _is_told_to_end(self) -> bool:
+        return self._cancelled.is_set() or interruptions() > self._interruptions or any(map(is_ending, self._flows))
+
+    def _is_out_of_time(self) -> bool:
+        return self.timeout_seconds is not None and time.monotonic() - self._asked_at > self.timeout_seconds
 
     def _check_stop(self) -> None:
-        stop = Stop() if self._cancelled.is_set() else self._stop_seen(self._watch)
+        stop, name = self._stop_seen(), self.request.run_name
         if stop is not None:
             raise stop
-        self._check_executions()
-        if self.is_out_of_time:
+        # No fence tells two processes apart that follow the same job.
+        follows_job = self._runtime is not None and self._runtime.follows_job
+        if follows_job and self._watch is not None and self._watch.is_executed_again:
+            message = f"training {name!r} is left to another process, which executes the flow run"
+            raise SilentEndError(message, outcome=Outcome.SUPERSEDED)
+        if self._is_out_of_time():
             raise TrainingTimeoutError(
-                f"training {self.request.run_name!r} was ended after timeout_seconds={self.timeout_seconds:g}; what it "
+                f"training {name!r} was ended after timeout_seconds={self.timeout_seconds:g}; what it "
                 "has committed is kept, and a retry of the flow run goes on from there",
                 outcome=Outcome.TIMED_OUT,
             )
 
-    def _stop_seen(self, watch: FlowRunWatch) -> Stop | None:
-        """Whether the flow process or the flow run was told to end since the training was asked for."""
-        return Stop() if self._is_told_to_end() else watch.stop
-
-    def _is_told_to_end(self) -> bool:
-        return interruptions() > self._interruptions or self._around.are_ending()
-
-    def _check_executions(self) -> None:
-        # No fence tells two processes apart that follow the same job.
-        if self._watch.is_executed_again and self._runtime is not None and self._runtime.follows_job:
-            raise Stop(StopReason.TAKEN_OVER, self.request.owner.flow_run_id)
-
-    def _detaches(self, reason: BaseException) -> bool:
-        self._detached = self._may_detach(reason)
-        return self._detached
-
-    def _may_detach(self, reason: BaseException) -> bool:
-        """Whether a job goes on without us. Without a flow run nobody would ever follow it again."""
-        terminated = interruptions(signal.SIGTERM) > self._terminations
-        return detaches(reason, terminated, self._is_end_wanted)
-
-    def _is_end_wanted(self) -> bool:
-        flow_run_ids = self.place.flow_run_ids
-        return not flow_run_ids or wants_an_end(flow_run_ids, _STATE_SECONDS)
-
-    def _followed_until(self) -> float:
-        """When this flow run last told something in an earlier process: from there a job is followed on."""
-        flow_run_ids = self.place.flow_run_ids
-        found = last_told_at(flow_run_ids[0], self._called_at, _STATE_SECONDS) if flow_run_ids else None
-        # Without an answer what was before is not told again.
-        return time.time() if found is None else found - _TOLD_LATE_SECONDS
-
-    # -- between two attempts
-
-    def _wait(self) -> None:
-        with self._lock:
-            self._state = _State.WAITING
-        threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self._look_after_wait, self._attempts),
-            name="elastic-train-waiting",
-            daemon=True,
-        ).start()
-
-    def _look_after_wait(self, attempt: int) -> None:
+    def _look_after_wait(self) -> None:
         """Look after a cluster that waits for the next attempt, and end it when no attempt is to follow.
 
         Nothing can be done about the delay itself: the training's task sleeps in it, and a thread's sleep has no end
         but its own.
         """
-        stop = None
-        with FlowRunWatch(self.place.flow_run_ids, get_settings().flow_run_check_seconds) as watch:
-            while stop is None:
-                with self._lock:
-                    if self._state is not _State.WAITING or self._attempts != attempt:
-                        return
-                    if self._runtime is not None:
-                        self._runtime.keep_guarded()
-                time.sleep(_WAIT_SECONDS)
-                stop = self._stop_seen(watch) or (Stop() if self.is_out_of_time else None)
         with self._lock:
-            if self._state is not _State.WAITING or self._attempts != attempt:
-                return
-            self._state = _State.ENDED
-            self._stopped = stop if stop.reason is not None else None
-            runtime, self._runtime = self._runtime, None
+            stop = (self._stop_seen() or (Stop() if self._is_out_of_time() else None)) if self._waiting else None
+            if stop is not None:
+                self._end_waiting(stop)
+            elif self._waiting and self._runtime is not None:
+                self._runtime.keep_guarded()
+        if stop is not None and stop.flow_run_id:
+            self._stopped = stop
+            if not (watched_by_runner() and self._is_of_the_root(stop)):
+                self._mark_cancelled(stop)
+
+    def _end_waiting(self, reason: BaseException) -> None:
+        self._waiting = False
+        runtime, self._runtime = self._runtime, None
         if runtime is not None:
-            if not self._may_detach(stop):
-                runtime.end_jobs()
+            if not self._may_detach(reason):
+                runtime.end_jobs()  # an attempt may have lost sight of one, which the next would have found
             runtime.close()
-        if stop.reason is StopReason.CANCELLING and not (watched_by_runner() and self._is_of_the_root(stop)):
-            self._mark_cancelled(stop)
+
+    def _leaves_job(self, reason: BaseException) -> bool:
+        self._detached = self._may_detach(reason)
+        return self._detached
+
+    def _may_detach(self, reason: BaseException) -> bool:
+        """Whether a job goes on without us: another process follows it, or will, since nobody wants its end.
+
+        A machine that is taken away sends SIGTERM, as does a runner that carries out a cancellation. In the main
+        thread Prefect's own signal handler raises; elsewhere only the pipe knows.
+        """
+        if isinstance(reason, SilentEndError):
+            return True
+        if isinstance(reason, TimeoutError) or (isinstance(reason, Stop) and reason.flow_run_id):
+            return False
+        terminated = isinstance(reason, TerminationSignal) or interruptions(signal.SIGTERM) > self._terminations
+        return terminated and not self._is_end_wanted()
+
+    def _is_end_wanted(self) -> bool:
+        """Whether a flow run around is cancelled or has failed. Without one nobody would ever go on with a job."""
+        ids = self.place.flow_run_ids
+
+        def ask(client: SyncPrefectClient) -> bool:
+            return any(wants_an_end(client.read_flow_run(one).state) for one in map(UUID, ids))
+
+        return not ids or bool(ask_prefect(ask, _STATE_SECONDS))
+
+    def _followed_until(self) -> float:
+        """When this flow run last told something in an earlier process: from there a job is followed on."""
+        told_at = None
+        if ids := self.place.flow_run_ids:
+            told_at = ask_prefect(lambda client: last_told_at(client, ids[0], self._called_at), _STATE_SECONDS)
+        # Without an answer what was before is not told again.
+        return time.time() if told_at is None else told_at - _TOLD_LATE_SECONDS
 
     # -- the flow run's state
 
-    def _leave(self, stop: Stop) -> None:
-        """Leave the flow in the way that gives its run the state that it should have. The training has ended by now.
+    def _said_of(self, stop: Stop) -> AttemptFailedError:
+        """What is raised, and gives the flow run the state that it should have. The training has ended by now.
 
-        Raises:
-            SilentEndError: The flow run has its state already.
-            AttemptFailedError: Only a subflow is being cancelled, and the flow that called it shall know.
+        A runner signals a cancellation and sets the final state. One that has died does neither, and for subflows
+        none does. A subflow that is cancelled alone is an error in the flow that called it.
         """
-        if stop.reason is None:
-            return
-        of_the_root, outcome = self._is_of_the_root(stop), Outcome.CANCELLED
-        if stop.reason is StopReason.TAKEN_OVER:
-            of_the_root, outcome = True, Outcome.SUPERSEDED
-        # A runner signals a cancellation and sets the final state. One that has died does neither, and for subflows
-        # none does.
-        elif stop.reason is StopReason.CANCELLING and not (
-            of_the_root and watched_by_runner() and self._signal_comes()
-        ):
+        of_the_root = self._is_of_the_root(stop)
+        if not (of_the_root and watched_by_runner() and self._signal_comes()):
             self._mark_cancelled(stop)
-        message = f"training {self.request.run_name!r} ended: {stop.reason.value}"
-        if not of_the_root:
-            raise AttemptFailedError(message, outcome=outcome)
-        raise Abort(message) if self.submitted else SilentEndError(message, outcome=outcome)
+        error_type = SilentEndError if of_the_root else AttemptFailedError
+        return error_type(f"training {self.request.run_name!r} ended: {stop}", outcome=Outcome.CANCELLED)
 
     def _is_of_the_root(self, stop: Stop) -> bool:
-        """Whether it is the root's state that stops the training, and not only a subflow's."""
         return stop.flow_run_id == self.request.owner.flow_run_id
 
     def _signal_comes(self) -> bool:
         """Let the runner's signal arrive, which Prefect's engine knows for a cancellation."""
         deadline = time.monotonic() + _SIGNAL_SECONDS
-        while time.monotonic() < deadline:
-            if self._is_told_to_end():
-                return True
+        while time.monotonic() < deadline and not self._is_told_to_end():
             time.sleep(0.1)
-        return False
+        return self._is_told_to_end()
 
     def _mark_cancelled(self, stop: Stop) -> None:
         """Say that the cancellation is carried out, of the flow run and its subflows around the training."""
-        flow_run_ids = self.place.flow_run_ids
-        mark_cancelled(flow_run_ids[: flow_run_ids.index(stop.flow_run_id) + 1])
+        ids = self.place.flow_run_ids
+        ask_prefect(lambda client: mark_cancelled(client, ids[: ids.index(stop.flow_run_id) + 1]), _STATE_SECONDS)
+
+
+def error_of(run_name: str, ended: AttemptEnded) -> AttemptFailedError:
+    """The error of an attempt that did not complete."""
+    if ended.outcome is Outcome.SUPERSEDED:
+        # The flow run is the other process's now: whatever this one said of it would be wrong.
+        return SilentEndError(f"training {run_name!r}: {ended.message}", outcome=ended.outcome)
+    attempt = f"attempt {ended.attempt}" if ended.attempt else "the driver"
+    error_type = TrainingTimeoutError if ended.outcome is Outcome.TIMED_OUT else AttemptFailedError
+    return error_type(
+        f"training {run_name!r}, {attempt}: {ended.outcome.value}: {ended.message}",
+        outcome=ended.outcome,
+        attempt=ended.attempt,
+        final=ended.final,
+    )

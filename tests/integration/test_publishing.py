@@ -80,31 +80,29 @@ def _report(index: int, total: int = 1000, checkpoint: str = "") -> list[Event]:
     return [CheckpointCommitted(**common, checkpoint=checkpoint, size_bytes=1000)]
 
 
-def _train_in_an_earlier_process(make: Make) -> None:
+def test_one_report_and_one_progress_are_updated_in_place_and_an_earlier_process_keeps_its_own(
+    make: Make, client: SyncPrefectClient, flow_run_id: str
+) -> None:
     publisher = make()
     _begin(publisher)
     for event in _report(250, checkpoint="checkpoint-1"):
         publisher.take(event)
     publisher.close()
-
-
-def test_one_report_and_one_progress_are_updated_in_place_also_by_a_later_process(
-    make: Make, client: SyncPrefectClient, flow_run_id: str
-) -> None:
-    _train_in_an_earlier_process(make)
     [progress] = artifacts_of(client, flow_run_id, "progress")
     assert progress.data == 25.0
     assert progress.key == artifact_key("mnist", "progress") == "elastic-train-progress-mnist"
     assert "Training: step 250 of 1,000 (25.0%)" in report_of(client, flow_run_id)
-    later = make()  # the flow run was resumed
-    _begin(later)
+    publisher = make()  # the flow run was resumed
+    _begin(publisher)
+    wait_for(lambda: len(artifacts_of(client, flow_run_id, "markdown")) == 2, 20, "its first report")
     for event in _report(1000, checkpoint="checkpoint-2"):
-        later.take(event)
-    later.take(AttemptEnded(sequence=9999, attempt=1, outcome=Outcome.COMPLETED))
-    later.end("completed")
-    later.close()
-    assert "## Completed: step 1,000 of 1,000" in report_of(client, flow_run_id)
-    [progress] = artifacts_of(client, flow_run_id, "progress")
+        publisher.take(event)
+    publisher.take(AttemptEnded(sequence=9999, attempt=1, outcome=Outcome.COMPLETED))
+    publisher.end("completed")
+    reports = sorted(str(artifact.data) for artifact in artifacts_of(client, flow_run_id, "markdown"))
+    assert reports[0].startswith("## Completed: step 1,000 of 1,000")
+    assert "Training: step 250 of 1,000" in reports[1], "as it was"
+    progress = max(artifacts_of(client, flow_run_id, "progress"), key=lambda artifact: artifact.data)
     assert progress.data == 100.0
     assert progress.description.startswith("Completed: step 1,000 of 1,000")
     updates = {"event": {"name": ["prefect.artifact.updated"]}, "resource": {"id": [f"prefect.artifact.{progress.id}"]}}
@@ -117,7 +115,6 @@ def test_events_relate_to_what_their_training_belongs_to(make: Make, client: Syn
     publisher = make("related", related=[nightly])
     _begin(publisher)
     publisher.end("completed")
-    publisher.close()
     told = run_events(client, run_name="related")
     assert len(told) == 3
     assert all(nightly in event["related"] for event in told)
@@ -129,56 +126,21 @@ def test_report_that_somebody_has_deleted_is_made_anew(make: Make, client: SyncP
     [artifact] = wait_for(lambda: artifacts_of(client, flow_run_id, "markdown"), 20, "the report")
     client.delete_artifact(artifact.id)
     publisher.end("failed", "the disk is full")
-    publisher.close()
     report = report_of(client, flow_run_id)
     assert "## Failed" in report
     assert "the disk is full" in report
     assert publisher.errors == 0
 
 
-def test_report_of_an_earlier_process_stays_until_a_driver_has_spoken(
-    make: Make, client: SyncPrefectClient, flow_run_id: str
-) -> None:
-    _train_in_an_earlier_process(make)
-    for reason in ("there is no cluster at 10.0.0.1:6379", "there is still no cluster"):
-        later = make()  # the flow run was retried
-        time.sleep(1)
-        later.end("failed", reason)
-        later.close()
-        report = report_of(client, flow_run_id)
-        assert report.startswith("## Failed")
-        assert reason in report
-        assert report.count("Training: step 250 of 1,000") == 1, "what the run had is still there"
-    assert len(report) < 100_000
-
-
-def test_a_later_process_whose_driver_does_not_speak_tells_so_above_what_there_was(
-    make: Make, client: SyncPrefectClient, flow_run_id: str
-) -> None:
-    _train_in_an_earlier_process(make)
-    later = make()  # the flow run was resumed, and its cluster is away
-    why = "no Ray cluster answers at 10.0.0.1:6379"
-    later.take(AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=why))
-    report = wait_for(lambda: [text for text in [report_of(client, flow_run_id)] if why in text], 20, "the news")[0]
-    assert report.startswith("## Restarting the driver")
-    assert report.count("Training: step 250 of 1,000") == 1, "what the run had is still there"
-    _begin(later)
-    told = wait_for(
-        lambda: [text for text in [report_of(client, flow_run_id)] if text.startswith("## Training")], 20, "its word"
-    )[0]
-    assert "Before that" not in told, "its driver has told all that there was"
-
-
 def test_end_is_told_after_an_error_of_the_api(make: Make, client: SyncPrefectClient, flow_run_id: str) -> None:
     publisher = make("bumpy")
     _begin(publisher)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "_open_client", lambda stack: 1 / 0)
+        patch.setattr(Publisher, "_put", lambda *arguments: 1 / 0)
         wait_for(lambda: publisher.errors, 10, "an error")
     for sequence in range(3, 300):
         publisher.take(WorkerFailed(sequence=sequence, attempt=1, errors={"1": "ValueError: nan"}, retried=True))
     publisher.end("failed", "the disk is full")
-    publisher.close()
     # After an error nobody waits for the API longer than a second; the thread goes on.
     wait_for(
         lambda: artifacts_of(client, flow_run_id, "markdown") and "## Failed" in report_of(client, flow_run_id),
@@ -211,7 +173,6 @@ def test_event_that_is_told_again_is_one_event(make: Make, client: SyncPrefectCl
     _begin(again)
     again.take(failed)
     again.end("completed")
-    again.close()
     names = [event["event"].rpartition(".")[2] for event in run_events(client, run_name="told-again")]
     assert sorted(names) == ["completed", "started", "worker-failed", "workers-started"]
 
@@ -223,7 +184,6 @@ def test_past_events_count_for_the_report_and_are_not_told(
     publisher.take(AttemptStarted(sequence=1, attempt=1, run_name="past", run_uri="/runs/past"), told=True)
     publisher.take(WorkerFailed(sequence=2, attempt=1, errors={"1": "ValueError: nan"}, retried=True), told=True)
     publisher.end("cancelled", "enough")
-    publisher.close()
     assert [event["event"] for event in run_events(client, run_name="past")] == ["elastic-train.run.cancelled"]
     assert "1 worker failure" in report_of(client, flow_run_id)
 
@@ -232,15 +192,15 @@ def test_many_events_of_many_workers_are_few_writes(
     make: Make, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = 8
-    writes: list[tuple[float, str]] = []
+    writes: dict[str, list[float]] = {}
     put, send = Publisher._put, publishing.send
 
-    def counted_put(self: Publisher, client: SyncPrefectClient, artifact: object, data: object, text: str) -> None:
-        writes.append((time.monotonic(), "artifact"))
-        put(self, client, artifact, data, text)  # type: ignore[arg-type]
+    def counted_put(self: Publisher, client: SyncPrefectClient, kind: str, data: object, text: str) -> None:
+        writes.setdefault(kind, []).append(time.monotonic())
+        put(self, client, kind, data, text)
 
     def counted_send(event: RunEvent, *arguments: Any) -> None:
-        writes.append((time.monotonic(), "event"))
+        writes.setdefault("event", []).append(time.monotonic())
         send(event, *arguments)
 
     monkeypatch.setattr(Publisher, "_put", counted_put)
@@ -252,10 +212,11 @@ def test_many_events_of_many_workers_are_few_writes(
         for event in _report(index, 100 * seconds, checkpoint=f"checkpoint-{index}" if index % 20 == 0 else ""):
             publisher.take(event)
         time.sleep(max(0.0, began + index / 100 - time.monotonic()))
-    artifacts = [at for at, what in writes if what == "artifact"]
-    assert len(artifacts) >= seconds / 20, "it is written"
-    gaps = [later - earlier for earlier, later in itertools.pairwise(artifacts)]
-    assert min(gaps, default=ARTIFACT_SECONDS) > ARTIFACT_SECONDS - 0.1
+    assert writes["markdown"], "it is written"
+    for kind in ("markdown", "progress"):
+        gaps = [later - earlier for earlier, later in itertools.pairwise(writes.get(kind, []))]
+        assert min(gaps, default=ARTIFACT_SECONDS) > ARTIFACT_SECONDS - 0.1
+    assert len(writes["event"]) == 4, "the beginning, and the first checkpoint and best checkpoint of many"
     assert publisher.errors == 0
 
 
@@ -267,9 +228,8 @@ def test_nobody_waits_for_an_api_that_is_away(make: Make) -> None:
         for index in range(1, 2000):
             for event in _report(index, checkpoint=f"checkpoint-{index}"):
                 publisher.take(event)
-        publisher.end("completed")
         assert time.monotonic() - began < 2
-        publisher.close()
+        publisher.end("completed")
         assert time.monotonic() - began < 9
 
 

@@ -28,7 +28,7 @@ from prefect_elastic_train.core.events import LoopWarned
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.result import BestCheckpoint, TimeAccount, WorldSize
 from prefect_elastic_train.orchestration import prefect_events
-from prefect_elastic_train.orchestration.endings import End
+from prefect_elastic_train.orchestration.cancellation import End
 from tests.support.processes import ROOT
 
 SNAPSHOT = ROOT / "tests" / "unit" / "public_api.txt"

@@ -63,7 +63,7 @@ def _planned(*arguments: str) -> dict[str, Any]:
         (["my_loops:two_arguments"], ["2 arguments", "config, other"]),
         (["my_loops:NUMBER"], ["NUMBER", "must be a function"]),
         (["no_module:loop"], ["'no_module' cannot be imported"]),
-        (["none.py:loop"], ["there is no file", "none.py"]),
+        (["none.py:loop"], ["No such file", "none.py"]),
         (["broken.py:loop"], ["broken.py cannot be imported", "no_such_module"]),
         (["my_loops:train_loop", "--framework", "tensorflow"], ["'tensorflow'", "'torch', 'jax', 'none'"]),
         (["my_loops:train_loop", "--set", "steps"], ["--set steps", "key=value"]),

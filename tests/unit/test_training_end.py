@@ -1,52 +1,56 @@
-"""What Prefect is told of the end of a training whose next attempt did not come."""
+"""What Prefect is told of the end of a training, and what is done about one whose next attempt does not come."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
+import cloudpickle
 import pytest
 from prefect.exceptions import Abort, TerminationSignal
 
 from prefect_elastic_train.core.events import AttemptStarted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import task
-from prefect_elastic_train.orchestration.cancellation import Stop, StopReason
-from prefect_elastic_train.orchestration.endings import End, SilentEndError, detaches, ending_of
+from prefect_elastic_train.orchestration.cancellation import End, SilentEndError, Stop, ending_of
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.task import elastic_train
+from prefect_elastic_train.orchestration.training import Training
 from prefect_elastic_train.report.run_report import RunReport
 
-ENDS: list[tuple[BaseException, bool, End | None]] = [
-    (TerminationSignal(signal=15), True, End.CANCELLED),
-    (TerminationSignal(signal=15), False, End.INTERRUPTED),
-    (KeyboardInterrupt(), False, End.CANCELLED),
-    (asyncio.CancelledError(), False, End.CANCELLED),
-    (TimeoutError("the flow's own"), False, End.TIMED_OUT),
-    (TrainingTimeoutError("late", outcome=Outcome.TIMED_OUT), False, End.TIMED_OUT),
-    (Stop(), True, End.CANCELLED),
-    (Stop(), False, End.INTERRUPTED),
-    (Stop(StopReason.CANCELLING, "1"), False, End.CANCELLED),
-    (Stop(StopReason.OVER, "1"), True, End.INTERRUPTED),
-    (Stop(StopReason.TAKEN_OVER, "1"), False, None),
-    (SilentEndError("taken over", outcome=Outcome.SUPERSEDED), False, None),
-    (Abort("taken over"), False, None),
-    (AttemptFailedError("stopped", outcome=Outcome.CANCELLED), False, End.CANCELLED),
-    (AttemptFailedError("the head died", outcome=Outcome.CLUSTER_LOST), True, End.FAILED),
-    (ValueError("a bug"), True, End.FAILED),
-]
+
+def _loop() -> None:
+    """A train loop."""
 
 
-@pytest.mark.parametrize(("error", "wanted", "end"), ENDS)
+@pytest.mark.parametrize(
+    ("error", "wanted", "end"),
+    [
+        (TerminationSignal(signal=15), True, End.CANCELLED),
+        (TerminationSignal(signal=15), False, End.INTERRUPTED),
+        (KeyboardInterrupt(), False, End.CANCELLED),
+        (asyncio.CancelledError(), False, End.CANCELLED),
+        (TimeoutError("the flow's own"), False, End.TIMED_OUT),
+        (TrainingTimeoutError("late", outcome=Outcome.TIMED_OUT), False, End.TIMED_OUT),
+        (Stop(), True, End.CANCELLED),
+        (Stop(), False, End.INTERRUPTED),
+        (Stop("1"), False, End.CANCELLED),
+        (SilentEndError("taken over", outcome=Outcome.SUPERSEDED), False, None),
+        (Abort("taken over"), False, None),
+        (AttemptFailedError("stopped", outcome=Outcome.CANCELLED), False, End.CANCELLED),
+        (AttemptFailedError("the head died", outcome=Outcome.CLUSTER_LOST), True, End.FAILED),
+        (ValueError("a bug"), True, End.FAILED),
+    ],
+)
 def test_an_end_is_told_by_who_ended_the_training(error: BaseException, wanted: bool, end: End | None) -> None:
     ending = ending_of(error, False, lambda: wanted)
-    assert (ending.end if ending else None) is end
+    assert (ending[0] if ending else None) is end
 
 
-def test_a_job_that_goes_on_is_told_as_that_and_as_no_event() -> None:
+def test_a_job_that_goes_on_is_told_as_that() -> None:
     ending = ending_of(TerminationSignal(signal=15), True, lambda: False)
-    assert ending is not None
-    assert (ending.end, ending.told) == (End.LEFT, True)
+    assert ending == (End.LEFT, "the flow process was told to end; the job goes on")
 
 
 @pytest.mark.parametrize(
@@ -58,40 +62,105 @@ def test_a_job_that_goes_on_is_told_as_that_and_as_no_event() -> None:
         (TerminationSignal(signal=15), False, False, True),
         (KeyboardInterrupt(), False, False, False),
         (TimeoutError(), True, False, False),
-        (Stop(StopReason.CANCELLING, "1"), True, False, False),
-        (Stop(StopReason.OVER, "1"), True, False, False),
-        (Stop(StopReason.TAKEN_OVER, "1"), False, True, True),
+        (Stop("1"), True, False, False),
+        (SilentEndError("another process follows it", outcome=Outcome.SUPERSEDED), False, True, True),
     ],
 )
 def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
     reason: BaseException, terminated: bool, wanted: bool, goes_on: bool
 ) -> None:
-    assert detaches(reason, terminated, lambda: wanted) is goes_on
+    training: Any = elastic_train.ask(_loop)
+    training._is_end_wanted = lambda: wanted
+    training._terminations -= terminated
+    assert training._leaves_job(reason) is training._detached is goes_on
+
+
+class _Runtime:
+    """Stands for a cluster that waits for the next attempt."""
+
+    def __init__(self) -> None:
+        self.guarded = self.closed = self.jobs_ended = 0
+
+    def keep_guarded(self) -> None:
+        self.guarded += 1
+
+    def end_jobs(self) -> None:
+        self.jobs_ended += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def _waiting(runtime: _Runtime, **arguments: Any) -> Any:
+    """A training whose first attempt has ended, and whose cluster waits for the next one."""
+    training: Any = elastic_train.ask(_loop, **arguments)
+    training._runtime, training._waiting = runtime, True
+    return training
+
+
+def test_a_cluster_that_waits_is_guarded_until_the_training_is_out_of_time() -> None:
+    runtime = _Runtime()
+    training = _waiting(runtime, timeout_seconds=100)
+    training._look_after_wait()
+    assert (runtime.jobs_ended, runtime.closed, runtime.guarded) == (0, 0, 1)
+    training._asked_at -= 101
+    for _ in range(2):
+        training._look_after_wait()
+    training.end()
+    assert (runtime.jobs_ended, runtime.closed, runtime.guarded) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of(goes_on: bool) -> None:
+    runtime = _Runtime()
+    training = _waiting(runtime)
+    training._may_detach = lambda reason: goes_on
+    training.end(KeyboardInterrupt())
+    assert (runtime.jobs_ended, runtime.closed) == (not goes_on, 1)
+
+
+def test_a_cluster_is_left_to_the_attempt_that_has_taken_it() -> None:
+    runtime = _Runtime()
+    training = _waiting(runtime)
+    training._waiting = False
+    training._look_after_wait()
+    assert (runtime.closed, runtime.guarded) == (0, 0)
+
+
+def test_a_training_that_is_sent_to_another_process_begins_anew_there() -> None:
+    training: Training = _waiting(_Runtime(), run_name="mnist")
+    sent = pickle.loads(cloudpickle.dumps(training))
+    assert sent.request == training.request
+    assert (sent._runtime, sent._waiting) == (None, False)
+
+
+def _shown(training: Training) -> RunReport:
+    """Have a training shown nowhere; returns what it would be shown as."""
+    report = RunReport(run_name="mnist", attempt=1)
+    training._publisher = Publisher(report)
+    training._publisher.abandon()
+    return report
 
 
 def test_what_ended_the_wait_for_an_attempt_is_told_where_the_training_was_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    report = RunReport(run_name="mnist", attempt=1)
-    publisher = Publisher(report)
-    publisher.abandon()  # nothing is written anywhere
+    shown: list[RunReport] = []
 
-    def _interrupted(training: Any) -> None:
-        training._publisher = publisher
+    def interrupted(training: Training) -> None:
+        shown.append(_shown(training))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(task, "_with_budget", lambda template, training: _interrupted)
+    monkeypatch.setattr(task, "_with_budget", lambda template, training: interrupted)
     with pytest.raises(KeyboardInterrupt):
-        elastic_train(lambda: None)
-    assert report.state == "cancelled"
+        elastic_train(_loop)
+    assert [report.state for report in shown] == ["cancelled"]
 
 
 def test_a_wait_that_the_state_of_the_flow_run_has_ended_is_cancelled() -> None:
-    report = RunReport(run_name="mnist", attempt=1)
-    training = elastic_train.ask(lambda: None)
-    training._publisher = Publisher(report)
-    training._publisher.abandon()
-    training._stopped = Stop(StopReason.CANCELLING, "1")
+    training = elastic_train.ask(_loop)
+    report = _shown(training)
+    training._stopped = Stop("1")
     training.end(TerminationSignal(signal=15))
     assert (report.state, training._publisher) == ("cancelled", None)
 
@@ -104,17 +173,14 @@ class _BrokenLog:
 
 
 def test_a_log_that_fails_is_told_of_once_and_the_report_gets_its_events(caplog: pytest.LogCaptureFixture) -> None:
-    report = RunReport(run_name="mnist")
-    training, log = elastic_train.ask(lambda: None), _BrokenLog()
-    training._publisher = Publisher(report)
-    training._publisher.abandon()
-    training._log = log  # type: ignore[assignment]
+    training: Any = elastic_train.ask(_loop)
+    report = _shown(training)
+    training._log = _BrokenLog()
     with caplog.at_level("ERROR"):
-        training._take(AttemptStarted(attempt=2, run_name="mnist", run_uri="/runs/mnist"))
-        training._take_past(AttemptStarted(attempt=3, run_name="mnist", run_uri="/runs/mnist"))
+        for attempt, told in ((2, False), (3, True)):
+            training._take(AttemptStarted(attempt=attempt, run_name="mnist", run_uri="/runs/mnist"), told)
         training._take_line("driver", "a line")
         training._note("a note")
     assert report.attempt == 3
-    assert [record.message for record in caplog.records].count(
-        "some of the training's output cannot be written to its log"
-    ) == 1
+    said = "some of the training's output cannot be written to its log"
+    assert [record.message for record in caplog.records].count(said) == 1

@@ -6,9 +6,7 @@ import pickle
 import threading
 from typing import Any
 
-import cloudpickle
 import pytest
-from prefect.context import FlowRunContext
 
 from prefect_elastic_train import (
     CheckpointPolicy,
@@ -22,14 +20,13 @@ from prefect_elastic_train import (
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import may_retry
 from prefect_elastic_train.orchestration.arguments import driver_spec
-from prefect_elastic_train.orchestration.endings import error_of
 from prefect_elastic_train.orchestration.task import (
     _aelastic_train_task,
     _elastic_train_task,
     _with_budget,
     elastic_train,
 )
-from prefect_elastic_train.orchestration.training import Training, _State
+from prefect_elastic_train.orchestration.training import error_of
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -49,8 +46,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"train_loop": ":loop"}, ["is no import path"]),
     ({"framework": "tensorflow"}, ["'tensorflow' is unknown", "'torch', 'jax', 'none'"]),
     ({"train_loop_config": [1]}, ["train_loop_config must be a dict or None, got list"]),
-    ({"resume": True}, ["resume=True", "run_name"]),
-    ({"resume": True, "run_name": "a", "resume_from": "b"}, ["resume=True", "resume_from", "give one of them"]),
+    ({"resume": True}, ["resume=True", "give run_name"]),
+    ({"resume": True, "run_name": "a", "resume_from": "b"}, ["resume=True", "resume_from", "one of them"]),
     ({"resume_from": "../b"}, ["'../b' cannot name a run directory"]),
     ({"run_name": "a/b"}, ["'a/b' cannot name a run directory"]),
     ({"run_name": ""}, ["'' cannot name a run directory"]),
@@ -159,65 +156,3 @@ def test_the_error_of_a_failed_attempt_says_which_run_and_attempt_and_how() -> N
     before = error_of("mnist", AttemptEnded(outcome=Outcome.DRIVER_LOST, message="gone", final=True))
     assert str(before) == "training 'mnist', the driver: driver_lost: gone"
     assert not before.retryable
-
-
-class _WaitingRuntime:
-    """Stands for a cluster that waits for the next attempt."""
-
-    def __init__(self) -> None:
-        self.guarded = self.closed = self.jobs_ended = 0
-
-    def keep_guarded(self) -> None:
-        self.guarded += 1
-
-    def end_jobs(self) -> None:
-        self.jobs_ended += 1
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def _waiting(runtime: Any, **arguments: Any) -> Training:
-    """A training whose first attempt has ended, and whose cluster waits for the next one."""
-    training = elastic_train.ask(loop, **arguments)
-    training._runtime, training._state, training._attempts = runtime, _State.WAITING, 1
-    return training
-
-
-def test_a_cluster_that_waits_is_guarded_until_the_training_is_out_of_time() -> None:
-    runtime: Any = _WaitingRuntime()
-    training = _waiting(runtime, timeout_seconds=1.2)
-    training._look_after_wait(attempt=1)
-    assert training.is_out_of_time
-    assert (runtime.jobs_ended, runtime.closed, runtime.guarded >= 2) == (1, 1, True)
-    training.end()
-    assert runtime.closed == 1
-
-
-def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of() -> None:
-    runtime: Any = _WaitingRuntime()
-    _waiting(runtime).end(KeyboardInterrupt())
-    assert (runtime.jobs_ended, runtime.closed) == (1, 1)
-    left: Any = _WaitingRuntime()
-    training = _waiting(left)
-    training._may_detach = lambda reason: True  # type: ignore[method-assign]
-    training.end(KeyboardInterrupt())
-    assert (left.jobs_ended, left.closed) == (0, 1)
-
-
-def test_a_cluster_that_waited_is_left_to_the_attempt_that_has_taken_it() -> None:
-    runtime: Any = _WaitingRuntime()
-    _waiting(runtime)._look_after_wait(attempt=0)
-    assert (runtime.closed, runtime.guarded) == (0, 0)
-
-
-def test_a_training_that_is_sent_to_another_process_begins_anew_there() -> None:
-    runtime: Any = _WaitingRuntime()
-    training = _waiting(runtime, run_name="mnist")
-    sent = pickle.loads(cloudpickle.dumps(training))
-    assert sent.request == training.request
-    assert (sent._runtime, sent._state) == (None, _State.ASKED)
-
-
-def test_there_is_no_flow_in_these_tests() -> None:
-    assert FlowRunContext.get() is None
