@@ -82,14 +82,9 @@ def make_request(
     resume_from: str | None,
     worker_runtime_env: dict[str, Any] | None,
 ) -> tuple[RunRequest, Place]:
-    """Make the request of a training, whose other arguments were checked.
+    """Make the request of a training whose other arguments were checked, and say which one of its flow run it is.
 
-    Args:
-        payload: The user's own objects; pickled now, since they may be changed for the next training.
-        framework: As the user gave it, like the following.
-
-    Returns:
-        The request, and which training of its flow run it is.
+    The user's own objects are pickled now, since they may be changed for the next training.
 
     Raises:
         ConfigurationError: The loop is none, or cannot be sent to another process.
@@ -173,11 +168,6 @@ def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
 
 def driver_spec(request: RunRequest, given: Mapping[str, GivenBlock], previous_end: str = "") -> DriverSpec:
     """Make what the driver of the next attempt is told, from the blocks as they are saved now.
-
-    Args:
-        request: Of the training.
-        given: Its blocks.
-        previous_end: How the attempt before ended, as far as is known.
 
     Raises:
         ConfigurationError: As of :func:`load_given`.

@@ -55,38 +55,23 @@ _INTERRUPTED = "Execution was aborted by an interrupt signal."
 
 
 class Scope(NamedTuple):
-    """Which flow runs some automations are for.
+    """Which flow runs some automations are for, by Prefect's id of a resource and its role for them."""
 
-    Attributes:
-        label: What people call it: a deployment's ``flow/deployment`` or ``tag <name>``.
-        resource_id: Prefect's id of that resource.
-        role: Prefect's name of its relation to a flow run.
-    """
-
+    #: What people call it: a deployment's ``flow/deployment``, or ``tag <name>``.
     label: str
     resource_id: str
     role: str
 
 
 class Change(NamedTuple):
-    """What was done to one automation.
-
-    Attributes:
-        name: The automation's name.
-        what: ``created``, ``updated``, ``unchanged`` or ``deleted``.
-    """
+    """What was done to one automation: ``created``, ``updated``, ``unchanged`` or ``deleted``."""
 
     name: str
     what: str
 
 
 def scopes(client: SyncPrefectClient, deployments: Sequence[str], tags: Sequence[str]) -> list[Scope]:
-    """Look the deployments up.
-
-    Args:
-        client: The Prefect API.
-        deployments: Their names, ``flow/deployment``.
-        tags: Tags of flow runs or deployments.
+    """Look up deployments, by ``flow/deployment``, beside tags of flow runs or deployments.
 
     Raises:
         ConfigurationError: There is no such deployment, or nothing was named.
@@ -147,12 +132,7 @@ def apply(
 
 
 def delete(client: SyncPrefectClient, labels: Sequence[str] | None = None) -> list[Change]:
-    """Delete automations that :func:`apply` has created.
-
-    Args:
-        client: The Prefect API.
-        labels: Labels of their scopes; default all.
-    """
+    """Delete automations that :func:`apply` has created, by the labels of their scopes; by default all."""
     changes = []
     for automation in client.read_automations():
         label = next((automation.name.removeprefix(name) for name in _NAMES if automation.name.startswith(name)), None)

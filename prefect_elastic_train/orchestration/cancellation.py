@@ -19,6 +19,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
+from prefect.states import Cancelled
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 
@@ -57,16 +58,13 @@ class End(str, enum.Enum):
 
 
 def ending_of(error: BaseException, detached: bool, is_wanted: Callable[[], bool]) -> tuple[End, str] | None:
-    """How a training ended that raised an error.
+    """What a training that raised an error is shown as, and why; None if another process shows it now.
 
     Args:
         error: The error, or what stood in for it.
         detached: Its job goes on.
         is_wanted: Asks whether somebody wanted the end: a machine that is taken away sends the same signal as a
             cancellation.
-
-    Returns:
-        What it is shown as, and why; None if another process shows the training now.
     """
     if isinstance(error, SilentEndError | Abort):
         return None
@@ -91,6 +89,14 @@ def wants_an_end(state: State | None) -> bool:
     Completed, since a flow may end before what it has submitted.
     """
     return state is not None and (state.is_cancelling() or state.is_cancelled() or state.is_failed())
+
+
+def mark_cancelled(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> None:
+    """Say of flow runs that their cancellation is carried out, unless they have ended."""
+    for flow_run_id in map(UUID, flow_run_ids):
+        state = client.read_flow_run(flow_run_id).state
+        if state is None or not state.is_final():
+            client.set_flow_run_state(flow_run_id, Cancelled(message="The training was cancelled."), force=True)
 
 
 def watched_by_runner() -> bool:
@@ -136,9 +142,7 @@ class FlowRunWatch:
         self.stop: Stop | None = None
         self.is_executed_again = False
         self._executions: int | None = None
-        self._flow_run_ids = flow_run_ids
-        self._interval = interval_seconds
-        self._on_look = on_look
+        self._flow_run_ids, self._interval, self._on_look = flow_run_ids, interval_seconds, on_look
         self._closed = threading.Event()
         context = contextvars.copy_context()  # Prefect's settings and client
         threading.Thread(target=context.run, args=(self._run,), name="elastic-train-flow-run", daemon=True).start()

@@ -41,13 +41,8 @@ def resume(
     """End a flow run that is dead, and have it executed again; say each step when it is done.
 
     A run that looks running becomes Lost, of type Crashed, and one that looks cancelling Cancelled, which is the end
-    of it. What has crashed, failed or was cancelled before is scheduled again as by the Retry of Prefect's UI.
-
-    Args:
-        client: The Prefect API.
-        flow_run_id: The flow run.
-        storages: Storages whose run directories are looked at for a sign of life.
-        force: Do not look for signs of life.
+    of it. What has crashed, failed or was cancelled before is scheduled again as by the Retry of Prefect's UI. Unless
+    it is forced, signs of life are looked for, also in the run directories of the storages.
 
     Raises:
         ConfigurationError: It lives, or may; or it is not a run to be resumed.
@@ -88,10 +83,6 @@ def resume(
 
 def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
     """Find the flow run that a run belongs to: that of its newest attempt, before the first one that which claimed it.
-
-    Args:
-        run_name: Name of the run.
-        storages: Storages that it may be in.
 
     Raises:
         ConfigurationError: No storage has the run, several have, or it belongs to no flow run.

@@ -6,21 +6,30 @@ the subflow in its parent.
 
 from __future__ import annotations
 
+import contextvars
+import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from typing import TypeVar
 from uuid import UUID, uuid4
 
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId, LogFilterTimestamp
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import LogSort
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.logging import get_logger
 
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.orchestration.prefect_api import ask_prefect
 from prefect_elastic_train.runs.identity import Call
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: How long the Prefect API is asked for the parents of a flow run, and for the name of its deployment.
 _LOOK_UP_SECONDS = 30.0
@@ -57,6 +66,44 @@ class Place:
     resumed: bool = False
 
 
+def ask_prefect(question: Callable[[SyncPrefectClient], _T], seconds: float) -> _T | None:
+    """Ask the Prefect API in a thread, since its client repeats a question for a minute; None without an answer."""
+    answers: list[_T] = []
+
+    def ask() -> None:
+        try:
+            with get_client(sync_client=True) as client:
+                answers.append(question(client))
+        except Exception as error:  # noqa: BLE001 - no answer, whatever the reason
+            logger.warning("the Prefect API gave no answer: %s", error)
+
+    context = contextvars.copy_context()  # Prefect's settings and client
+    thread = threading.Thread(target=context.run, args=(ask,), name="elastic-train-question", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
+
+
+def last_told_at(client: SyncPrefectClient, flow_run_id: str, called_at: datetime) -> float | None:
+    """When a flow run last logged something in an earlier process, in seconds since the epoch; None if it has not.
+
+    Args:
+        client: The Prefect API.
+        flow_run_id: The flow run.
+        called_at: When this process called for the training.
+    """
+    states = sorted(client.read_flow_run_states(UUID(flow_run_id)), key=lambda state: state.timestamp)
+    running = [number for number, state in enumerate(states) if state.is_running()]
+    # What is logged after the end of the last execution is of this one: its runner's, its other tasks'. Where nobody
+    # has noticed that end, there is no runner either.
+    before = states[running[-2] + 1].timestamp if len(running) > 1 else called_at
+    of_before = LogFilter(
+        flow_run_id=LogFilterFlowRunId(any_=[UUID(flow_run_id)]), timestamp=LogFilterTimestamp(before_=before)
+    )
+    newest = client.read_logs(of_before, limit=1, sort=LogSort.TIMESTAMP_DESC)
+    return newest[0].timestamp.timestamp() if newest else None
+
+
 def this_training() -> Place:
     """Find the place of the training that is asked for just now, and count it among those of its flow run."""
     context = FlowRunContext.get()
@@ -75,22 +122,21 @@ def current_place(context: FlowRunContext) -> Place:
     """Return the place of a flow run that this process executes. Found once, it stays."""
     flow_run, flow_name = context.flow_run, context.flow.name if context.flow else ""
     assert flow_run is not None
-    with _lock:
-        if str(flow_run.id) in _places:
-            return _places[str(flow_run.id)]
-    place = Place(_owner(flow_run, flow_name), (str(flow_run.id),))
+    own_id = str(flow_run.id)
+    if own_id in _places:
+        return _places[own_id]
+    place = Place(_owner(flow_run, flow_name), (own_id,))
     if not is_root(flow_run) or flow_run.deployment_id is not None:
         found = ask_prefect(lambda client: _climb(client, flow_run, flow_name), _LOOK_UP_SECONDS)
         if found is None and not is_root(flow_run):
-            get_logger("elastic_train").warning(
+            logger.warning(
                 "cannot ask the Prefect API from which flow run %r of flow %r is called: its trainings are its own, "
                 "and a retry of the calling flow run will not go on with them",
                 flow_run.name,
                 flow_name,
             )
         place = found or place
-    with _lock:
-        return _places.setdefault(str(flow_run.id), place)
+    return _places.setdefault(own_id, place)
 
 
 def is_root(flow_run: FlowRun) -> bool:
@@ -116,11 +162,16 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
         ids.append(str(flow_run.id))
     owner = _owner(flow_run, client.read_flow(flow_run.flow_id).name)
     if flow_run.deployment_id is not None:
-        deployment = client.read_deployment(flow_run.deployment_id)
-        owner = owner.model_copy(update={"deployment_name": deployment.name})
+        name = client.read_deployment(flow_run.deployment_id).name
+        owner = owner.model_copy(update={"deployment_name": name})
     calls: list[Call] = []
-    for (name, key, child_id), parent_id in zip(reversed(found), reversed(ids[1:]), strict=False):
-        calls.append(Call(name, _number(owner, flow_run.run_count, calls, name, key, parent_id, child_id)))
+    for (name, key, child_id), parent_id in zip(reversed(found), reversed(ids[1:]), strict=True):
+        number = str(int(key) + 1) if key.isdigit() else ""
+        if not number:  # in a task, where keys are random: ``t`` and which call in the parent's tasks it is
+            outer = (f"{call.flow_name} {call.number}" for call in calls)
+            scope = ("subflow", owner.flow_run_id, str(flow_run.run_count), *outer, name)
+            number = f"t{_kept((child_id,), partial(_numbered, scope, parent_id))}"
+        calls.append(Call(name, number))
     return Place(owner, tuple(ids), tuple(calls), tuple(_related(owner, flow_run.tags)) if len(ids) > 1 else ())
 
 
@@ -144,31 +195,21 @@ def _related(root: Owner, tags: Sequence[str]) -> Iterator[dict[str, str]]:
 def _numbered(key: tuple[str, ...], flow_run_id: str) -> int:
     """Count the calls with a key from 1; what a retried task of the user does again keeps its number."""
     task = TaskRunContext.get()
-    with _lock:
-        if task is None or str(task.task_run.flow_run_id) != flow_run_id:
-            return _next(key)
-        task_run = (*key, str(task.task_run.id))
-        kept = (*task_run, f"number {_next((*task_run, str(task.task_run.run_count)))}")
-        if kept not in _kept_numbers:
-            _kept_numbers[kept] = _next(key)
-        return _kept_numbers[kept]
+    if task is None or str(task.task_run.flow_run_id) != flow_run_id:
+        return _next(key)
+    task_run = (*key, str(task.task_run.id))
+    in_this_try = _next((*task_run, str(task.task_run.run_count)))
+    return _kept((*task_run, f"number {in_this_try}"), lambda: _next(key))
 
 
 def _next(key: tuple[str, ...]) -> int:
-    _counts[key] += 1
-    return _counts[key]
-
-
-def _number(owner: Owner, run_count: int, calls: list[Call], name: str, key: str, parent_id: str, child_id: str) -> str:
-    """Number of a subflow's call, as text: Prefect's own, or ``t`` and which call in a task it is.
-
-    Prefect gives the calls of subflows in tasks random keys.
-    """
-    if key.isdigit():
-        return str(int(key) + 1)
     with _lock:
-        if (child_id,) not in _kept_numbers:
-            outer = (f"{call.flow_name} {call.number}" for call in calls)
-            scope = ("subflow", owner.flow_run_id, str(run_count), *outer, name)
-            _kept_numbers[(child_id,)] = _numbered(scope, parent_id)
-        return f"t{_kept_numbers[(child_id,)]}"
+        _counts[key] += 1
+        return _counts[key]
+
+
+def _kept(key: tuple[str, ...], make: Callable[[], int]) -> int:
+    with _lock:
+        if key not in _kept_numbers:
+            _kept_numbers[key] = make()
+        return _kept_numbers[key]

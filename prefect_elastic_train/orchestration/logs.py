@@ -50,12 +50,7 @@ class OutputLimits:
         self._lines, self._left_out, self._of_traceback = Counter[str](), Counter[str](), Counter[str]()
 
     def lets_through(self, source: str, text: str) -> bool:
-        """Return whether a line is let through.
-
-        Args:
-            source: Who prints, such as ``rank 3`` or ``driver``.
-            text: The line, without its prefix.
-        """
+        """Whether a line of a source, such as ``rank 3`` or ``driver``, is let through."""
         known = self._of_traceback
         if _TRACEBACK in text and source not in known and len(known) < _MAX_TRACEBACKS:
             known[source] = _TRACEBACK_LINES
@@ -81,21 +76,15 @@ class OutputLimits:
 
 
 class RunLog(ev.EventHandler):
-    """Writes events and output to a logger, output at a limited rate with a count of what was left out.
-
-    Args:
-        logger: Where to, such as Prefect's run logger.
-        lines_per_second: Lines of output that each source may print; see :class:`OutputLimits`.
-    """
+    """Writes events and output to a logger, output within :class:`OutputLimits`."""
 
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
         self._logger = logger
         self._limits = OutputLimits(lines_per_second)
+        #: By node and process id, and by the latter alone, as Ray leaves out the address of the driver's node.
         self._ranks: dict[str, int] = {}
-        #: The same by the process id alone, for workers on the driver's node, whose address Ray leaves out.
         self._ranks_by_pid: dict[str, int] = {}
-        self._attempt = 0
-        self._run_uri = ""
+        self._attempt, self._run_uri = 0, ""
         #: Where a restart begins, as far as is known.
         self._checkpoint = ""
 

@@ -32,33 +32,27 @@ _Told = list[tuple[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class RunEvent:
-    """An event of a run as Prefect gets it.
+    """An event of a run as Prefect gets it."""
 
-    Attributes:
-        name: Its name with the prefix.
-        at: When it happened, in seconds since the epoch.
-        payload: Plain values, of some kilobytes at most.
-        key: Tells it from every other event of the run; the same when it is told again.
-    """
-
+    #: With the prefix.
     name: str
+    #: Seconds since the epoch.
     at: float
+    #: Plain values, of some kilobytes at most.
     payload: dict[str, Any] = field(default_factory=dict)
+    #: Tells it from every other event of the run; the same when it is told again.
     key: str = ""
 
 
 def translate(event: ev.Event, report: RunReport, common: Mapping[str, Any]) -> list[RunEvent]:
-    """Return what Prefect is told of an event.
-
-    Args:
-        event: The event.
-        report: The run's state, which has taken the event in.
-        common: What every payload has besides.
-    """
+    """Return what Prefect is told of an event that the report has taken in; ``common`` is in each payload."""
     told: _Told = _Payloads(report).handle(event) or []
-    base = {"run_name": report.run_name, "run_uri": report.run_uri, "attempt": report.attempt, **common}
     key = f"{event.attempt}-{event.sequence}"
-    return [RunEvent(f"{PREFIX}{name}", event.at, {**base, **payload}, key) for name, payload in told]
+    return [RunEvent(f"{PREFIX}{name}", event.at, _base(report, common) | payload, key) for name, payload in told]
+
+
+def _base(report: RunReport, common: Mapping[str, Any]) -> dict[str, Any]:
+    return {"run_name": report.run_name, "run_uri": report.run_uri, "attempt": report.attempt, **common}
 
 
 class _Payloads(ev.EventHandler):
@@ -120,23 +114,8 @@ class _Payloads(ev.EventHandler):
 
 
 def ending(report: RunReport, name: str, at: float, message: str, common: Mapping[str, Any]) -> RunEvent:
-    """Return what Prefect is told of the end of a training.
-
-    Args:
-        report: The run's last state.
-        name: ``completed``, ``failed``, ``cancelled``, ``timed-out`` or ``interrupted``.
-        at: When, in seconds since the epoch.
-        message: What there is to say of it.
-        common: What every payload has besides.
-    """
-    payload = {
-        "run_name": report.run_name,
-        "run_uri": report.run_uri,
-        "attempt": report.attempt,
-        **common,
-        "outcome": report.outcome or name,
-        "message": message[:_MAX_TEXT],
-    }
+    """Return what Prefect is told of the end of a training by its last state, such as ``timed-out``, and why."""
+    payload = _base(report, common) | {"outcome": report.outcome or name, "message": message[:_MAX_TEXT]}
     if report.attempt:  # else no driver has told what the run has
         account = report.tally.account()
         newest = report.checkpoints[-1] if report.checkpoints else None
@@ -155,11 +134,7 @@ def ending(report: RunReport, name: str, at: float, message: str, common: Mappin
 def send(event: RunEvent, run_name: str, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
     """Hand an event to Prefect's own queue. Prefect adds the flow run, the task run and what these relate to itself.
 
-    Args:
-        event: What is told.
-        run_name: Name of the run.
-        flow_run_id: Whose run it is; tells runs of one name in different storages apart.
-        related: What the event relates to besides.
+    Whose run it is tells runs of one name in different storages apart.
     """
     run_uri = event.payload.get("run_uri")
     emit_event(

@@ -111,12 +111,7 @@ class Publisher:
         self._thread.start()
 
     def take(self, event: ev.Event, told: bool = False) -> None:
-        """Take an event in, and tell of it.
-
-        Args:
-            event: The event.
-            told: Prefect was told of it before.
-        """
+        """Take an event in, and tell of it unless Prefect was told before."""
         try:
             with self._lock:
                 if event.sequence and event.attempt:
@@ -136,13 +131,7 @@ class Publisher:
             self._trouble(error)
 
     def end(self, state: str, why: str = "", told: bool = False) -> None:
-        """Take in how the training ended, write the last state, and end; returns within some seconds whatever happens.
-
-        Args:
-            state: ``completed``, ``failed``, ``cancelled``, ``timed out``, ``interrupted`` or ``left to its job``.
-            why: What there is to say of that.
-            told: Prefect was told of it before, or is not to be told.
-        """
+        """Take in how the training ended, such as ``timed out``, tell of it unless ``told``, and close."""
         try:
             now = time.time()
             with self._lock:

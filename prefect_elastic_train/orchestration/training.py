@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 from uuid import UUID
@@ -19,7 +20,6 @@ from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.request import RunRequest
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
 from prefect_elastic_train.orchestration.cancellation import (
@@ -30,12 +30,12 @@ from prefect_elastic_train.orchestration.cancellation import (
     ending_of,
     flows_around,
     is_ending,
+    mark_cancelled,
     wants_an_end,
     watched_by_runner,
 )
-from prefect_elastic_train.orchestration.flow_runs import Place
+from prefect_elastic_train.orchestration.flow_runs import Place, ask_prefect, last_told_at
 from prefect_elastic_train.orchestration.logs import RunLog
-from prefect_elastic_train.orchestration.prefect_api import ask_prefect, last_told_at, mark_cancelled
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.report.run_report import RunReport
@@ -49,6 +49,7 @@ _TOLD_LATE_SECONDS = 2.0
 _SIGNAL_SECONDS = 40.0
 
 
+@dataclass(eq=False, repr=False)
 class Training:
     """A call of ``elastic_train``: one run, trained by one attempt after the other.
 
@@ -63,21 +64,14 @@ class Training:
         submitted: Its caller holds a future.
     """
 
-    def __init__(
-        self,
-        request: RunRequest,
-        blocks: Mapping[str, GivenBlock],
-        place: Place,
-        timeout_seconds: float | None = None,
-        submitted: bool = False,
-    ) -> None:
-        self.request = request
-        self.blocks = blocks
-        self.place = place
-        self.timeout_seconds = timeout_seconds
-        self.submitted = submitted
-        self._asked_at = time.monotonic()
-        self._called_at = datetime.now(timezone.utc)
+    request: RunRequest
+    blocks: Mapping[str, GivenBlock]
+    place: Place
+    timeout_seconds: float | None = None
+    submitted: bool = False
+
+    def __post_init__(self) -> None:
+        self._asked_at, self._called_at = time.monotonic(), datetime.now(timezone.utc)
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)
         self._lock = threading.RLock()
         #: Between two attempts, and what the state of the flow run has said then.
@@ -90,8 +84,7 @@ class Training:
         self._cancelled = threading.Event()
         self._flows: list[FlowRunContext] = []
         self._log: RunLog
-        self._log_has_failed = False
-        self._detached = False
+        self._log_has_failed = self._detached = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Training, (self.request, self.blocks, self.place, self.timeout_seconds, self.submitted)
@@ -111,9 +104,8 @@ class Training:
             AttemptFailedError: It failed; its ``outcome`` says how.
             Stop: It was told to end.
         """
-        task_run = TaskRunContext.get()
+        task_run, settings = TaskRunContext.get(), get_settings()
         may_follow = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
-        settings = get_settings()
         self._log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), settings.log_lines_per_second)
         self._cancelled, self._flows, self._detached = cancelled, list(flows_around()), False
         try:
@@ -159,19 +151,19 @@ class Training:
             runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
         if runtime is not None:
             runtime.close()
-        if publisher is not None and ending is None:
-            publisher.abandon()  # another process shows the training now
-        elif publisher is not None and ending is not None:
+        if publisher is not None and ending is not None:
             publisher.end(ending[0].value, ending[1], told or ending[0] is End.LEFT)
+        elif publisher is not None:
+            publisher.abandon()  # another process shows the training now
 
     # -- an attempt
 
     def _run_driver(self) -> AttemptEnded:
         """Start a driver and follow it until it has completed the run."""
         self._check_stop()
-        name = self.request.run_name
+        settings, name = get_settings(), self.request.run_name
         if self._runtime is None:
-            self._runtime = Runtime(get_settings(), self._take, self._take_line, self._check_stop, self._note)
+            self._runtime = Runtime(settings, self._take, self._take_line, self._check_stop, self._note)
             self._runtime.on_past_event = lambda event: self._take(event, told=True)
             self._runtime.detaches, self._runtime.followed_until = self._leaves_job, self._followed_until
         try:
@@ -184,7 +176,17 @@ class Training:
                 f"the blocks of training {name!r} cannot be loaded now: {type(error).__name__}: {error}",
                 outcome=Outcome.DRIVER_LOST,
             ) from error
-        self._show(spec)
+        if self._publisher is None and settings.reporting:
+            task_run, score = TaskRunContext.get(), spec.checkpoints
+            self._publisher = Publisher(
+                RunReport(run_name=name, score_attribute=score.score_attribute, score_order=score.score_order),
+                interval_seconds=settings.report_interval_seconds,
+                storage_block=spec.storage_block,
+                flow_run_id=next(iter(self.place.flow_run_ids), ""),
+                task_run_id=str(task_run.task_run.id) if task_run is not None else "",
+                related=self.place.related,
+                on_trouble=self._note,
+            )
         ended = self._runtime.run_attempt(spec)
         if self._publisher is not None and not ended.sequence:
             # The driver could not say so itself. The time since it spoke last is nobody's work.
@@ -193,24 +195,6 @@ class Training:
         if ended.outcome is not Outcome.COMPLETED or ended.result is None:
             raise error_of(name, ended)
         return ended
-
-    def _show(self, spec: DriverSpec) -> None:
-        """Show the training in Prefect, over all its attempts in this process, unless nothing shall be shown."""
-        settings, checkpoints, task_run = get_settings(), spec.checkpoints, TaskRunContext.get()
-        if self._publisher is None and settings.reporting:
-            self._publisher = Publisher(
-                RunReport(
-                    run_name=self.request.run_name,
-                    score_attribute=checkpoints.score_attribute,
-                    score_order=checkpoints.score_order,
-                ),
-                interval_seconds=settings.report_interval_seconds,
-                storage_block=spec.storage_block,
-                flow_run_id=next(iter(self.place.flow_run_ids), ""),
-                task_run_id=str(task_run.task_run.id) if task_run is not None else "",
-                related=self.place.related,
-                on_trouble=self._note,
-            )
 
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""
@@ -237,23 +221,21 @@ class Training:
 
     # -- what ends it from outside
 
-    def _stop_seen(self) -> Stop | None:
-        """Whether the flow process or the flow run was told to end since the training was asked for."""
-        return Stop() if self._is_told_to_end() else self._watch.stop if self._watch is not None else None
-
     def _is_told_to_end(self) -> bool:
         return self._cancelled.is_set() or interruptions() > self._interruptions or any(map(is_ending, self._flows))
+
+    def _stop_seen(self) -> Stop | None:
+        return Stop() if self._is_told_to_end() else self._watch.stop if self._watch is not None else None
 
     def _is_out_of_time(self) -> bool:
         return self.timeout_seconds is not None and time.monotonic() - self._asked_at > self.timeout_seconds
 
     def _check_stop(self) -> None:
-        stop, name = self._stop_seen(), self.request.run_name
-        if stop is not None:
+        name = self.request.run_name
+        if stop := self._stop_seen():
             raise stop
         # No fence tells two processes apart that follow the same job.
-        follows_job = self._runtime is not None and self._runtime.follows_job
-        if follows_job and self._watch is not None and self._watch.is_executed_again:
+        if self._watch is not None and self._watch.is_executed_again and self._runtime and self._runtime.follows_job:
             message = f"training {name!r} is left to another process, which executes the flow run"
             raise SilentEndError(message, outcome=Outcome.SUPERSEDED)
         if self._is_out_of_time():
@@ -266,8 +248,7 @@ class Training:
     def _look_after_wait(self) -> None:
         """Look after a cluster that waits for the next attempt, and end it when no attempt is to follow.
 
-        Nothing can be done about the delay itself: the training's task sleeps in it, and a thread's sleep has no end
-        but its own.
+        Nothing can be done about the delay itself: the training's task sleeps in it.
         """
         with self._lock:
             stop = (self._stop_seen() or (Stop() if self._is_out_of_time() else None)) if self._waiting else None
