@@ -6,8 +6,7 @@ Ray's snapshot and our commits hold whatever a loop reports, whole. All else has
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -30,17 +29,10 @@ MAX_LOG_BYTES = 128 * 1024
 
 #: Metrics that go before others: where a report stands, and in a row of the history when it was.
 _FIRST = ("global_step", "iteration", "step", "epoch", "progress", "_attempt", "_at", "_world_size")
-#: In place of a metric that is larger than a fourth of what there is room for, and of a name.
+#: In place of a metric that is no number, or that takes more than a fourth of what there is room for.
 _MAX_METRIC_TEXT = 200
 #: A larger integer is none to any float.
 _MAX_BITS = 1024
-#: The entry that says how many metrics are left out.
-_MORE = "…"
-#: Metrics that do not fit, after which no other is tried: the shortest names come first.
-_MAX_MISSES = 50
-#: No text and no collection is made shorter than this, and what is nested deeper becomes text.
-_SHORTEST = 32
-_DEEPEST = 3
 
 Item = TypeVar("Item")
 
@@ -102,21 +94,17 @@ def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, An
     if size_of(metrics) <= MAX_METRICS_BYTES:
         return dict(metrics)
     kept: dict[str, Any] = {}
-    room, misses = MAX_METRICS_BYTES - 100, 0
+    room = MAX_METRICS_BYTES - 100
     for name in sorted(metrics, key=lambda name: (name != score and name not in _FIRST, len(name))):
         entry = {name: metrics[name]}
         if size_of(entry) > MAX_METRICS_BYTES // 4:
             entry = {cut(name, _MAX_METRIC_TEXT): cut(str(metrics[name]), _MAX_METRIC_TEXT)}
-        size = size_of(entry)
-        if size <= room:
-            kept |= entry
-            room -= size
-        else:
-            misses += 1
-            if misses >= _MAX_MISSES:
-                break
+        room -= size_of(entry)
+        if room < 0:
+            break
+        kept |= entry
     left_out = len(metrics) - len(kept)
-    return kept | ({_MORE: f"{left_out:,} of {len(metrics):,} metrics left out"} if left_out else {})
+    return kept | ({"…": f"{left_out:,} of {len(metrics):,} metrics left out"} if left_out else {})
 
 
 def thinned(items: Sequence[Item], most: int) -> list[Item]:
@@ -129,18 +117,25 @@ def thinned(items: Sequence[Item], most: int) -> list[Item]:
     return kept
 
 
-def shortened(value: Any, most: int, depth: int = 0) -> Any:
-    """JSON with texts of at most so many bytes and collections of at most so many entries, but for small ones.
+def whole_lines(pieces: Iterable[bytes], *, with_rest: bool = True) -> Iterator[bytes]:
+    """Lines without their ends; of one that is too long for any event the beginning, and how much of it is left out.
 
-    What is nested deeper than three levels becomes text, since each level multiplies.
+    Args:
+        pieces: What comes of a stream, cut anywhere.
+        with_rest: Whether what comes after the last newline is a line.
     """
-    most = max(most, _SHORTEST)
-    if isinstance(value, str):
-        return cut(value, most)
-    if not isinstance(value, dict | list | tuple):
-        return value
-    if depth == _DEEPEST:
-        return cut(str(value), _MAX_METRIC_TEXT)
-    if isinstance(value, dict):
-        return {shortened(name, most): shortened(item, most, depth + 1) for name, item in islice(value.items(), most)}
-    return [shortened(item, most, depth + 1) for item in value[:most]]
+    line, left_out = bytearray(), 0
+    for piece in pieces:
+        for number, part in enumerate(piece.split(b"\n")):
+            if number:
+                yield _noted(line, left_out)
+                line, left_out = bytearray(), 0
+            room = MAX_LINE_BYTES - len(line)
+            line += part[:room]
+            left_out += max(0, len(part) - room)
+    if line and with_rest:
+        yield _noted(line, left_out)
+
+
+def _noted(line: bytearray, left_out: int) -> bytes:
+    return bytes(line) + (f" [… {left_out:,} bytes left out …]".encode() if left_out else b"")

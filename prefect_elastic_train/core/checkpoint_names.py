@@ -38,13 +38,12 @@ def loop_name(folder: str) -> str:
     return match[1] if match else folder
 
 
-def written_by(folder: str) -> int | None:
-    """Return the attempt that wrote a checkpoint's folder, or None for one that :func:`physical_name` did not make."""
-    match = _PHYSICAL.match(folder)
-    return int(match[2]) if match else None
-
-
 def age_of(folder: str) -> tuple[int, int, int]:
     """Return attempt, worker group and report of a checkpoint's folder: the newest is highest, any other lowest."""
     match = _PHYSICAL.match(folder)
     return (int(match[2]), int(match[3]), int(match[4])) if match else (-1, -1, -1)
+
+
+def written_by(folder: str) -> int | None:
+    """Return the attempt that wrote a checkpoint's folder, or None for one that :func:`physical_name` did not make."""
+    return attempt if (attempt := age_of(folder)[0]) >= 0 else None

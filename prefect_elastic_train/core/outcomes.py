@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import errno
-import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class AttemptFailedError(ElasticTrainError):
         return self.outcome.retryable and not self.final
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self.outcome, self.attempt, self.final)
+        return partial(type(self), outcome=self.outcome, attempt=self.attempt, final=self.final), self.args
 
 
 class TrainingTimeoutError(AttemptFailedError, TimeoutError):
@@ -90,25 +90,15 @@ class StorageFaultError(ElasticTrainError, OSError):
         self.permanent = permanent
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_fault, (str(self), self.kind, self.permanent)
+        return partial(type(self), kind=self.kind, permanent=self.permanent), self.args
 
 
 class CheckpointGoneError(ElasticTrainError, FileNotFoundError):
     """The run is there and the checkpoint is not, or no longer: runs keep as many as their policy says."""
 
 
-def _rebuild_fault(message: str, kind: str, permanent: bool) -> StorageFaultError:
-    return StorageFaultError(message, kind=kind, permanent=permanent)
-
-
-def _rebuild(
-    error_type: type[AttemptFailedError], message: str, outcome: Outcome, attempt: int, final: bool
-) -> AttemptFailedError:
-    return error_type(message, outcome=outcome, attempt=attempt, final=final)
-
-
 def is_passing(error: OSError) -> bool:
-    """Tell whether a storage error may be gone a little later, so that a new driver may succeed."""
+    """Return whether a storage error may be gone a little later, so that a new driver may succeed."""
     if isinstance(error, StorageFaultError):
         return not error.permanent
     return error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
@@ -126,8 +116,6 @@ def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> boo
 
 
 def restart_delays(restarts: int, first_delay_seconds: float) -> list[float]:
-    """Give the delay before each driver restart, in seconds: doubled each time, up to 300."""
-    if restarts <= 0:
-        return []
+    """Return the delay before each driver restart, in seconds: doubled each time, up to 300."""
     cap = max(_MAX_DELAY_SECONDS, first_delay_seconds)
-    return [min(cap, first_delay_seconds * math.pow(2, n)) for n in range(min(restarts, _PREFECT_MAX_DELAYS))]
+    return [min(cap, first_delay_seconds * 2.0**n) for n in range(min(restarts, _PREFECT_MAX_DELAYS))]

@@ -8,33 +8,31 @@ from typing import NamedTuple
 
 from prefect_elastic_train.core.bounds import cut
 
-#: A line of a traceback that names the exception, possibly behind its module.
+#: A line that names an exception, possibly behind its module.
 _EXCEPTION = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Killed|Fault|Failure|Timeout)\b"
+    r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Killed|Fault|Failure|Timeout)\b|Fatal Python error"
 )
+#: How Ray's core begins an error of its own.
+_OF_CORE = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,.]+ [EFC] \d+ \d+\] (?:\(\S+\) )?\S+ +")
 #: How Ray says that a process is gone, rather than that its code failed.
 _DEATH = re.compile(
-    r"actor (?:is dead|died)|worker (?:is )?died|node \S+ (?:is dead|died)|Worker unexpectedly exits", re.IGNORECASE
+    r"actor (?:is dead|died)|worker (?:is )?died|node \S+ (?:is dead|died)|Worker unexpectedly exits", re.I
 )
 #: What the survivors' collectives say when a rank is gone.
 _CONSEQUENCE = re.compile(
-    r"gloo|NCCL|ProcessGroup|DistBackendError|(?:closed|reset) by peer|connection (?:closed|reset)"
-    r"|coordination service",
-    re.IGNORECASE,
+    r"gloo|NCCL|ProcessGroup|DistBackendError|(?:closed|reset) by peer|connection (?:closed|reset)|coordination serv",
+    re.I,
 )
-#: How Ray's core begins an error of its own.
-_OF_CORE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,.]+ [EFC] \d+ \d+\] (?:\(\S+\) )?\S+ +")
 #: What Ray Train says of a worker that does not answer begins with this, whatever else it holds.
 _NO_ANSWER = "WorkerHealthCheck"
 _LOST_CONNECTION = "Worker unexpectedly exits with a connection error"
 #: Where Ray says why a process is gone, the most telling first.
 _REASONS = [
-    re.compile(r"^(?:Worker exit detail: )?(.*low on memory.*)$", re.MULTILINE),
+    re.compile(r"^(?:Worker exit detail: )?(.*low on memory.*)$", re.M),
     re.compile(r"Worker exit detail: (.+)"),
     re.compile(r"(The actor (?:died|is dead) because .+)"),
 ]
-_TRACEBACK = "Traceback (most recent call last)"
-_FRAME = re.compile(r'^\s+File "')
+_FRAME = re.compile(r'\s+File "')
 #: Process ids, addresses and the like differ where the error is the same.
 _VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")
 _MAX_CAUSES = 3
@@ -43,14 +41,12 @@ _MAX_CAUSE = 240
 _MAX_ERROR = 100_000
 _MAX_ERRORS = 200_000
 _TINY = 200
-#: Different errors that are told apart, and lines of one that its cause is looked for in.
+#: Different errors that are told apart.
 _MAX_DISTINCT = 1000
-_MAX_LINES = 2000
-_MAX_LINE = 500
 
 
 def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[int]]]:
-    """Give each different error once, however many ranks have it, in a bounded size.
+    """Return each different error once, however many ranks have it, in a bounded size.
 
     Args:
         errors: Rank and its error or traceback.
@@ -58,27 +54,33 @@ def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[
     Returns:
         The lowest rank with its error; and for each such rank the others with the same.
     """
-    first: dict[str, int] = {}
+    first: dict[str, str] = {}
     texts: dict[str, str] = {}
     also: dict[str, list[int]] = {}
     room = _MAX_ERRORS
-    others: int | None = None
     for rank, text in sorted(errors.items()):
         key = _VARIABLE.sub("#", text)
+        if key not in first and len(first) >= _MAX_DISTINCT:
+            key = text = "other errors, which are left out"
         if key in first:
-            also.setdefault(str(first[key]), []).append(rank)
+            also.setdefault(first[key], []).append(rank)
             continue
-        first[key] = rank
-        if len(texts) >= _MAX_DISTINCT:
-            others = max(map(int, texts)) if others is None else others
-            texts[str(others)] = "other errors, which are left out"
-            first[key] = others
-            also.setdefault(str(others), []).append(rank)
-            continue
-        kept = cut(text, min(_MAX_ERROR, room))
-        room = max(_TINY, room - len(kept.encode()))
-        texts[str(rank)] = kept
+        first[key] = str(rank)
+        texts[str(rank)] = cut(text, min(_MAX_ERROR, room))
+        room = max(_TINY, room - len(texts[str(rank)].encode()))
     return texts, also
+
+
+class _Error(NamedTuple):
+    rank: int
+    cause: str
+    is_death: bool
+
+
+def _leading(errors: Mapping[str, str]) -> list[_Error]:
+    """Return the errors that the others follow from: deaths and what is no broken collective; all if there are none."""
+    found = sorted(_Error(int(rank), *_cause(text)) for rank, text in errors.items())
+    return [error for error in found if error.is_death or not _CONSEQUENCE.search(error.cause)] or found
 
 
 def causes(
@@ -89,7 +91,7 @@ def causes(
     """Return the causes of a failure in short: what the survivors' collectives report follows from them.
 
     Args:
-        errors: Ranks and their errors, as :func:`distinct` gives them.
+        errors: Ranks and their errors, as :func:`distinct` returns them.
         also: Other ranks with the same.
         named: Returns ranks in words.
     """
@@ -107,62 +109,45 @@ def last_cause(lines: Sequence[str]) -> str:
     """Return in short which error a process has written last; empty if it has written none."""
     for line in reversed(lines):
         core = _OF_CORE.match(line)
-        if core or _EXCEPTION.match(line) or line.startswith("Fatal Python error"):
+        if core or _EXCEPTION.match(line):
             return line[core.end() if core else 0 :].split(". ")[0][:_MAX_CAUSE]
     return ""
 
 
-class _Error(NamedTuple):
-    """What a rank says, in short."""
-
-    rank: int
-    cause: str
-    is_death: bool
-
-
-def _leading(errors: Mapping[str, str]) -> list[_Error]:
-    """Return the errors that the others follow from: deaths and what is no broken collective; all if there are none."""
-    found = sorted(_Error(int(rank), *_cause(text)) for rank, text in errors.items())
-    return [error for error in found if error.is_death or not _CONSEQUENCE.search(error.cause)] or found
-
-
 def cause(text: str) -> str:
-    """Give the line of an error or a traceback that tells its cause."""
+    """Return the line of an error or a traceback that tells its cause."""
     return _cause(text)[0]
 
 
 def all_ranks(errors: Mapping[str, str], also: Mapping[str, Sequence[int]]) -> list[int]:
-    """Give all ranks that failed."""
+    """Return all ranks that failed."""
     return sorted({int(rank) for rank in errors} | {rank for ranks in also.values() for rank in ranks})
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Give ranks in short, such as ``ranks 0-3, 7``."""
-    ordered = sorted(ranks)
+    """Return ranks in short, such as ``ranks 0-3, 7``."""
     spans: list[list[int]] = []
-    for rank in ordered:
+    for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
     words = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans[:10])
     more = f" and {len(spans) - 10} more" if len(spans) > 10 else ""
-    return f"rank{'s' if len(ordered) > 1 else ''} {words}{more}"
+    return f"{'rank' if words.isdecimal() else 'ranks'} {words}{more}"
 
 
 def _cause(text: str) -> tuple[str, bool]:
-    """Give the line that tells the cause, and whether it is the death of a process."""
-    lines = [line.rstrip()[:_MAX_LINE] for line in text.splitlines() if line.strip()][-_MAX_LINES:]
-    if not lines:
-        return "no reason given", False
-    is_silent = text.startswith(_NO_ANSWER)
-    if _TRACEBACK in text and not is_silent:
+    """Return the line that tells the cause, and whether it is the death of a process."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+    is_silent, is_death = text.startswith(_NO_ANSWER), False
+    found = lines[0]
+    if "Traceback (most recent call last)" in text and not is_silent:
         after = max((place for place, line in enumerate(lines) if _FRAME.match(line)), default=0) + 1
         found = next((line for line in lines[after:] if not line[0].isspace()), lines[-1])
-        return found.strip()[:_MAX_CAUSE], False
-    if not (is_silent or _DEATH.search(text)):
-        return lines[0].strip()[:_MAX_CAUSE], False
-    reason = next((match[1] for pattern in _REASONS if (match := pattern.search(text))), "")
-    if _LOST_CONNECTION in text:
-        reason = "its process was killed or has crashed"
-    return (reason or next((line for line in lines if _DEATH.search(line)), lines[0])).strip()[:_MAX_CAUSE], True
+    elif is_silent or _DEATH.search(text):
+        is_death = True
+        reason = next((match[1] for pattern in _REASONS if (match := pattern.search(text))), "")
+        lost = "its process was killed or has crashed" if _LOST_CONNECTION in text else ""
+        found = lost or reason or next(filter(_DEATH.search, lines), lines[0])
+    return found.strip()[:_MAX_CAUSE], is_death

@@ -22,22 +22,9 @@ WORKER_LINE = re.compile(
     r"^\((?P<actor>raylet|gcs_server|\w+(?= pid=))(?: pid=(?P<pid>\d+))?(?:, ip=(?P<ip>[\d.]+))?\) ?"
 )
 #: Processes in which nothing of the user's prints, at least nothing that is not told otherwise.
-_OF_RAY = frozenset(
-    {
-        "ActorLocationTracker",
-        "AutoscalingRequester",
-        "DatasetManager",
-        "PlacementGroupCleaner",
-        "PreemptionWatcher",
-        "SplitCoordinator",
-        "SynchronizationActor",
-        "TrainController",
-        "TrainStateActor",
-        "_AutoscalingCoordinatorActor",
-        "_StatsActor",
-        "gcs_server",
-        "raylet",
-    }
+_OF_RAY = re.compile(
+    r"ActorLocationTracker|AutoscalingRequester|DatasetManager|PlacementGroupCleaner|PreemptionWatcher|SplitCoordinator"
+    r"|SynchronizationActor|TrainController|TrainStateActor|_AutoscalingCoordinatorActor|_StatsActor|gcs_server|raylet"
 )
 #: What Ray's core and its Python parts, and the collectives of torch, begin a line with; and stacks of native code.
 _RAYS_FORM = re.compile(
@@ -72,7 +59,7 @@ def is_detail(text: str) -> bool:
     text = _COLOURS.sub("", text)
     match = WORKER_LINE.match(text)
     said = text[match.end() :] if match else text
-    if match is not None and match["actor"] in _OF_RAY:
+    if match is not None and _OF_RAY.fullmatch(match["actor"]):
         return not (said.startswith(_TOLD_TAG) or _OF_USE.search(said))
     return said.startswith(DETAIL_TAG) or bool(_RAYS_FORM.match(said))
 
@@ -104,7 +91,7 @@ class Details:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lines: deque[str] = deque()
+        self._lines: deque[bytes] = deque()
         self._size = 0
 
     def take(self, write: Callable[[str], object], lines: str) -> None:
@@ -116,8 +103,8 @@ class Details:
             write: Hands them on.
             lines: What was written at once.
         """
-        split = [line for line in lines.splitlines(keepends=True) if not _CHATTER.match(line)]
         of_ray = is_detail(lines.partition("\n")[0])
+        split = [line for line in lines.splitlines(keepends=True) if not _CHATTER.match(line)]
         tagged = [DETAIL_TAG + line if of_ray and not is_detail(line) else line for line in split]
         self.keep("".join(filter(is_detail, tagged)))
         write("".join(tagged))
@@ -127,11 +114,10 @@ class Details:
         now = time.strftime("%H:%M:%S", time.gmtime())
         with self._lock:
             for line in text.splitlines():
-                kept = f"{now} {without_marks(line)[:_MAX_LINE]}\n"
-                self._lines.append(kept)
-                self._size += len(kept.encode(errors="replace"))
+                self._lines.append(f"{now} {without_marks(line)[:_MAX_LINE]}\n".encode(errors="replace"))
+                self._size += len(self._lines[-1])
             while self._size > _MAX_BYTES:
-                self._size -= len(self._lines.popleft().encode(errors="replace"))
+                self._size -= len(self._lines.popleft())
 
     def keep_errors(self, errors: Mapping[str, str], also: Mapping[str, list[int]]) -> None:
         """Keep all that failed ranks say."""
@@ -141,4 +127,4 @@ class Details:
     def content(self) -> bytes:
         """Return what is kept."""
         with self._lock:
-            return "".join(self._lines).encode(errors="replace")
+            return b"".join(self._lines)

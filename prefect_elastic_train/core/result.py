@@ -140,7 +140,6 @@ def bounded(result: RunResult, score: str = "") -> RunResult:
         result: Of any size.
         score: Name of the metric that checkpoints are ranked by.
     """
-    history = thinned([bounded_metrics(row, score) for row in result.history], MAX_HISTORY_BYTES)
     checkpoints: list[BestCheckpoint] = []
     room = MAX_CHECKPOINTS_BYTES
     for made in reversed(result.best_checkpoints):
@@ -149,18 +148,12 @@ def bounded(result: RunResult, score: str = "") -> RunResult:
         if room < 0:
             break
         checkpoints.insert(0, shown)
-    sizes = thinned(result.world_sizes, MAX_WORLD_SIZES_BYTES)
-    left_out = Counter(result.left_out) + Counter(
-        history=len(result.history) - len(history),
-        best_checkpoints=len(result.best_checkpoints) - len(checkpoints),
-        world_sizes=len(result.world_sizes) - len(sizes),
-    )
-    return result.model_copy(
-        update={
-            "metrics": bounded_metrics(result.metrics, score),
-            "best_checkpoints": checkpoints,
-            "world_sizes": sizes,
-            "history": history,
-            "left_out": dict(left_out),
-        }
-    )
+    parts: dict[str, list[Any]] = {
+        "history": thinned([bounded_metrics(row, score) for row in result.history], MAX_HISTORY_BYTES),
+        "best_checkpoints": checkpoints,
+        "world_sizes": thinned(result.world_sizes, MAX_WORLD_SIZES_BYTES),
+    }
+    left_out = Counter(result.left_out)
+    left_out.update({name: len(getattr(result, name)) - len(kept) for name, kept in parts.items()})
+    metrics = bounded_metrics(result.metrics, score)
+    return result.model_copy(update={**parts, "metrics": metrics, "left_out": dict(+left_out)})

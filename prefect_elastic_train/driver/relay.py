@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import IO
 
+from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.events import EVENT_TAG, Event, decode_event
-from prefect_elastic_train.core.lines import whole_lines
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO, Any
 
+from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.events import AttemptEnded, ClusterWanted, Event
-from prefect_elastic_train.core.lines import whole_lines
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster

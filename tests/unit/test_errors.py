@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.core.rank_errors import all_ranks, causes, distinct, own_errors, ranks_in_words
+from prefect_elastic_train.core.rank_errors import (
+    all_ranks,
+    causes,
+    distinct,
+    last_cause,
+    own_errors,
+    ranks_in_words,
+)
 
 TRACEBACK = """Traceback (most recent call last):
   File "/work/train.py", line 31, in loop
@@ -20,7 +27,6 @@ ValueError: bad batch 17
 
 DEATH = """ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
 \tclass_name: RayTrainWorker
-\tactor_id: 2f0a
 The actor is dead because its worker process has died.
 """
 
@@ -29,26 +35,22 @@ CONNECTION = """Traceback (most recent call last):
     work.wait()
 RuntimeError: [/gloo/pair.cc:534] Connection closed by peer [10.0.0.3]:3412
 """
+NO_ANSWER = f"WorkerHealthCheckFailedError: A worker health check failed.\nWorker info: Worker(…)\n{DEATH}"
+EXIT = f"{NO_ANSWER.strip()} Worker exit type: SYSTEM_ERROR Worker exit detail: "
 
 
 def test_the_error_of_a_thousand_ranks_that_differs_in_numbers_only_is_told_once() -> None:
     errors = {
-        rank: f"RuntimeError: rank {rank} (pid {4000 + rank}) lost its peer 10.0.{rank // 256}.{rank % 256} at "
-        f"0x{rank * 4096:012x}, object {rank:040x}"
-        for rank in range(1000)
+        rank: f"RuntimeError: rank {rank} lost 10.0.0.{rank % 256} at 0x{rank * 4096:012x}" for rank in range(1000)
     }
     texts, also = distinct(errors)
-    assert texts == {"0": errors[0]}
-    assert also == {"0": list(range(1, 1000))}
-    assert all_ranks(texts, also) == list(range(1000))
-    (cause,) = causes(texts, also)
-    assert cause.startswith("ranks 0-999: RuntimeError: rank 0")
+    assert (texts, also) == ({"0": errors[0]}, {"0": list(range(1, 1000))})
+    assert causes(texts, also)[0].startswith("ranks 0-999: RuntimeError: rank 0")
 
 
 def test_the_lowest_rank_speaks_for_the_others_in_whatever_order_they_come() -> None:
-    texts, also = distinct({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
-    assert texts == {"2": "y", "3": "x 3"}
-    assert also == {"3": [5, 7], "2": [11]}
+    found = distinct({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
+    assert found == ({"2": "y", "3": "x 3"}, {"3": [5, 7], "2": [11]})
 
 
 def test_an_error_is_kept_whole_up_to_a_bound_and_beyond_that_its_beginning_and_end() -> None:
@@ -57,47 +59,45 @@ def test_an_error_is_kept_whole_up_to_a_bound_and_beyond_that_its_beginning_and_
     (cut,) = distinct({0: "y" * 1_000_000 + "\nValueError: the end"})[0].values()
     assert len(cut) <= 100_000
     assert "bytes left out" in cut
-    assert cut.startswith("yyy")
-    assert cut.endswith("ValueError: the end")
+    assert (cut[:3], cut[-7:]) == ("yyy", "the end")
 
 
-@pytest.mark.parametrize("size", [100, 3_000, 30_000])
-def test_the_different_errors_of_a_thousand_ranks_are_of_a_bounded_size_and_no_rank_is_forgotten(size: int) -> None:
-    letters = "ghijklmnopqrstuvwxyz"
-    errors = {rank: letters[rank // 400] * (rank % 400 + 1) + " " + "z" * size for rank in range(1000)}
+@pytest.mark.parametrize("size", [100, 30_000])
+def test_the_different_errors_of_thousands_of_ranks_are_of_a_bounded_size_and_no_rank_is_forgotten(size: int) -> None:
+    errors = {rank: "ghij"[rank // 400] * (rank % 400 + 1) + " " + "z" * size for rank in range(1300)}
     texts, also = distinct(errors)
     assert sum(map(len, texts.values())) <= 400_000
-    assert all_ranks(texts, also) == list(range(1000))
-
-
-def test_the_cause_is_the_last_exception_of_a_traceback() -> None:
-    assert causes({"3": TRACEBACK}, {}) == ["rank 3: ValueError: bad batch 17"]
-    chained = f"{TRACEBACK}\nDuring handling of the above exception, another exception occurred:\n\n{CONNECTION}"
-    assert causes({"0": chained}, {})[0].startswith("rank 0: RuntimeError: [/gloo/pair.cc:534]")
-
-
-@pytest.mark.parametrize(("text", "cause"), [("", "no reason given"), (" \n\n", "no reason given"), ("a\nb\n", "a")])
-def test_an_error_without_an_exception_is_told_by_its_first_line(text: str, cause: str) -> None:
-    assert causes({"0": text}, {}) == [f"rank 0: {cause}"]
-
-
-def test_deaths_are_told_rather_than_what_the_survivors_report() -> None:
-    found = causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
-    assert found == ["ranks 3-4: The actor is dead because its worker process has died."]
-
-
-NO_ANSWER = f"WorkerHealthCheckFailedError: A worker health check failed.\nWorker info: Worker(…)\n{DEATH}"
-EXIT = f"{NO_ANSWER.strip()} Worker exit type: SYSTEM_ERROR Worker exit detail: "
+    assert all_ranks(texts, also) == list(range(1300))
 
 
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
+        (TRACEBACK, "ValueError: bad batch 17"),
+        (
+            f"{TRACEBACK}\nDuring handling, another exception occurred:\n\n{CONNECTION}",
+            "RuntimeError: [/gloo/pair.cc:534]",
+        ),
+        ("", "no reason given"),
+        (" \n\n", "no reason given"),
+        ("a\nb\n", "a"),
+    ],
+)
+def test_the_cause_is_the_last_exception_of_a_traceback_else_the_first_line(text: str, cause: str) -> None:
+    assert causes({"3": text}, {})[0].startswith(f"rank 3: {cause}")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (DEATH, "The actor is dead because its worker process has died."),
         (f"{EXIT}Worker unexpectedly exits with a connection error code 2.", "its process was killed or has crashed"),
         (f"{EXIT}Worker exits by SIGTERM.", "Worker exits by SIGTERM."),
         (f"{EXIT}Task was killed due to the node running low on memory.", "due to the node running low on memory."),
         (NO_ANSWER.replace("is dead because its worker process", "died because its node"), "because its node has died"),
         ("WorkerHealthCheckFailedError: x\nTask was killed: low on memory.\nTop 10:\n5", "killed: low on memory."),
+        ("x\nThe node 17 died at noon\ny", "The node 17 died at noon"),
+        ("WorkerHealthCheckFailedError: x\ny", "WorkerHealthCheckFailedError: x"),
     ],
 )
 def test_a_death_is_told_with_its_reason(text: str, cause: str) -> None:
@@ -105,47 +105,43 @@ def test_a_death_is_told_with_its_reason(text: str, cause: str) -> None:
     assert own_errors({"0": text}) == {}
 
 
-@pytest.mark.parametrize("message", ["prefetch worker died: out of shm", "The actor died unexpectedly"])
-def test_what_the_loop_raised_is_its_own_error_whatever_it_says_also_beside_a_death(message: str) -> None:
-    raised = TRACEBACK.replace("ValueError: bad batch 17", f"RuntimeError: {message}\nand more")
-    assert own_errors({"0": raised, "1": NO_ANSWER, "2": CONNECTION}) == {"0": raised}
-    assert causes({"0": raised}, {}) == [f"rank 0: RuntimeError: {message}"]
-
-
-def test_what_the_collectives_of_the_others_say_follows_from_the_loop_that_raised() -> None:
-    errors = {"0": CONNECTION, "1": TRACEBACK, "2": CONNECTION.replace("gloo", "NCCL")}
-    assert causes(errors, {}) == ["rank 1: ValueError: bad batch 17"]
-    assert own_errors(errors) == {"1": TRACEBACK}
+def test_deaths_and_what_the_loop_raised_are_told_rather_than_what_the_survivors_report() -> None:
+    found = causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
+    assert found == ["ranks 3-4: The actor is dead because its worker process has died."]
+    raised = TRACEBACK.replace("ValueError: bad batch 17", "RuntimeError: prefetch worker died: out of shm\nand more")
+    errors = {"0": raised, "1": NO_ANSWER, "2": CONNECTION, "3": CONNECTION.replace("gloo", "NCCL")}
+    assert own_errors(errors) == {"0": raised}, "whatever it says"
+    assert causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm"
+    assert len(causes(errors, {})) == 2
     assert own_errors({"0": CONNECTION, "1": DEATH}) == {}
     assert own_errors({"0": CONNECTION}) == {"0": CONNECTION}, "unless nothing else is said"
 
 
-def test_only_so_many_causes_are_told_and_the_rest_counted() -> None:
+def test_only_so_many_causes_are_told_in_short_and_the_rest_counted() -> None:
     errors = {str(rank): f"{'ABCDEFGHIJ'[rank]}Error: x" for rank in range(10)}
     found = causes(errors, {})
     assert found == ["rank 0: AError: x", "rank 1: BError: x", "rank 2: CError: x", "and 7 other errors"]
     assert causes({}, {}) == []
-
-
-def test_causes_are_short_whatever_the_errors() -> None:
-    errors = {str(rank): f"{'ABCDEFGHIJ'[rank % 10] * (rank + 1)}Error: {'x' * 20_000}" for rank in range(0, 800, 2)}
-    assert sum(map(len, causes(errors, {"0": list(range(3, 2000, 3))}))) < 2_000
+    long = {str(rank): f"{'ABCD'[rank % 4] * (rank + 1)}Error: {'x' * 20_000}" for rank in range(40)}
+    assert sum(map(len, causes(long, {"0": list(range(100, 2000, 3))}))) < 2_000
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("lines", "cause"),
     [
-        "node " * 12_000,
-        "a." * 30_000,
-        "A" * 60_000,
-        "Error" * 12_000,
-        "node died" * 6_000,
-        "worker is " * 6_000,
-        "node x\n" * 8_000,
+        (["ValueError: a", "torch.cuda.OutOfMemoryError: b. Tried to", "  bye"], "torch.cuda.OutOfMemoryError: b"),
+        (["[2026-11-22 15:36:29,080 E 7 70] (raylet) core_worker.cc:1: Failed. x"], "Failed"),
+        (["Fatal Python error: Aborted"], "Fatal Python error: Aborted"),
+        (["all is well"], ""),
     ],
-    ids=["node", "dots", "capitals", "errors", "died", "worker", "lines"],
 )
+def test_the_last_error_that_a_process_has_written_is_its_cause(lines: list[str], cause: str) -> None:
+    assert last_cause(lines) == cause
+
+
+@pytest.mark.parametrize("text", ["node ", "a.", "A", "Error", "node died", "worker is ", "node x\n"])
 def test_no_text_takes_long_to_look_through(text: str) -> None:
+    text = text * (60_000 // len(text))
     began = time.process_time()
     causes({"0": text}, {})
     distinct({0: text})
@@ -156,9 +152,7 @@ def test_no_text_takes_long_to_look_through(text: str) -> None:
     ("ranks", "words"),
     [
         ([4], "rank 4"),
-        ([0, 1], "ranks 0-1"),
         ([7, 3, 2, 1, 0], "ranks 0-3, 7"),
-        ([0, 2, 4], "ranks 0, 2, 4"),
         (range(1000), "ranks 0-999"),
         (range(0, 1000, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 490 more"),
     ],
@@ -172,5 +166,4 @@ def test_every_rank_is_told_once(errors: dict[int, str]) -> None:
     texts, also = distinct(errors)
     assert all_ranks(texts, also) == sorted(errors)
     assert sum(map(len, also.values())) + len(texts) == len(errors)
-    assert also.keys() <= texts.keys()
     causes(texts, also)

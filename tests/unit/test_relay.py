@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.bounds import MAX_LINE_BYTES
-from prefect_elastic_train.core.lines import whole_lines
+from prefect_elastic_train.core.bounds import MAX_LINE_BYTES, whole_lines
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.elastic.sending import EventSender
 from prefect_elastic_train.supervisor.child import read_lines
