@@ -11,8 +11,8 @@ from itertools import islice
 
 from ray.job_submission import JobDetails
 
+from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
-from prefect_elastic_train.core.lines import whole_lines
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
