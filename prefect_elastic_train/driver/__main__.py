@@ -1,8 +1,103 @@
-"""``python -m prefect_elastic_train.driver <spec file>``."""
+"""``python -m prefect_elastic_train.driver <spec file>``: the process of one attempt, up to its last word.
 
+The driver does all work on the run directory, so the supervisor works the same whether or not it can see the
+storage. It ends with one ``attempt_ended`` event; a driver that ends without one was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
 import sys
+import threading
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from types import FrameType
 
-from prefect_elastic_train.driver.main import main
+from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.spec import read_spec
+from prefect_elastic_train.driver.attempt import Attempt
+from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
+from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
+from prefect_elastic_train.driver.relay import EventOutput, LineStream
+
+#: How long a driver that was told to end may take before it ends without Ray Train's help.
+_STUCK_SECONDS = 4.5
+
+
+class _Stopped(BaseException):
+    """The supervisor asked this driver to end."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run one attempt as the spec file says, and end this process."""
+    output, details = EventOutput(sys.stdout), Details()
+    for name, write in (("stdout", output.write_text), ("stderr", sys.stderr.write)):
+        descriptor = getattr(sys, f"__{name}__").fileno()
+        setattr(sys, name, LineStream(partial(details.take, write), descriptor))
+    # Whatever a library writes there itself must not end up in the middle of an event.
+    os.dup2(2, 1)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    notice_interruptions()
+    spec_file = Path(arguments[0])
+    spec = read_spec(spec_file)
+    output.is_shared = spec.cluster.is_submitted
+    attempt = Attempt(spec, output, details)
+    end = partial(_end, attempt, output, threading.Lock())
+    threading.Thread(
+        target=_end_if_stuck, args=(attempt, spec_file, end), name="elastic-train-stop", daemon=True
+    ).start()
+    try:
+        ended = attempt.run()
+    except (_Stopped, KeyboardInterrupt, SystemExit):
+        ended = attempt.taken_over() or end_by_signal(spec, spec_file)
+    except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
+        details.keep("".join(traceback.format_exception(error)))
+        ended = end_by_error(error, spec.storage)
+    # From here on a second signal must not cut the last word short.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end(ended)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise _Stopped
+
+
+def _end_if_stuck(attempt: Attempt, spec_file: Path, end: partial[None]) -> None:
+    """End a driver that was told to end and cannot.
+
+    While Ray Train's controller waits for a placement group, ``fit()`` does not get out of its handler of SIGINT.
+    """
+    while not interruptions():
+        time.sleep(0.1)
+    time.sleep(_STUCK_SECONDS)
+    end(attempt.taken_over() or end_by_signal(attempt.spec, spec_file), stuck=True)
+
+
+def _end(
+    attempt: Attempt, output: EventOutput, first: threading.Lock, ended: AttemptEnded, stuck: bool = False
+) -> None:
+    """Say the last word and end this process; the first caller does it, and any other waits for that."""
+    if not first.acquire(blocking=False):
+        time.sleep(60)
+        return
+    attempt.close(ended)
+    attempt.leave_cluster(stuck)
+    output.close()
+    # Threads of Ray or of the user's libraries may not keep a finished driver.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Ray's dashboard shows a job's exit code.
+    os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

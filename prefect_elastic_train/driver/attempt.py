@@ -16,15 +16,14 @@ from itertools import chain
 import psutil
 
 from prefect_elastic_train.core.bounds import bounded_metrics
-from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted, Event
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.result import RunResult, bounded
 from prefect_elastic_train.core.spec import DriverSpec
-from prefect_elastic_train.driver.endings import taken_over
+from prefect_elastic_train.driver.endings import classify, end_by_error, taken_over
 from prefect_elastic_train.driver.interruptions import interruptions
-from prefect_elastic_train.driver.relay import EventOutput, EventReceiver
-from prefect_elastic_train.driver.telling import AttemptTeller
+from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import (
@@ -43,7 +42,6 @@ from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.seeding import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.preflight import Probe, preflight
-from prefect_elastic_train.storage.retrying_store import RetryingStore
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -72,10 +70,6 @@ class Attempt:
         self._receiver: EventReceiver | None = None
 
     @property
-    def _number(self) -> int:
-        return self.teller.attempt
-
-    @property
     def _is_new(self) -> bool:
         """Whether the run has no commit yet."""
         return next(lineage(self.store), None) is None
@@ -92,20 +86,25 @@ class Attempt:
 
     def _run(self, probe: Probe | None, trying: ExitStack) -> AttemptEnded:
         spec, teller = self.spec, self.teller
-        with teller.showing_life("looking whether the run is free"):
-            finished = peek(self.store, spec)
+        teller.doing("looking whether the run is free")
+        finished = peek(self.store, spec)
         if finished is not None:
             return self.finish(finished)
-        source, notes = self._choose_source()
+        source, notes = None, list[str]()
+        if spec.request.resume_from and self._is_new:
+            teller.doing("looking for the checkpoint that the run starts from")
+            chosen = choose_source(self._storage, spec.request, self.store)
+            source, notes = chosen.checkpoint, chosen.notes
         teller.emit(ClusterWanted())
+        teller.doing("")
         _set_up_ray(spec)
         from prefect_elastic_train.driver import fit as training
         from prefect_elastic_train.driver import joining
 
         prepared = training.prepare(spec)
+        teller.doing("joining the cluster")
         try:
-            with teller.showing_life("joining the cluster"):
-                address, dashboard_url, resources = joining.connect(spec)
+            address, dashboard_url, resources = joining.connect(spec)
         except AttemptFailedError as error:
             # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
             own = spec.cluster.is_local or spec.cluster.is_submitted
@@ -114,45 +113,28 @@ class Attempt:
         teller.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
         scaling = joining.fit_local_cluster(spec, resources)
         if probe is not None and not spec.cluster.is_local and self._is_new:
-            self._try_from_nodes(probe)
+            from prefect_elastic_train.elastic.cluster import try_from_nodes
+            from prefect_elastic_train.elastic.translate import resources_per_worker
+
+            # Before the first checkpoint each node is to show that it can write it.
+            teller.doing("trying the storage from the nodes")
+            try_from_nodes(probe, resources_per_worker(scaling))
         trying.close()
         begun = self.begin(source, notes)
         if isinstance(begun, Finished):
             return self.finish(begun)
         assert self._receiver is not None
-        with teller.showing_life("making the datasets"):
-            datasets = training.make_datasets(prepared, begun.attempt)
+        teller.doing("making the datasets")
+        datasets = training.make_datasets(prepared, begun.attempt)
+        teller.doing("")
+        told, context = replace(spec, scaling=scaling), self._context(begun)
         try:
-            training.fit(
-                replace(spec, scaling=scaling),
-                prepared,
-                datasets,
-                self.store,
-                self._context(begun),
-                self._receiver.receiving,
-            )
-        except AttemptFailedError as error:
-            raise taken_over(self.store, begun.attempt, spec.request) or error from error
+            training.fit(told, prepared, datasets, self.store, context, self._receiver.receiving)
+        except Exception as error:
+            raise taken_over(self.store, begun.attempt, spec.request) or classify(error, begun.attempt) from error
         # The controller has sent all its events before fit() returned; let the last ones arrive.
         time.sleep(0.1)
-        with teller.showing_life("adding the run's result up"):
-            return self.complete()
-
-    def _choose_source(self) -> tuple[str | None, list[str]]:
-        """Choose the checkpoint that a new run starts from; return it, and what there is to say of it."""
-        if not (self.spec.request.resume_from and self._is_new):
-            return None, []
-        with self.teller.showing_life("looking for the checkpoint that the run starts from"):
-            chosen = choose_source(self._storage, self.spec.request, self.store)
-        return chosen.checkpoint, chosen.notes
-
-    def _try_from_nodes(self, probe: Probe) -> None:
-        """Find out before the first checkpoint whether each node can write it. A run that has one has shown that."""
-        from prefect_elastic_train.elastic.cluster import try_from_nodes
-        from prefect_elastic_train.elastic.translate import resources_per_worker
-
-        with self.teller.showing_life("trying the storage from the nodes"):
-            try_from_nodes(probe, resources_per_worker(self.spec.scaling))
+        return self.complete()
 
     def begin(self, source: str | None = None, notes: list[str] | None = None) -> Begun | Finished:
         """Take the fence and say so.
@@ -164,11 +146,11 @@ class Attempt:
         notes = notes or []
 
         def seed() -> None:
-            with self.teller.showing_life("copying the checkpoint that the run starts from"):
-                notes.extend(seed_from_source(self._storage, self.spec.request, self.store))
+            self.teller.doing("copying the checkpoint that the run starts from")
+            notes.extend(seed_from_source(self._storage, self.spec.request, self.store))
 
-        with self.teller.showing_life("looking for where to resume"):
-            begun = begin_attempt(self.store, self.spec, source=source, seed=seed)
+        self.teller.doing("looking for where to resume")
+        begun = begin_attempt(self.store, self.spec, source=source, seed=seed)
         if isinstance(begun, Finished):
             return begun
         self.teller.attempt = begun.attempt
@@ -216,10 +198,12 @@ class Attempt:
 
     def complete(self) -> AttemptEnded:
         """The end of an attempt whose loop has returned, with the result."""
-        ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self._number)
         assert self._receiver is not None
+        assert self.teller.history is not None
+        self.teller.doing("adding the run's result up")
         self._receiver.finish(_LEAVE_SECONDS)
-        self.teller.close()
+        self.teller.history.close()
+        ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self.teller.attempt)
         return ended.model_copy(update={"result": self._result(ended).model_dump(mode="json")})
 
     def finish(self, finished: Finished) -> AttemptEnded:
@@ -235,49 +219,45 @@ class Attempt:
             result=result.model_dump(mode="json"),
         )
 
-    def _result(self, *more: Event) -> RunResult:
+    def _result(self, *more: AttemptEnded) -> RunResult:
         from prefect_elastic_train.report.accounts import add_up
         from prefect_elastic_train.runs.reading import make_result
 
         accounts = add_up(chain(read_history(self.store), more))
         return make_result(self.store, self.spec.request.run_name, accounts, self.spec.storage_block, self._score)
 
-    def taken_over(self) -> AttemptFailedError | None:
-        """The error of an attempt that a successor has ended, as far as the storage tells."""
+    def taken_over(self) -> AttemptEnded | None:
+        """How an attempt ended that a successor has ended, as far as the storage tells."""
         try:
-            return taken_over(self.store, self._number, self.spec.request) if self._number else None
+            error = taken_over(self.store, self.teller.attempt, self.spec.request) if self.teller.attempt else None
         except OSError:
             return None
+        return end_by_error(error, self.spec.storage) if error is not None else None
 
     def close(self, ended: AttemptEnded) -> None:
         """Say the last word, and record it with the attempt if one was begun."""
+        teller = self.teller
         if self._receiver is not None:
             self._receiver.close()
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        if self._number and not ended.already_finished:
+        if teller.attempt and not ended.already_finished:
             # Whoever was told to end has some seconds; any other may wait for the storage to record its end.
             store = self.store.impatient(1.0) if interruptions() else self.store
-            _within(_LEAVE_SECONDS, lambda: self._abandon_uploads(store))
+            teller.doing("recording the attempt's end")
             if ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST):
-                _within(_LEAVE_SECONDS, self.teller.write_details)
-                details = f"{store.uri}/{layout.details_name(self._number)}"
+                _within(_LEAVE_SECONDS, teller.write_details)
+                details = f"{store.uri}/{layout.details_name(teller.attempt)}"
                 ended = ended.model_copy(update={"message": f"{ended.message.rstrip('.')}; details: {details}"})
             try:
-                with self.teller.showing_life("recording the attempt's end"):
-                    end_attempt(store, self._number, ended.outcome.value, ended.message, result=ended.result)
+                end_attempt(store, teller.attempt, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:
-                logger.warning("could not record the end of attempt %d: %s", self._number, error)
-        self.teller.emit(ended)
-        self.teller.close()
+                logger.warning("could not record the end of attempt %d: %s", teller.attempt, error)
+        teller.emit(ended)
+        teller.close()
         if ended.outcome is Outcome.COMPLETED:
-            _within(_LEAVE_SECONDS, self._note_completed)  # a storage that is away shall not hide the end
-
-    def _note_completed(self) -> None:
-        try:
-            note_completed(self._storage, self.spec.request.run_name)
-        except (OSError, AttemptFailedError) as error:
-            logger.warning("resume_from='latest' will not find this run: %s", error)
+            # A storage that is away shall not hide the end; resume_from='latest' would not find this run.
+            _within(_LEAVE_SECONDS, lambda: note_completed(self._storage, self.spec.request.run_name))
 
     def leave_cluster(self, stuck: bool) -> None:
         """Leave nothing of the attempt in the cluster.
@@ -292,25 +272,22 @@ class Attempt:
             _within(_LEAVE_SECONDS, self._release)
         if not stuck:
             _within(_LEAVE_SECONDS, ray.shutdown)
-        if self._number:
+        if self.teller.attempt:
             # Workers may have begun another upload while they were told to end.
-            _within(_LEAVE_SECONDS, lambda: self._abandon_uploads(self.store.impatient(1.0)))
+            _within(_LEAVE_SECONDS, self._abandon_uploads)
 
     def _release(self) -> None:
         from prefect_elastic_train.driver.fit import requester_id
         from prefect_elastic_train.elastic.policy import release_reservation
 
-        if newest_attempt(self.store) > self._number:
-            return  # all attempts of a run reserve under one id, and it is the successor's now
-        release_reservation(requester_id(self.store))
+        if newest_attempt(self.store) == self.teller.attempt:  # or the id, one for all attempts, is the successor's
+            release_reservation(requester_id(self.store))
 
-    def _abandon_uploads(self, store: RetryingStore) -> None:
+    def _abandon_uploads(self) -> None:
         """Leave no parts of checkpoints behind that nobody will complete."""
-        try:
-            if newest_attempt(store) == self._number:
-                store.abandon_uploads()
-        except OSError as error:
-            logger.warning("unfinished uploads may be left: %s", error)
+        store = self.store.impatient(1.0)
+        if newest_attempt(store) == self.teller.attempt:
+            store.abandon_uploads()
 
 
 def _set_up_ray(spec: DriverSpec) -> None:
@@ -325,7 +302,14 @@ def _set_up_ray(spec: DriverSpec) -> None:
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:
-    """Do something for a bounded time: a cluster that is gone does not answer."""
-    thread = threading.Thread(target=work, daemon=True)
+    """Do something for a bounded time, if it can be done: a cluster or a storage that is gone does not answer."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the attempt has ended, however this does
+            logger.warning("leaving the cluster and the storage: %s: %s", type(error).__name__, error)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout=seconds)

@@ -17,7 +17,7 @@ from prefect_elastic_train.core.rank_errors import causes, distinct
 from prefect_elastic_train.core.records import AttemptRecord, decode
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.spec import STOP_FILE, DriverSpec
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, newest_attempt
 from prefect_elastic_train.storage.store import RunStore
@@ -32,23 +32,12 @@ def end_by_error(error: Exception, storage: StorageSettings) -> AttemptEnded:
     if isinstance(error, ConnectionError):
         return AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {in_short(str(error))}")
     if isinstance(error, OSError):
-        return AttemptEnded(outcome=_storage_outcome(error), message=_storage_message(error, storage))
+        what = f"cannot use storage {storage.uri!r}: {type(error).__name__}"
+        why = "Give the training one that exists or can be made, with room and write permission for this user"
+        outcome, message = _of_storage(error, f"{what}: {error}. {why}")
+        return AttemptEnded(outcome=outcome, message=message)
     message = f"the driver failed: {type(error).__name__}: {in_short(str(error))}"
     return AttemptEnded(outcome=Outcome.DRIVER_LOST, message=message)
-
-
-def _storage_outcome(error: OSError) -> Outcome:
-    return Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR
-
-
-def _storage_message(error: OSError, storage: StorageSettings) -> str:
-    if isinstance(error, StorageFaultError):
-        return str(error)
-    what = "LocalStorage a directory" if isinstance(storage, LocalStorageSettings) else "the training a storage"
-    return (
-        f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give {what} that exists or can be made, "
-        "with room and write permission for this user"
-    )
 
 
 def end_by_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
@@ -73,11 +62,8 @@ def taken_over(store: RunStore, attempt: int, request: RunRequest) -> AttemptFai
         return None
     record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
     if record is None or record.owner.flow_run_id == request.owner.flow_run_id:
-        return AttemptFailedError(
-            f"attempt {newest}, of another process of the same flow run, has taken over",
-            outcome=Outcome.SUPERSEDED,
-            attempt=attempt,
-        )
+        message = f"attempt {newest}, of another process of the same flow run, has taken over"
+        return AttemptFailedError(message, outcome=Outcome.SUPERSEDED, attempt=attempt)
     return AttemptFailedError(
         f"run {request.run_name!r} was taken over by {record.owner.describe()} with resume=True; what this attempt "
         "trained after that counts for nothing",
@@ -88,49 +74,53 @@ def taken_over(store: RunStore, attempt: int, request: RunRequest) -> AttemptFai
 
 def classify(error: Exception, attempt: int) -> AttemptFailedError:
     """Decide from what ``fit()`` raised how the attempt ended."""
-    import ray.exceptions
+    if isinstance(error, AttemptFailedError):
+        return error
+    outcome, message = _of_fit(error)
+    return AttemptFailedError(message, outcome=outcome, attempt=attempt)
+
+
+def _of_storage(error: OSError, message: str) -> tuple[Outcome, str]:
+    """The ending by a storage error; a fault that is known has a message of its own."""
+    known = str(error) if isinstance(error, StorageFaultError) else message
+    return Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR, known
+
+
+def _of_fit(error: Exception) -> tuple[Outcome, str]:
+    import ray.exceptions as rays
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.elastic.failures import (
-        CapacityTimeoutError,
-        decisive,
-        is_death,
-    )
-
-    def failed(outcome: Outcome, message: str) -> AttemptFailedError:
-        return AttemptFailedError(message, outcome=outcome, attempt=attempt)
+    from prefect_elastic_train.elastic.failures import CapacityTimeoutError, decisive, is_death
 
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
-        return failed(Outcome.INVALID, str(cause))
+        return Outcome.INVALID, str(cause)
     if isinstance(cause, CapacityTimeoutError):
-        return failed(Outcome.TIMED_OUT, str(cause))
+        return Outcome.TIMED_OUT, str(cause)
     if isinstance(error, WorkerGroupError):
         found = decisive(error.worker_failures.values())
         if isinstance(found, StorageFaultError):
-            return failed(_storage_outcome(found), str(found))
+            return _of_storage(found, str(found))
         if found is not None:
-            return failed(Outcome.USER_ERROR, f"{found} (FailureBudget.ignored_checkpoint is 'fail')")
+            return Outcome.USER_ERROR, f"{found} (FailureBudget.ignored_checkpoint is 'fail')"
         texts, also = distinct({rank: f"{type(e).__name__}: {e}" for rank, e in error.worker_failures.items()})
         why = "; ".join(causes(texts, also))
         # When a rank dies, the others fail in their collectives: then its death is the cause.
         if not any(is_death(failure) for failure in error.worker_failures.values()):
-            return failed(Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows: {why}")
-        return failed(Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows: {why}")
+            return Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows: {why}"
+        return Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows: {why}"
     if isinstance(error, PreemptionError):
-        return failed(Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}")
+        return Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}"
     if isinstance(error, TypeError) and "serialize" in str(error):
-        return failed(Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}")
-    if isinstance(cause, ray.exceptions.RuntimeEnvSetupError):
-        return failed(Outcome.INVALID, f"the runtime environment cannot be set up: {cause}")
-    if isinstance(cause, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
-        return failed(Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(str(cause))}")
+        return Outcome.INVALID, f"the train loop or its configuration cannot be sent to the workers: {error}"
+    if isinstance(cause, rays.RuntimeEnvSetupError):
+        return Outcome.INVALID, f"the runtime environment cannot be set up: {cause}"
+    if isinstance(cause, rays.ActorDiedError | rays.ActorUnavailableError):
+        return Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(str(cause))}"
     # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
-    if isinstance(cause, ray.exceptions.RaySystemError | ray.exceptions.GetTimeoutError | ConnectionError):
-        return failed(Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}")
-    if isinstance(cause, StorageFaultError):
-        return failed(_storage_outcome(cause), str(cause))
+    if isinstance(cause, rays.RaySystemError | rays.GetTimeoutError | ConnectionError):
+        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
     if isinstance(cause, OSError):
-        return failed(_storage_outcome(cause), f"the run directory could not be written: {cause}")
-    return failed(Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}")
+        return _of_storage(cause, f"the run directory could not be written: {cause}")
+    return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}"

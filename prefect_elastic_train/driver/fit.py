@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import inspect
 import logging
-import os
+import operator
 import pickle
 import sys
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from typing import Any
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.core.spec import DriverSpec
-from prefect_elastic_train.driver.endings import classify
 from prefect_elastic_train.elastic.sending import Receiving
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.storage.store import RunStore
@@ -34,83 +33,59 @@ class Prepared:
 
 
 def prepare(spec: DriverSpec) -> Prepared:
-    """Import the framework and unpickle the user's objects.
+    """Import the framework, unpickle the user's objects, and let Ray judge what it is configured with.
 
     Raises:
         AttemptFailedError: Something of it does not work out; outcome ``invalid``.
     """
+    request = spec.request
     sys.path[:] = list(dict.fromkeys([*sys.path, *spec.sys_path]))
     try:
-        if spec.request.framework == "torch":
-            import ray.train.torch  # noqa: F401
-        elif spec.request.framework == "jax":
-            import jax  # noqa: F401
+        if request.framework != "none":
+            importlib.import_module({"torch": "ray.train.torch", "jax": "jax"}[request.framework])
     except ImportError as error:
-        raise AttemptFailedError(
-            f"framework {spec.request.framework!r} is not installed where the driver runs ({error}); install it with "
-            f"`pip install 'prefect-elastic-train[{spec.request.framework}]'`",
-            outcome=Outcome.INVALID,
+        raise _invalid(
+            f"framework {request.framework!r} is not installed where the driver runs ({error}); install it with "
+            f"`pip install 'prefect-elastic-train[{request.framework}]'`"
         ) from error
     try:
-        payload = pickle.loads(spec.request.payload)
+        payload = pickle.loads(request.payload)
         loop = resolve_loop(payload.train_loop) if isinstance(payload.train_loop, str) else payload.train_loop
         check_loop(loop)
     except ConfigurationError as error:
-        raise AttemptFailedError(str(error), outcome=Outcome.INVALID) from error
+        raise _invalid(str(error)) from error
     except Exception as error:
-        raise AttemptFailedError(
-            f"the driver cannot load train loop {spec.request.fingerprint.loop!r} and its configuration: "
-            f"{type(error).__name__}: {error}. What it refers to must be {_where_importable(spec)}, or defined in the "
-            "flow's own script",
-            outcome=Outcome.INVALID,
+        where = "in the cluster (send it with working_dir of the RayCluster, or install it there)"
+        if not spec.cluster.is_submitted:
+            where = "by another process of this Python environment"
+        raise _invalid(
+            f"the driver cannot load train loop {request.fingerprint.loop!r} and its configuration: "
+            f"{type(error).__name__}: {error}. What it refers to must be importable {where}, or defined in the "
+            "flow's own script"
         ) from error
-    _check_configuration(spec, payload)
+    try:
+        _check_configuration(spec, payload)
+    except (TypeError, ValueError) as error:
+        raise _invalid(f"Ray does not accept the configuration: {error}") from error
     return Prepared(loop, payload)
 
 
-def _where_importable(spec: DriverSpec) -> str:
-    if spec.cluster.is_submitted:
-        return "importable in the cluster (send it with working_dir of the RayCluster, or install it there)"
-    return "importable by another process of this Python environment"
-
-
 def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
-    """Let Ray judge what it is configured with, before anything of it starts.
-
-    Raises:
-        AttemptFailedError: Ray would refuse it later, in words of its own; outcome ``invalid``.
-    """
+    """Raise what Ray says of a configuration, before anything of it starts."""
     from ray.runtime_env import RuntimeEnv
+    from ray.train.backend import BackendConfig
 
     from prefect_elastic_train.elastic.translate import resources_per_worker
 
-    try:
-        resources_per_worker(spec.scaling)
-        environments = [spec.request.worker_runtime_env]
-        if not spec.cluster.is_submitted:  # a job has its environment by now
-            environments.append(spec.cluster.runtime_env)
-            _check_folder(spec.cluster.working_dir)
-        for environment in environments:
-            _check_folder(str(environment.get("working_dir") or ""))
-            RuntimeEnv(**environment)
-        if spec.request.framework == "torch" and payload.torch_config is not None:
-            from ray.train.torch import TorchConfig
-
-            if not isinstance(payload.torch_config, TorchConfig):
-                raise TypeError(f"torch_config must be a ray.train.torch.TorchConfig, got {payload.torch_config!r}")
-        if spec.request.framework == "jax" and payload.jax_config is not None:
-            from ray.train.v2.jax import JaxConfig
-
-            if not isinstance(payload.jax_config, JaxConfig):
-                raise TypeError(f"jax_config must be a ray.train.v2.jax.JaxConfig, got {payload.jax_config!r}")
-    except (TypeError, ValueError) as error:
-        raise AttemptFailedError(f"Ray does not accept the configuration: {error}", outcome=Outcome.INVALID) from error
+    resources_per_worker(spec.scaling)
+    RuntimeEnv(**spec.request.worker_runtime_env)
+    for config in (payload.torch_config, payload.jax_config):
+        if not isinstance(config, BackendConfig | None):
+            raise TypeError(f"torch_config and jax_config are Ray's TorchConfig and JaxConfig, got {config!r}")
 
 
-def _check_folder(working_dir: str) -> None:
-    local = working_dir and "://" not in working_dir
-    if local and not os.path.exists(os.path.expanduser(working_dir)):
-        raise ValueError(f"working_dir {working_dir!r} does not exist on this machine")
+def _invalid(message: str) -> AttemptFailedError:
+    return AttemptFailedError(message, outcome=Outcome.INVALID)
 
 
 def resolve_loop(path: str) -> Callable[..., Any]:
@@ -140,7 +115,7 @@ def ends_at_import(error: SystemExit) -> str:
 
 
 def function_in(module: ModuleType, function_name: str, path: str) -> Callable[..., Any]:
-    """Give a train loop of a module.
+    """Return a train loop of a module.
 
     Args:
         module: The module.
@@ -150,44 +125,38 @@ def function_in(module: ModuleType, function_name: str, path: str) -> Callable[.
     Raises:
         ConfigurationError: It has no such function.
     """
-    found: Any = module
-    for part in function_name.split("."):
-        if not hasattr(found, part):
-            raise ConfigurationError(f"train loop {path!r}: {module.__name__!r} has no {function_name!r}")
-        found = getattr(found, part)
+    try:
+        found: Callable[..., Any] = operator.attrgetter(function_name)(module)
+    except AttributeError as error:
+        raise ConfigurationError(f"train loop {path!r}: {module.__name__!r} has no {function_name!r}") from error
     if not callable(found):
         raise ConfigurationError(
             f"train loop {path!r} is a {type(found).__name__}; it must be a function of no argument or of the config"
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check_loop(loop: Callable[..., Any]) -> None:
     """Check that a loop takes nothing or the config.
 
     Raises:
-        ConfigurationError: It requires more arguments.
+        ConfigurationError: It requires more arguments, or one by name: Ray Train passes the config by position.
     """
     try:
         parameters = inspect.signature(loop).parameters.values()
     except (TypeError, ValueError):
         return
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    names = ", ".join(parameter.name for parameter in required)
-    if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in required) and len(required) == 1:
-        raise ConfigurationError(
-            f"train loop {getattr(loop, '__name__', loop)!r} takes {names} by name only; Ray Train passes the "
-            "train_loop_config by position"
-        )
-    if len(required) > 1:
+    if len(required) > 1 or any(parameter.kind is parameter.KEYWORD_ONLY for parameter in required):
+        names = ", ".join(parameter.name for parameter in required)
         raise ConfigurationError(
             f"train loop {getattr(loop, '__name__', loop)!r} requires {len(required)} arguments "
-            f"({names}); it may take none, or one: the train_loop_config"
+            f"({names}); it may take none, or one by position: the train_loop_config"
         )
 
 
 def make_datasets(prepared: Prepared, attempt: int) -> dict[str, Any]:
-    """Give the datasets, calling the functions that make them.
+    """Return the datasets, calling the functions that make them.
 
     Raises:
         AttemptFailedError: One of them failed; outcome ``user_error``.
@@ -199,11 +168,8 @@ def make_datasets(prepared: Prepared, attempt: int) -> dict[str, Any]:
         return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
     except Exception as error:
         logger.error("the datasets could not be made", exc_info=True)
-        raise AttemptFailedError(
-            f"the datasets could not be made: {type(error).__name__}: {error}",
-            outcome=Outcome.USER_ERROR,
-            attempt=attempt,
-        ) from error
+        message = f"the datasets could not be made: {type(error).__name__}: {error}"
+        raise AttemptFailedError(message, outcome=Outcome.USER_ERROR, attempt=attempt) from error
 
 
 def fit(
@@ -214,7 +180,7 @@ def fit(
     context: RunContext,
     receiving: Receiving,
 ) -> None:
-    """Train until the loop has returned on all ranks.
+    """Train until the loop has returned on all ranks; raises what Ray Train raises otherwise.
 
     Args:
         spec: What the driver was told.
@@ -225,7 +191,7 @@ def fit(
         receiving: Where the driver listens to the controller.
 
     Raises:
-        AttemptFailedError: Training ended otherwise.
+        AttemptFailedError: Ray Train does not accept the configuration; outcome ``invalid``.
     """
     from ray.train import DataConfig
 
@@ -259,19 +225,12 @@ def fit(
             jax_config=payload.jax_config,
         )
     except (TypeError, ValueError, DeprecationWarning) as error:
-        raise AttemptFailedError(
-            f"Ray Train does not accept the configuration: {error}", outcome=Outcome.INVALID
-        ) from error
-    except OSError as error:
-        raise classify(error, attempt) from error  # Ray tries the storage when it is configured
-    try:
-        trainer.fit()
-    except Exception as error:
-        raise classify(error, attempt) from error
+        raise _invalid(f"Ray Train does not accept the configuration: {error}") from error
+    trainer.fit()
 
 
 def requester_id(store: RunStore) -> str:
-    """Give the id that every attempt of a run reserves resources under."""
+    """Return the id that every attempt of a run reserves resources under."""
     digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
     name = store.path.rpartition("/")[2]
     return f"elastic-train-{name}-{digest}"

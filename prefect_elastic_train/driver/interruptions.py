@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from contextlib import suppress
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _noticed: Counter[int] = Counter()
@@ -14,18 +15,15 @@ _pipe_lock = threading.Lock()
 
 
 def interruptions(*numbers: signal.Signals) -> int:
-    """Give how many times this process was told to end, as far as that was noticed.
+    """Return how many times this process was told to end, as far as that was noticed.
 
     Args:
         numbers: The signals that count; default SIGTERM and SIGINT.
     """
     with _pipe_lock:
-        if _pipe is not None:
-            try:
-                while received := os.read(_pipe[0], 64):
-                    _noticed.update(received)
-            except BlockingIOError:
-                pass
+        with suppress(BlockingIOError):
+            while _pipe is not None and (received := os.read(_pipe[0], 64)):
+                _noticed.update(received)
         return sum(_noticed[number] for number in numbers or _ENDING_SIGNALS)
 
 

@@ -47,9 +47,10 @@ def main() -> int:
         event = {"kind": "attempt_ended", "sequence": 1, "outcome": "invalid", "final": True, "message": problem}
         sys.stdout.write(f"{TAG}{json.dumps(event)}\n")
         return 1
-    from prefect_elastic_train.driver.main import main as run_driver
+    from prefect_elastic_train.driver.__main__ import main as run_driver
 
-    return run_driver([os.path.join(folder, "spec")])
+    run_driver([os.path.join(folder, "spec")])
+    return 0
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
         AttemptFailedError: Nothing answers, or it does not let us in.
     """
     address = _cluster_address(spec)
-    _wait_for_listener(spec, address)
-    _check_head(spec, address)
+    _check_head(address, spec.cluster.connect_timeout_seconds)
     import ray
 
     from prefect_elastic_train.elastic.translate import job_config
@@ -44,7 +43,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     # Ray's tools in the workers would otherwise look for any cluster on their host.
     user_env["env_vars"] = {"RAY_ADDRESS": address, **user_env.get("env_vars", {})}
     on_termination = signal.getsignal(signal.SIGTERM)
-    own_path = [p for p in spec.sys_path if p and os.path.isdir(p) and not _is_installed(p)]
+    own_path = [folder for folder in spec.sys_path if folder and os.path.isdir(folder) and not _is_installed(folder)]
     try:
         context = ray.init(
             address=address,
@@ -53,8 +52,10 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
             log_to_driver=True,
             logging_level=logging.WARNING,
         )
+    except (TypeError, ValueError) as error:
+        raise AttemptFailedError(f"Ray does not accept the configuration: {error}", outcome=Outcome.INVALID) from error
     except Exception as error:
-        raise _connection_failure(address, error) from error
+        raise _lost(f"cannot join the Ray cluster at {address}: {type(error).__name__}: {str(error)[:1000]}") from error
     # ray.init takes SIGTERM over; keep ours, which ends the attempt in order.
     signal.signal(signal.SIGTERM, on_termination)
     return address, context.dashboard_url or "", ray.cluster_resources()
@@ -73,78 +74,72 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
     Raises:
         AttemptFailedError: ``min_workers`` do not fit, or the node is not what they ask for; outcome ``invalid``.
     """
+    scaling, problem = spec.scaling, ""
     if not spec.cluster.is_local:
-        return spec.scaling
+        return scaling
     from prefect_elastic_train.elastic.translate import resources_per_worker
 
-    _check_local_placement(spec.scaling)
-    cpus_for_datasets = 1 if spec.request.has_datasets else 0
-    fitting = spec.scaling.max_workers
-    for name, amount in resources_per_worker(spec.scaling).items():
+    if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
+        problem = "label_selector and placement_strategy 'STRICT_SPREAD' want nodes that others join"
+        problem += ", and the local cluster is one node without labels; leave them at their defaults"
+    cpus_for_datasets = int(spec.request.has_datasets)
+    fitting = scaling.max_workers
+    for name, amount in resources_per_worker(scaling).items():
         there = resources.get(name, 0) - (cpus_for_datasets if name == "CPU" else 0)
-        needed = amount * spec.scaling.min_workers
-        if needed > there:
+        if amount * scaling.min_workers > there:
             beside = f" beside the {cpus_for_datasets} for the datasets" if name == "CPU" and cpus_for_datasets else ""
-            raise AttemptFailedError(
-                f"min_workers={spec.scaling.min_workers} need {needed:g} {name}, and the local cluster on this "
-                f"machine has {there:g}{beside}; lower min_workers or resources_per_worker, set num_cpus or "
-                "num_gpus of the RayCluster, or join a larger cluster",
-                outcome=Outcome.INVALID,
-            )
-        if amount:
+            needed = f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}"
+            problem = f"{needed}, and the local cluster on this machine has {there:g}{beside}; lower min_workers or "
+            problem += "resources_per_worker, set num_cpus or num_gpus"
+        elif amount:
             fitting = min(fitting, int(there / amount))
-    return spec.scaling.model_copy(update={"max_workers": fitting}) if cpus_for_datasets else spec.scaling
-
-
-def _check_local_placement(scaling: ScalingSettings) -> None:
-    problem = ""
-    if scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1:
-        problem = "placement_strategy 'STRICT_SPREAD' wants a node for each worker"
-    elif scaling.label_selector:
-        problem = f"label_selector {scaling.label_selector} wants labelled nodes"
     if problem:
-        raise AttemptFailedError(
-            f"{problem}, and the local cluster is one node without labels; leave the field at its default, or join a "
-            "cluster that has such nodes",
-            outcome=Outcome.INVALID,
-        )
+        raise AttemptFailedError(f"{problem}, or join a larger cluster", outcome=Outcome.INVALID)
+    return scaling.model_copy(update={"max_workers": fitting}) if cpus_for_datasets else scaling
 
 
 def _cluster_address(spec: DriverSpec) -> str:
     if spec.cluster.is_submitted:
         return os.environ["RAY_ADDRESS"]  # Ray tells it its jobs
-    if not spec.address_file:
-        return spec.cluster.address if spec.cluster.address != "auto" else _address_of_this_host()
-    deadline = time.monotonic() + _ADDRESS_FILE_SECONDS
-    path = Path(spec.address_file)
-    while time.monotonic() < deadline:
-        if path.exists() and (address := path.read_text().strip()):
-            if address.startswith("!"):
-                raise AttemptFailedError(address[1:], outcome=Outcome.CLUSTER_LOST)
-            return address
-        time.sleep(0.05)
-    raise AttemptFailedError("the local cluster gave no address", outcome=Outcome.CLUSTER_LOST)
-
-
-def _address_of_this_host() -> str:
+    if spec.address_file:
+        return _told_address(Path(spec.address_file))
+    if spec.cluster.address != "auto":
+        return spec.cluster.address
     from prefect_elastic_train.elastic.cluster import find_address
 
     try:
         return find_address()
     except (ConnectionError, ValueError, OSError) as error:
-        raise AttemptFailedError(
+        raise _lost(
             f"address 'auto' finds no single Ray cluster on this machine ({error}); start one with "
-            "`ray start --head`, set RAY_ADDRESS, or give host:port as address of the RayCluster",
-            outcome=Outcome.CLUSTER_LOST,
+            "`ray start --head`, set RAY_ADDRESS, or give host:port as address of the RayCluster"
         ) from error
 
 
-def _wait_for_listener(spec: DriverSpec, address: str) -> None:
-    """Wait until something listens at the address, since Ray itself ends the process if nothing does."""
+def _told_address(path: Path) -> str:
+    """Wait for the address of the local cluster, or what keeps it from starting."""
+    deadline = time.monotonic() + _ADDRESS_FILE_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise _lost("the local cluster gave no address")
+        time.sleep(0.05)
+    address = path.read_text()
+    if address.startswith("!"):
+        raise _lost(address[1:])
+    return address
+
+
+def _check_head(address: str, timeout: float) -> None:
+    """Find out what answers at an address before Ray's client tries.
+
+    That cannot say why it fails, and ends the process if nothing listens.
+    """
+    from prefect_elastic_train.elastic.cluster import HeadAnswer, ask_head
+
     host, _, port = address.rpartition(":")
     try:
         for attempt in tenacity.Retrying(
-            stop=tenacity.stop_after_delay(spec.cluster.connect_timeout_seconds),
+            stop=tenacity.stop_after_delay(timeout),
             wait=tenacity.wait_exponential(multiplier=0.1, max=2.0),
             retry=tenacity.retry_if_exception_type(OSError),
             reraise=True,
@@ -152,18 +147,10 @@ def _wait_for_listener(spec: DriverSpec, address: str) -> None:
             with attempt:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
     except OSError as error:
-        raise AttemptFailedError(
-            f"no Ray cluster answers at {address} ({error}; tried for {spec.cluster.connect_timeout_seconds:g} s). "
-            "Start one there with `ray start --head`, or correct the address of the RayCluster",
-            outcome=Outcome.CLUSTER_LOST,
+        raise _lost(
+            f"no Ray cluster answers at {address} ({error}; tried for {timeout:g} s). Start one there with "
+            "`ray start --head`, or correct the address of the RayCluster"
         ) from error
-
-
-def _check_head(spec: DriverSpec, address: str) -> None:
-    """Find out what answers at the address before Ray's client tries, which cannot say why it fails."""
-    from prefect_elastic_train.elastic.cluster import HeadAnswer, ask_head
-
-    timeout = spec.cluster.connect_timeout_seconds
     answer = ask_head(address, timeout)
     if answer is HeadAnswer.REFUSED:
         raise AttemptFailedError(
@@ -171,18 +158,14 @@ def _check_head(spec: DriverSpec, address: str) -> None:
             outcome=Outcome.INVALID,
         )
     if answer is HeadAnswer.SILENT:
-        raise AttemptFailedError(
+        raise _lost(
             f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "
-            "of the head's GCS (`ray start --head --port=…`) as address of the RayCluster",
-            outcome=Outcome.CLUSTER_LOST,
+            "of the head's GCS (`ray start --head --port=…`) as address of the RayCluster"
         )
 
 
-def _connection_failure(address: str, error: Exception) -> AttemptFailedError:
-    return AttemptFailedError(
-        f"cannot join the Ray cluster at {address}: {type(error).__name__}: {str(error)[:1000]}",
-        outcome=Outcome.CLUSTER_LOST,
-    )
+def _lost(message: str) -> AttemptFailedError:
+    return AttemptFailedError(message, outcome=Outcome.CLUSTER_LOST)
 
 
 def _is_installed(path: str) -> bool:

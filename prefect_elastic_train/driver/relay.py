@@ -1,26 +1,46 @@
-"""Takes the events of an attempt from the controller, and writes them to the driver's standard output."""
+"""What an attempt tells: takes the events of its controller, and writes them to its supervisor and into the history."""
 
 from __future__ import annotations
 
 import hmac
+import io
 import logging
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
 from prefect_elastic_train.core.bounds import whole_lines
-from prefect_elastic_train.core.events import EVENT_TAG, Event, decode_event
+from prefect_elastic_train.core.events import (
+    ALIVE_SECONDS,
+    EVENT_TAG,
+    ControllerAlive,
+    Event,
+    GroupFailed,
+    Report,
+    RunRecalled,
+    decode_event,
+)
+from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
+from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.history import HistoryWriter, read_history
+from prefect_elastic_train.storage.retrying_store import RetryingStore
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("prefect_elastic_train.driver")
 
 _MAX_REST = 100_000
 _PIECE_BYTES = 64 * 1024
+#: How long after a failure what Ray says of it is written: the lines of other processes take a moment to come.
+_DETAILS_SECONDS = 2.0
+#: How long the history may take to read before an attempt begins.
+_RECALL_SECONDS = 20.0
 
 
 class EventReceiver:
@@ -28,6 +48,9 @@ class EventReceiver:
 
     Args:
         handle: Called with each event, from a thread.
+
+    Attributes:
+        receiving: Where a sender reaches this receiver.
     """
 
     def __init__(self, handle: Callable[[Event], None]) -> None:
@@ -35,12 +58,8 @@ class EventReceiver:
         self._key = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._reading: list[threading.Thread] = []
+        self.receiving: Receiving = self._listener.getsockname()[1], self._key
         threading.Thread(target=self._accept, name="elastic-train-receiver", daemon=True).start()
-
-    @property
-    def receiving(self) -> Receiving:
-        """Where a sender reaches this receiver."""
-        return self._listener.getsockname()[1], self._key
 
     def finish(self, timeout_seconds: float) -> None:
         """Wait, for a while, until the senders have said all and left."""
@@ -53,30 +72,25 @@ class EventReceiver:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
+        with suppress(OSError):  # it was closed
+            while True:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._read, args=(connection,), daemon=True)
-            thread.start()
-            self._reading.append(thread)
+                thread = threading.Thread(target=self._read, args=(connection,), daemon=True)
+                thread.start()
+                self._reading.append(thread)
 
     def _read(self, connection: socket.socket) -> None:
-        with connection:
+        with connection, suppress(OSError):
             # What a broken connection has cut in two is sent again.
             lines = whole_lines(iter(partial(connection.recv, _PIECE_BYTES), b""), with_rest=False)
-            try:
-                if not hmac.compare_digest(next(lines, b""), self._key.encode()):
-                    return
-                for line in filter(None, lines):
-                    event = decode_event(line)
-                    if event is not None:
-                        self._handle(event)
-                    else:
-                        logger.warning("an event of %d bytes cannot be read and is lost: %r", len(line), line[:200])
-            except OSError:
+            if not hmac.compare_digest(next(lines, b""), self._key.encode()):
                 return
+            for line in filter(None, lines):
+                event = decode_event(line)
+                if event is not None:
+                    self._handle(event)
+                else:
+                    logger.warning("an event of %d bytes cannot be read and is lost: %r", len(line), line[:200])
 
 
 class EventOutput:
@@ -84,10 +98,12 @@ class EventOutput:
 
     Everything that Python prints in this process goes through it too, since Ray prints the workers' output
     from threads of its own.
+
+    Attributes:
+        is_shared: Others write into the same file, and perhaps no whole lines.
     """
 
     def __init__(self, stream: IO[str]) -> None:
-        #: Others write into the same file, and perhaps no whole lines.
         self.is_shared = False
         self._descriptor = os.dup(stream.fileno())
         self._lock = threading.Lock()
@@ -107,14 +123,12 @@ class EventOutput:
 
     def _write(self, line: bytes) -> bool:
         begin = "\n" if self.is_shared else ""
-        try:
+        with suppress(OSError):  # the supervisor is gone, and with it soon this process
             self.write_text(f"{begin}{EVENT_TAG}{line.decode()}\n")
-        except OSError:  # the supervisor is gone, and with it soon this process
-            pass
         return True
 
 
-class LineStream:
+class LineStream(io.TextIOBase):
     """A text stream that hands on whole lines, to stand in for ``sys.stdout``."""
 
     encoding = "utf-8"
@@ -135,18 +149,6 @@ class LineStream:
             self._write_lines(pending if is_whole else f"{pending}\n")
         return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Write several texts."""
-        for text in lines:
-            self.write(text)
-
-    def flush(self) -> None:
-        """Do nothing: lines are handed on as they are completed."""
-
-    def isatty(self) -> bool:
-        """Nobody reads this at a terminal."""
-        return False
-
     def writable(self) -> bool:
         """Text can be written."""
         return True
@@ -154,3 +156,90 @@ class LineStream:
     def fileno(self) -> int:
         """Descriptor of the real stream, for faulthandler and the like."""
         return self._descriptor
+
+
+class AttemptTeller:
+    """Numbers the events of an attempt and sends them on, into the history once the attempt is begun; for any thread.
+
+    Args:
+        output: To the supervisor.
+        details: What Ray has said itself.
+        store: The run directory.
+
+    Attributes:
+        attempt: Number of the attempt, 0 until it is begun.
+        history: Where its events are kept from then on.
+    """
+
+    def __init__(self, output: EventOutput, details: Details, store: RetryingStore) -> None:
+        self.attempt = 0
+        self.history: HistoryWriter | None = None
+        self._output = output
+        self._details = details
+        self._store = store
+        self._lock = threading.Lock()
+        self._sequence = self._reports = 0
+        self._doing, self._since = "", 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._show_life, name="elastic-train-life", daemon=True).start()
+
+    def emit(self, event: Event) -> None:
+        """Number an event and send it to the supervisor and into the history."""
+        with self._lock:
+            self._sequence += 1
+            update: dict[str, Any] = {"sequence": self._sequence, "attempt": self.attempt}
+            if isinstance(event, Report):
+                self._reports += 1
+                update["index"] = self._reports
+            event = event.model_copy(update=update)
+            self._output.put(event)
+            if self.history is not None:
+                self.history.add(event)
+        if isinstance(event, GroupFailed):
+            self._details.keep_errors(event.errors, event.also)
+            later = threading.Timer(_DETAILS_SECONDS, self.write_details)
+            later.daemon = True
+            later.start()
+
+    def doing(self, what: str) -> None:
+        """Stand in for the controller, which does not live, during what may rightly take its time; "" is nothing."""
+        self._doing, self._since = what, time.time()
+
+    def close(self) -> None:
+        """Wait, for a while, until everything is told."""
+        self._closed.set()
+        if self.history is not None:
+            self.history.close()
+
+    def write_details(self) -> None:
+        """Write what Ray has said itself beside the run's records."""
+        try:
+            self._store.impatient(1.0).replace(layout.details_name(self.attempt), self._details.content())
+        except OSError as error:
+            logger.warning("could not write the details of what failed: %s", error)
+
+    def recall(self, spec: DriverSpec) -> None:
+        """Tell a supervisor what it may not have seen: what the history adds up to. Not at any price."""
+        from prefect_elastic_train.report.run_report import RunReport
+
+        deadline = time.monotonic() + _RECALL_SECONDS
+        report = RunReport(
+            run_name=spec.request.run_name,
+            score_attribute=spec.checkpoints.score_attribute,
+            score_order=spec.checkpoints.score_order,
+        )
+        self.doing("reading the history")
+        try:
+            for event in read_history(self._store.impatient(_RECALL_SECONDS)):
+                report.take(event)
+                if time.monotonic() > deadline:
+                    raise TimeoutError("it takes too long")
+            self.emit(RunRecalled(report=report.model_dump(mode="json")))
+        except Exception as error:  # noqa: BLE001 - a report is no reason to end a training
+            logger.warning("the history cannot be read; the run's report begins anew: %s", error)
+
+    def _show_life(self) -> None:
+        while not self._closed.wait(ALIVE_SECONDS):
+            if self._doing:
+                seconds = time.time() - self._since
+                self.emit(ControllerAlive(doing=self._doing, seconds=seconds, droppable=True))

@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,13 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Configuratio
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
-from prefect_elastic_train.core.settings import (
-    ClusterSettings,
-    ScalingSettings,
-)
+from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.driver import attempt, telling
-from prefect_elastic_train.driver import fit as training
+from prefect_elastic_train.driver import attempt, relay
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import classify, end_by_error, end_by_signal
-from prefect_elastic_train.driver.fit import check_loop, prepare, resolve_loop
+from prefect_elastic_train.driver.fit import check_loop, prepare, requester_id, resolve_loop
 from prefect_elastic_train.driver.joining import fit_local_cluster
 from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.runs.commits import FencedOffError
@@ -61,46 +57,30 @@ class _Callable:
     def __call__(self, config: dict[str, Any]) -> None:
         """Train."""
 
-    def method(self, config: dict[str, Any]) -> None:
-        """Train."""
-
 
 def _two(config: dict[str, Any], other: int) -> None:
     """Not a loop."""
 
 
-LOOPS: list[Callable[..., Any]] = [
-    lambda: None,
-    lambda config: None,
-    lambda config, extra=1: None,
-    lambda *arguments: None,
-    lambda **arguments: None,
-    lambda config, *arguments, **more: None,
-    _Callable(),
-    _Callable().method,
-    functools.partial(_two, other=1),
-]
+def _by_name(*, config: dict[str, Any]) -> None:
+    """Ray passes the config by position."""
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_of_nothing_or_of_the_config_is_accepted(loop: Callable[..., Any]) -> None:
-    check_loop(loop)
-
-
-@pytest.mark.parametrize("loop", [_two, lambda config, other: None, lambda config, other, *, more: None])
-def test_a_loop_that_wants_more_is_refused_with_the_names(loop: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigurationError) as refused:
+def test_a_loop_of_nothing_or_of_the_config_is_accepted_and_any_other_is_refused_with_the_names() -> None:
+    for loop in (
+        lambda: None,
+        lambda config: None,
+        lambda config, extra=1: None,
+        lambda **arguments: None,
+        lambda config, *arguments, **more: None,
+        _Callable(),
+        functools.partial(_two, other=1),
+    ):
         check_loop(loop)
-    for words in (loop.__name__, "config, other", "it may take none, or one"):
-        assert words in str(refused.value)
-
-
-def test_a_loop_that_wants_its_config_by_name_only_is_refused() -> None:
-    def loop(*, config: dict[str, Any]) -> None:
-        """Ray passes the config by position."""
-
-    with pytest.raises(ConfigurationError, match="config"):
-        check_loop(loop)
+    for refused, words in ((_two, "'_two' requires 2 arguments (config, other)"), (_by_name, "(config)")):
+        with pytest.raises(ConfigurationError) as error:
+            check_loop(refused)
+        assert words in str(error.value)
 
 
 @pytest.fixture
@@ -117,37 +97,31 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "a_users_package"
 
 
-def test_a_loop_is_found_by_its_path(package: str) -> None:
-    assert resolve_loop(f"{package}.training:loop")({}) == "plain"
-    assert resolve_loop(f"{package}.training:Trainer.loop")({}) == "nested"
-
-
 @pytest.mark.parametrize(
     ("path", "words"),
     [
         ("nowhere:loop", ["'nowhere:loop'", "'nowhere'", "ModuleNotFoundError"]),
-        ("a_users_package.training:missing", ["'a_users_package.training'", "no 'missing'"]),
-        ("a_users_package.training:Trainer.missing", ["no 'Trainer.missing'"]),
+        ("a_users_package.training:Trainer.missing", ["'a_users_package.training'", "no 'Trainer.missing'"]),
         ("a_users_package.training", ["has no"]),
         ("a_users_package.training:NUMBER", ["is a int", "must be a function"]),
         ("a_users_package.broken:loop", ["cannot be imported", "RuntimeError: no licence"]),
     ],
 )
-def test_a_path_without_a_loop_is_refused_with_what_is_wrong(package: str, path: str, words: list[str]) -> None:
+def test_a_loop_is_found_by_its_path_and_a_path_without_one_is_refused_with_what_is_wrong(
+    package: str, path: str, words: list[str]
+) -> None:
+    assert resolve_loop(f"{package}.training:Trainer.loop")({}) == "nested"
     with pytest.raises(ConfigurationError) as refused:
         resolve_loop(path)
     for word in words:
         assert word in str(refused.value)
 
 
-def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports(package: str) -> None:
+def test_the_driver_prepares_a_loop_that_was_sent_and_one_that_it_imports_where_the_flow_found_it(
+    tmp_path: Path,
+) -> None:
     sent = prepare(_spec(dump_payload(Payload(train_loop=lambda config: "sent"))))
     assert sent.train_loop({}) == "sent"
-    imported = prepare(_spec(dump_payload(Payload(train_loop=f"{package}.training:loop"))))
-    assert imported.train_loop({}) == "plain"
-
-
-def test_the_driver_finds_modules_where_the_flow_found_them(tmp_path: Path) -> None:
     (tmp_path / "beside_the_flow.py").write_text("def loop(config): return 'beside'\n")
     payload = dump_payload(Payload(train_loop="beside_the_flow:loop"))
     assert prepare(_spec(payload, sys_path=[str(tmp_path)])).train_loop({}) == "beside"
@@ -156,13 +130,14 @@ def test_the_driver_finds_modules_where_the_flow_found_them(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (b"torn", ["'loop'", "cannot load train loop"]),
+        (b"torn", ["cannot load train loop 'loop'"]),
         (pickle.dumps(Payload(train_loop="nowhere:loop")), ["'nowhere:loop'"]),
         (dump_payload(Payload(train_loop=lambda a, b: None)), ["requires 2 arguments"]),
+        (dump_payload(Payload(train_loop=lambda: None, torch_config=3)), ["Ray's TorchConfig", "got 3"]),
     ],
-    ids=["torn", "not there", "wants more"],
+    ids=["torn", "not there", "wants more", "no configuration"],
 )
-def test_a_loop_that_cannot_be_prepared_ends_the_attempt_as_invalid(payload: bytes, words: list[str]) -> None:
+def test_what_cannot_be_prepared_ends_the_attempt_as_invalid(payload: bytes, words: list[str]) -> None:
     with pytest.raises(AttemptFailedError) as failed:
         prepare(_spec(payload))
     assert failed.value.outcome is Outcome.INVALID
@@ -170,49 +145,48 @@ def test_a_loop_that_cannot_be_prepared_ends_the_attempt_as_invalid(payload: byt
         assert word in str(failed.value)
 
 
-def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers() -> None:
-    spec = _spec(scaling=ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU": 2}))
-    fit_local_cluster(spec, {"CPU": 8.0})
+LARGE = ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU": 2})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "has_datasets", "fitting", "says"),
+    [
+        (LARGE, False, 8, ""),  # capacity decides, as always
+        (LARGE, True, 0, "min_workers=4 need 8 CPU, and the local cluster on this machine has 7 beside the 1"),
+        (ScalingSettings(max_workers=12), True, 7, ""),
+        (ScalingSettings(accelerator="gpu"), False, 0, "need 1 GPU"),
+        (ScalingSettings(max_workers=2, placement_strategy="STRICT_SPREAD"), False, 0, "one node without labels"),
+    ],
+)
+def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers(
+    scaling: ScalingSettings, has_datasets: bool, fitting: int, says: str
+) -> None:
+    told = _spec(scaling=scaling)
+    told = replace(told, request=replace(told.request, has_datasets=has_datasets))
+    joined = replace(told, cluster=ClusterSettings(address="auto"))
+    assert fit_local_cluster(joined, {}) == scaling, "others may join it"
+    if fitting:
+        assert fit_local_cluster(told, {"CPU": 8.0}).max_workers == fitting
+        return
     with pytest.raises(AttemptFailedError) as refused:
-        fit_local_cluster(spec, {"CPU": 7.0})
+        fit_local_cluster(told, {"CPU": 8.0})
     assert refused.value.outcome is Outcome.INVALID
-    assert "min_workers=4 need 8 CPU, and the local cluster on this machine has 7" in str(refused.value)
-    gpus = _spec(scaling=ScalingSettings(accelerator="gpu"))
-    with pytest.raises(AttemptFailedError, match="need 1 GPU"):
-        fit_local_cluster(gpus, {"CPU": 64.0})
+    assert says in str(refused.value)
 
 
-def test_workers_on_a_local_cluster_leave_a_cpu_to_the_datasets() -> None:
-    spec = _spec(scaling=ScalingSettings(min_workers=1, max_workers=8))
-    assert fit_local_cluster(spec, {"CPU": 3.0}).max_workers == 8, "capacity decides, as always"
-    with_datasets = replace(spec, request=replace(spec.request, has_datasets=True))
-    assert fit_local_cluster(with_datasets, {"CPU": 3.0}).max_workers == 2
-    large = replace(with_datasets, scaling=ScalingSettings(min_workers=3, max_workers=3))
-    with pytest.raises(AttemptFailedError, match="has 2 beside the 1 for the datasets"):
-        fit_local_cluster(large, {"CPU": 3.0})
-
-
-def test_a_cluster_that_others_may_join_is_never_too_small() -> None:
-    spec = _spec(scaling=ScalingSettings(min_workers=100, max_workers=100), cluster=ClusterSettings(address="auto"))
-    assert fit_local_cluster(spec, {"CPU": 1.0}) == spec.scaling
-
-
-def _worker_died() -> Exception:
-    """Give what Ray Train says of a rank whose process was killed."""
-    return WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError())
-
+_DIED = WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError())
 
 ENDS: list[tuple[Exception, Outcome]] = [
-    (WorkerGroupError("boom", {0: ValueError("user")}), Outcome.USER_ERROR),
+    (AttemptFailedError("it is said already", outcome=Outcome.INVALID, attempt=3), Outcome.INVALID),
     (WorkerGroupError("boom", {0: ValueError("user"), 1: ConnectionError("peer closed")}), Outcome.USER_ERROR),
-    (WorkerGroupError("boom", {1: _worker_died()}), Outcome.CLUSTER_LOST),
-    (WorkerGroupError("boom", {0: RuntimeError("Connection closed by peer"), 1: _worker_died()}), Outcome.CLUSTER_LOST),
+    (WorkerGroupError("boom", {0: RuntimeError("Connection closed by peer"), 1: _DIED}), Outcome.CLUSTER_LOST),
     (WorkerGroupError("boom", {0: WorkerHealthCheckTimeoutError("a worker hangs")}), Outcome.CLUSTER_LOST),
     (WorkerGroupError("boom", {0: ray.exceptions.OutOfMemoryError("killed")}), Outcome.CLUSTER_LOST),
     (ControllerError(FencedOffError("attempt 1 was taken over by attempt 2")), Outcome.INVALID),
     (ControllerError(RuntimeError("FencedOffError: attempt 1 was taken over")), Outcome.INVALID),
     (ControllerError(OSError(28, "No space left on device")), Outcome.STORAGE_ERROR),
     (ControllerError(PermissionError("read-only")), Outcome.STORAGE_ERROR),
+    (ControllerError(TimeoutError(110, "the mount does not answer")), Outcome.DRIVER_LOST),
     (ControllerError(ValueError("a bug of Ray")), Outcome.DRIVER_LOST),
     (ray.exceptions.ActorDiedError(), Outcome.DRIVER_LOST),
     (ray.exceptions.ActorUnavailableError("gone", None), Outcome.DRIVER_LOST),
@@ -227,8 +201,7 @@ ENDS: list[tuple[Exception, Outcome]] = [
 @pytest.mark.parametrize(("error", "outcome"), ENDS, ids=lambda value: type(value).__name__)
 def test_what_fit_raised_becomes_an_outcome(error: Exception, outcome: Outcome) -> None:
     failed = classify(error, attempt=3)
-    assert failed.outcome is outcome
-    assert failed.attempt == 3
+    assert (failed.outcome, failed.attempt) == (outcome, 3)
 
 
 REST: list[tuple[Exception, Outcome, str]] = [
@@ -244,9 +217,8 @@ REST: list[tuple[Exception, Outcome, str]] = [
 @pytest.mark.parametrize(("error", "outcome", "says"), REST)
 def test_what_was_raised_around_fit_becomes_an_outcome(error: Exception, outcome: Outcome, says: str) -> None:
     ended = end_by_error(error, LocalStorageSettings(path="/runs"))
-    assert ended.outcome is outcome
+    assert (ended.outcome, ended.final) == (outcome, getattr(error, "final", False))
     assert says in ended.message
-    assert ended.final == getattr(error, "final", False)
 
 
 @pytest.mark.parametrize(
@@ -265,47 +237,37 @@ def test_the_message_of_a_user_error_is_a_line_with_rank_and_cause() -> None:
     assert str(failed) == "the train loop failed more often than max_failures allows: rank 1: ValueError: nan"
 
 
-def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_does(tmp_path: Path) -> None:
-    def requester(folder: str) -> str:
-        return training.requester_id(LocalRunStore(str(tmp_path / folder)))
-
-    assert requester("a/mnist") == requester("a/mnist")
-    assert len({requester("a/mnist"), requester("b/mnist"), requester("a/cifar")}) == 3
-    assert "mnist" in requester("a/mnist")
+def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_does() -> None:
+    names = [requester_id(LocalRunStore(f"/tmp/{folder}")) for folder in ("a/mnist", "a/mnist", "b/mnist", "a/cifar")]
+    assert names[0] == names[1]
+    assert len({*names}) == 3
 
 
-def test_a_driver_shows_life_while_it_takes_a_run_over_in_a_slow_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(telling, "ALIVE_SECONDS", 0.05)
-    monkeypatch.setattr(LocalRunStore, "folders", lambda self, folder="": time.sleep(0.5) or [])
-    with (tmp_path / "output").open("w") as file:
-        output = EventOutput(file)
-    driver = Attempt(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output, Details())
-    assert driver.begin().attempt == 1
-    output.close()
-    assert (tmp_path / "output").read_text().count('"controller_alive"') > 3
-
-
-def test_a_driver_shows_life_while_it_records_its_end_and_says_it_before_it_is_noted_for_other_runs(
+def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_noted_for_other_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = tmp_path / "output"
     with told.open("w") as file:
         output = EventOutput(file)
-    driver = Attempt(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output, Details())
-    driver.begin()
-    before = told.read_text().count('"controller_alive"')
-    monkeypatch.setattr(telling, "ALIVE_SECONDS", 0.05)
-    monkeypatch.setattr(attempt, "_LEAVE_SECONDS", 0.5)
-    monkeypatch.setattr(attempt, "end_attempt", lambda *arguments, **named: time.sleep(0.5))
+
+    def signs() -> int:
+        return told.read_text().count('"controller_alive"')
+
+    monkeypatch.setattr(relay, "ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(attempt, "_LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(LocalRunStore, "folders", lambda self, folder="": time.sleep(0.2) or [])
+    monkeypatch.setattr(attempt, "end_attempt", lambda *arguments, **named: time.sleep(0.2))
     away = threading.Event()
     monkeypatch.setattr(attempt, "note_completed", lambda storage, name: away.wait(20))
+    driver = Attempt(replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), output, Details())
+    driver.begin()
+    before = signs()
+    assert before > 3
+    driver.teller.doing("")
     began = time.monotonic()
     driver.close(AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={}))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 5
     away.set()
     output.close()
-    text = told.read_text()
-    assert text.count('"controller_alive"') - before > 3
-    assert '"attempt_ended"' in text
+    assert signs() - before > 3
+    assert '"attempt_ended"' in told.read_text()
