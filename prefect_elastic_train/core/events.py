@@ -117,19 +117,14 @@ class CheckpointTaken(Event):
 class LoopWarned(Event):
     """Something is wrong with the loop itself.
 
-    ``problem`` is ``"checkpoint-ignored"`` (it began again although a checkpoint is there), ``"no-checkpoint"`` (it
-    has never saved one), or ``"ranks-missing"`` (only some of its ranks report; ``ranks`` do not).
+    ``problem`` is ``"checkpoint-ignored"`` (it began again although a checkpoint is there: all work is done again), or
+    ``"no-checkpoint"`` (it has never saved one).
     """
 
-    problem: Literal["checkpoint-ignored", "no-checkpoint", "ranks-missing"]
+    problem: Literal["checkpoint-ignored", "no-checkpoint"]
     #: What is wrong and the way out.
     message: str
     checkpoint: str = ""
-    #: Share of the work up to the checkpoint that is done again, 0 to 1.
-    again: float = 0.0
-    #: All of that has been done again by now; what the worker group has done so far was nothing else.
-    is_redone: bool = False
-    ranks: list[int] = Field(default_factory=list)
 
 
 class WorkerGroupResized(Event):

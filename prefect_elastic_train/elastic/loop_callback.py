@@ -16,7 +16,7 @@ from ray.train.v2._internal.execution.context import get_train_context
 
 from prefect_elastic_train.core.ray_output import mark_ray_logs
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
-from prefect_elastic_train.elastic.loop_state import in_report, note_checkpoints, stalling, waiting_for_others
+from prefect_elastic_train.elastic.loop_state import in_report, note_checkpoints, stalling
 from prefect_elastic_train.loop.context import RunContext, enter_run
 from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
 
@@ -71,12 +71,6 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
             hold_after_report()
         except Exception:
             logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
-
-    @contextmanager
-    def on_checkpoint_sync(self) -> Iterator[None]:
-        """Wrap the moment of a report in which all ranks meet."""
-        with waiting_for_others():
-            yield
 
     @contextmanager
     def on_checkpoint_transfer(self) -> Iterator[None]:

@@ -24,17 +24,11 @@ class LoopState:
     Attributes:
         asked: It has asked for its checkpoint.
         opened: It has looked into that.
-        reports: Reports that it has begun.
-        in_report: It is in one.
-        waits_since: When it began to wait for the other ranks in a report, by the monotonic clock; None if it does not.
         stalled: Seconds that it has stood still for its checkpoints since that was asked last.
     """
 
     asked: bool = False
     opened: bool = False
-    reports: int = 0
-    in_report: bool = False
-    waits_since: float | None = None
     stalled: float = 0.0
 
 
@@ -72,22 +66,11 @@ def note_opened() -> None:
 @contextmanager
 def in_report() -> Iterator[None]:
     """Note for as long as the ``with`` lasts that the loop reports; an upload in this thread then holds it up."""
-    _state.reports += 1
-    _state.in_report = _thread.reports = True
+    _thread.reports = True
     try:
         yield
     finally:
-        _state.in_report = _thread.reports = False
-
-
-@contextmanager
-def waiting_for_others() -> Iterator[None]:
-    """Note for as long as the ``with`` lasts that the loop waits for the other ranks."""
-    _state.waits_since = time.monotonic()
-    try:
-        yield
-    finally:
-        _state.waits_since = None
+        _thread.reports = False
 
 
 @contextmanager
@@ -105,9 +88,9 @@ def stalling() -> Iterator[None]:
 # What the controller runs in a worker.
 
 
-def loop_state() -> tuple[LoopState, float]:
-    """Return the state of this worker's loop, and for how many seconds it has waited for others."""
-    return _state, 0.0 if _state.waits_since is None else time.monotonic() - _state.waits_since
+def loop_state() -> LoopState:
+    """Return the state of this worker's loop."""
+    return _state
 
 
 def take_waits_and_stall() -> tuple[Waits, float]:

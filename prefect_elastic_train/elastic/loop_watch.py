@@ -1,4 +1,4 @@
-"""Whether the loops of a worker group go on from the checkpoint that they are offered, save, and report on all ranks.
+"""Whether the loops of a worker group go on from the checkpoint that they are offered, whether they save and report.
 
 A loop that begins again although a checkpoint is there trains on as if nothing were wrong, and so does one that never
 saves. The controller looks at each report before Ray Train handles it, so that a loop can be stopped before it
@@ -19,16 +19,11 @@ from ray.train import WorkerGroupError
 
 from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.events import CheckpointTaken, Event, LoopWarned
-from prefect_elastic_train.core.rank_errors import ranks_in_words
 from prefect_elastic_train.elastic.failures import HungLoopError, IgnoredCheckpointError
 from prefect_elastic_train.elastic.loop_state import LoopState, loop_state, stacks
 
 logger = logging.getLogger(__name__)
 
-#: How long a rank waits in a report before those that keep it waiting are named.
-_MISSING_SECONDS = 30.0
-#: Between two questions who waits; a second more for every hundred ranks.
-_ASK_SECONDS = 5.0
 #: How long the ranks may take to say what their loops have asked for, and where those hang.
 _ANSWER_SECONDS = 5.0
 _STACKS_SECONDS = 10.0
@@ -61,23 +56,6 @@ def answers_of(asked: Sequence[Any], timeout_seconds: float) -> dict[int, Any]:
     return answers
 
 
-def missing_ranks(answers: Mapping[int, tuple[LoopState, float]], world_size: int) -> tuple[list[int], list[int]]:
-    """Return the ranks that wait long in a report, and those that keep them waiting; both empty if none does.
-
-    Args:
-        answers: State of each rank's loop that has answered, and for how long it has waited.
-        world_size: Number of ranks.
-    """
-    waiting = [rank for rank, (_, seconds) in answers.items() if seconds >= _MISSING_SECONDS]
-    reports = max((answers[rank][0].reports for rank in waiting), default=0)
-    missing = [
-        rank
-        for rank in range(world_size)
-        if rank not in answers or (answers[rank][0].reports < reports and not answers[rank][0].in_report)
-    ]
-    return (waiting, missing) if waiting and missing else ([], [])
-
-
 class LoopWatch:
     """Watches the loops of one worker group after the other. Lives in the controller; for one thread.
 
@@ -102,11 +80,11 @@ class LoopWatch:
             checkpoint: The checkpoint that it is offered, empty for none.
             metrics: What was reported with that.
         """
-        self._workers, self._asked = workers, list[Any]()
+        self._workers = workers
         self._checkpoint, self._before, self._is_judged = checkpoint, _counters(metrics), not checkpoint
         self._has_saved = self._has_saved or bool(checkpoint)
         self._began = self._quiet_since = time.monotonic()
-        self._asked_at, self._reports, self._was_polled, self._has_told_of_missing = 0.0, 0, False, False
+        self._reports, self._was_polled = 0, False
 
     def look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
         """Look at what a poll has found, before Ray Train does; return what the worker group fails of, if it does.
@@ -118,15 +96,13 @@ class LoopWatch:
         failure: WorkerGroupError | None = None
         reports = [status.training_report for status in statuses if status.training_report is not None]
         if reports or not self._was_polled:
-            self._was_polled, self._quiet_since, self._asked = True, now, []
+            self._was_polled, self._quiet_since = True, now
         has_checkpoint = any(report.checkpoint is not None for report in reports)
         self._has_saved = self._has_saved or has_checkpoint
         has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
         if statuses and statuses[0].training_report is not None:
             self._reports += 1
             failure = self._judge(statuses[0].training_report.metrics, has_checkpoint)
-        elif now - self._quiet_since >= _MISSING_SECONDS and not self._has_told_of_missing:
-            self._look_for_missing(statuses, now)
         if self._reports >= _UNSAVED_REPORTS and (has_ended or now - self._began >= _UNSAVED_SECONDS):
             self._tell_unsaved(now - self._began)
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
@@ -165,37 +141,16 @@ class LoopWatch:
             f"{asked if state.asked else 'never called ray.train.get_checkpoint()'}. Restore model, optimizer and step "
             "from ray.train.get_checkpoint() before the loop's first step; what it had done is done again"
         )
-        self._tell(LoopWarned(problem="checkpoint-ignored", message=message, checkpoint=self._checkpoint, again=1.0))
+        self._tell(LoopWarned(problem="checkpoint-ignored", message=message, checkpoint=self._checkpoint))
         return WorkerGroupError(message, {0: IgnoredCheckpointError(message)}) if self._fails else None
 
     def _state(self) -> LoopState:
         """Return what the loops have done on any rank; a rank that does not answer may have done all."""
-        states = [state for state, _ in answers_of(ask(self._workers, loop_state), _ANSWER_SECONDS).values()]
+        states = list(answers_of(ask(self._workers, loop_state), _ANSWER_SECONDS).values())
         is_known = len(states) == len(self._workers)
         return LoopState(
             asked=any(state.asked for state in states), opened=not is_known or any(state.opened for state in states)
         )
-
-    def _look_for_missing(self, statuses: Sequence[Any], now: float) -> None:
-        if now - self._asked_at < _ASK_SECONDS + len(self._workers) / 100:
-            return
-        if not self._asked:
-            self._asked, self._asked_at = ask(self._workers, loop_state), now
-            return
-        answers, self._asked = answers_of(self._asked, 0), []
-        waiting, missing = missing_ranks(answers, len(self._workers))
-        if not missing:
-            return
-        self._has_told_of_missing = True
-        returned = [rank for rank in missing if not statuses[rank].running]
-        how = f"; the loop of {ranks_in_words(returned)} has returned" if returned else ""
-        seconds = max(answers[rank][1] for rank in waiting)
-        message = (
-            f"{ranks_in_words(missing)} did not call ray.train.report() for {seconds:.0f} s, in which "
-            f"{ranks_in_words(waiting)} waited in it{how}. Training stands still until all ranks report: each "
-            "of them must report equally often. FailureBudget(stall_timeout_seconds=…) ends such a wait"
-        )
-        self._tell(LoopWarned(problem="ranks-missing", ranks=missing, message=message))
 
     def _tell_unsaved(self, seconds: float) -> None:
         if self._has_saved:

@@ -87,7 +87,7 @@ class _Payloads(ev.EventHandler):
 
     def on_loop_warned(self, event: ev.LoopWarned) -> _Told:
         told = {"message": event.message[:_MAX_TEXT], "checkpoint": loop_name(event.checkpoint)}
-        return [(event.problem, {**told, "ranks": event.ranks[:_MAX_RANKS]})]
+        return [(event.problem, told)]
 
     def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> _Told:
         told = event.model_dump(include={"possible_workers", "min_workers", "resources_per_worker"})

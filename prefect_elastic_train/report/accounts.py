@@ -153,14 +153,10 @@ class Tally(Counts, ev.EventHandler):
 
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
         """Give up what was preserved and is done again all the same."""
-        seconds = min(self.productive, self.seconds_at_start * event.again)
-        reports = round(self.reports_at_start * event.again)
-        if event.is_redone:
-            if self.phase != "first":  # else nothing tells yet what the time to the first report was
-                self._settle()
-            seconds = min(seconds, self.productive + self.pending - self.seconds_at_start)
-            reports = min(reports, self.index - self.group_index)
-        self.steps_lost += reports
+        if event.problem != "checkpoint-ignored":
+            return
+        seconds = min(self.productive, self.seconds_at_start)
+        self.steps_lost += self.reports_at_start
         self._give_up(seconds)
         for commit in self.commits:
             commit.productive = max(0.0, commit.productive - seconds)

@@ -321,10 +321,6 @@ def habitual_loop(config: dict[str, Any]) -> None:
     while step < config["steps"]:
         step += 1
         time.sleep(0.05)
-        if habit == "rank 1 stops" and step == 6 and rank == 1:
-            time.sleep(40)
-        if habit == "rank 1 returns" and step == 6 and rank == 1:
-            return
         metrics = {
             "lets rank 0 load for all": {"global_step": step},
             "counts steps of an epoch": {"step": (step - 1) % 8},

@@ -83,8 +83,8 @@ def stalled(at: float, seconds: float) -> ev.CheckpointStalled:
     return ev.CheckpointStalled(at=T + at, seconds=seconds)
 
 
-def ignored(at: float, again: float = 1.0, is_redone: bool = False) -> ev.LoopWarned:
-    return ev.LoopWarned(at=T + at, problem="checkpoint-ignored", message="it", again=again, is_redone=is_redone)
+def ignored(at: float) -> ev.LoopWarned:
+    return ev.LoopWarned(at=T + at, problem="checkpoint-ignored", message="it")
 
 
 def ended(at: float, outcome: Outcome = Outcome.COMPLETED, final: bool = False) -> ev.AttemptEnded:
@@ -313,7 +313,7 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         {"wall": 80 - 10, "productive": 60, "startup": 10},
     ),
     "a warning before a group's first report leaves the time to it as it is": (
-        [started(10, 0), group(20), ignored(30, is_redone=True), *reports(40, 70), ended(70)],
+        [started(10, 0), group(20), ignored(30), *reports(40, 70), ended(70)],
         {"wall": 70, "productive": 40, "startup": 30},
     ),
     "a history that has not begun adds up to nothing": ([group(10), *reports(20, 50), failed(60)], {}),
@@ -378,8 +378,6 @@ FOUR = [started(0), group(0), *(commit(10 * number) for number in range(1, 5)), 
         # Some were dropped on the way, as their numbers tell.
         ([started(0), group(0), commit(1, index=1), report(2, index=2), report(5, index=5), failed(6), group(7)], 4),
         (numbered(*FOUR, ignored(60), *(commit(number) for number in range(60, 100, 10))), 4),
-        (numbered(*FOUR, ignored(60, again=0.5), *(commit(number) for number in range(60, 100, 10))), 2),
-        (numbered(*FOUR, commit(60), commit(70), ignored(70, is_redone=True)), 2),
     ],
 )
 def test_reports_that_are_done_again_are_lost(events: list[ev.Event], lost: int) -> None:
@@ -388,8 +386,8 @@ def test_reports_that_are_done_again_are_lost(events: list[ev.Event], lost: int)
 
 def test_what_a_loop_does_again_although_a_checkpoint_kept_it_is_lost_time() -> None:
     again = [commit(number) for number in range(60, 100, 10)]
-    account = tally_of(numbered(*FOUR, ignored(60, again=0.5), *again, ended(90))).account()
-    assert parts(account) == {"wall": 90, "productive": 80 - 20, "restart": 10, "lost": 20}
+    account = tally_of(numbered(*FOUR, ignored(60), *again, ended(90))).account()
+    assert parts(account) == {"wall": 90, "productive": 80 - 40, "restart": 10, "lost": 40}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2000, 2001, 4002, 9001])
@@ -437,7 +435,7 @@ def histories(draw: st.DrawFn, monotone: bool = True) -> list[ev.Event]:
                     "u": lambda: state(at, "SCHEDULING"),
                     "v": lambda: state(at, "SHUTTING_DOWN"),
                     "x": lambda: state(at, "RUNNING"),
-                    "i": lambda: ignored(at, draw(st.floats(0, 1)), draw(st.booleans())),
+                    "i": lambda: ignored(at),
                 }[kind]()
             )
         events += numbered(*body)

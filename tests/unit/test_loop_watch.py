@@ -12,7 +12,7 @@ from prefect_elastic_train.core.events import CheckpointTaken, Event, LoopWarned
 from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.elastic.failures import IgnoredCheckpointError
 from prefect_elastic_train.elastic.loop_state import LoopState
-from prefect_elastic_train.elastic.loop_watch import LoopWatch, missing_ranks
+from prefect_elastic_train.elastic.loop_watch import LoopWatch
 
 NEVER, ASKED, OPENED = LoopState(), LoopState(asked=True), LoopState(asked=True, opened=True)
 CHECKPOINT: Any = object()
@@ -35,7 +35,7 @@ class Watched:
         self, state: LoopState | None, before: dict[str, Any], *reports: dict[str, Any], saves: bool = False
     ) -> Any:
         """Have a loop of that state report from a checkpoint on; return what it fails of."""
-        self.watch.begin([(state, 0.0) if state else None], "checkpoint_a", before)
+        self.watch.begin([state], "checkpoint_a", before)
         report = CHECKPOINT if saves else None
         looks = [self.watch.look([WorkerStatus(True, None, _TrainingReport(report, made, False))]) for made in reports]
         assert looks[:-1] == [None] * (len(looks) - 1)
@@ -103,7 +103,7 @@ def test_a_loop_that_begins_again_is_told_with_the_reason_and_ended_if_so_asked(
     failure = watched.resume(state, before, *reports)
     (told,) = watched.events
     assert isinstance(told, LoopWarned)
-    assert (told.problem, told.again) == ("checkpoint-ignored", 1.0)
+    assert told.problem == "checkpoint-ignored"
     assert message in told.message
     assert isinstance(failure.worker_failures[0], IgnoredCheckpointError) if fails else failure is None
 
@@ -112,16 +112,6 @@ def test_a_loop_that_counts_nothing_is_judged_before_its_first_checkpoint_replac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert Watched(monkeypatch, fails=True).resume(NEVER, {"loss": 1.0}, {"loss": 2.0}, saves=True) is not None
-
-
-def test_ranks_that_keep_others_waiting_are_named_and_nobody_else() -> None:
-    waits, later, behind = (LoopState(reports=5), 31.0), (LoopState(reports=5), 0.0), (LoopState(reports=4), 0.0)
-    uploading = (LoopState(reports=4, in_report=True), 0.0)
-    assert missing_ranks({0: waits, 1: behind, 2: waits}, 3) == ([0, 2], [1])
-    assert missing_ranks({0: waits, 1: uploading, 2: behind}, 3) == ([0], [2]), "one is still in its report before"
-    assert missing_ranks({0: waits, 2: waits}, 3) == ([0, 2], [1]), "a rank that does not answer"
-    assert missing_ranks({0: waits, 1: later}, 2) == ([], []), "one that uploads has begun its report"
-    assert missing_ranks({0: (LoopState(reports=5), 29.0), 1: behind}, 2) == ([], []), "not for long"
 
 
 def test_a_loop_without_a_checkpoint_is_told_of_once_when_that_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,9 +83,9 @@ AGAIN = STARTED.model_copy(update={"attempt": 2, "checkpoint": "c1", "previous_e
         ),
         (ev.WaitingForCapacity(**CAPACITY, since=T), "waiting-for-capacity", CAPACITY),
         (
-            ev.LoopWarned(problem="checkpoint-ignored", message="it began again", checkpoint="c1", again=1.0),
+            ev.LoopWarned(problem="checkpoint-ignored", message="it began again", checkpoint="c1"),
             "checkpoint-ignored",
-            {"message": "it began again", "checkpoint": "c1", "ranks": []},
+            {"message": "it began again", "checkpoint": "c1"},
         ),
         (ev.StorageWaited(**WAITED), "storage-waited", WAITED),
         (
@@ -151,7 +151,7 @@ EXTREME: list[ev.Event] = [
     ),
     ev.WorkersPreempted(errors={"0": BIG}, also={"0": list(range(1, 20_000, 2))}, retried=True),
     ev.WaitingForCapacity(possible_workers=0, min_workers=1, resources_per_worker={"GPU": 1.0}, missing=BIG),
-    ev.LoopWarned(problem="ranks-missing", message=BIG, ranks=list(range(3000))),
+    ev.LoopWarned(problem="no-checkpoint", message=BIG),
     ev.StorageWaited(who="ranks", seconds=4, last=BIG),
     committed(1, acc=math.nan, **{f"metric {number}": 0.5 for number in range(5000)}),
     committed(1, **{BIG: 0.5, "acc": math.inf}),

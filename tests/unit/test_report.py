@@ -97,7 +97,7 @@ def test_a_report_says_what_the_run_does(events: list[ev.Event], state: str, liv
     assert headline(report) == state.capitalize()
 
 
-IGNORED = ev.LoopWarned(at=T + 60, problem="checkpoint-ignored", message="it never asked", checkpoint="a", again=1)
+IGNORED = ev.LoopWarned(at=T + 60, problem="checkpoint-ignored", message="it never asked", checkpoint="a")
 
 
 @pytest.mark.parametrize(
