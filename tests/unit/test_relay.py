@@ -28,8 +28,10 @@ class Inbox:
     def __init__(self) -> None:
         self.events: list[ev.Event] = []
         self.receiver = EventReceiver(self.events.append)
+        self.port, self.key = self.receiver.receiving
 
     def states(self) -> list[str]:
+        """The states that it was told."""
         return [event.state for event in self.events if isinstance(event, ev.StateChanged)]
 
 
@@ -47,69 +49,57 @@ class LateReceiver:
     def __init__(self) -> None:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
+        self._socket.settimeout(10)
         self.receiving = (self._socket.getsockname()[1], "key")
 
     def lines(self, count: int) -> list[bytes]:
-        """Listen, and give so many lines of what arrives."""
+        """Listen, return so many lines of what arrives, and break the connection off."""
         self._socket.listen()
-        self._socket.settimeout(10)
         connection, _ = self._socket.accept()
         connection.settimeout(10)
-        with connection.makefile("rb") as file:
-            return [file.readline() for _ in range(count)]
+        with connection, connection.makefile("rb") as file:
+            found = [file.readline() for _ in range(count)]
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        return found
 
     def close(self) -> None:
+        """Be gone."""
         self._socket.close()
 
 
-def test_events_arrive_in_order(inbox: Inbox) -> None:
+def test_events_arrive_in_order_all_that_were_sent_before_the_close_and_none_that_cannot_be_written(
+    inbox: Inbox,
+) -> None:
     sender = EventSender(inbox.receiver.receiving)
     for number in range(500):
         sender.send(ev.StateChanged(state=str(number)))
-    sender.close(5)
-    wait_for(lambda: len(inbox.events) == 500, 5, "all events")
-    assert inbox.states() == [str(number) for number in range(500)]
-
-
-def test_close_waits_until_all_is_sent_and_takes_nothing_more(inbox: Inbox) -> None:
-    sender = EventSender(inbox.receiver.receiving)
+    sender.send(ev.WorkerFailed(errors={"0": "no such file: 'caf\udce9'"}, retried=True))
     sender.send(ev.StateChanged(state="last"))
     sender.close(5)
     sender.send(ev.StateChanged(state="too late"))
-    wait_for(lambda: inbox.states() == ["last"], 5, "the last event")
-    time.sleep(0.1)
-    assert inbox.states() == ["last"]
+    wait_for(lambda: "last" in inbox.states(), 5, "the last event")
+    inbox.receiver.finish(5)
+    assert inbox.states() == [*map(str, range(500)), "last"]
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "x" * 500])
 def test_a_sender_without_the_key_is_not_heard(inbox: Inbox, key: str) -> None:
-    port, right = inbox.receiver.receiving
-    impostor = EventSender((port, key))
-    impostor.send(ev.StateChanged(state="forged"))
-    impostor.close(5)
-    friend = EventSender((port, right))
-    friend.send(ev.StateChanged(state="true"))
-    friend.close(5)
-    wait_for(lambda: inbox.states(), 5, "an event")
-    time.sleep(0.1)
+    for secret, state in ((key, "forged"), (inbox.key, "true")):
+        sender = EventSender((inbox.port, secret))
+        sender.send(ev.StateChanged(state=state))
+        sender.close(5)
+    wait_for(inbox.states, 5, "an event")
+    inbox.receiver.finish(5)
     assert inbox.states() == ["true"]
-
-
-def test_every_driver_has_a_key_and_a_port_of_its_own(inbox: Inbox) -> None:
-    other = Inbox()
-    try:
-        assert inbox.receiver.receiving[0] != other.receiver.receiving[0]
-        assert inbox.receiver.receiving[1] != other.receiver.receiving[1]
-        assert len(other.receiver.receiving[1]) >= 32
-    finally:
-        other.receiver.close()
+    other = EventReceiver(inbox.events.append)
+    assert other.receiving[1] != inbox.key
+    other.close()
 
 
 def test_what_is_no_event_is_told_and_passed_over(inbox: Inbox, caplog: pytest.LogCaptureFixture) -> None:
-    port, key = inbox.receiver.receiving
     good = ev.StateChanged(state="good").model_dump_json()
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-        connection.sendall(f'{key}\nnonsense\n{{"kind": "danced"}}\n{good}\n{good[:5]}'.encode())
+    with socket.create_connection(("127.0.0.1", inbox.port), timeout=5) as connection:
+        connection.sendall(f'{inbox.key}\nnonsense\n{{"kind": "danced"}}\n{good}\n{good[:5]}'.encode())
     wait_for(lambda: inbox.states() == ["good"], 5, "the good event")
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "cannot be read and is lost: b'nonsense'" in caplog.text
@@ -126,7 +116,7 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplo
         sender.send(ev.ControllerAlive(doing="RUNNING", seconds=1))
     assert time.monotonic() - started < 2, "sending held up the controller"
     key, *lines = driver.lines(1 + 1000 + 50)
-    sender.close(5)
+    sender.close(0.1)
     driver.close()
     assert "2050 events were dropped" in caplog.text
     assert key == b"key\n"
@@ -136,46 +126,23 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplo
     assert failures == [str(number) for number in range(50)]
 
 
-def test_a_sender_finds_its_driver_again_after_a_broken_connection() -> None:
+def test_a_sender_finds_its_driver_again_and_leaves_in_time_when_it_is_gone() -> None:
     driver = LateReceiver()
-    driver._socket.listen()
     sender = EventSender(driver.receiving)
     sender.send(ev.StateChanged(state="first"))
-    connection, _ = driver._socket.accept()
-    wait_for(lambda: b"first" in connection.recv(4096), 5, "the first event")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    connection.close()
-    driver._socket.settimeout(10)
+    driver.lines(2)
     for number in range(5):  # what is on its way when a connection breaks may be lost
         sender.send(ev.StateChanged(state=f"later-{number}"))
         time.sleep(0.02)
-    connection, _ = driver._socket.accept()
-    connection.settimeout(5)
-    with connection.makefile("rb") as file:
-        assert file.readline() == b"key\n"
-        event = ev.decode_event(file.readline())
-    assert isinstance(event, ev.StateChanged)
-    assert event.state.startswith("later-")
-    sender.close(1)
+    key, line = driver.lines(2)
+    assert key == b"key\n"
+    assert b"later-" in line
     driver.close()
-
-
-def test_closing_a_sender_whose_driver_is_gone_takes_no_longer_than_allowed() -> None:
-    driver = LateReceiver()
-    sender = EventSender(driver.receiving)
+    sender.send(ev.StateChanged(state="unheard"))
     sender.send(ev.StateChanged(state="unheard"))
     started = time.monotonic()
     sender.close(0.3)
-    assert 0.2 < time.monotonic() - started < 2
-    driver.close()
-
-
-def test_an_event_that_cannot_be_written_does_not_stop_the_ones_after_it(inbox: Inbox) -> None:
-    sender = EventSender(inbox.receiver.receiving)
-    sender.send(ev.WorkerFailed(errors={"0": "no such file: 'caf\udce9'"}, retried=True))
-    sender.send(ev.StateChanged(state="after"))
-    sender.close(2)
-    wait_for(lambda: inbox.states() == ["after"], 3, "the event after it")
+    assert time.monotonic() - started < 2
 
 
 class Output:
@@ -184,92 +151,67 @@ class Output:
     def __init__(self) -> None:
         read, write = os.pipe()
         self._writer = os.fdopen(write, "w")
-        self._reader = os.fdopen(read, "rb")
+        self.reader = os.fdopen(read, "rb")
         self.events = EventOutput(self._writer)
+        self._found: list[bytes] = []
+        self._reading = threading.Thread(target=lambda: self._found.extend(self.reader))
 
-    def lines(self) -> list[str]:
-        """Close the output and give all that came out of it."""
-        found: list[bytes] = []
-        reading = threading.Thread(target=lambda: found.extend(self._reader.readlines()))
-        reading.start()
-        self.events.close(5)
+    def __enter__(self) -> Output:
+        self._reading.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.events.close(10)
         os.close(self.events._descriptor)
         self._writer.close()
-        reading.join(5)
-        self._reader.close()
-        return [line.decode() for line in found]
+        self._reading.join(10)
+        self.reader.close()
 
-
-def test_events_leave_as_tagged_lines_between_whatever_else_is_printed() -> None:
-    output = Output()
-    stream = LineStream(output.events.write_text, 1)
-    print("epoch 1", file=stream)
-    output.events.put(ev.StateChanged(state="RUNNING"))
-    print("epoch 2", file=stream)
-    lines = output.lines()
-    events = [ev.decode_event(line[len(ev.EVENT_TAG) :]) for line in lines if line.startswith(ev.EVENT_TAG)]
-    assert [event.state for event in events if isinstance(event, ev.StateChanged)] == ["RUNNING"]
-    assert [line for line in lines if not line.startswith(ev.EVENT_TAG)] == ["epoch 1\n", "epoch 2\n"]
+    def lines(self) -> tuple[list[ev.Event | None], list[str]]:
+        """The events and the other lines that came out of it."""
+        lines = [line.decode() for line in self._found]
+        told = [line[len(ev.EVENT_TAG) :] for line in lines if line.startswith(ev.EVENT_TAG)]
+        return [*map(ev.decode_event, told)], [line for line in lines if not line.startswith(ev.EVENT_TAG)]
 
 
 def test_lines_of_several_threads_and_events_leave_whole() -> None:
-    output = Output()
-    stream = LineStream(output.events.write_text, 1)
-    reading: list[list[str]] = []
-    collector = threading.Thread(target=lambda: reading.append(output._reader.readlines()))  # type: ignore[arg-type]
-    collector.start()
+    with Output() as output:
+        stream = LineStream(output.events.write_text, 1)
 
-    def chat(name: str) -> None:
-        for number in range(300):
-            for piece in (f"<{name} ", str(number), " " + name * 50):
-                stream.write(piece)
-            stream.write(">\n")
-            output.events.put(ev.StateChanged(state=f"{name}{number}"))
+        def chat(name: str) -> None:
+            for number in range(300):
+                for piece in (f"<{name} ", str(number), " " + name * 50, ">\n"):
+                    stream.write(piece)
+                output.events.put(ev.StateChanged(state=f"{name}{number}"))
 
-    threads = [threading.Thread(target=chat, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    output.events.close(10)
-    os.close(output.events._descriptor)
-    output._writer.close()
-    collector.join(10)
-    lines = [line.decode() for line in reading[0]]  # type: ignore[attr-defined]
-    expected = {f"<{name} {number} {name * 50}>\n" for name in "abcd" for number in range(300)}
-    assert {line for line in lines if not line.startswith(ev.EVENT_TAG)} == expected
-    states = [ev.decode_event(line[len(ev.EVENT_TAG) :]) for line in lines if line.startswith(ev.EVENT_TAG)]
-    assert len(states) == 1200
-    assert None not in states
-    assert len(lines) == 2400
+        threads = [threading.Thread(target=chat, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    events, lines = output.lines()
+    assert sorted(lines) == sorted(f"<{name} {number} {name * 50}>\n" for name in "abcd" for number in range(300))
+    assert (len(events), None in events) == (1200, False)
 
 
-def test_a_line_in_pieces_is_handed_on_when_it_is_complete() -> None:
+def test_a_stream_stands_in_for_standard_output_and_hands_lines_on_when_they_are_complete() -> None:
     written: list[str] = []
-    stream = LineStream(written.append, 1)
+    stream: Any = LineStream(written.append, 7)
     assert stream.write("one ") == 4
     stream.flush()
     assert written == []
     stream.write("two\nthree\nfo")
     stream.write("ur\n")
     assert written == ["one two\nthree\nfour\n"], "whole, since what the first line is, the others are, too"
-
-
-def test_the_stream_stands_in_for_standard_output() -> None:
-    written: list[str] = []
-    stream: Any = LineStream(written.append, 7)
     print("a", "b", sep="-", file=stream, flush=True)
     stream.writelines(["c\n", "d\n"])
-    assert "".join(written) == "a-b\nc\nd\n"
-    assert stream.fileno() == 7
-    assert not stream.isatty()
-    assert stream.writable()
-    assert stream.encoding == "utf-8"
+    assert "".join(written[1:]) == "a-b\nc\nd\n"
+    assert (stream.fileno(), stream.isatty(), stream.writable(), stream.encoding) == (7, False, True, "utf-8")
 
 
 def test_a_driver_whose_supervisor_is_gone_is_not_held_up_by_its_output() -> None:
     output = Output()
-    output._reader.close()
+    output.reader.close()
     output.events.put(ev.StateChanged(state="unheard"))
     started = time.monotonic()
     output.events.close(5)
@@ -283,11 +225,7 @@ def test_the_lines_of_a_child_arrive_with_their_source_and_then_its_end() -> Non
     assert child.stdout is not None
     read_lines(child.stdout, "driver", lines).join(10)
     child.wait(10)
-    assert [lines.get_nowait() for _ in range(3)] == [
-        ("driver", b"out"),
-        ("driver", b"no newline \xff"),
-        ("driver", None),
-    ]
+    assert [*lines.queue] == [("driver", b"out"), ("driver", b"no newline \xff"), ("driver", None)]
 
 
 def test_a_line_longer_than_any_event_is_cut_with_a_note_wherever_the_pieces_end() -> None:
