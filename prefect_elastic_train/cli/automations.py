@@ -27,9 +27,11 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this ta
 def create_automations(
     deployments: Deployments = None,
     tags: Tags = None,
-    max_resumes: Annotated[int, typer.Option(help="How often a flow run may be resumed.")] = 10,
+    max_resumes: Annotated[int, typer.Option(min=1, help="How often a flow run may be resumed.")] = 10,
     heartbeat_timeout: Annotated[
-        float, typer.Option(help="Seconds without a heartbeat after which a run counts as crashed.")
+        float,
+        # Prefect's heartbeats come at most every 30 s.
+        typer.Option(min=60, help="Seconds without a heartbeat after which a run counts as crashed."),
     ] = _HEARTBEAT_TIMEOUT_SECONDS,
     evaluate_with: Annotated[
         str,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 from pydantic import SecretStr
@@ -18,7 +17,7 @@ from prefect_elastic_train.blocks.lookup import (
     plain_storage,
     saved_name,
 )
-from prefect_elastic_train.core.operator_settings import default_block_name, get_settings, naming_the_setting
+from prefect_elastic_train.core.operator_settings import default_block_name, get_settings
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
 from prefect_elastic_train.core.settings import (
@@ -137,10 +136,12 @@ def given_blocks(given: Mapping[str, GivenBlock | None]) -> dict[str, GivenBlock
     """
     blocks: dict[str, GivenBlock] = {}
     for argument, block in given.items():
-        name = "" if block is not None else default_block_name(argument)
-        blocks[argument] = name or (chosen_block(argument) if block is None else block)
-        with naming_the_setting(argument) if name else nullcontext():
-            load_given(argument, blocks[argument])
+        if block is None:
+            default = chosen_block(argument)
+            blocks[argument] = default_block_name(argument) or default
+        else:
+            load_given(argument, block)
+            blocks[argument] = block
     return blocks
 
 

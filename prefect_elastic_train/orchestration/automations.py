@@ -113,15 +113,8 @@ def apply(
             that has completed.
 
     Raises:
-        ConfigurationError: A value is out of its bounds, or there is no such deployment.
+        ConfigurationError: There is no such deployment, or no such time to evaluate.
     """
-    if max_resumes < 1:
-        raise ConfigurationError(f"max_resumes={max_resumes}: must be at least 1")
-    if heartbeat_timeout_seconds < 60:
-        raise ConfigurationError(
-            f"heartbeat_timeout_seconds={heartbeat_timeout_seconds:g}: must be at least 60, since Prefect's heartbeats "
-            "come at most every 30 s"
-        )
     if evaluate_at not in _EVALUATIONS:
         raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")
     automations = [one for scope in wanted for one in _resuming(scope, max_resumes, heartbeat_timeout_seconds)]

@@ -13,13 +13,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 from typing import TypeVar
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId, LogFilterTimestamp
+from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId, TaskRunFilter, TaskRunFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import LogSort
 from prefect.context import FlowRunContext, TaskRunContext
@@ -84,23 +83,13 @@ def ask_prefect(question: Callable[[SyncPrefectClient], _T], seconds: float) -> 
     return answers[0] if answers else None
 
 
-def last_told_at(client: SyncPrefectClient, flow_run_id: str, called_at: datetime) -> float | None:
-    """When a flow run last logged something in an earlier process, in seconds since the epoch; None if it has not.
-
-    Args:
-        client: The Prefect API.
-        flow_run_id: The flow run.
-        called_at: When this process called for the training.
-    """
-    states = sorted(client.read_flow_run_states(UUID(flow_run_id)), key=lambda state: state.timestamp)
-    running = [number for number, state in enumerate(states) if state.is_running()]
-    # What is logged after the end of the last execution is of this one: its runner's, its other tasks'. Where nobody
-    # has noticed that end, there is no runner either.
-    before = states[running[-2] + 1].timestamp if len(running) > 1 else called_at
-    of_before = LogFilter(
-        flow_run_id=LogFilterFlowRunId(any_=[UUID(flow_run_id)]), timestamp=LogFilterTimestamp(before_=before)
-    )
-    newest = client.read_logs(of_before, limit=1, sort=LogSort.TIMESTAMP_DESC)
+def last_told_at(client: SyncPrefectClient, run_name: str) -> float | None:
+    """When the training of a run last logged something in an earlier task run, in seconds since the epoch."""
+    own = TaskRunContext.get()
+    tasks = client.read_task_runs(task_run_filter=TaskRunFilter(name=TaskRunFilterName(any_=[run_name])))
+    earlier = [task.id for task in tasks if own is None or task.id != own.task_run.id]
+    logs = LogFilter(task_run_id=LogFilterTaskRunId(any_=earlier))
+    newest = client.read_logs(logs, limit=1, sort=LogSort.TIMESTAMP_DESC) if earlier else []
     return newest[0].timestamp.timestamp() if newest else None
 
 

@@ -154,27 +154,32 @@ class Publisher:
         self._thread.join(timeout=1.0 if self._in_trouble else _CLOSE_SECONDS)
 
     def _run(self) -> None:
-        ended = False
-        while not ended:
+        last = False
+        while not (last or self._abandoned):
+            last = self._closing.is_set()
             try:
                 with get_client(sync_client=True) as client:
-                    while not ended:
-                        ended = self._closing.wait(_TURN_SECONDS)
-                        if self._abandoned:
-                            return
-                        # Events of an outage wait here: Prefect's own queue would be lost with its connection.
-                        if ended or not self._in_trouble:
-                            self._send_events()
-                        age = time.monotonic() - self._written_at
-                        due = ARTIFACT_SECONDS if self._urgent else self._interval if self._changed else _IDLE_SECONDS
-                        if ended or age >= due:
-                            self._write(client, ended)
-                            self._in_trouble = False
+                    self._publish(client)
+                last = True
             except Exception as error:  # noqa: BLE001 - whatever the API does, training goes on
                 self._trouble(error)
                 self._urgent = True
-                if not ended:
-                    self._closing.wait(ARTIFACT_SECONDS)
+                self._closing.wait(ARTIFACT_SECONDS)
+
+    def _publish(self, client: SyncPrefectClient) -> None:
+        ended = False
+        while not ended:
+            ended = self._closing.wait(_TURN_SECONDS)
+            if self._abandoned:
+                return
+            # Events of an outage wait here: Prefect's own queue would be lost with its connection.
+            if ended or not self._in_trouble:
+                self._send_events()
+            age = time.monotonic() - self._written_at
+            due = ARTIFACT_SECONDS if self._urgent else self._interval if self._changed else _IDLE_SECONDS
+            if ended or age >= due:
+                self._write(client, ended)
+                self._in_trouble = False
 
     def _trouble(self, error: Exception, what: str = "the run's report cannot be written to Prefect now") -> None:
         self.errors += 1

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 from uuid import UUID
 
@@ -71,7 +70,7 @@ class Training:
     submitted: bool = False
 
     def __post_init__(self) -> None:
-        self._asked_at, self._called_at = time.monotonic(), datetime.now(timezone.utc)
+        self._asked_at = time.monotonic()
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)
         self._lock = threading.RLock()
         #: Between two attempts, and what the state of the flow run has said then.
@@ -296,10 +295,8 @@ class Training:
         return not ids or bool(ask_prefect(ask, _STATE_SECONDS))
 
     def _followed_until(self) -> float:
-        """When this flow run last told something in an earlier process: from there a job is followed on."""
-        told_at = None
-        if ids := self.place.flow_run_ids:
-            told_at = ask_prefect(lambda client: last_told_at(client, ids[0], self._called_at), _STATE_SECONDS)
+        """When this training last told something in an earlier process: from there a job is followed on."""
+        told_at = ask_prefect(lambda client: last_told_at(client, self.request.run_name), _STATE_SECONDS)
         # Without an answer what was before is not told again.
         return time.time() if told_at is None else told_at - _TOLD_LATE_SECONDS
 

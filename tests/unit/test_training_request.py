@@ -42,15 +42,16 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"train_loop": two}, ["'two' requires 2 arguments (config, other)"]),
     ({"train_loop": "package.module"}, ["'package.module' is no import path", "'package.module:function'"]),
     ({"train_loop": "package/module.py:loop"}, ["is no import path"]),
-    ({"train_loop": "package.module:"}, ["is no import path"]),
     ({"train_loop": ":loop"}, ["is no import path"]),
     ({"framework": "tensorflow"}, ["'tensorflow' is unknown", "'torch', 'jax', 'none'"]),
     ({"train_loop_config": [1]}, ["train_loop_config must be a dict or None, got list"]),
+    ({"timeout_seconds": 0}, ["timeout_seconds=0 must be above 0"]),
     ({"resume": True}, ["resume=True", "give run_name"]),
     ({"resume": True, "run_name": "a", "resume_from": "b"}, ["resume=True", "resume_from", "one of them"]),
     ({"resume_from": "../b"}, ["'../b' cannot name a run directory"]),
     ({"run_name": "a/b"}, ["'a/b' cannot name a run directory"]),
     ({"run_name": ""}, ["'' cannot name a run directory"]),
+    ({"run_name": "latest"}, ["'latest' is what resume_from calls the newest earlier run"]),
     ({"scaling": FailureBudget()}, ["expected a ElasticScaling or the name of one, got FailureBudget"]),
     ({"cluster": {"address": "auto"}}, ["expected a RayCluster or the name of one, got dict"]),
     ({"train_loop_config": {"lock": threading.Lock()}}, ["cannot be sent to another process", "lock"]),
@@ -68,27 +69,21 @@ def test_a_bad_request_is_refused_before_anything_starts(arguments: dict[str, An
 
 def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    training = elastic_train.ask(train_loop=loop)
+    training, other = elastic_train.ask(train_loop=loop), elastic_train.ask(train_loop=loop)
     spec = driver_spec(training.request, training.blocks)
     assert spec.request.run_name.startswith("loop-")
-    assert not spec.request.named
-    assert spec.request.framework == "torch"
+    assert spec.request.run_name != other.request.run_name
+    assert (spec.request.named, spec.request.framework, spec.request.has_datasets) == (False, "torch", False)
     assert spec.storage.path == "/home/ada/elastic_train_runs"
     assert spec.cluster.is_local
-    assert (spec.scaling.min_workers, spec.scaling.max_workers) == (1, 1)
-    assert (spec.poll_interval_seconds, spec.request.has_datasets) == (0.1, False)
+    assert (spec.scaling.min_workers, spec.scaling.max_workers, spec.poll_interval_seconds) == (1, 1, 0.1)
     assert pickle.loads(spec.request.payload).train_loop is loop
 
 
-def test_trainings_outside_of_flows_have_different_names() -> None:
-    first, second = elastic_train.ask(loop), elastic_train.ask(loop)
-    assert first.request.run_name != second.request.run_name
-
-
-def test_everything_that_was_asked_for_reaches_the_driver() -> None:
+def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the_text_of_the_request() -> None:
     training = elastic_train.ask(
         train_loop="package.module:loop",
-        train_loop_config={"lr": 0.1},
+        train_loop_config={"password": "hush"},
         framework="jax",
         scaling=ElasticScaling(min_workers=2, max_workers=64),
         failures=FailureBudget(driver_restarts=7),
@@ -101,52 +96,33 @@ def test_everything_that_was_asked_for_reaches_the_driver() -> None:
         jax_config="j",
         worker_runtime_env={"env_vars": {"A": "1"}},
     )
+    assert repr(training) == str(training) == "<training mnist>"
     spec = driver_spec(training.request, training.blocks)
     wanted = spec.request
     assert (wanted.run_name, wanted.named, wanted.resume, wanted.resume_from) == ("mnist", True, False, "base@best")
-    assert (spec.request.framework, spec.request.fingerprint.loop) == ("jax", "loop")
+    assert (wanted.framework, wanted.fingerprint.loop) == ("jax", "loop")
     assert (spec.scaling.max_workers, spec.failures.driver_restarts, spec.checkpoints.keep) == (64, 7, 3)
     assert spec.storage.path == "/mnt/runs"
     assert spec.cluster.auth_token.get_secret_value() == "hush"
     assert spec.poll_interval_seconds == pytest.approx(0.32)
-    assert spec.request.worker_runtime_env == {"env_vars": {"A": "1"}}
-    assert spec.storage_block == ""
-    assert spec.request.has_datasets, "Ray Data needs a CPU of its own"
-    payload = pickle.loads(spec.request.payload)
-    assert (payload.train_loop, payload.train_loop_config, payload.jax_config) == (
-        "package.module:loop",
-        {"lr": 0.1},
-        "j",
-    )
-
-
-def test_the_text_of_a_request_holds_nothing_that_nobody_should_read() -> None:
-    training = elastic_train.ask(
-        train_loop=loop,
-        train_loop_config={"password": "hush"},
-        cluster=RayCluster(auth_token="hush"),
-        run_name="mnist",
-    )
-    assert "hush" not in repr(training)
-    assert "hush" not in str(training)
-    assert "mnist" in repr(training)
+    assert wanted.worker_runtime_env == {"env_vars": {"A": "1"}}
+    assert (spec.storage_block, wanted.has_datasets) == ("", True)
+    payload = pickle.loads(wanted.payload)
+    told = (payload.train_loop, payload.train_loop_config, payload.jax_config)
+    assert told == ("package.module:loop", {"password": "hush"}, "j")
 
 
 @pytest.mark.parametrize("template", [_elastic_train_task, _aelastic_train_task])
-def test_the_task_has_the_retries_and_delays_of_the_budget(template: Any) -> None:
-    failures = FailureBudget(driver_restarts=4, driver_restart_delay_seconds=100)
+@pytest.mark.parametrize(
+    ("restarts", "first", "delays", "jitter"), [(4, 100, [100, 200, 300, 300], 0.2), (0, 0, 0, None)]
+)
+def test_the_task_has_the_retries_and_delays_of_the_budget(
+    template: Any, restarts: int, first: float, delays: Any, jitter: Any
+) -> None:
+    failures = FailureBudget(driver_restarts=restarts, driver_restart_delay_seconds=first)
     task = _with_budget(template, elastic_train.ask(train_loop=loop, failures=failures, run_name="mnist"))
-    assert task.retries == 4
-    assert task.retry_delay_seconds == [100, 200, 300, 300]
-    assert task.retry_jitter_factor == 0.2
-    assert task.retry_condition_fn is may_retry
-    assert task.task_run_name == "mnist"
-
-
-def test_a_budget_without_restarts_is_a_task_without_retries() -> None:
-    failures = FailureBudget(driver_restarts=0, driver_restart_delay_seconds=0)
-    task = _with_budget(_elastic_train_task, elastic_train.ask(train_loop=loop, failures=failures))
-    assert task.retries == 0
+    assert (task.retries, task.retry_delay_seconds, task.retry_jitter_factor) == (restarts, delays, jitter)
+    assert (task.retry_condition_fn, task.task_run_name) == (may_retry, "mnist")
 
 
 def test_the_error_of_a_failed_attempt_says_which_run_and_attempt_and_how() -> None:
@@ -154,5 +130,4 @@ def test_the_error_of_a_failed_attempt_says_which_run_and_attempt_and_how() -> N
     assert str(error) == "training 'mnist', attempt 3: cluster_lost: the head died"
     assert (error.outcome, error.attempt, error.final, error.retryable) == (Outcome.CLUSTER_LOST, 3, False, True)
     before = error_of("mnist", AttemptEnded(outcome=Outcome.DRIVER_LOST, message="gone", final=True))
-    assert str(before) == "training 'mnist', the driver: driver_lost: gone"
-    assert not before.retryable
+    assert (str(before), before.retryable) == ("training 'mnist', the driver: driver_lost: gone", False)
