@@ -12,12 +12,19 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.processes import RUN_VARIABLE, SESSION_VARIABLE, end_carrying, prefect_server
+from tests.support.clusters import RayHead
+from tests.support.processes import RUN_VARIABLE, SESSION_VARIABLE, FlowProcess, carrying, kill_all, prefect_server
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    from prefect_elastic_train import RayCluster
 
 # Workers of the tests read modules of the tests, whatever folder pytest was started in.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -37,17 +44,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_unconfigure() -> None:
     """End what is left: pytest-xdist ends its processes without their fixtures when the run is interrupted."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        for title in end_carrying(f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}"):
+        for title in kill_all(lambda: carrying(f"{RUN_VARIABLE}={os.environ[RUN_VARIABLE]}")):
             print(f"was left and is ended: {title}")
 
 
 @pytest.fixture(scope="session")
-def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the session's Prefect server keeps what it knows."""
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture(scope="session")
+def api_url(server_folder: Path) -> Iterator[str]:
     """A real Prefect server for the whole session."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
+    with prefect_server(server_folder) as url:
         yield url
         # What is still on its way to the server would wait a minute for it at exit.
         APILogWorker.drain_all(timeout=5)
@@ -68,3 +81,50 @@ def api(api_url: str) -> Iterator[str]:
 def ledger(tmp_path: Path) -> str:
     """A file that the loop of a test writes its steps into."""
     return str(tmp_path / "ledger.jsonl")
+
+
+@pytest.fixture
+def client(api: str) -> Iterator[SyncPrefectClient]:
+    """A client of the session's server."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def head() -> Iterator[RayHead]:
+    """A cluster to join or to submit jobs to: room for two trainings of two workers."""
+    cluster = RayHead(cpus=4)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def own_head() -> Iterator[RayHead]:
+    """A cluster to kill."""
+    cluster = RayHead(cpus=2)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="session")
+def joined(head: RayHead) -> RayCluster:
+    """The block that joins the session's cluster."""
+    from prefect_elastic_train import RayCluster
+
+    return RayCluster(**head.block)
+
+
+@pytest.fixture
+def start(api_url: str, tmp_path: Path) -> Iterator[Callable[..., FlowProcess]]:
+    """Starts flow processes, and ends what is left of them."""
+    started: list[FlowProcess] = []
+
+    def start_flow(name: str = "flow", **arguments: Any) -> FlowProcess:
+        started.append(FlowProcess(tmp_path / name, api_url, **arguments))
+        return started[-1]
+
+    yield start_flow
+    for process in started:
+        process.close()

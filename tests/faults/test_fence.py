@@ -5,72 +5,45 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from uuid import UUID
 
 import psutil
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 
-from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right, train_config
-from tests.support.processes import (
-    FlowProcess,
-    RayHead,
-    alive,
-    attempts,
-    commits,
-    read_ledger,
-    steps_of,
-    titled,
-    wait_for,
-)
-
-Start = Callable[..., FlowProcess]
-
-
-@pytest.fixture(scope="module")
-def wide_head() -> Iterator[RayHead]:
-    """A cluster with room for two trainings of two workers."""
-    cluster = RayHead(cpus=4)
-    yield cluster
-    cluster.close()
+from tests.support.clusters import RayHead
+from tests.support.loops import CHECKPOINT_EVERY, STEPS, is_right, train_config
+from tests.support.processes import Start, alive, attempts, commits, read_ledger, steps_of, titled, wait_for
 
 
 @pytest.mark.full
-def test_of_two_flow_runs_that_race_for_a_run_exactly_one_trains(start: Start, ledger: str, wide_head: RayHead) -> None:
+def test_of_two_flow_runs_that_race_for_a_run_exactly_one_trains(start: Start, ledger: str, head: RayHead) -> None:
+    contested = {"cluster": head.block, "storage": f"{ledger}.runs", "run_name": "contested"}
     flows = []
     for name in ("one", "other"):
-        flows.append(
-            start(
-                name,
-                **hash_training(ledger, config=train_config(ledger, steps=20)),
-                cluster=wide_head.block,
-                storage=f"{ledger}.runs",
-                run_name="contested",
-            )
-        )
+        flows.append(start(name, config=train_config(ledger, steps=20), **contested))
         time.sleep(random.uniform(0, 1))
-    outcomes = [flow.wait(120) for flow in flows]
-    assert sorted(outcome["state"] for outcome in outcomes) == ["COMPLETED", "FAILED"]
-    winner = next(number for number, outcome in enumerate(outcomes) if outcome["state"] == "COMPLETED")
-    error = outcomes[1 - winner]["error"]
+    outcomes = {flow.wait(120)["state"]: flow for flow in flows}
+    assert set(outcomes) == {"COMPLETED", "FAILED"}
+    winner = outcomes["COMPLETED"]
+    error = outcomes["FAILED"].wait(0)["error"]
     assert "run 'contested'" in error
-    assert f"(id {flows[winner].flow_run_id})" in error, "the holder is named"
+    assert f"(id {winner.flow_run_id})" in error, "the holder is named"
     assert steps_of(ledger) == list(range(1, 21))
-    assert len(attempts(flows[winner].run)) == 1
+    assert len(attempts(winner.run)) == 1
 
 
 def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_itself(
-    start: Start, ledger: str, wide_head: RayHead
+    start: Start, ledger: str, head: RayHead, client: SyncPrefectClient
 ) -> None:
-    two = {"min_workers": 2, "max_workers": 2}
-    training = hash_training(ledger, config=train_config(ledger, sleep=0.1), scaling=two, cluster=wide_head.block)
+    scaling = {"min_workers": 2, "max_workers": 2}
+    training = {"config": train_config(ledger, sleep=0.1), "scaling": scaling, "cluster": head.block}
     first = start("first", **training)
-    first.wait_for(lambda: len(commits(first.run)) >= 2, 120, "two commits")
-    driver = first.driver()
-    assert driver is not None
+    first.wait_for_commits()
     workers = [psutil.Process(pid) for pid in {line["pid"] for line in read_ledger(ledger)}]
-    controllers = titled(wide_head.processes(), "TrainController")
+    controllers = titled(head.processes(), "TrainController")
     assert (len(workers), len(controllers)) == (2, 1)
-    frozen = [psutil.Process(first.pid), driver, *controllers, *workers]
+    frozen = [psutil.Process(first.pid), first.living_driver(), *controllers, *workers]
     for process in frozen:
         process.suspend()
     assert first.run is not None
@@ -81,28 +54,21 @@ def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_it
     record_file.write_text(json.dumps(record))
     before = commits(first.run)
 
-    second = start("second", **{**training, "storage": str(first.storage)}, flow_run_id=first.flow_run_id)
+    second = start("second", **training, storage=str(first.storage), flow_run_id=first.flow_run_id)
     wait_for(lambda: [c for c in commits(first.run) if c["attempt"] == 2], 120, "a commit of the second attempt")
     for process in reversed(frozen):
         process.resume()
-    outcome = second.wait(180)
+    result = second.completed(180)
     first.process.wait(60)
     wait_for(lambda: not alive(frozen), 20, "the first attempt's processes to end by themselves")
-    assert outcome["state"] == "COMPLETED"
-    assert outcome["result"]["attempts"] == 2
+    assert result["attempts"] == 2
     assert attempts(first.run)[1]["base"] == [1, max(c["sequence"] for c in before)]
-    assert is_right(outcome["result"]["checkpoint_uri"])
-    new = {process.pid for process in workers}
-    of_the_second = [line for line in read_ledger(ledger) if line["rank"] == 0 and line["pid"] not in new]
+    assert is_right(result["checkpoint_uri"])
+    old = {process.pid for process in workers}
+    of_the_second = [line for line in read_ledger(ledger) if line["rank"] == 0 and line["pid"] not in old]
     resumed_from = of_the_second[0]["resumed_from"]
     assert resumed_from >= 2 * CHECKPOINT_EVERY
     assert [line["step"] for line in of_the_second] == list(range(resumed_from + 1, STEPS + 1))
-    from uuid import UUID
-
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with temporary_settings({PREFECT_API_URL: first.api_url}), get_client(sync_client=True) as client:
-        state = client.read_flow_run(UUID(first.flow_run_id)).state
+    state = client.read_flow_run(UUID(first.flow_run_id)).state
     assert state is not None
     assert state.is_completed(), "the first process has nothing to say about the flow run"

@@ -1,4 +1,4 @@
-"""The flow process, its host or the run directory suffers; the same flow run goes on from the last whole commit."""
+"""The flow process, its host or its server suffers; the same flow run goes on from the last whole commit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -15,11 +16,12 @@ from prefect.client.schemas.objects import StateType
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
-from tests.faults.conftest import CHECKPOINT_EVERY, STEPS, hash_training, is_right
-from tests.support.deployments import SERVED, DeployedRun, Program, serve_flows
+from tests.support.clusters import RayHead
+from tests.support.deployments import SERVED, Deploy, Program, deployment_id, serve_flows
+from tests.support.loops import CHECKPOINT_EVERY, STEPS, is_right, train_config
 from tests.support.processes import (
     FlowProcess,
-    RayHead,
+    Start,
     alive,
     assert_each_rank_knew_its_run,
     assert_every_step_counts_once,
@@ -34,15 +36,8 @@ from tests.support.processes import (
     wait_for,
 )
 
-Start = Callable[..., FlowProcess]
-Deploy = Callable[..., DeployedRun]
-
 DEPLOYMENT = f"fault test/{SERVED}"
-
-
-def _resumed(start: Start, first: FlowProcess, name: str, **arguments: object) -> FlowProcess:
-    """Go on with the same flow run in a new process, as Prefect does after a retry in its UI."""
-    return start(name, flow_run_id=first.flow_run_id, **{"storage": str(first.storage), **arguments})
+Resuming = Callable[..., None]
 
 
 def _command(*arguments: str) -> Result:
@@ -51,54 +46,36 @@ def _command(*arguments: str) -> Result:
 
 
 @pytest.fixture
-def resuming(served: Program, client: SyncPrefectClient) -> Iterator[Callable[[int], None]]:
+def resuming(served: Program, client: SyncPrefectClient) -> Iterator[Resuming]:
     """Creates the automations for the served deployment, and deletes them."""
 
-    used = {DEPLOYMENT}
-
-    def create(max_resumes: int, heartbeat_timeout: int = 600, deployment: str = DEPLOYMENT) -> None:
-        used.add(deployment)
-        wait_for(lambda: _exists(client, deployment), 60, "the deployment")
-        done = _command(
-            "automations",
-            "create",
-            deployment,
-            f"--max-resumes={max_resumes}",
-            f"--heartbeat-timeout={heartbeat_timeout}",
-        )
+    def create(max_resumes: int, heartbeat_timeout: int = 600) -> None:
+        deployment_id(client, DEPLOYMENT)
+        bounds = (f"--max-resumes={max_resumes}", f"--heartbeat-timeout={heartbeat_timeout}")
+        done = _command("automations", "create", DEPLOYMENT, *bounds)
         assert done.exit_code == 0, done.stderr
-        # A server takes up to a second to load them.
-        time.sleep(2)
+        time.sleep(2)  # a server takes up to a second to load them
 
     yield create
-    _command("automations", "delete", *used)
-
-
-def _exists(client: SyncPrefectClient, deployment: str = DEPLOYMENT) -> bool:
-    from prefect.exceptions import ObjectNotFound
-
-    try:
-        return bool(client.read_deployment_by_name(deployment))
-    except ObjectNotFound:
-        return False
+    _command("automations", "delete", DEPLOYMENT)
 
 
 @pytest.mark.full
 def test_trainings_of_subflows_go_on_when_the_flow_run_that_called_them_does(
     start: Start, ledger: str, head: RayHead
 ) -> None:
-    arguments = hash_training(ledger, cluster=head.block, within="subflows", short_ledger=ledger + ".short")
-    first = start("first", **arguments)
+    more: dict[str, Any] = {"within": "subflows", "short_ledger": f"{ledger}.short", "config": train_config(ledger)}
+    first = start("first", cluster=head.block, **more)
     wait_for(lambda: len(read_ledger(ledger)) > 2 * CHECKPOINT_EVERY, 120, "the second subflow to train")
-    os.kill(first.pid, signal.SIGKILL)
+    first.process.kill()
     first.process.wait(60)
     wait_for(lambda: not head.train_processes(), 20, "it to end")
-    outcome = _resumed(start, first, "again", **arguments).wait(120)
-    assert outcome["state"] == "COMPLETED"
-    assert is_right(outcome["result"]["checkpoint_uri"])
-    assert outcome["result"]["attempts"] == 2
+    same = {"flow_run_id": first.flow_run_id, "storage": str(first.storage)}
+    result = start("again", cluster=head.block, **more, **same).completed(120)
+    assert is_right(result["checkpoint_uri"])
+    assert result["attempts"] == 2
     assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
-    assert steps_of(ledger + ".short") == [1, 2, 3], "the first subflow's result was there"
+    assert steps_of(f"{ledger}.short") == [1, 2, 3], "the first subflow's result was there"
     short = f"fault-test-subflow-{first.flow_run_id[:8]}"
     assert sorted(run.name for run in first.storage.iterdir()) == [f"{short}.1", f"{short}.2"]
 
@@ -108,30 +85,25 @@ def test_controller_that_gives_no_sign_of_life_is_replaced_and_one_that_computes
     start: Start, ledger: str, head: RayHead
 ) -> None:
     bound = 8
-    arguments = hash_training(
-        ledger,
-        cluster=head.block,
-        environment={"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": bound},
-    )
-    arguments["config"].update(steps=10, sleep_once=bound + 6)
-    flow = start(**arguments)
+    environment = {"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": bound}
+    config = train_config(ledger, steps=10, sleep_once=bound + 6)
+    flow = start(config=config, cluster=head.block, environment=environment)
     wait_for(lambda: len(read_ledger(ledger)) >= 7, 120, "the long step to be over")
     assert len(attempts(flow.run)) == 1, "a long step is no death"
     controller = titled(head.processes(), "TrainController")[0]
     controller.suspend()
-    outcome = flow.wait(120)
-    assert outcome["state"] == "COMPLETED"
-    assert outcome["result"]["attempts"] == 2
+    result = flow.completed(120)
+    assert result["attempts"] == 2
     assert "gave no sign of life" in flow.log
-    assert is_right(outcome["result"]["checkpoint_uri"], steps=10)
+    assert is_right(result["checkpoint_uri"], steps=10)
     assert not alive([controller]), "the stopped controller is not left behind"
 
 
 def test_killed_flow_process_of_a_deployment_is_resumed_by_the_automation(
-    deployed: Deploy, resuming: Callable[[int], None], ledger: str, head: RayHead
+    deployed: Deploy, resuming: Resuming, ledger: str, head: RayHead
 ) -> None:
     resuming(3)
-    run = deployed(DEPLOYMENT, **hash_training(ledger, cluster=head.block))
+    run = deployed(DEPLOYMENT, config=train_config(ledger), cluster=head.block)
     wait_for(lambda: len(commits(run.folder)) >= 2, 120, "two commits")
     processes = run.processes()
     os.kill(run.flow_processes[0], signal.SIGKILL)
@@ -145,23 +117,22 @@ def test_killed_flow_process_of_a_deployment_is_resumed_by_the_automation(
 
 @pytest.mark.full
 def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_says(
-    deployed: Deploy, resuming: Callable[[int], None]
+    deployed: Deploy, resuming: Resuming
 ) -> None:
     resuming(2)
     run = deployed(DEPLOYMENT, die_at_once=True)
     wait_for(lambda: len(run.flow_processes) == 3, 90, "two resumes")
     assert run.wait_for_end(30).type == StateType.CRASHED
     time.sleep(8)
-    assert len(run.flow_processes) == 3
-    assert run.state.type == StateType.CRASHED
+    assert (run.state.type, len(run.flow_processes)) == (StateType.CRASHED, 3)
 
 
 @pytest.mark.full
 def test_deployment_that_got_ctrl_c_is_not_resumed(
-    deployed: Deploy, resuming: Callable[..., None], ledger: str, head: RayHead
+    deployed: Deploy, resuming: Resuming, ledger: str, head: RayHead
 ) -> None:
     resuming(3)
-    run = deployed(DEPLOYMENT, **hash_training(ledger, cluster=head.block))
+    run = deployed(DEPLOYMENT, config=train_config(ledger), cluster=head.block)
     wait_for(lambda: commits(run.folder), 120, "a commit")
     os.kill(run.flow_processes[0], signal.SIGINT)
     assert run.wait_for_end(45).type == StateType.CRASHED
@@ -171,15 +142,13 @@ def test_deployment_that_got_ctrl_c_is_not_resumed(
 
 @pytest.mark.full
 def test_flow_run_that_nobody_executes_is_resumed_by_the_command_and_one_that_lives_is_not(
-    deployed: Deploy, client: SyncPrefectClient, served: Program, ledger: str, head: RayHead
+    deployed: Deploy, served: Program, ledger: str, head: RayHead
 ) -> None:
     def resume(*arguments: str) -> tuple[int, str]:
         done = _command("resume", str(run.id), *arguments)
         return done.exit_code, done.stdout + done.stderr
 
-    arguments = hash_training(ledger, cluster=head.block)
-    arguments["config"]["sleep"] = 0.3
-    run = deployed(DEPLOYMENT, lost=True, **arguments)
+    run = deployed(DEPLOYMENT, lost=True, config=train_config(ledger, sleep=0.3), cluster=head.block)
     assert run.state.type == StateType.RUNNING
     code, said = resume()
     assert code == 0, said
@@ -196,48 +165,31 @@ def test_flow_run_that_nobody_executes_is_resumed_by_the_command_and_one_that_li
 
 
 def test_automations_are_created_once_updated_and_deleted(served: Program, client: SyncPrefectClient) -> None:
-    wait_for(lambda: _exists(client), 60, "the deployment")
+    deployment_id(client, DEPLOYMENT)
 
-    def lines(*arguments: str) -> list[str]:
-        done = _command("automations", *arguments)
-        assert done.exit_code == 0, done.stderr
-        return [line.split()[0] for line in done.stdout.splitlines()]
+    def done(*arguments: str) -> list[str]:
+        said = _command("automations", *arguments)
+        return [line.split()[0] for line in said.stdout.splitlines()] if said.exit_code == 0 else [said.stderr]
 
-    assert lines("create", DEPLOYMENT) == ["created", "created"]
-    assert lines("create", DEPLOYMENT) == ["unchanged", "unchanged"]
-    assert lines("create", DEPLOYMENT, "--max-resumes=4") == ["updated", "unchanged"]
-    ours = [a for a in client.read_automations() if a.name.startswith("elastic-train")]
-    assert len(ours) == 2
-    assert lines("delete", DEPLOYMENT) == ["deleted", "deleted"]
-    for arguments, message in (
-        (("create", "no/such"), "there is no deployment 'no/such'"),
-        (("create",), "name at least one deployment"),
-        (("delete", DEPLOYMENT), "there are no such automations"),
-    ):
-        done = _command("automations", *arguments)
-        assert done.exit_code == 1
-        assert message in done.stderr
+    assert done("create", DEPLOYMENT) == ["created", "created"]
+    assert done("create", DEPLOYMENT) == ["unchanged", "unchanged"]
+    assert done("create", DEPLOYMENT, "--max-resumes=4") == ["updated", "unchanged"]
+    assert sum(one.name.startswith("elastic-train") for one in client.read_automations()) == 2
+    assert done("delete", DEPLOYMENT) == ["deleted", "deleted"]
+    assert "there is no deployment 'no/such'" in done("create", "no/such")[0]
+    assert "there are no such automations" in done("delete", DEPLOYMENT)[0]
 
 
 @pytest.mark.full
 def test_runner_and_flow_process_killed_together_are_resumed(
-    deployed: Deploy,
-    api_url: str,
-    ledger: str,
-    head: RayHead,
-    tmp_path: Path,
-    resuming: Callable[..., None],
-    served: Program,
+    deployed: Deploy, api_url: str, ledger: str, head: RayHead, tmp_path: Path, resuming: Resuming, served: Program
 ) -> None:
-    # A deployment's runs are spread over its runners, and there shall be one.
-    served.close()
+    served.close()  # a deployment's runs are spread over its runners, and there shall be one
     runner = serve_flows(tmp_path / "runner", api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
     other = None
     try:
         resuming(3, 60)
-        arguments = hash_training(ledger, cluster=head.block)
-        arguments["config"]["sleep"] = 1.5
-        run = deployed(DEPLOYMENT, **arguments)
+        run = deployed(DEPLOYMENT, config=train_config(ledger, sleep=1.5), cluster=head.block)
         wait_for(lambda: len(read_ledger(ledger)) >= 22, 120, "33 s of training, with two heartbeats")
         processes = run.processes()
         for victim in (runner.process.pid, run.flow_processes[0]):
@@ -258,17 +210,15 @@ def test_outage_of_the_prefect_api_does_not_disturb_a_training_on_ray(
     tmp_path: Path, ledger: str, head: RayHead
 ) -> None:
     port = free_port()
-    arguments = hash_training(ledger, cluster=head.block)
-    arguments["config"]["sleep"] = 1.5
     with prefect_server(tmp_path / "server", port) as url:
-        flow = FlowProcess(tmp_path / "flow", url, **arguments)
-        flow.wait_for(lambda: len(commits(flow.run)) >= 2, 120, "two commits")
+        flow = FlowProcess(tmp_path / "flow", url, config=train_config(ledger, sleep=1.5), cluster=head.block)
+        flow.wait_for_commits()
     try:
         steps = len(read_ledger(ledger))
         time.sleep(30)
         assert len(read_ledger(ledger)) > steps, "training goes on"
         with prefect_server(tmp_path / "server", port):
-            assert flow.wait(240)["state"] == "COMPLETED"
+            flow.completed(240)
         assert len(attempts(flow.run)) == 1, "no second driver"
         assert [last for _, last in generations(ledger)] == [STEPS], "in one go"
     finally:

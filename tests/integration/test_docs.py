@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prefect import flow
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
 from prefect.client.schemas.objects import TERMINAL_STATES
 from prefect.states import Pending, Running
@@ -23,7 +25,8 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.storage.store import LocalRunStore
 from prefect_elastic_train.train_flow import train
-from tests.support.doc_blocks import blocks_of, pages, run_block
+from tests.support.deployments import deployment_id
+from tests.support.doc_blocks import PYTHON, blocks_of, pages, run_block
 from tests.unit.support import Training, begin, claim, empty_snapshot, with_result
 
 pytestmark = pytest.mark.full
@@ -61,18 +64,17 @@ def nightly() -> None:
 
 
 @pytest.fixture
-def client(api: str) -> Iterator[SyncPrefectClient]:
-    """Give a client of the session's server, which is left with nothing that the test brings there."""
-    with get_client(sync_client=True) as client:
-        before = _there(client)
-        yield client
-        # Flow runs come first: those that a deployment has scheduled go with it.
-        for path in sorted(_there(client) - before, reverse=True):
-            client.request("DELETE", path)  # type: ignore[arg-type]
+def tidy(client: SyncPrefectClient) -> Iterator[SyncPrefectClient]:
+    """A client of the session's server, which is left with nothing that the test brings there."""
+    before = _there(client)
+    yield client
+    # Flow runs come first: those that a deployment has scheduled go with it.
+    for path in sorted(_there(client) - before, reverse=True):
+        client.request("DELETE", path)  # type: ignore[arg-type]
 
 
 def _there(client: SyncPrefectClient) -> set[str]:
-    """Give the paths of all that another test on the server could trip over."""
+    """The paths of all that another test on the server could trip over."""
     found = {f"/deployments/{deployment.id}" for deployment in client.read_deployments()}
     found |= {f"/automations/{automation.id}" for automation in client.read_automations()}
     found |= {f"/block_documents/{document.id}" for document in client.read_block_documents()}
@@ -82,8 +84,8 @@ def _there(client: SyncPrefectClient) -> set[str]:
 
 
 @pytest.fixture
-def folder(client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give a folder and a server with all that the pages take for granted.
+def folder(tidy: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder and a server with all that the pages take for granted.
 
     A module ``my_project.loops``; finished runs ``mnist`` and ``cifar`` in ``./runs``, saved as storage block
     ``nightly``; ``./ray_results/mnist`` as Ray Train alone leaves it behind after two epochs; the deployments of
@@ -100,8 +102,8 @@ def folder(client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.Monkey
     LocalStorage(path="runs").save("nightly", overwrite=True)
     for deployed, name in ((digits, "digits"), (evaluate, "digits"), (train, "train"), (nightly, "nightly")):
         deployed.to_deployment(name).apply()
-    lost = client.create_flow_run_from_deployment(client.read_deployment_by_name("nightly/nightly").id, state=Pending())
-    client.set_flow_run_state(lost.id, Running())
+    lost = tidy.create_flow_run_from_deployment(deployment_id(tidy, "nightly/nightly"), state=Pending())
+    tidy.set_flow_run_state(lost.id, Running())
     monkeypatch.setenv("FLOW_RUN_ID", str(lost.id))
     yield tmp_path
     for module in [module for module in sys.modules if module.split(".")[0] == "my_project"]:
@@ -141,3 +143,19 @@ def test_blocks_of_a_page_run_as_they_stand(page: Path, folder: Path, api: str, 
     for block in blocks_of(page):
         if block.is_run:
             run_block(block, folder, api)
+
+
+def test_functions_that_no_block_calls_are_right_in_names_imports_and_arguments(tmp_path: Path) -> None:
+    files = []
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.is_run and block.language in PYTHON:
+                files.append(f"{page.stem.lower()}_{block.line}.py")
+                (tmp_path / files[-1]).write_text(block.code)
+    settings = "plugins=pydantic.mypy\nignore_missing_imports=true\ncheck_untyped_defs=true\nfollow_imports=silent\n"
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\n{settings}")
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", *files]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
+    assert f"(checked {len(files)} source files)" in said, said
+    wrong = re.compile(r"\[(call-arg|name-defined)\]|Module .* has no attribute")
+    assert [line for line in said.splitlines() if wrong.search(line)] == []

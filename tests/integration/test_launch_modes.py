@@ -9,57 +9,31 @@ from typing import Any
 
 import pytest
 from prefect import flow
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient
 
 from prefect_elastic_train import (
-    AttemptFailedError,
     CheckpointPolicy,
     ElasticScaling,
-    FailureBudget,
     LocalStorage,
-    Outcome,
     RayCluster,
     TrainingResult,
     elastic_train,
 )
+from tests.support.clusters import RayHead
 from tests.support.deployments import flow_run_log
-from tests.support.processes import RayHead, wait_for
-
-pytestmark = pytest.mark.usefixtures("api")
-
-TWO = ElasticScaling(min_workers=2, max_workers=2)
+from tests.support.processes import wait_for
 
 
 # Most other tests train on a local or a joined cluster.
-_OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("a local cluster", "a joined cluster")]
-
-
-@pytest.fixture(params=[*_OTHERS, "a job"])
-def launched(request: pytest.FixtureRequest, head: RayHead) -> RayCluster:
-    """The cluster, and with it the place of the driver."""
-    if request.param == "a local cluster":
-        return RayCluster()
-    return RayCluster(**(head.block if request.param == "a joined cluster" else head.jobs_block))
-
-
-def _messages(flow_run_id: Any) -> list[str]:
-    """Give what the Prefect log of a flow run says."""
-    with get_client(sync_client=True) as client:
-        return flow_run_log(client, flow_run_id)
-
-
-def _lifecycle(run_uri: str) -> list[str]:
-    """Give the kinds of the events of a run's history that no clock decides about."""
-    lines = [
-        json.loads(line)
-        for file in sorted(Path(run_uri, ".elastic_train", "events").glob("*.jsonl"))
-        for line in file.read_text().splitlines()
-    ]
-    return [line["kind"] for line in lines if line["kind"] not in ("controller_alive", "state_changed")]
-
-
-def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, launched: RayCluster) -> None:
+@pytest.mark.parametrize(
+    "where",
+    ["a job", *(pytest.param(one, marks=pytest.mark.full) for one in ("a local cluster", "a joined cluster"))],
+)
+def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(
+    tmp_path: Path, head: RayHead, client: SyncPrefectClient, where: str
+) -> None:
     base = 10.0
+    fields = {"a local cluster": {}, "a joined cluster": head.block, "a job": head.jobs_block}[where]
 
     def loop(config: dict[str, Any]) -> None:
         import os
@@ -71,9 +45,8 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, l
             folder = tempfile.mkdtemp()
             with open(os.path.join(folder, "weights.txt"), "w") as file:
                 file.write(str(step))
-            ray.train.report(
-                {"step": step, "loss": base / step}, checkpoint=ray.train.Checkpoint.from_directory(folder)
-            )
+            saved = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"step": step, "loss": base / step}, checkpoint=saved)
             print(f"printed in step {step}")
 
     @flow
@@ -81,17 +54,18 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, l
         return elastic_train(
             loop,
             train_loop_config={"steps": 6},
-            scaling=TWO,
+            scaling=ElasticScaling(min_workers=2, max_workers=2),
             checkpoints=CheckpointPolicy(keep=2, score_attribute="loss", score_order="min"),
             framework="none",
             storage=LocalStorage(path=str(tmp_path)),
-            cluster=launched,
+            cluster=RayCluster(**fields),
         )
 
     state = nightly(return_state=True)
     result = state.result()
+    flow_run_id = state.state_details.flow_run_id
     assert TrainingResult.model_validate_json(result.model_dump_json()) == result
-    assert result.run_name == f"nightly-{str(state.state_details.flow_run_id)[:8]}"
+    assert result.run_name == f"nightly-{str(flow_run_id)[:8]}"
     assert result.run_uri == str(tmp_path / result.run_name)
     assert (result.attempts, result.worker_failures, result.preemptions, result.resizes) == (1, 0, 0, 0)
     assert result.metrics == {"step": 6, "loss": 10 / 6}
@@ -106,49 +80,23 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(tmp_path: Path, l
     assert 0 < result.goodput <= 1
     assert result.steps_lost == 0
 
-    def printed() -> list[str]:
-        lines = [
-            message.partition("] ")[0] + message.partition("]")[2]
-            for message in _messages(state.state_details.flow_run_id)
-        ]
-        return sorted(line for line in lines if "printed in step" in line and not line.endswith("step 6"))
+    def log() -> list[str]:
+        return flow_run_log(client, flow_run_id)
 
-    expected = sorted(f"[attempt 1 rank {rank} printed in step {step}" for rank in (0, 1) for step in range(1, 6))
+    expected = [f"rank {rank}: printed in step {step}" for rank in (0, 1) for step in range(1, 6)]
+
+    def printed() -> list[str]:
+        tagged = [line.partition("] ") for line in log() if "printed in step" in line and not line.endswith("step 6")]
+        return sorted(f"{tag.removeprefix('[attempt 1 ')}: {text}" for tag, _, text in tagged)
+
     wait_for(lambda: len(printed()) >= len(expected), 30, "the log to reach the server")
     assert printed() == expected, "each line once, tagged with its rank"
+    wait_for(lambda: sum(line.startswith("Checkpoint ") for line in log()) == 6, 30, "the rest of the log")
+    assert sum(line.startswith("Attempt ") for line in log()) == 1
 
-    def told() -> Counter[str]:
-        return Counter(message.split(" ")[0] for message in _messages(state.state_details.flow_run_id))
-
-    wait_for(lambda: told()["Checkpoint"] >= 6, 30, "the rest of the log")
-    assert (told()["Attempt"], told()["Checkpoint"]) == (1, 6)
-    kinds = _lifecycle(result.run_uri)
+    segments = sorted(Path(result.run_uri, ".elastic_train", "events").glob("*.jsonl"))
+    kinds = [json.loads(line)["kind"] for file in segments for line in file.read_text().splitlines()]
+    # Those that no clock decides about.
+    kinds = [one for one in kinds if one not in ("controller_alive", "state_changed", "checkpoint_stalled")]
     assert [kinds[0], kinds[1], kinds[-1]] == ["attempt_started", "worker_group_started", "attempt_ended"]
-    told_besides = Counter(kinds[2:-1])
-    assert told_besides.pop("checkpoint_stalled", 0) <= 6, "how long the loop stood still, if that is worth a word"
-    assert told_besides == {"checkpoint_committed": 6}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("launched", ["a job"], indirect=True)
-def test_a_loop_that_raises_ends_the_training_with_its_traceback(tmp_path: Path, launched: RayCluster) -> None:
-    def loop() -> None:
-        raise ArithmeticError("the loss became a pumpkin")
-
-    @flow
-    def nightly() -> TrainingResult:
-        return elastic_train(
-            loop,
-            framework="none",
-            failures=FailureBudget(max_failures=0),
-            storage=LocalStorage(path=str(tmp_path)),
-            cluster=launched,
-        )
-
-    state = nightly(return_state=True)
-    error = state.result(raise_on_failure=False)
-    assert isinstance(error, AttemptFailedError)
-    assert (error.outcome, error.attempt) == (Outcome.USER_ERROR, 1)
-    message, _, details = str(error).partition("; details: ")
-    assert message.endswith("rank 0: ArithmeticError: the loss became a pumpkin")
-    assert "Traceback" in Path(details).read_text()
+    assert Counter(kinds[2:-1]) == {"checkpoint_committed": 6}

@@ -1,4 +1,4 @@
-"""What is told of loops that go on from their checkpoint, that do not, and that save none."""
+"""What is told of loops that raise, hang, do not go on from their checkpoint or save none."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from prefect_elastic_train import (
     RayCluster,
     elastic_train,
 )
+from tests.support.clusters import RayHead
+from tests.support.loops import is_right, train_config
+from tests.support.processes import Start, attempts, read_ledger
 
-pytestmark = pytest.mark.usefixtures("api")
-
-LOOP = "tests.support.loops:habitual_loop"
 STEPS = 20
 #: What a loop does, what is told of it, and how many of its reports are done again.
 HABITS: dict[str, tuple[list[str], int]] = {
@@ -37,49 +37,73 @@ HABITS: dict[str, tuple[list[str], int]] = {
 }
 
 
-def _warnings(run_uri: str) -> list[dict[str, Any]]:
+def test_loop_that_raises_each_time_fails_for_good_with_its_traceback(start: Start, ledger: str, head: RayHead) -> None:
+    failures = {"max_failures": 1, "driver_restarts": 3}
+    loop = "tests.support.loops:remotely_failing_loop"
+    flow = start(loop=loop, cluster=head.block, config={"ledger": ledger}, failures=failures)
+    flow.living_driver()
+    outcome = flow.wait(120)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "user_error")
+    assert len(read_ledger(ledger)) == 2, "one try and one retry in the cluster"
+    assert len(attempts(flow.run)) == 1, "no driver restart is spent on it"
+    assert 'raise ValueError("a row without a number")' in flow.log
+    assert flow.log.count("[rank 0] Traceback") == 1, "the second try says the same"
+    assert "Error in training function" not in flow.log, "nor does Ray say it again"
+    message, _, details = outcome["error"].partition("; details: ")
+    assert "rank 0: " in message
+    assert "Traceback" in Path(details).read_text()
+    assert flow.marked() == []
+
+
+def test_loop_that_reports_nothing_is_restarted_in_the_cluster_with_its_stacks_in_the_log(
+    start: Start, ledger: str, head: RayHead
+) -> None:
+    config = train_config(ledger, steps=10, sleep_once=600)
+    flow = start(config=config, failures={"stall_timeout_seconds": 4}, cluster=head.block)
+    result = flow.completed(120)
+    assert (result["attempts"], result["worker_failures"]) == (1, 1)
+    assert is_right(result["checkpoint_uri"], steps=10)
+    assert "in sleep_once" in flow.log
+
+
+def _warnings(run_uri: str | Path) -> list[dict[str, Any]]:
     segments = sorted((Path(run_uri) / ".elastic_train" / "events").glob("*.jsonl"))
     events = [json.loads(line) for segment in segments for line in segment.read_text().splitlines()]
     return [event for event in events if event["kind"] == "loop_warned"]
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("api")
 def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, joined: RayCluster) -> None:
-    def arguments(habit: str, run_name: str = "") -> dict[str, Any]:
+    def submit(habit: str, run_name: str = "", **more: Any) -> Any:
         name, ranks = run_name or habit.replace(" ", "-"), 2 if "rank" in habit else 1
-        return {
-            "run_name": name,
-            "framework": "none",
-            "train_loop_config": {"habit": habit, "died": str(tmp_path / name), "steps": STEPS},
-            "storage": LocalStorage(path=str(tmp_path / "runs")),
-            "cluster": joined,
-            "scaling": ElasticScaling(min_workers=ranks, max_workers=ranks, resources_per_worker={"CPU": 0.1}),
-        }
+        return elastic_train.submit(
+            "tests.support.loops:habitual_loop",
+            run_name=name,
+            framework="none",
+            train_loop_config={"habit": habit, "died": str(tmp_path / name), "steps": STEPS},
+            storage=LocalStorage(path=str(tmp_path / "runs")),
+            cluster=joined,
+            scaling=ElasticScaling(min_workers=ranks, max_workers=ranks, resources_per_worker={"CPU": 0.1}),
+            **more,
+        )
 
     # Two at once: more would take all of a small machine from whatever else is tested there.
     @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
     def trains() -> dict[str, Any]:
-        futures = {habit: elastic_train.submit(LOOP, **arguments(habit)) for habit in HABITS}
-        strict = elastic_train.submit(
-            LOOP,
-            **arguments("never asks", "strict"),
-            failures=FailureBudget(ignored_checkpoint="fail"),
-            checkpoints=CheckpointPolicy(keep=1),
-        )
-        results = {habit: future.result() for habit, future in futures.items()}
-        return {**results, "strict": strict.result(raise_on_failure=False)}
+        strict = FailureBudget(ignored_checkpoint="fail")
+        futures = {habit: submit(habit) for habit in HABITS}
+        futures["strict"] = submit("never asks", "strict", failures=strict, checkpoints=CheckpointPolicy(keep=1))
+        return {what: future.result(raise_on_failure=False) for what, future in futures.items()}
 
     results = trains()
     strict = results.pop("strict")
-    found = {
-        habit: ([warned["problem"] for warned in _warnings(result.run_uri)], result.steps_lost)
-        for habit, result in results.items()
-    }
+    told = {habit: _warnings(result.run_uri) for habit, result in results.items()}
+    found = {habit: ([one["problem"] for one in told[habit]], results[habit].steps_lost) for habit in results}
     assert found == HABITS
-    assert [result.metrics.get("step") for habit, result in results.items() if habit == "never asks"] == [STEPS]
+    assert results["never asks"].metrics["step"] == STEPS
     assert results["never asks"].time.lost_seconds > 8 * 0.05
-    told = {habit: warned[0] for habit, result in results.items() if (warned := _warnings(result.run_uri))}
-    never, asked = told["never asks"], told["asks and does not load"]
+    never, asked = (told[one][0] for one in ("never asks", "asks and does not load"))
     assert "began again at step 1 although the checkpoint of step 8 is there" in never["message"]
     assert "it never called ray.train.get_checkpoint()" in never["message"]
     assert "never read what it got" in asked["message"]

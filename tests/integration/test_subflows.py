@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime, timezone
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow, tags, task
@@ -13,10 +13,10 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.orchestration import flow_runs
 from prefect_elastic_train.orchestration.task import elastic_train
 
+#: Where it was asked, the run's name and whose it is; and what its events relate to.
 asked: list[tuple[str, str, str]] = []
 related: dict[str, tuple[dict[str, str], ...]] = {}
 
@@ -78,7 +78,7 @@ def test_trainings_of_subflows_keep_owner_and_name_over_a_retry_and_differ_from_
     names = {where: name for where, name, _ in asked}
     assert len(set(names.values())) == half, "each has a run of its own"
     assert all(f"of flow 'parent' (id {flow_run_id})" in owner for _, _, owner in asked)
-    short = flow_run_id[:8] if not _is_timed(flow_run_id) else flow_run_id[-8:]
+    short = flow_run_id[-8:] if UUID(flow_run_id).version == 7 else flow_run_id[:8]
     assert names["parent"] == f"parent-{short}"
     assert names["first"] == f"child-{short}.1"
     assert names["second, again"] == f"child-{short}.2-2"
@@ -88,28 +88,6 @@ def test_trainings_of_subflows_keep_owner_and_name_over_a_retry_and_differ_from_
     for where in ("first", "deep", "first in a task"):
         told = {(one["prefect.resource.role"], one["prefect.resource.id"]) for one in related[where]}
         assert told == {root, ("tag", "prefect.tag.nightly")}
-
-
-def test_the_events_of_a_subflow_relate_to_the_deployment_of_its_root() -> None:
-    root = Owner(flow_run_id="1", flow_run_name="eager-otter", deployment_id="2", deployment_name="nightly")
-    assert list(flow_runs._related(root, [])) == [
-        {
-            "prefect.resource.id": "prefect.flow-run.1",
-            "prefect.resource.role": "flow-run",
-            "prefect.resource.name": "eager-otter",
-        },
-        {
-            "prefect.resource.id": "prefect.deployment.2",
-            "prefect.resource.role": "deployment",
-            "prefect.resource.name": "nightly",
-        },
-    ]
-
-
-def _is_timed(flow_run_id: str) -> bool:
-    from uuid import UUID
-
-    return UUID(flow_run_id).version == 7
 
 
 @flow(name="child")
@@ -132,9 +110,8 @@ def test_without_an_answer_a_subflow_stands_for_itself_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flow_runs, "_LOOK_UP_SECONDS", 1.0)
-    flow_run = FlowRun(
-        id=uuid4(), flow_id=uuid4(), name="lonely", parent_task_run_id=uuid4(), created=datetime.now(timezone.utc)
-    )
+    at = datetime.now(timezone.utc)
+    flow_run = FlowRun(id=uuid4(), flow_id=uuid4(), name="lonely", parent_task_run_id=uuid4(), created=at)
     context: Any = FlowRunContext.model_construct(flow_run=flow_run, flow=_child)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         place = flow_runs.current_place(context)

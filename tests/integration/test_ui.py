@@ -1,199 +1,243 @@
-"""A training as a user of the Prefect UI has it: blocks from forms, a run from a form, its report, its end.
-
-All tests look at one training on one server, which the fixtures bring as far as the test needs it.
-"""
+"""A training as a user of the Prefect UI has it, in a headless Chromium: forms, a report, a button that ends it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from uuid import UUID
 
-import psutil
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Locator, Page, expect, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.client.schemas.objects import StateType
 
 from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
-from prefect_elastic_train.core.spec import MARK_VARIABLE
-from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
-from tests.support.browser import PrefectUI, prefect_ui, require_chromium
-from tests.support.deployments import Program, api_client, project_served
-from tests.support.processes import generations, steps_of, wait_for
-from tests.support.ui_loops import CHECKPOINT_EVERY, ERROR, FAILING_STEP
+from prefect_elastic_train.supervisor.processes import marked_processes
+from tests.support.deployments import Program, deployment_id, project_served, runs_of
+from tests.support.processes import drivers_of, generations, steps_of, wait_for
 
 pytestmark = pytest.mark.full
 
-#: Name of the flow run, and of the training's run.
-RUN = "from-the-browser"
-SCALING, STORAGE, CLUSTER = "typed-into-the-form", "folder-of-the-browser", "one-cpu"
+CHROMIUM = Path("/usr/bin/chromium")
+#: Logos and banners of the UI come from elsewhere, and no test may depend on that.
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+#: Seconds that the page may take for anything that needs nobody but the browser and the server.
+PATIENCE = 30
+#: A folder that keeps the pictures of the pages after the tests.
+OUTPUT_VARIABLE = "ELASTIC_TRAIN_TEST_OUTPUT"
+#: Name of the flow run and of the training's run, and at which step its loop fails once.
+RUN, FAILING_STEP, CHECKPOINT_EVERY = "from-the-browser", 25, 10
 
 
-@dataclass
-class StartedRun:
-    """The training that was started from the UI."""
+class PrefectUI:
+    """The UI of a server, used as its user does: by what is written on its pages."""
 
-    client: SyncPrefectClient
-    id: UUID
-    ledger: Path
-    mark: str = ""
-
-    def read(self) -> FlowRun:
-        return self.client.read_flow_run(self.id)
+    def __init__(self, page: Page, api_url: str, folder: Path) -> None:
+        self.page, self.url, self._folder = page, api_url.removesuffix("/api"), folder
 
     @property
-    def state(self) -> State:
-        state = self.read().state
-        assert state is not None
-        return state
+    def main(self) -> Locator:
+        """The page without the menu beside it."""
+        return self.page.get_by_role("main")
 
-    def wait_for_steps(self, steps: int, timeout: float) -> None:
-        """Wait until the loop has taken so many steps; a training that has ended before takes no more."""
+    def screenshot(self, name: str) -> None:
+        """Keep a picture of the whole page."""
+        self.page.screenshot(path=self._folder / f"{name}.png", full_page=True)
 
-        def taken() -> bool:
-            assert not self.state.is_final(), self.state.message
-            return len(steps_of(self.ledger)) >= steps
+    def open(self, section: str) -> None:
+        """Open a section of the UI's menu, such as "Blocks"."""
+        if not self.page.url.startswith(self.url):
+            self.page.goto(self.url)
+        # The menu comes before the page, which may have such a link of its own.
+        self.page.get_by_role("link", name=section, exact=True).first.click()
 
-        wait_for(taken, timeout, f"{steps} steps")
+    def reload_until(self, what: Locator, timeout: float = PATIENCE) -> None:
+        """Reload the page until something is there: many pages do not look for news by themselves."""
+
+        def there() -> bool:
+            self.page.reload()
+            with contextlib.suppress(AssertionError):
+                expect(what).to_be_visible(timeout=5000)
+                return True
+            return False
+
+        wait_for(there, timeout, f"{what} on {self.page.url}")
+
+    def field(self, label: str) -> Locator:
+        """The part of a form with a label, such as "Name" or "scaling (Optional)"."""
+        labelled = self.main.locator("div").filter(has=self.page.get_by_text(label, exact=True))
+        # The form and all that is around the field contain its label and its control, too.
+        return labelled.filter(has=self.page.get_by_role("group")).last
+
+    def fill(self, label: str, value: str | int) -> None:
+        """Write into a field for text or a number."""
+        control = self.field(label).get_by_role("textbox").or_(self.field(label).get_by_role("spinbutton"))
+        control.fill(str(value))
+        expect(control).to_have_value(str(value))
+
+    def fill_json(self, label: str, value: object) -> None:
+        """Replace what is in a field for JSON, which is an editor of its own."""
+        editor = self.field(label).get_by_role("textbox")
+        editor.press("ControlOrMeta+a")
+        self.page.keyboard.insert_text(json.dumps(value))
+        expect(editor).to_have_text(json.dumps(value))
+
+    def choose(self, label: str, option: str) -> None:
+        """Choose a saved block, or a value, from a field's list, which the page may close while it fills it anew."""
+        button = self.field(label).get_by_role("button", name=re.compile("^Select "))
+        wanted = self.page.get_by_role("option", name=option, exact=True)
+
+        def chosen() -> bool:
+            with contextlib.suppress(PlaywrightTimeoutError):
+                if not wanted.is_visible():
+                    button.click(timeout=5_000)
+                wanted.click(timeout=5_000)
+            with contextlib.suppress(AssertionError):
+                expect(button).to_have_text(option, timeout=5_000)
+                return True
+            return False
+
+        wait_for(chosen, 2 * PATIENCE, f"{option} to be chosen")
+
+    def submit(self, button: str, then: Locator) -> None:
+        """Press a button until the next page is there: the form stays when a busy server answers "try again" (503)."""
+
+        def submitted() -> bool:
+            self.main.get_by_role("button", name=button, exact=True).click()
+            with contextlib.suppress(AssertionError):
+                expect(then).to_be_visible(timeout=10_000)
+            return then.is_visible()
+
+        wait_for(submitted, 2 * PATIENCE, f"what comes after {button}")
+
+    def open_run(self) -> None:
+        """Open the page of the flow run from the list of runs, which lists none that are only scheduled."""
+        self.open("Runs")
+        link = self.main.get_by_role("link", name=RUN, exact=True)
+        self.reload_until(link)
+        link.click()
+        expect(self.main.get_by_role("tab", name="Artifacts")).to_be_visible()
+
+    def open_report(self) -> Locator:
+        """Open the run's report from its page; returns its rendered text."""
+        self.open_run()
+        self.main.get_by_role("tab", name="Artifacts").click()
+        key = self.page.get_by_text(f"elastic-train-{RUN}", exact=True)
+        card = self.main.get_by_role("link").filter(has=key)
+        self.reload_until(card)
+        card.click()
+        # In between is a page with one entry a version, the newest first.
+        self.main.locator("a[href*='/artifacts/artifact/']").first.click()
+        # Beside it is its source, hidden.
+        text = self.page.get_by_test_id("markdown-display")
+        expect(text).to_be_visible()
+        return text
 
 
-@pytest.fixture(scope="module")
-def client(api_url: str) -> Iterator[SyncPrefectClient]:
-    """A client of the session's server, which knows the blocks."""
-    require_chromium()
-    with (
-        temporary_settings({PREFECT_API_URL: api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
-        api_client() as client,
-    ):
-        ElasticScaling.register_type_and_schema(_sync=True)
-        yield client
+@pytest.fixture
+def ui(api_url: str, tmp_path: Path) -> Iterator[PrefectUI]:
+    """The UI of the session's server."""
+    if not CHROMIUM.exists():
+        pytest.fail(f"there is no {CHROMIUM}: apt-get install chromium fonts-dejavu-core", pytrace=False)
+    expect.set_options(timeout=PATIENCE * 1000)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE * 1000)
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(PATIENCE * 1000)
+        ui = PrefectUI(page, api_url, Path(os.environ.get(OUTPUT_VARIABLE, tmp_path)))
+        yield ui
+        ui.screenshot("last")
+        browser.close()
 
 
-@pytest.fixture(scope="module")
-def served(client: SyncPrefectClient, api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+@pytest.fixture
+def served(client: SyncPrefectClient, api_url: str, tmp_path: Path) -> Iterator[Program]:
     """The deployments that come with the project."""
-    with project_served(tmp_path_factory.mktemp("served-for-ui"), api_url, "browser") as program:
+    ElasticScaling.register_type_and_schema(_sync=True)
+    with project_served(tmp_path / "served", api_url, "browser") as program:
         yield program
 
 
-@pytest.fixture(scope="module")
-def ui(api_url: str, served: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectUI]:
-    """The UI of the session's server."""
-    # While this is open, Prefect takes the tests for asynchronous code, and is told `_sync=True`.
-    with prefect_ui(api_url, tmp_path_factory.getbasetemp() / "ui") as ui:
-        yield ui
-
-
-@pytest.fixture(autouse=True)
-def _picture(request: pytest.FixtureRequest, ui: PrefectUI) -> Iterator[None]:
-    """Keep what a test, passed or failed, has seen last."""
-    yield
-    ui.screenshot(request.node.name)
-
-
-@pytest.fixture(scope="module")
-def scaling(ui: PrefectUI) -> str:
-    """Name of a scaling block, made in the UI."""
-    form = ui.new_block("Elastic Scaling")
-    form.page.get_by_role("textbox", name="Name").fill(SCALING)
-    form.fill("Minimum workers (Optional)", 1)
-    form.fill("Maximum workers (Optional)", 2)
-    form.fill_json("Resources per worker (Optional)", {"CPU": 1})
+def _make_scaling_block(ui: PrefectUI) -> None:
+    ui.open("Blocks")
+    # The button with the plus comes before the other way to the catalog.
+    ui.main.locator("a[href$='/blocks/catalog']").first.click()
+    ui.main.get_by_role("textbox", name="Search blocks").fill("Elastic Scaling")
+    expect(ui.main.get_by_text("1 Block", exact=True)).to_be_visible()
+    ui.main.get_by_role("link", name="Create", exact=True).click()
+    ui.page.get_by_role("textbox", name="Name").fill(RUN)
+    ui.fill("Minimum workers (Optional)", 1)
+    ui.fill("Maximum workers (Optional)", 2)
+    ui.fill_json("Resources per worker (Optional)", {"CPU": 1})
     ui.screenshot("block-form")
-    form.submit("Save", ui.main.get_by_role("term").filter(has_text="Maximum workers"))
-    return SCALING
-
-
-def _mark_of_driver(served: Program) -> str:
-    """Give what marks all processes of a training that the deployments run, once it has a driver."""
-    for process in served.tree():
-        with contextlib.suppress(psutil.Error):
-            if "prefect_elastic_train.driver" in process.cmdline():
-                return process.environ().get(MARK_VARIABLE, "")
-    return ""
-
-
-@pytest.fixture(scope="module")
-def training(
-    ui: PrefectUI, client: SyncPrefectClient, served: Program, scaling: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartedRun]:
-    """A training that was started in the UI, with its page open there."""
-    folder = tmp_path_factory.mktemp("training-of-ui")
-    ledger = folder / "ledger.jsonl"
-    LocalStorage(path=str(folder / "runs")).save(STORAGE, overwrite=True, _sync=True)
-    RayCluster(num_cpus=1).save(CLUSTER, overwrite=True, _sync=True)
-    form = ui.custom_run("train/train")
-    form.page.get_by_role("textbox", name="Run Name").fill(RUN)
-    form.fill("train_loop", "tests.support.ui_loops:failing_once_loop")
-    form.choose("storage", STORAGE)
-    form.fill_json("train_loop_config (Optional)", {"steps": 6000, "sleep": 0.1, "ledger": str(ledger)})
-    form.choose("framework (Optional)", "none")
-    form.choose("scaling (Optional)", scaling)
-    form.choose("cluster (Optional)", CLUSTER)
-    form.fill("run_name (Optional)", RUN)
-    ui.screenshot("run-form")
-    form.submit("Submit", ui.main.get_by_role("tab", name="Runs"))
-    ui.open_run(RUN)
-    (run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"name": {"any_": [RUN]}}))
-    training = StartedRun(client, run.id, ledger)
-    try:
-        training.mark = wait_for(lambda: _mark_of_driver(served), 60, "the driver")
-        yield training
-    finally:
-        if training.mark:
-            end_marked(training.mark, 15)
-
-
-def test_block_is_made_in_a_form_with_numbers_and_json(ui: PrefectUI, scaling: str) -> None:
-    made = ElasticScaling.load(scaling, _sync=True)
+    ui.submit("Save", ui.main.get_by_role("term").filter(has_text="Maximum workers"))
+    made = ElasticScaling.load(RUN, _sync=True)
     assert (made.min_workers, made.max_workers, made.resources_per_worker) == (1, 2, {"CPU": 1})
 
 
-def test_run_is_started_from_a_form_with_blocks_from_its_lists(ui: PrefectUI, training: StartedRun) -> None:
-    expect(ui.state("Running")).to_be_visible(timeout=60_000)
-    assert training.state.type == StateType.RUNNING
-    parameters = training.read().parameters
-    for name, block, kind in (
-        ("scaling", SCALING, ElasticScaling),
-        ("storage", STORAGE, LocalStorage),
-        ("cluster", CLUSTER, RayCluster),
-    ):
-        chosen = kind.load(block, _sync=True)._block_document_id
-        assert parameters[name] == {"$ref": {"block_document_id": str(chosen)}}
-    training.wait_for_steps(1, 120)
-
-
-def test_report_of_a_running_training_shows_a_picture_and_the_failure_with_its_cause(
-    ui: PrefectUI, training: StartedRun
+def test_a_training_is_started_watched_and_cancelled_in_the_ui(
+    ui: PrefectUI, client: SyncPrefectClient, served: Program, tmp_path: Path, ledger: str
 ) -> None:
-    training.wait_for_steps(2 * FAILING_STEP, 120)
-    before, after = generations(training.ledger)
+    # While the browser is open, Prefect takes the tests for asynchronous code, and is told `_sync=True`.
+    _make_scaling_block(ui)
+    LocalStorage(path=str(tmp_path / "runs")).save(RUN, overwrite=True, _sync=True)
+    RayCluster(num_cpus=1).save(RUN, overwrite=True, _sync=True)
+
+    deployment = deployment_id(client, "train/train")
+    ui.open("Deployments")  # where the links of this version of the UI begin
+    ui.page.wait_for_url("**/deployments*")
+    ui.page.goto(f"{ui.page.url.partition('/deployments')[0]}/deployments/deployment/{deployment}")
+    ui.main.get_by_role("button", name="Run", exact=True).click()
+    ui.page.get_by_role("menuitem", name="Custom run").click()
+    ui.page.get_by_role("textbox", name="Run Name").fill(RUN)
+    config = {"steps": 6000, "sleep": 0.1, "checkpoint_every": CHECKPOINT_EVERY, "ledger": ledger}
+    config |= {"fail_once": FAILING_STEP, "metrics": {"total_steps": 6000}}
+    ui.fill("train_loop", "tests.support.loops:hashing_loop")
+    ui.fill_json("train_loop_config (Optional)", config)
+    for label, option in (("storage", RUN), ("framework (Optional)", "none")):
+        ui.choose(label, option)
+    for label in ("scaling (Optional)", "cluster (Optional)"):
+        ui.choose(label, RUN)
+    ui.fill("run_name (Optional)", RUN)
+    ui.screenshot("run-form")
+    ui.submit("Submit", ui.main.get_by_role("tab", name="Runs"))
+    ui.open_run()
+    expect(ui.main.get_by_text("Running", exact=True).first).to_be_visible(timeout=60_000)
+    [run] = runs_of(client, deployment)
+    for name, kind in (("scaling", ElasticScaling), ("storage", LocalStorage), ("cluster", RayCluster)):
+        chosen = kind.load(RUN, _sync=True)._block_document_id  # type: ignore[attr-defined]
+        assert run.parameters[name] == {"$ref": {"block_document_id": str(chosen)}}
+
+    wait_for(lambda: len(steps_of(ledger)) >= 2 * FAILING_STEP, 120, "steps after the failure")
+    before, after = generations(ledger)
     assert before == (0, FAILING_STEP - 1)
     assert after[0] in (CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY), "it went on from a checkpoint"
-    ui.open_run(RUN)
-    report = ui.open_artifact(f"elastic-train-{RUN}", timeout=30)
-    ui.reload_until(report.filter(has_text=ERROR), 30)
+    report = ui.open_report()
+    ui.reload_until(report.filter(has_text="rank 0 fails once"))
     item = report.get_by_role("listitem").filter(has_text="worker failure: the workers are restarted")
-    expect(item.filter(has_text=ERROR)).to_have_count(1)
+    expect(item.filter(has_text="rank 0 fails once")).to_have_count(1)
     pictures = report.get_by_role("img")
     expect(pictures.first).to_be_visible()
     for picture in pictures.all():
         assert picture.evaluate("picture => picture.decode().then(() => picture.naturalWidth)") > 0
     ui.screenshot("report")
 
-
-def test_cancel_button_ends_the_training_and_all_its_processes(ui: PrefectUI, training: StartedRun) -> None:
-    training.wait_for_steps(1, 120)
-    assert marked_processes(training.mark)
-    ui.open_run(RUN)
-    ui.cancel_run()
-    expect(ui.state("Cancelled")).to_be_visible(timeout=60_000)
-    assert training.state.type == StateType.CANCELLED
-    wait_for(lambda: not marked_processes(training.mark), 30, "the end of its processes")
-    report = ui.open_artifact(f"elastic-train-{RUN}", timeout=30)
-    ui.reload_until(report.filter(has_text="cancelled"), 30)
+    runners = [child.pid for child in served.children()]
+    [mark] = {mark for _, _, mark in drivers_of(*runners)}
+    assert marked_processes(mark)
+    ui.open_run()
+    ui.main.get_by_role("button", name="Open menu").click()
+    ui.page.get_by_role("menuitem", name="Cancel", exact=True).click()
+    question = ui.page.get_by_role("alertdialog", name="Cancel Flow Run")
+    question.get_by_role("button", name="Cancel Flow Run").click()
+    expect(question).to_be_hidden()
+    expect(ui.main.get_by_text("Cancelled", exact=True).first).to_be_visible(timeout=60_000)
+    state = client.read_flow_run(run.id).state
+    assert state is not None
+    assert state.type == StateType.CANCELLED
+    wait_for(lambda: not marked_processes(mark), 30, "the end of its processes")
+    ui.reload_until(ui.open_report().filter(has_text="cancelled"))

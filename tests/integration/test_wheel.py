@@ -1,19 +1,28 @@
-"""Wheel and sdist of this tree, and the quickstart done with the wheel alone, in an empty folder."""
+"""Wheel and sdist of this tree, and the quickstart done with the wheel alone, in an empty folder, as its reader does.
+
+On that page, a block of Python whose first line is a comment with a file's name is that file. A block of a shell is
+typed into the first terminal and runs to its end; with ``terminal=<name> until="<text or URL>"`` behind the language it
+goes on in a terminal of its own, and what follows on the page waits until that text is said or that URL answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import secrets
+import shlex
+import signal
+import subprocess
 import sys
 import tarfile
-import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.distribution import (
@@ -26,14 +35,14 @@ from tests.support.distribution import (
     export_tree,
     files_of_tree,
 )
-from tests.support.processes import ROOT, end_carrying, free_port, wait_for
-from tests.support.quickstart import reader, steps
+from tests.support.doc_blocks import PYTHON, blocks_of
+from tests.support.processes import ROOT, carrying, free_port, kill_all, wait_for
 
 pytestmark = pytest.mark.full
 
+PAGE = ROOT / "docs" / "quickstart.md"
 #: How long one step of the quickstart may take.
 STEP_SECONDS = 120.0
-
 MARK = "QUICKSTART_OF_A_TEST"
 
 
@@ -84,14 +93,74 @@ def test_the_sdist_holds_the_tree_and_nothing_that_was_made_in_it(built: Path) -
 def environment(built: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
     """What somebody's terminals start with who can install the wheel; nothing that carries it is left behind."""
     mark = secrets.token_hex(8)
-    yield {
-        **bare_environment(tmp_path / "home"),
-        MARK: mark,
-        "UV_FIND_LINKS": str(built),
-        "UV_CONSTRAINT": str(ROOT / "constraints.txt"),
-    }
-    left = end_carrying(f"{MARK}={mark}")
-    assert left == [], "the quickstart left processes behind"
+    mine = {MARK: mark, "UV_FIND_LINKS": str(built), "UV_CONSTRAINT": str(ROOT / "constraints.txt")}
+    yield {**bare_environment(tmp_path / "home"), **mine}
+    assert kill_all(lambda: carrying(f"{MARK}={mark}")) == [], "the quickstart left processes behind"
+
+
+class Terminal:
+    """A shell in a folder, and what it and its programs say."""
+
+    def __init__(self, name: str, folder: Path, environment: dict[str, str], logs: Path) -> None:
+        self._folder, self._log_file, self._commands = logs, logs / f"{name}.log", 0
+        with self._log_file.open("wb") as output:
+            self._process = subprocess.Popen(
+                ["bash", "--noprofile", "--norc"],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        """Everything that was said so far."""
+        return self._log_file.read_text(errors="replace")
+
+    def type(self, code: str, until: str = "") -> str:
+        """Type commands, of which the first that fails ends the shell; returns what was said since.
+
+        Args:
+            code: The commands.
+            until: A text that is said, or a URL that answers, to wait for; empty: the end of the commands.
+        """
+        self._commands += 1
+        script = self._folder / f"{self._log_file.stem}.{self._commands}.sh"
+        script.write_text(code)
+        before, ended = len(self.log), f"-- {script.name} is done --"
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"set -e; . {shlex.quote(str(script))} </dev/null; echo '{ended}'\n".encode())
+        self._process.stdin.flush()
+
+        def may_go_on() -> bool:
+            assert self._process.poll() is None, f"this failed:\n{code}\n{self.log[-6000:]}"
+            if until.startswith("http://"):
+                with contextlib.suppress(httpx.HTTPError):
+                    return httpx.get(until, timeout=2).is_success
+                return False
+            return (until or ended) in self.log[before:]
+
+        wait_for(may_go_on, STEP_SECONDS, f"the end of:\n{code}\n{self.log[-6000:]}")
+        return self.log[before:]
+
+    def close(self) -> None:
+        """Press Ctrl-C and close it; kill what does not end by that."""
+        tree: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            shell = psutil.Process(self._process.pid)
+            tree = [*shell.children(recursive=True), shell]
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+        _, left = psutil.wait_procs(tree, timeout=30)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self._process.wait(10)
 
 
 def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_the_wheel_alone(
@@ -100,31 +169,46 @@ def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_
     port, inbox = free_port(), free_port()
     environment["PREFECT_SERVER_API_PORT"] = str(port)
     (folder := tmp_path / "empty").mkdir()
-    began = time.monotonic()
-    with reader(folder, environment, tmp_path) as somebody:
-        said: dict[str, str] = {}
-        for step in steps():
-            here = replace(step, code=_elsewhere(step.code, port, inbox), until=_elsewhere(step.until, port, inbox))
-            said[step.code] = somebody.do(here, STEP_SECONDS)
-            print(f"{time.monotonic() - began:6.1f} s: done, line {step.line}")
-            if "pip install" in step.code:
-                _assert_alone(somebody.first.type(ASK_WHAT_IS_THERE, STEP_SECONDS), folder)
+    terminals: dict[str, Terminal] = {}
+    said: dict[str, str] = {}
+
+    def elsewhere(text: str) -> str:
+        """What the page says with all that differs for a test: free ports, and uv in place of pip, for its speed."""
+        return text.replace("4200", str(port)).replace("8765", str(inbox)).replace("pip install", "uv pip install")
+
+    lines = PAGE.read_text().splitlines()
+    try:
+        for block in (block for block in blocks_of(PAGE) if block.is_run):
+            if block.language in PYTHON:
+                named = re.match(r"# ([a-z_]+\.py)\n", block.code)
+                assert named, f"{block}: its first line must be a comment with a file's name"
+                (folder / named[1]).write_text(elsewhere(block.code))
+                continue
+            _, *options = shlex.split(lines[block.line - 1])
+            where = dict(option.split("=", 1) for option in options)
+            name = where.get("terminal", "first")
+            if name not in terminals:
+                terminals[name] = Terminal(name, folder, environment, tmp_path)
+            said[block.code] = terminals[name].type(elsewhere(block.code), elsewhere(where.get("until", "")))
+            if "pip install" in block.code:
+                alone = terminals[name].type(ASK_WHAT_IS_THERE)
+                assert f"there: {VERSION} {folder / '.venv'}" in alone
+                assert "found: []" in alone, "nothing of the checkout can be imported"
 
         [listed] = [answer for code, answer in said.items() if "runs list" in code]
         assert "completed" in listed
         assert "trainings can run here" in said["elastic-train doctor\n"]
-
-        wait_for(lambda: "this is only a test" in somebody["inbox"].log, 30, "the alert")
+        wait_for(lambda: "this is only a test" in terminals["inbox"].log, 30, "the alert")
         made = _ask(port, "automations/filter")
         assert sum(one["name"].startswith("alert: ") for one in made) == 4
         assert sum(one["name"].startswith("elastic-train: ") for one in made) == 2
-
         triggered = re.search(r"^(\S+) is scheduled$", said["python trigger.py\n"], re.MULTILINE)
         assert triggered
         _wait_until_completed(port, lambda run: run["name"] == triggered[1])
-        print(f"{time.monotonic() - began:6.1f} s: the run that the API was asked for is Completed")
         _wait_until_completed(port, lambda run: run["auto_scheduled"])
-        print(f"{time.monotonic() - began:6.1f} s: a run that the schedule made is Completed")
+    finally:
+        for terminal in reversed(terminals.values()):
+            terminal.close()
 
 
 #: Where the package comes from, and what of this repository and of its extras is there besides.
@@ -136,17 +220,6 @@ print("there:", prefect_elastic_train.__version__, prefect_elastic_train.__file_
 print("found:", [name for name in ("tests", "flows", "benchmarks", "torch", "jax", "s3fs") if find_spec(name)])
 '
 """
-
-
-def _assert_alone(said: str, folder: Path) -> None:
-    """Check that the package comes from the environment in the folder, and nothing of the checkout can be imported."""
-    assert f"there: {VERSION} {folder / '.venv'}" in said
-    assert "found: []" in said
-
-
-def _elsewhere(code: str, port: int, inbox: int) -> str:
-    """Give what the page says with all that differs for a test: free ports, and uv in place of pip, for its speed."""
-    return code.replace("4200", str(port)).replace("8765", str(inbox)).replace("pip install", "uv pip install")
 
 
 def _ask(port: int, path: str, **body: Any) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
-"""A Ray cluster on this machine whose nodes come and go, in a process of its own.
+"""Ray clusters on this machine: one as an operator starts it, and one whose nodes come and go.
 
-As a script: answers requests on its standard input, a JSON line each, until that closes.
+As a script: answers requests of an :class:`ElasticCluster` on its standard input, a JSON line each, until that closes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,75 +16,181 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from prefect_elastic_train.core.spec import MARK_VARIABLE
-from tests.support.processes import ROOT, of_cluster
+from tests.support.processes import ROOT, free_port, kill_all, of_cluster, titled
 
-TPU_TOPOLOGY = "2x4"
-TPU_TYPE = "TPU-V6E"
+TPU_TOPOLOGY, TPU_TYPE = "2x4", "TPU-V6E"
+#: Carried by the processes of a cluster.
+CLUSTER_VARIABLE = "TEST_CLUSTER_MARK"
 
 
-class ElasticCluster:
-    """A head without resources for workers, and nodes that are added, drained and removed."""
+class _Cluster:
+    """Folder, token and processes of a cluster."""
 
-    def __init__(self) -> None:
-        self.token = secrets.token_hex(16)
-        self._mark = secrets.token_hex(8)
-        self._folder = tempfile.mkdtemp(prefix="elastic-", dir="/tmp")
-        self._holders: list[subprocess.Popen[bytes]] = []
-        self._nodes: set[str] = set()
-        environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", MARK_VARIABLE)}
-        self._environment = {
-            **environment,
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": self.token,
-            "RAY_TMPDIR": self._folder,
-            "PYTHONPATH": str(ROOT),
-            "TEST_CLUSTER_MARK": self._mark,
-            "JAX_PLATFORMS": "cpu",
-            # A killed node is noticed in two seconds.
-            "RAY_health_check_period_ms": "500",
-            "RAY_health_check_failure_threshold": "4",
-        }
-        self._log = Path(self._folder, "cluster.log").open("wb")  # noqa: SIM115 - open as long as the cluster
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.clusters"],
-            cwd=ROOT,
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        self.address: str = self._ask("start")["address"]
+    def __init__(self, **variables: str) -> None:
+        self.token, self.mark = secrets.token_hex(16), secrets.token_hex(8)
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+        self.address = ""
+        #: What a process needs to join.
+        self.joining = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        kept = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", MARK_VARIABLE)}
+        self.environment = {**kept, **self.joining, CLUSTER_VARIABLE: self.mark, **variables}
 
     @property
     def block(self) -> dict[str, str]:
         """The fields of the `RayCluster` that joins it."""
         return {"address": self.address, "auth_token": self.token}
 
+    def processes(self) -> list[psutil.Process]:
+        """All processes of the cluster, workers included."""
+        return of_cluster(f"{CLUSTER_VARIABLE}={self.mark}", self.folder)
+
+    def kill(self) -> None:
+        """Kill everything of the cluster at once, as a lost machine does."""
+        kill_all(self.processes)
+
+    def close(self) -> None:
+        """End the cluster."""
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class RayHead(_Cluster):
+    """A cluster with a dashboard, started with `ray start --head`."""
+
+    def __init__(self, cpus: int, **variables: str) -> None:
+        # As in an activated environment.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        super().__init__(PATH=path, **variables)
+        self.cpus, self._port, self._dashboard_port = cpus, free_port(), free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.url = f"http://127.0.0.1:{self._dashboard_port}"
+        self.start()
+
+    def start(self) -> None:
+        """Start the head; it is up when this returns."""
+        options = {
+            "dashboard-host": "127.0.0.1",
+            "dashboard-port": self._dashboard_port,
+            "node-ip-address": "127.0.0.1",
+            "port": self._port,
+            "ray-client-server-port": free_port(),
+            "dashboard-agent-listen-port": 0,
+            "num-cpus": self.cpus,
+            "temp-dir": self.folder,
+            # The kernel gives workers their ports: Ray's own choice may be that of a cluster beside this one.
+            "min-worker-port": 0,
+            "max-worker-port": 0,
+        }
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"]
+        subprocess.run(
+            [*start, *(f"--{name}={value}" for name, value in options.items())],
+            cwd=self.folder,  # nothing of this repository is to be found by accident
+            env=self.environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=120,
+        )
+
+    @property
+    def jobs_block(self) -> dict[str, Any]:
+        """The fields of the `RayCluster` that submits to it, with the loops of the tests."""
+        modules = [str(ROOT / "tests"), str(ROOT / "flows")]
+        return {"address": self.url, "auth_token": self.token, "runtime_env": {"py_modules": modules}}
+
+    def dashboard(self, method: str, path: str) -> Any:
+        """Ask the dashboard."""
+        token = {"Authorization": f"Bearer {self.token}"}
+        answer = httpx.request(method, f"{self.url}{path}", headers=token, timeout=30)
+        answer.raise_for_status()
+        return answer.json()
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """The submitted jobs, the newest last."""
+        found = [job for job in self.dashboard("GET", "/api/jobs/") if job["type"] == "SUBMISSION"]
+        return sorted(found, key=lambda job: int(job["start_time"]))
+
+    def states(self, what: str, but: str) -> list[dict[str, Any]]:
+        """What the dashboard knows of ``actors``, ``nodes`` or ``placement_groups`` that are in another state."""
+        found = self.dashboard("GET", f"/api/v0/{what}?limit=1000")["data"]["result"]["result"]
+        return [one for one in found if one["state"] != but]
+
+    def placement_groups(self) -> list[dict[str, Any]]:
+        """The placement groups that are not removed."""
+        return self.states("placement_groups", "REMOVED")
+
+    def job_driver(self) -> psutil.Process | None:
+        """The driver that runs as a job, if one does."""
+        return next((one for one in titled(self.processes(), "elastic_train_job") if one.name() != "sh"), None)
+
+    def train_processes(self) -> list[psutil.Process]:
+        """The controllers and workers that train in the cluster."""
+        living = self.processes()
+        return titled(living, "TrainController") + titled(living, "RayTrainWorker")
+
+
+class ElasticCluster(_Cluster):
+    """A head without resources for workers, and nodes that are added, drained and removed."""
+
+    def __init__(self) -> None:
+        # A killed node is noticed in two seconds.
+        health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
+        super().__init__(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", **health)
+        self.environment["RAY_TMPDIR"] = str(self.folder)
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self._nodes: set[str] = set()
+        self._process = self._start("-m", "tests.support.clusters")
+        self.address = self._ask("start")["address"]
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
+        with (self.folder / "cluster.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _answer(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        for line in process.stdout or ():
+            if line.startswith(b"@answer "):
+                answer: dict[str, Any] = json.loads(line.removeprefix(b"@answer "))
+                return answer
+        raise AssertionError(f"the process ended: {(self.folder / 'cluster.log').read_text(errors='replace')[-4000:]}")
+
+    def _ask(self, what: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer(self._process)
+
     def add(self, **node: Any) -> str:
-        """Add a node, with the arguments of `Cluster.add_node`, and give its id."""
+        """Add a node, with the arguments of `Cluster.add_node`, and return its id."""
         node_id = str(self._ask("add", node=node)["node_id"])
         self._nodes.add(node_id)
         return node_id
 
-    def add_gpus(self, gpus: int) -> str:
-        """Add a node with so many pretended GPUs."""
-        return self.add(num_cpus=gpus, num_gpus=gpus)
+    def add_gpu(self) -> str:
+        """Add a node with one pretended GPU."""
+        return self.add(num_cpus=1, num_gpus=1)
+
+    def add_slice(self, name: str) -> list[str]:
+        """Add the two hosts of a pretended v6e 2x4 slice."""
+        return [self.add_host(name, number) for number in range(2)]
 
     def add_host(self, slice_name: str, number: int) -> str:
         """Add one of the two hosts of a pretended v6e 2x4 slice."""
-        head = {"TPU-v6e-8-head": 1} if number == 0 else {}
+        labels = {"tpu-slice-name": slice_name, "tpu-worker-id": str(number), "tpu-pod-type": "v6e-8"}
         return self.add(
             num_cpus=4,
-            resources={"TPU": 4, f"accelerator_type:{TPU_TYPE}": 1, **head},
-            labels={
-                "ray.io/tpu-slice-name": slice_name,
-                "ray.io/tpu-worker-id": str(number),
-                "ray.io/tpu-pod-type": "v6e-8",
-            },
+            resources={"TPU": 4, f"accelerator_type:{TPU_TYPE}": 1, **({} if number else {"TPU-v6e-8-head": 1})},
+            labels={f"ray.io/{name}": value for name, value in labels.items()},
             env_vars={
                 "TPU_NAME": slice_name,
                 "TPU_WORKER_ID": str(number),
@@ -108,7 +214,7 @@ class ElasticCluster:
         self.remove(*self._nodes)
 
     def drain(self, node_id: str, seconds: float) -> None:
-        """Give notice that a node goes in so many seconds. Nobody takes it away: that is `remove`."""
+        """Announce that a node goes in so many seconds. Nobody takes it away: that is `remove`."""
         self._ask("drain", node_id=node_id, seconds=seconds)
 
     def hold(self, resources: dict[str, float], labels: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -120,62 +226,20 @@ class ElasticCluster:
             "class Holder:\n    def ready(self): return True\n"
             "holder = ray.remote(num_cpus=0, resources=resources, label_selector=labels)(Holder).remote()\n"
             "ray.get(holder.ready.remote(), timeout=60)\n"
-            "print('held', flush=True)\n"
+            "print('@answer {}', flush=True)\n"
             "sys.stdin.read()\n"
         )
-        holder = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps([self.address, resources, labels])],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        holder = self._start("-c", code, json.dumps([self.address, resources, labels]))
         self._holders.append(holder)
-        assert holder.stdout is not None
-        for line in holder.stdout:
-            if line.strip() == b"held":
-                return holder
-        raise AssertionError(f"the other job did not start: {self.log}")
-
-    @property
-    def log(self) -> str:
-        """What the cluster's process printed."""
-        return Path(self._folder, "cluster.log").read_text(errors="replace")[-4000:]
-
-    def processes(self) -> list[psutil.Process]:
-        """Give all processes of the cluster, workers included."""
-        return of_cluster(f"TEST_CLUSTER_MARK={self._mark}", Path(self._folder))
+        self._answer(holder)
+        return holder
 
     def close(self) -> None:
         """End the cluster."""
-        import shutil
-
-        for holder in self._holders:
-            holder.kill()
-            holder.wait(10)
-        self._process.kill()
-        self._process.wait(10)
-        for _ in range(20):
-            left = self.processes()
-            if not left:
-                break
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(left, timeout=1)
-        self._log.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _ask(self, what: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(b"@answer "):
-                answer: dict[str, Any] = json.loads(line.removeprefix(b"@answer "))
-                return answer
-        raise AssertionError(f"the cluster ended: {self.log}")
+        for process in (*self._holders, self._process):
+            process.kill()
+            process.wait(10)
+        super().close()
 
 
 def serve() -> None:
@@ -190,10 +254,7 @@ def serve() -> None:
         request = json.loads(line)
         answer: dict[str, Any] = {}
         if request["do"] == "start":
-            cluster = Cluster(
-                initialize_head=True,
-                head_node_args={"num_cpus": 0, "include_dashboard": False},
-            )
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
             answer["address"] = cluster.address
         elif request["do"] == "add":
             node = cluster.add_node(**request["node"])
@@ -202,12 +263,10 @@ def serve() -> None:
         elif request["do"] == "remove":
             cluster.remove_node(nodes.pop(request["node_id"]), allow_graceful=False)
         elif request["do"] == "drain":
-            accepted, why = GcsClient(address=cluster.address).drain_node(
-                request["node_id"],
-                autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
-                "the market wants it back",
-                int((time.time() + request["seconds"]) * 1000),
-            )
+            reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+            deadline_ms = int((time.time() + request["seconds"]) * 1000)
+            client = GcsClient(address=cluster.address)
+            accepted, why = client.drain_node(request["node_id"], reason, "the market wants it back", deadline_ms)
             assert accepted, why
         print("@answer", json.dumps(answer), flush=True)
 

@@ -7,22 +7,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import LogFilter
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId, LogFilter
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Pending, Running
 
-from prefect_elastic_train.core.spec import MARK_VARIABLE
 from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
-from tests.support.processes import ROOT, is_driver, run_folder, wait_for
+from tests.support.flow_script import train
+from tests.support.processes import ROOT, drivers_of, end_tree, run_folder, wait_for
 
 WORK_POOL = "fault-tests"
 SERVED, WORKED = "served", "worked"
@@ -55,27 +56,17 @@ class Program:
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
 
-    def tree(self) -> list[psutil.Process]:
-        """Give the program and its descendants."""
-        with contextlib.suppress(psutil.Error):
-            program = psutil.Process(self.process.pid)
-            return [program, *program.children(recursive=True)]
-        return []
+    def children(self) -> list[psutil.Process]:
+        """The descendants of the program."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def close(self) -> None:
-        """End the program, gently first."""
-        tree = self.tree()
-        if self.process.poll() is None:
-            self.process.terminate()
-        _, left = psutil.wait_procs(tree, timeout=15)
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        self.process.wait(10)
+        """End the program with all that it has started, gently first."""
+        end_tree(self.process)
 
 
 def flow_run_log(client: SyncPrefectClient, flow_run_id: UUID | str) -> list[str]:
-    """Give the messages of a flow run's log on the server, the oldest first."""
+    """The messages of a flow run's log on the server, the oldest first."""
     this_run = LogFilter.model_validate({"flow_run_id": {"any_": [flow_run_id]}})
     messages: list[str] = []
     while page := client.read_logs(this_run, limit=200, offset=len(messages)):
@@ -96,7 +87,7 @@ def project_served(folder: Path, api_url: str, blocks: str, **environment: str) 
         yield program
     finally:
         program.close()
-        with temporary_settings({PREFECT_API_URL: api_url}), api_client() as client:
+        with temporary_settings({PREFECT_API_URL: api_url}), get_client(sync_client=True) as client:
             for deployment in client.read_deployments():
                 if blocks in deployment.tags:
                     client.delete_deployment(deployment.id)
@@ -104,26 +95,48 @@ def project_served(folder: Path, api_url: str, blocks: str, **environment: str) 
 
 def serve_flows(folder: Path, api_url: str, name: str = SERVED, **environment: str) -> Program:
     """Serve the flows of the tests as their user would, as deployments of a name."""
-    return Program(["tests.support.served_flows", name], folder, api_url, **environment)
+    return Program(["tests.support.flow_script", "--serve", name], folder, api_url, **environment)
 
 
 @contextlib.contextmanager
 def process_worker(folder: Path, api_url: str, client: SyncPrefectClient) -> Iterator[Program]:
     """Deploy the flow of the tests to a process work pool, and run a worker for it."""
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists
-
     with contextlib.suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
-    from tests.support.flow_script import train
-
     deployed = train.from_source(source=str(ROOT), entrypoint="tests/support/flow_script.py:train")
-    deployed.deploy(WORKED, work_pool_name=WORK_POOL, build=False, push=False, print_next_steps=False)
+    deployed.deploy(WORKED, work_pool_name=WORK_POOL, build=False, push=False, print_next_steps=False)  # type: ignore[union-attr]
     worker = Program(["prefect", "worker", "start", "--pool", WORK_POOL, "--type", "process"], folder, api_url)
     try:
         yield worker
     finally:
         worker.close()
+
+
+def deployment_id(client: SyncPrefectClient, name: str) -> UUID:
+    """The id of a deployment, ``<flow>/<deployment>``, once it is there."""
+
+    def found() -> UUID | None:
+        with contextlib.suppress(ObjectNotFound):
+            return client.read_deployment_by_name(name).id
+        return None
+
+    return wait_for(found, 60, f"deployment {name}")  # type: ignore[return-value]
+
+
+def end_of(client: SyncPrefectClient, flow_run_id: UUID, timeout: float) -> State:
+    """Wait for the final state of a flow run."""
+
+    def ended() -> State | None:
+        state = client.read_flow_run(flow_run_id).state
+        return state if state is not None and state.is_final() else None
+
+    return wait_for(ended, timeout, f"the end of flow run {flow_run_id}")  # type: ignore[return-value]
+
+
+def runs_of(client: SyncPrefectClient, deployment: UUID) -> list[FlowRun]:
+    """The flow runs of a deployment."""
+    its_runs = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
+    return client.read_flow_runs(flow_run_filter=its_runs)
 
 
 class DeployedRun:
@@ -135,28 +148,20 @@ class DeployedRun:
         self.storage = folder / "runs"
         self.flow_run_file = folder / "flow-run.jsonl"
         self._marks: set[str] = set()
-
-        def deployment_id() -> UUID | None:
-            with contextlib.suppress(ObjectNotFound):
-                return client.read_deployment_by_name(deployment).id
-            return None
-
-        self.deployment_id = wait_for(deployment_id, 60, f"deployment {deployment}")
-        arguments = {"storage": str(self.storage), "flow_run_file": str(self.flow_run_file), **arguments}
         lost = arguments.pop("lost", False)
+        arguments = {"storage": str(self.storage), "flow_run_file": str(self.flow_run_file), **arguments}
         run = client.create_flow_run_from_deployment(
-            self.deployment_id, parameters={"arguments": arguments}, state=Pending() if lost else None
+            deployment_id(client, deployment),
+            parameters={"arguments": arguments},
+            state=Pending() if lost else None,
         )
         self.id = run.id
         if lost:
             self.propose(Running())
 
-    def read(self) -> FlowRun:
-        return self.client.read_flow_run(self.id)
-
     @property
     def state(self) -> State:
-        state = self.read().state
+        state = self.client.read_flow_run(self.id).state
         assert state is not None
         return state
 
@@ -166,30 +171,21 @@ class DeployedRun:
 
     @property
     def flow_processes(self) -> list[int]:
-        """Give the ids of the processes that ran the flow, one after the other."""
-        if not self.flow_run_file.exists():
-            return []
-        return [json.loads(line)["pid"] for line in self.flow_run_file.read_text().splitlines()]
+        """The ids of the processes that ran the flow, one after the other."""
+        lines = self.flow_run_file.read_text().splitlines() if self.flow_run_file.exists() else []
+        return [json.loads(line)["pid"] for line in lines]
 
     def wait_for_end(self, timeout: float) -> State:
         """Wait for a final state."""
-
-        def ended() -> State | None:
-            return self.state if self.state.is_final() else None
-
-        return wait_for(ended, timeout, f"the end of flow run {self.id}, now {self.state}")
+        return end_of(self.client, self.id, timeout)
 
     def propose(self, state: State) -> None:
         """Propose a state, as the UI does when somebody presses a button."""
         self.client.set_flow_run_state(self.id, state)
 
     def processes(self) -> list[psutil.Process]:
-        """Give all processes of the run's trainings, as far as they have been seen by now."""
-        for process in psutil.process_iter(["cmdline"]):
-            if is_driver(process.info["cmdline"] or []):
-                with contextlib.suppress(psutil.Error):
-                    if process.ppid() in self.flow_processes:
-                        self._marks.add(process.environ()[MARK_VARIABLE])
+        """All processes of the run's trainings, as far as they have been seen by now."""
+        self._marks |= {mark for _, _, mark in drivers_of(*self.flow_processes)}
         return [process for mark in self._marks for process in marked_processes(mark)]
 
     def close(self) -> None:
@@ -204,8 +200,5 @@ class DeployedRun:
             end_marked(mark, 15)
 
 
-@contextlib.contextmanager
-def api_client() -> Iterator[SyncPrefectClient]:
-    """Give a client of the test server."""
-    with get_client(sync_client=True) as client:
-        yield client
+#: Starts a run of a deployment: the fixture ``deployed``.
+Deploy = Callable[..., DeployedRun]

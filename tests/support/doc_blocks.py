@@ -1,12 +1,12 @@
 """The code blocks of the documentation: found, and run as they stand.
 
 A block that cannot be run has a line `<!-- not run: <reason> -->` directly above its fence. All other blocks of Python
-and of a shell are run, and those of data formats are parsed. Of functions that a block only defines, names, imports and
-arguments of calls are checked.
+and of a shell are run, and those of data formats are parsed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +14,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from tests.support.doc_calls import check_functions
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, wait_for
 
 PYTHON = ("python",)
 SHELL = ("bash", "sh", "shell", "console")
@@ -45,8 +43,6 @@ LANGUAGES = (*PYTHON, *SHELL, *DATA, *TEXT)
 _MARKER = re.compile(r"<!-- not run: (?P<reason>.*) -->")
 #: Programs that run until they are ended, and what they say when they are up.
 _STAYING = {"python -m flows.serve": "polling for scheduled runs"}
-_UP_SECONDS = 90.0
-_END_SECONDS = 20.0
 _SHELL_SECONDS = 90.0
 
 
@@ -104,7 +100,7 @@ class DocBlock:
 
 
 def pages() -> list[Path]:
-    """Give the pages of the documentation."""
+    """The pages of the documentation."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -160,46 +156,53 @@ def run_block(block: DocBlock, folder: Path, api_url: str) -> None:
         if block.language in PYTHON:
             file = folder / f"line_{block.line}.py"
             file.write_text(block.code)
-            names = runpy.run_path(str(file), run_name="__main__")
-            check_functions(block.code, names)
+            runpy.run_path(str(file), run_name="__main__")
         else:
-            _run_shell(block, folder, api_url)
+            commands = _commands(block)
+            together = not any(map(_up, commands))
+            for command in ["\n".join(commands)] if together else commands:
+                _run_command(command, folder, folder / f"line_{block.line}.log", api_url)
     except (Exception, SystemExit) as error:
         raise AssertionError(f"the block at {block} fails: {error}") from error
 
 
-def _run_shell(block: DocBlock, folder: Path, api_url: str) -> None:
+def _run_command(command: str, folder: Path, log: Path, api_url: str) -> None:
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PREFECT_API_URL": api_url,
-        # As in a checkout.
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),  # as in a checkout
         "PYTHONUNBUFFERED": "1",
     }
-    commands = _commands(block)
-    if not any(_up(command) for command in commands):
-        commands = ["\n".join(commands)]
-    for command in commands:
-        log = folder / f"line_{block.line}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                ["bash", "-e", "-c", command],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            _watch(process, log, _up(command))
-        finally:
-            _end(process)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", "-e", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    up = _up(command)
+
+    def is_done() -> bool:
+        ended, said = process.poll() is not None, log.read_text(errors="replace")
+        assert not ended or (up is None and process.returncode == 0), f"exit code {process.returncode}:\n{said[-3000:]}"
+        return ended if up is None else up in said
+
+    try:
+        wait_for(is_done, _SHELL_SECONDS, command)
+    finally:
+        # All that it has started in its session goes with it.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(20)
 
 
 def _commands(block: DocBlock) -> list[str]:
-    """Give the commands of a block, without the prompts and the output of a console."""
+    """The commands of a block, without the prompts and the output of a console."""
     lines = block.code.replace("\\\n", "").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -207,35 +210,5 @@ def _commands(block: DocBlock) -> list[str]:
 
 
 def _up(command: str) -> str | None:
-    """Give what a command says when it is up, if it runs until it is ended."""
+    """What a command says when it is up, if it runs until it is ended."""
     return next((told for program, told in _STAYING.items() if command.startswith(program)), None)
-
-
-def _watch(process: subprocess.Popen[bytes], log: Path, up: str | None) -> None:
-    """Wait until a command has ended well, or is up."""
-    deadline = time.monotonic() + (_UP_SECONDS if up else _SHELL_SECONDS)
-    while time.monotonic() < deadline:
-        code = process.poll()
-        said = log.read_text(errors="replace")
-        if up is not None and up in said:
-            return
-        if code is not None:
-            assert up is None, f"it ended by itself:\n{said[-3000:]}"
-            assert code == 0, f"exit code {code}:\n{said[-3000:]}"
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"not {'up' if up else 'done'} in time:\n{log.read_text(errors='replace')[-3000:]}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command with all that it has started in its session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait(_END_SECONDS)

@@ -1,8 +1,8 @@
 """Flows that train with the arguments of a JSON file or of a deployment's run, and write how that ended.
 
-With the argument ``flow`` (``module:name``) that one is run instead, with ``parameters``.
-
-As a script: ``python -m tests.support.flow_script <arguments file>``, optionally for a flow run that exists.
+With the argument ``flow`` (``module:name``) that one is run instead, with ``parameters``. As a script:
+``python -m tests.support.flow_script <arguments file>``, optionally for a flow run that exists; or
+``python -m tests.support.flow_script --serve <name>``, which serves them as deployments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import flow, task
+from prefect import flow, serve, task
 from prefect.runtime import flow_run
 
 from prefect_elastic_train import (
@@ -34,28 +34,24 @@ from prefect_elastic_train.supervisor.runtime import Runtime
 from tests.support.scripted_driver import MODULE
 
 
-def storage_of(given: str | dict[str, Any]) -> LocalStorage | S3Storage | str:
-    """Give the storage of a test: a directory, the fields of a bucket, or a saved block."""
-    if isinstance(given, dict):
-        return S3Storage(**given)
-    return given if given.startswith("training-storage-") else LocalStorage(path=given)
-
-
 def training(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Give what elastic_train is called with."""
+    """What elastic_train is called with; a storage is a directory, the fields of a bucket, or a saved block."""
+    storage: Any = arguments["storage"]
+    if isinstance(storage, dict):
+        storage = S3Storage(**storage)
+    elif not storage.startswith("training-storage-"):
+        storage = LocalStorage(path=storage)
+    as_they_are = ("run_name", "resume", "resume_from", "timeout_seconds")
     return {
-        "train_loop": arguments.get("loop", "tests.support.loops:ledger_loop"),
+        "train_loop": arguments.get("loop", "tests.support.loops:hashing_loop"),
         "train_loop_config": arguments.get("config"),
-        "framework": arguments.get("framework", "torch"),
-        "scaling": ElasticScaling(**arguments.get("scaling", {"min_workers": 2, "max_workers": 2})),
+        "framework": arguments.get("framework", "none"),
+        "scaling": ElasticScaling(**arguments.get("scaling", {})),
         "failures": FailureBudget(**{"driver_restart_delay_seconds": 0.5, **arguments.get("failures", {})}),
         "checkpoints": CheckpointPolicy(**arguments.get("checkpoints", {})),
-        "storage": storage_of(arguments["storage"]),
+        "storage": storage,
         "cluster": RayCluster(**arguments.get("cluster", {})),
-        "run_name": arguments.get("run_name"),
-        "resume": arguments.get("resume", False),
-        "resume_from": arguments.get("resume_from"),
-        "timeout_seconds": arguments.get("timeout_seconds"),
+        **{name: arguments[name] for name in as_they_are if name in arguments},
     }
 
 
@@ -81,31 +77,25 @@ def train_in_subflow(arguments: dict[str, Any]) -> dict[str, Any]:
     return elastic_train(**training(arguments)).model_dump(mode="json")
 
 
-def _train_within(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train where the test wants it."""
+@flow(name="fault test", log_prints=True)
+def train(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train once, where the test wants it."""
+    _begin(arguments)
+    if arguments.get("die_at_once"):
+        os.kill(os.getpid(), 9)
     within = arguments.get("within", "the flow")
     if within == "a submitted task":
         return train_in_task.submit(arguments).result()
     if within == "mapped tasks":
         return train_in_task.map([arguments]).result()[0]
-    if within == "a subflow":
-        return train_in_subflow(arguments)
     if within == "subflows":
         # A short training first, whose result the second try gets at once.
-        short = {**arguments, "config": {**arguments["config"], "steps": 3, "ledger": arguments["short_ledger"]}}
-        train_in_subflow(short)
+        short = {**arguments["config"], "steps": 3, "ledger": arguments["short_ledger"]}
+        train_in_subflow({**arguments, "config": short})
+    if within in ("a subflow", "subflows"):
         return train_in_subflow(arguments)
     call = (lambda **k: elastic_train.submit(**k).result()) if arguments.get("submit") else elastic_train
     return call(**training(arguments)).model_dump(mode="json")
-
-
-@flow(name="fault test", log_prints=True)
-def train(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train once."""
-    _begin(arguments)
-    if arguments.get("die_at_once"):
-        os.kill(os.getpid(), 9)
-    return _train_within(arguments)
 
 
 @flow(name="async fault test", log_prints=True)
@@ -116,7 +106,7 @@ async def atrain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(arguments: dict[str, Any]) -> Any:
-    """Run the flow, as a new flow run or as one that exists, and give its final state."""
+    """Run the flow, as a new flow run or as one that exists, and return its final state."""
     from prefect.client.orchestration import get_client
     from prefect.flow_engine import run_flow
 
@@ -136,7 +126,10 @@ def _run(arguments: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Run the flow and write its state."""
+    """Run the flow and write its state, or serve both flows."""
+    if sys.argv[1] == "--serve":
+        serve(train.to_deployment(sys.argv[2]), atrain.to_deployment(sys.argv[2]), limit=10)  # type: ignore[arg-type]
+        return
     arguments = json.loads(Path(sys.argv[1]).read_text())
     state = _run(arguments)
     outcome: dict[str, Any] = {"state": state.type.value, "name": state.name, "message": state.message or ""}

@@ -4,155 +4,74 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def ledger_loop(config: dict[str, Any]) -> None:
-    """Train a small torch model; every rank writes each step into the ledger.
-
-    Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file); ``seed``; ``gate``
-    (file that must exist before the step ``gate_step`` begins).
-    """
-    import tempfile
-
-    import ray.train
-    import ray.train.torch
-    import torch
-
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    torch.set_num_threads(1)
-    torch.manual_seed(config.get("seed", 0))
-    model: Any = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    step = 0
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder:
-            state = torch.load(os.path.join(folder, "state.pt"))
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    model = ray.train.torch.prepare_model(model)
-    resumed_from = step
-    while step < config["steps"]:
-        if config.get("gate") and step == config["gate_step"]:
-            while not os.path.exists(config["gate"]):
-                time.sleep(0.02)
-        # Each rank takes its share of one global batch, so that the world size hardly matters.
-        generator = torch.Generator().manual_seed(1000 + step)
-        batch = torch.randn(8, 8, generator=generator)[rank::world]
-        loss = model(batch).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        step += 1
-        time.sleep(config.get("sleep", 0.0))
-        write_ledger(
-            config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from, run=run_known_here()
-        )
-        saved = None
-        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
-            folder = tempfile.mkdtemp()
-            if rank == 0:
-                plain = model.module if hasattr(model, "module") else model
-                state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                torch.save(state, os.path.join(folder, "state.pt"))
-            saved = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"step": step, "loss": loss.item()}, checkpoint=saved)
+def write_ledger(path: str, **line: Any) -> None:
+    """Append one line to the ledger, whole."""
+    data = json.dumps({"at": time.time(), "pid": os.getpid(), **line}) + "\n"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(handle, data.encode())
+    finally:
+        os.close(handle)
 
 
-def remotely_failing_loop(config: dict[str, Any]) -> None:
-    """Ask Ray for something that raises there."""
-    import ray
+def _run_known_here() -> dict[str, Any]:
+    from dataclasses import asdict
 
-    write_ledger(config["ledger"], rank=ray.train.get_context().get_world_rank(), world=1, step=1, resumed_from=0)
+    from prefect_elastic_train.loop import run_context
 
-    @ray.remote(num_cpus=0)
-    def parse() -> None:
-        raise ValueError("a row without a number")
-
-    ray.get(parse.remote())
+    return asdict(run_context())
 
 
-def sleeping_loop(config: dict[str, Any]) -> None:
-    """Report nothing for a long time."""
-    write_ledger(config["ledger"], rank=0, world=1, step=1, resumed_from=0)
-    time.sleep(600)
+def _saved_state(folder: str) -> Any:
+    return json.loads(Path(folder, "state.json").read_text())
 
 
-def stalling_loop(config: dict[str, Any]) -> None:
-    """Hang once, in the middle of a step, then train on from the checkpoint before."""
-    import tempfile
+def next_hash(state: str, step: int) -> str:
+    """The state after a step of the hashing loop."""
+    import hashlib
 
-    import ray.train
-
-    resumed = ray.train.get_checkpoint() is not None
-    write_ledger(config["ledger"], rank=0, world=1, step=int(resumed), resumed_from=int(resumed))
-    if not resumed:
-        folder = tempfile.mkdtemp()
-        ray.train.report({"step": 1}, checkpoint=ray.train.Checkpoint.from_directory(folder))
-        hang_here()
-    ray.train.report({"step": 2}, checkpoint=ray.train.Checkpoint.from_directory(tempfile.mkdtemp()))
-
-
-def hang_here() -> None:
-    """Sleep for as long as no test waits."""
-    time.sleep(600)
-
-
-def counting_loop(config: dict[str, Any]) -> None:
-    """Count steps without any framework, with a checkpoint at each; the quickest loop there is.
-
-    Config: ``steps``; ``sleep`` (seconds a step); ``ledger`` (file); ``metrics`` (reported beside the step).
-    """
-    import tempfile
-
-    import ray.train
-
-    step = 0
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder, open(os.path.join(folder, "step.json")) as file:
-            step = json.load(file)["step"]
-    resumed_from = step
-    rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
-    while step < config["steps"]:
-        step += 1
-        time.sleep(config.get("sleep", 0.0))
-        if "ledger" in config:
-            write_ledger(config["ledger"], rank=rank, world=world, step=step, resumed_from=resumed_from)
-        folder = tempfile.mkdtemp()
-        if rank == 0:
-            with open(os.path.join(folder, "step.json"), "w") as file:
-                json.dump({"step": step}, file)
-        metrics = {"step": step, **config.get("metrics", {})}
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+    return hashlib.sha256(f"{state} {step}".encode()).hexdigest()
 
 
 def hash_after(steps: int) -> str:
-    """Give the state of `hashing_loop` after so many steps, each taken exactly once and in order."""
-    import hashlib
-
+    """The state of the hashing loop after so many steps."""
     state = ""
     for step in range(1, steps + 1):
-        state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
+        state = next_hash(state, step)
     return state
+
+
+#: The training that most tests disturb.
+STEPS, CHECKPOINT_EVERY = 40, 5
+
+
+def train_config(ledger: str, **more: Any) -> dict[str, Any]:
+    """The configuration of the training that most tests disturb."""
+    return {"steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "sleep": 0.05, "ledger": ledger, **more}
+
+
+def is_right(checkpoint_uri: str, steps: int = STEPS) -> bool:
+    """Whether a checkpoint of the hashing loop is that of an undisturbed run of so many steps."""
+    return bool(_saved_state(checkpoint_uri) == [steps, hash_after(steps)])
 
 
 def hashing_loop(config: dict[str, Any]) -> None:
     """Train a "model" that is the hash of all its steps; every rank writes each step into the ledger.
 
-    Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file); ``sleep_once`` (seconds
-    that the sixth step takes when it is taken first); ``ask`` (whether it saves when a restart is coming); ``until``
-    (file whose existence makes the step the last); ``upload_seconds`` (that a checkpoint takes to be stored);
+    Config: ``steps``; ``checkpoint_every`` (default: 1); ``sleep`` (seconds a step); ``ledger`` (file); ``metrics``
+    (reported beside the step); ``sleep_once`` (seconds that the sixth step takes when it is taken first); ``fail_once``
+    (step that raises, once); ``ask`` (whether it saves when a restart is coming); ``until`` (file whose existence makes
+    the step the last); ``named`` (whether its checkpoints are named); ``upload_seconds`` (that a checkpoint takes to be
+    stored); ``staging`` (folder of checkpoints that are uploaded in the background, counted in the ledger);
     ``ballast_bytes`` (size of a second file in each checkpoint).
     """
-    import hashlib
-    import tempfile
-
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -160,88 +79,50 @@ def hashing_loop(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    step, state = 0, ""
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder, open(os.path.join(folder, "state.json")) as file:
-            step, state = json.load(file)
-    resumed_from, steps = step, config["steps"]
-    where = {
-        "node": ray.get_runtime_context().get_node_id(),
-        "slices": {name: value for name, value in os.environ.items() if name.startswith("MEGASCALE_")},
-    }
+    step, state, steps, staging = 0, "", config["steps"], config.get("staging")
+    if (checkpoint := ray.train.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as folder:
+            step, state = _saved_state(folder)
+    resumed_from = step
     options: dict[str, Any] = {}
     if config.get("upload_seconds"):
         options["checkpoint_upload_fn"] = _slow_upload(config["upload_seconds"])
+    if staging:
+        options["checkpoint_upload_mode"] = ray.train.CheckpointUploadMode.ASYNC
+        options["delete_local_checkpoint_after_upload"] = True
+    where = {"rank": rank, "world": world, "run": _run_known_here(), "node": ray.get_runtime_context().get_node_id()}
+    where["slices"] = {name: value for name, value in os.environ.items() if name.startswith("MEGASCALE_")}
     while step < steps:
         step += 1
         if config.get("until") and broadcast_from_rank_zero(os.path.exists(config["until"])):
             steps = step
         time.sleep(config.get("sleep", 0.0))
         if step == 6 and not resumed_from:
-            time.sleep(config.get("sleep_once", 0.0))
-        state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
-        write_ledger(
-            config["ledger"],
-            rank=rank,
-            world=world,
-            step=step,
-            resumed_from=resumed_from,
-            run=run_known_here(),
-            **where,
-        )
-        saved = None
+            sleep_once(config.get("sleep_once", 0.0))
+        if step == config.get("fail_once") and not os.path.exists(config["ledger"] + ".failed"):
+            open(config["ledger"] + ".failed", "w").close()
+            raise RuntimeError(f"rank {rank} fails once")
+        state = next_hash(state, step)
+        waiting = len(os.listdir(staging)) if staging else 0
+        if "ledger" in config:
+            write_ledger(config["ledger"], step=step, resumed_from=resumed_from, waiting=waiting, **where)
+        metrics = {"step": step, **config.get("metrics", {})}
         asked = config.get("ask") and resize_requested()
-        if asked or step % config["checkpoint_every"] == 0 or step == steps:
-            folder = tempfile.mkdtemp()
-            if rank == 0:
-                with open(os.path.join(folder, "state.json"), "w") as file:
-                    json.dump([step, state], file)
-                if config.get("ballast_bytes"):
-                    with open(os.path.join(folder, "ballast"), "wb") as file:
-                        file.write(os.urandom(config["ballast_bytes"]))
-            saved = ray.train.Checkpoint.from_directory(folder)
-            if config.get("named"):
-                options["checkpoint_dir_name"] = f"step-{step}"
-        ray.train.report({"step": step}, checkpoint=saved, **(options if saved else {}))
+        if not (asked or step % config.get("checkpoint_every", 1) == 0 or step == steps):
+            ray.train.report(metrics)
+            continue
+        folder = tempfile.mkdtemp(dir=staging)
+        if rank == 0:
+            Path(folder, "state.json").write_text(json.dumps([step, state]))
+            Path(folder, "ballast").write_bytes(os.urandom(config.get("ballast_bytes", 1)))
+        if config.get("named"):
+            options["checkpoint_dir_name"] = f"step-{step}"
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
 
 
-def async_loop(config: dict[str, Any]) -> None:
-    """Count and hash steps as `hashing_loop`, and upload in the background; each report has a checkpoint.
-
-    Config as there, and ``staging``: folder of the checkpoints that are not uploaded, counted in the ledger.
-    """
-    import hashlib
-
-    import ray.train
-
-    context = ray.train.get_context()
-    step, state = 0, ""
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder, open(os.path.join(folder, "state.json")) as file:
-            step, state = json.load(file)
-    resumed_from = step
-    while step < config["steps"]:
-        step += 1
-        time.sleep(config.get("sleep", 0.0))
-        state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
-        waiting = len(os.listdir(config["staging"]))
-        write_ledger(config["ledger"], rank=0, world=1, step=step, resumed_from=resumed_from, waiting=waiting)
-        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
-            folder = os.path.join(config["staging"], f"{context.get_world_rank()}-{os.getpid()}-{step}")
-            os.makedirs(folder)
-            with open(os.path.join(folder, "state.json"), "w") as file:
-                json.dump([step, state], file)
-            with open(os.path.join(folder, "ballast"), "wb") as file:
-                file.write(os.urandom(config.get("ballast_bytes", 1000)))
-            ray.train.report(
-                {"step": step},
-                checkpoint=ray.train.Checkpoint.from_directory(folder),
-                checkpoint_dir_name=f"step-{step}" if config.get("named") else None,
-                checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-                delete_local_checkpoint_after_upload=True,
-            )
+def sleep_once(seconds: float) -> None:
+    """Sleep; the name is to be found in a stack."""
+    time.sleep(seconds)
 
 
 def _slow_upload(seconds: float) -> Callable[[Any, str], Any]:
@@ -255,48 +136,146 @@ def _slow_upload(seconds: float) -> Callable[[Any, str], Any]:
     return upload
 
 
+def ledger_loop(config: dict[str, Any]) -> None:
+    """Train a small torch model; every rank writes each step into the ledger.
+
+    Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file).
+    """
+    import ray.train
+    import ray.train.torch
+    import torch
+
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = 0
+    if (checkpoint := ray.train.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as folder:
+            state = torch.load(os.path.join(folder, "state.pt"))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    model = ray.train.torch.prepare_model(model)
+    where = {"rank": rank, "world": world, "resumed_from": step, "run": _run_known_here()}
+    while step < config["steps"]:
+        # Each rank takes its share of one global batch, so that the world size hardly matters.
+        generator = torch.Generator().manual_seed(1000 + step)
+        loss = model(torch.randn(8, 8, generator=generator)[rank::world]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        time.sleep(config.get("sleep", 0.0))
+        write_ledger(config["ledger"], step=step, **where)
+        saved = None
+        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
+            folder = tempfile.mkdtemp()
+            if rank == 0:
+                plain = model.module if hasattr(model, "module") else model
+                state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, os.path.join(folder, "state.pt"))
+            saved = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"step": step, "loss": loss.item()}, checkpoint=saved)
+
+
+#: Of the JAX loop: the weights that it begins with and how far it goes in a step.
+ROWS, INPUTS, HIDDEN, LEARNING_RATE = 8, 16, 8, 0.05
+
+
+def jax_weights() -> dict[str, Any]:
+    """The weights that every training in JAX begins with."""
+    import numpy as np
+
+    random = np.random.default_rng(12345)
+    return {"inner": random.standard_normal((INPUTS, HIDDEN)) / 4, "outer": random.standard_normal((HIDDEN, 1)) / 3}
+
+
+def jax_batch(step: int) -> tuple[Any, Any]:
+    """The global batch after so many steps, the same at any world size."""
+    import numpy as np
+
+    random = np.random.default_rng(step)
+    return random.standard_normal((ROWS, INPUTS)), random.standard_normal((ROWS, 1))
+
+
+def jax_loop(config: dict[str, Any]) -> None:
+    """Fit a small network over all processes; every rank writes each step and a sum over all into the ledger.
+
+    Config: ``steps``; ``checkpoint_every``; ``ledger`` (file); ``sleep`` (seconds a step, by world size).
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import ray.train
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from prefect_elastic_train.loop import resize_requested
+
+    jax.config.update("jax_enable_x64", True)
+    rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    assert (jax.process_index(), jax.process_count()) == (rank, world), "the ranks are joined, and in order"
+    mesh = Mesh(np.array(jax.devices()), ("batch",))
+
+    def on_all(array: Any, *axes: str) -> Any:
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(*axes)), array)
+
+    def loss_of(weights: dict[str, Any], inputs: Any, targets: Any) -> Any:
+        return ((jnp.tanh(inputs @ weights["inner"]) @ weights["outer"] - targets) ** 2).mean()
+
+    @jax.jit
+    def take_step(weights: dict[str, Any], inputs: Any, targets: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, targets)
+        return jax.tree.map(lambda old, change: old - LEARNING_RATE * change, weights, gradients), loss
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("batch"), out_specs=PartitionSpec())
+    def sum_over_ranks(numbers: Any) -> Any:
+        return jax.lax.psum(numbers.sum(), "batch")
+
+    step, saved = 0, jax_weights()
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            step, saved = _saved_state(folder), dict(np.load(os.path.join(folder, "weights.npz")))
+    weights = {name: on_all(array) for name, array in saved.items()}
+    where = {"rank": rank, "world": world, "resumed_from": step, "run": _run_known_here()}
+    own_rows = np.array_split(np.arange(ROWS), world)[rank]
+    while step < config["steps"]:
+        weights, loss = take_step(weights, *(on_all(array[own_rows], "batch") for array in jax_batch(step)))
+        total = float(sum_over_ranks(on_all(np.array([rank + 1.0]), "batch")))
+        step += 1
+        time.sleep(config["sleep"][str(world)])
+        write_ledger(config["ledger"], **where, step=step, sum=total, loss=float(loss))
+        if step % config["checkpoint_every"] == 0 or step == config["steps"] or resize_requested():
+            with tempfile.TemporaryDirectory() as folder:
+                if rank == 0:
+                    np.savez(os.path.join(folder, "weights.npz"), **{n: np.asarray(a) for n, a in weights.items()})
+                    Path(folder, "state.json").write_text(json.dumps(step))
+                ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def remotely_failing_loop(config: dict[str, Any]) -> None:
+    """Ask Ray for something that raises there."""
+    import ray
+
+    write_ledger(config["ledger"], rank=0, step=1)
+
+    @ray.remote(num_cpus=0)
+    def parse() -> None:
+        raise ValueError("a row without a number")
+
+    ray.get(parse.remote())
+
+
 def dataset_loop(config: dict[str, Any]) -> None:
     """Read a Ray Data dataset and report how many rows and what sum this rank saw."""
     import ray.train
 
-    shard = ray.train.get_dataset_shard("numbers")
-    rows = total = 0
-    for batch in shard.iter_batches(batch_size=16):
-        rows += len(batch["id"])
-        total += int(batch["id"].sum())
-    write_ledger(config["ledger"], rank=ray.train.get_context().get_world_rank(), rows=rows, total=total)
-    ray.train.report({"rows": rows, "total": total})
-
-
-def asking_loop(config: dict[str, Any]) -> None:
-    """Ask for what a local training without datasets does not have, and report the answers."""
-    import ray.train
-
-    try:
-        ray.train.get_dataset_shard("missing")
-        answer = "found"
-    except KeyError as error:
-        answer = str(error)
-    ray.train.report({"dataset": answer, "preemption": str(ray.train.get_preemption_info())})
-
-
-def run_known_here() -> dict[str, Any]:
-    """Give what this worker knows of its run."""
-    from dataclasses import asdict
-
-    from prefect_elastic_train.loop import run_context
-
-    return asdict(run_context())
-
-
-def write_ledger(path: str, **line: Any) -> None:
-    """Append one line to the ledger, whole."""
-    data = json.dumps({"at": time.time(), "pid": os.getpid(), **line}) + "\n"
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(handle, data.encode())
-    finally:
-        os.close(handle)
+    rows = [int(row) for batch in ray.train.get_dataset_shard("numbers").iter_batches() for row in batch["id"]]
+    write_ledger(config["ledger"], rank=ray.train.get_context().get_world_rank(), rows=rows)
+    ray.train.report({"rows": len(rows)})
 
 
 def habitual_loop(config: dict[str, Any]) -> None:
@@ -304,20 +283,16 @@ def habitual_loop(config: dict[str, Any]) -> None:
 
     Config: ``habit`` (see the branches); ``died`` (file that tells of the death); ``steps``.
     """
-    import tempfile
-
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
     habit, rank, step = config["habit"], ray.train.get_context().get_world_rank(), 0
+    checkpoint = ray.train.get_checkpoint() if habit not in ("never asks", "lets rank 0 load for all") else None
     if habit == "lets rank 0 load for all":
         checkpoint = ray.train.get_checkpoint() if rank == 0 else None
-        step = broadcast_from_rank_zero(_saved_step(checkpoint.to_directory()) if checkpoint else 0)
-    elif habit == "asks and does not load":
-        ray.train.get_checkpoint()
-    elif habit != "never asks":
-        checkpoint = ray.train.get_checkpoint()
-        step = _saved_step(checkpoint.path) if checkpoint else 0
+        step = broadcast_from_rank_zero(_saved_state(checkpoint.to_directory()) if checkpoint else 0)
+    elif checkpoint and habit != "asks and does not load":
+        step = _saved_state(checkpoint.path)
     while step < config["steps"]:
         step += 1
         time.sleep(0.05)
@@ -329,16 +304,10 @@ def habitual_loop(config: dict[str, Any]) -> None:
         saved = None
         if step % 4 == 0 and habit != "saves no checkpoint":
             folder = tempfile.mkdtemp()
-            with open(os.path.join(folder, "step.json"), "w") as file:
-                json.dump(step, file)
+            Path(folder, "state.json").write_text(json.dumps(step))
             saved = ray.train.Checkpoint.from_directory(folder)
         ray.train.report(metrics, checkpoint=saved)
         if step == 8 and rank == 0 and not os.path.exists(config["died"]):
             time.sleep(1)  # until the checkpoint is committed
             open(config["died"], "w").close()
             os._exit(1)
-
-
-def _saved_step(folder: str) -> int:
-    with open(os.path.join(folder, "step.json")) as file:
-        return int(json.load(file))

@@ -1,4 +1,4 @@
-"""Starting, watching and ending what the tests run."""
+"""Starting, watching and ending what the tests run, and reading what it has left."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import itertools
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import httpx
 import psutil
 
 from prefect_elastic_train.core.spec import MARK_VARIABLE
@@ -28,6 +27,21 @@ ROOT = Path(__file__).parents[2]
 #: What all processes of a test session inherit, and those of another one on this machine do not; and the same of a run
 #: of several sessions.
 SESSION_VARIABLE, RUN_VARIABLE = "TEST_SESSION_MARK", "TEST_RUN_MARK"
+#: Below the ports that the kernel gives out by itself, which may be taken again before anything listens there, and
+#: above those that Ray gives its workers; so many for each of eight test processes.
+FIRST_PORT, PORTS_OF_A_PROCESS = 20_000, 1_500
+# Tests that somebody runs in another shell begin elsewhere.
+_steps = itertools.count(secrets.randbelow(PORTS_OF_A_PROCESS))
+
+
+def free_port() -> int:
+    """Return a port that is free, and that no test process beside this one returns."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    while True:
+        port = FIRST_PORT + worker * PORTS_OF_A_PROCESS + next(_steps) % PORTS_OF_A_PROCESS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for(what: Callable[[], T], timeout: float, why: str = "", of: FlowProcess | None = None) -> T:
@@ -45,81 +59,50 @@ def wait_for(what: Callable[[], T], timeout: float, why: str = "", of: FlowProce
         time.sleep(0.1)
 
 
-#: Below the ports that the kernel gives out by itself, which may be taken again before anything listens there, and
-#: above those that Ray gives its workers; so many for each of eight test processes.
-FIRST_PORT, PORTS_OF_A_PROCESS = 20_000, 1_500
-
-
-def _candidates() -> Iterator[int]:
-    """Give the ports of this test process, one after the other."""
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
-    first = FIRST_PORT + number * PORTS_OF_A_PROCESS
-    # Tests that somebody runs in another shell begin elsewhere.
-    start = secrets.randbelow(PORTS_OF_A_PROCESS)
-    return (first + (start + step) % PORTS_OF_A_PROCESS for step in itertools.count())
-
-
-_ports = _candidates()
-
-
-def free_port() -> int:
-    """Give a port that is free, and that no test process beside this one gives."""
-    while True:
-        port = next(_ports)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 def read_ledger(path: Path | str) -> list[dict[str, Any]]:
-    """Read a ledger; a line that is being written is left out."""
-    try:
-        text = Path(path).read_text()
-    except FileNotFoundError:
-        return []
+    """The lines of a ledger but one that is being written."""
+    text = Path(path).read_text() if Path(path).exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def steps_of(path: Path | str, rank: int = 0) -> list[int]:
-    """Give the steps of a rank in the order in which it took them."""
+    """The steps of a rank in the order in which it took them."""
     return [line["step"] for line in read_ledger(path) if line["rank"] == rank]
 
 
 def repeated(steps: list[int]) -> int:
-    """Count the steps that were taken more than once."""
+    """How many steps were taken again."""
     return len(steps) - len(set(steps))
 
 
-def run_folder(storage: Path) -> Path | None:
-    """Give the only run directory below a storage path."""
-    folders = [f for f in storage.iterdir() if (f / ".elastic_train").is_dir()] if storage.is_dir() else []
-    return folders[0] if folders else None
-
-
-def attempts(run: Path | None) -> list[dict[str, Any]]:
-    """Give the attempts recorded in a run directory."""
-    if run is None:
-        return []
-    files = sorted((run / ".elastic_train" / "attempts").glob("[0-9]*.json"))
-    return [json.loads(file.read_text()) for file in files]
-
-
-def commits(run: Path | None) -> list[dict[str, Any]]:
-    """Give the commits in a run directory."""
-    if run is None:
-        return []
-    files = sorted((run / ".elastic_train" / "commits").glob("[0-9]*.json"))
-    return [json.loads(file.read_text()) for file in files]
-
-
 def generations(path: Path | str, rank: int = 0) -> list[tuple[int, int]]:
-    """Give, for each process that had a rank one after the other, the step it resumed from and its last step."""
+    """For each process that had a rank, one after the other, the step it resumed from and its last step."""
     found: dict[int, tuple[int, int]] = {}
     for line in read_ledger(path):
         if line["rank"] == rank:
-            resumed_from, _ = found.get(line["pid"], (line["resumed_from"], 0))
-            found[line["pid"]] = (resumed_from, line["step"])
+            found[line["pid"]] = (found.get(line["pid"], (line["resumed_from"],))[0], line["step"])
     return list(found.values())
+
+
+def run_folder(storage: Path) -> Path | None:
+    """The only run directory below a storage path."""
+    return next((folder.parent for folder in storage.glob("*/.elastic_train")), None)
+
+
+def records(run: Path | None, kind: str) -> list[dict[str, Any]]:
+    """The records of a kind (a folder's name) in a run directory."""
+    files = sorted((run / ".elastic_train" / kind).glob("[0-9]*.json")) if run else []
+    return [json.loads(file.read_text()) for file in files]
+
+
+def attempts(run: Path | None) -> list[dict[str, Any]]:
+    """The attempts recorded in a run directory."""
+    return records(run, "attempts")
+
+
+def commits(run: Path | None) -> list[dict[str, Any]]:
+    """The commits in a run directory."""
+    return records(run, "commits")
 
 
 def assert_every_step_counts_once(path: Path | str, steps: int, checkpoint_every: int) -> None:
@@ -133,10 +116,10 @@ def assert_every_step_counts_once(path: Path | str, steps: int, checkpoint_every
         assert resumed_from % checkpoint_every == 0, "it resumed at a checkpoint"
         reached = last
     assert reached == steps
-    for pid in {line["pid"] for line in read_ledger(path)}:
-        own = [line["step"] for line in read_ledger(path) if line["pid"] == pid]
-        resumed_from = next(line["resumed_from"] for line in read_ledger(path) if line["pid"] == pid)
-        assert own == list(range(resumed_from + 1, resumed_from + 1 + len(own)))
+    for _, lines in itertools.groupby(sorted(read_ledger(path), key=lambda one: one["pid"]), lambda one: one["pid"]):
+        own = list(lines)
+        first = own[0]["resumed_from"] + 1
+        assert [line["step"] for line in own] == list(range(first, first + len(own)))
 
 
 def assert_each_rank_knew_its_run(path: Path | str, run: Path | None, flow_run_id: str, deployment: str = "") -> None:
@@ -165,7 +148,7 @@ def assert_each_rank_knew_its_run(path: Path | str, run: Path | None, flow_run_i
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Give the processes that still run; one that is only waiting to be reaped does not."""
+    """Those that still run; one that is only waiting to be reaped does not."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -174,12 +157,27 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
+def titled(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
+    """Those that live and have a part in their command line."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if part in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def carrying(entry: str) -> list[psutil.Process]:
+    """The processes that have an entry, such as ``NAME=value``, in the environment that they started with."""
+    return alive([process for process in psutil.process_iter() if _carries(process, entry)])
+
+
 def of_cluster(entry: str, folder: Path) -> list[psutil.Process]:
-    """Give the processes of a test's cluster.
+    """The processes of a test's cluster.
 
     Args:
-        entry: Such as ``NAME=value``; in the environment that they started with. Ray's agents write their title over
-            it, and are known by that title and the files that they have open.
+        entry: In the environment that they started with. Ray's agents write their title over it, and are known by that
+            title and the files that they have open.
         folder: Where the cluster keeps its files.
     """
     return alive([process for process in psutil.process_iter() if _carries(process, entry) or _logs(process, folder)])
@@ -193,25 +191,21 @@ def _carries(process: psutil.Process, entry: str) -> bool:
 
 
 def _logs(process: psutil.Process, folder: Path) -> bool:
-    """Tell whether a process is one of Ray's and has a file below a folder open."""
-    try:
-        if not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"):
-            return False
-        descriptors = os.listdir(f"/proc/{process.pid}/fd")
-    except OSError:
-        return False
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{process.pid}/fd/{descriptor}").startswith(f"{folder}/"):
-                return True
+    """Whether a process is one of Ray's and has a file below a folder open."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"):
+            for descriptor in os.listdir(f"/proc/{process.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{process.pid}/fd/{descriptor}").startswith(f"{folder}/"):
+                        return True
     return False
 
 
-def end_carrying(entry: str) -> list[str]:
-    """Kill the processes that carry an entry in the environment that they started with, and give their titles."""
+def kill_all(find: Callable[[], list[psutil.Process]]) -> list[str]:
+    """Kill what is found until nothing is, and return what their titles were."""
     titles: list[str] = []
     for _ in range(20):
-        left = alive([process for process in psutil.process_iter() if _carries(process, entry)])
+        left = find()
         if not left:
             break
         for process in left:
@@ -222,19 +216,29 @@ def end_carrying(entry: str) -> list[str]:
     return titles
 
 
-def titled(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
-    """Give those of some processes that live and have a part in their command line."""
-    found = []
-    for process in processes:
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a program with all that it has started, gently first."""
+    tree: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        program = psutil.Process(process.pid)
+        tree = [*program.children(recursive=True), program]
+    if process.poll() is None:
+        process.terminate()
+    _, left = psutil.wait_procs(tree, timeout=15)
+    for one in left:
         with contextlib.suppress(psutil.Error):
-            if part in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+            one.kill()
+    process.wait(10)
 
 
-def is_driver(command: list[str]) -> bool:
-    """Whether a command line is that of a driver, or of a script in its place."""
-    return bool({"prefect_elastic_train.driver", "tests.support.scripted_driver"} & set(command))
+def drivers_of(*flow_processes: int) -> Iterator[tuple[psutil.Process, list[str], str]]:
+    """The drivers, or scripts in their place, that flow processes have now: with command line and mark."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if {"prefect_elastic_train.driver", "tests.support.scripted_driver"} & set(command):
+            with contextlib.suppress(psutil.Error):
+                if process.ppid() in flow_processes:
+                    yield process, command, process.environ()[MARK_VARIABLE]
 
 
 class FlowProcess:
@@ -245,27 +249,18 @@ class FlowProcess:
 
     def __init__(self, folder: Path, api_url: str, **arguments: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.api_url = api_url
         storage = arguments.setdefault("storage", str(folder / "runs"))
         self.storage = Path(storage if isinstance(storage, str) else folder / "no directory")
-        self.result_file = folder / "result.json"
-        self.log_file = folder / "flow.log"
+        self.result_file, self.log_file = folder / "result.json", folder / "flow.log"
         self.flow_run_file = folder / "flow-run.jsonl"
-        environment = {
-            **os.environ,
-            "PREFECT_API_URL": api_url,
-            "PYTHONPATH": str(ROOT),
-            **{name: str(value) for name, value in arguments.pop("environment", {}).items()},
-        }
-        (folder / "arguments.json").write_text(
-            json.dumps({**arguments, "result_file": str(self.result_file), "flow_run_file": str(self.flow_run_file)})
-        )
+        more = {name: str(value) for name, value in arguments.pop("environment", {}).items()}
+        files = {"result_file": str(self.result_file), "flow_run_file": str(self.flow_run_file)}
+        (folder / "arguments.json").write_text(json.dumps({**arguments, **files}))
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.flow_script", str(folder / "arguments.json")],
                 cwd=ROOT,
-                env=environment,
+                env={**os.environ, "PREFECT_API_URL": api_url, "PYTHONPATH": str(ROOT), **more},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -285,7 +280,7 @@ class FlowProcess:
 
     @property
     def flow_run_id(self) -> str:
-        """Give the id of the flow run, once it runs."""
+        """The id of the flow run, once it runs."""
         line = wait_for(lambda: self.flow_run_file.exists() and self.flow_run_file.read_text(), 60, "the flow to run")
         return str(json.loads(str(line).splitlines()[-1])["flow_run_id"])
 
@@ -293,37 +288,38 @@ class FlowProcess:
         """Wait for something that only a flow process that lives can bring about."""
         return wait_for(what, timeout, why, of=self)
 
+    def wait_for_commits(self, number: int = 2) -> None:
+        """Wait until the run directory holds so many commits."""
+        self.wait_for(lambda: len(commits(self.run)) >= number, 120, f"{number} commits")
+
     def driver(self) -> psutil.Process | None:
-        """Give the driver process, if one runs."""
-        for process in psutil.process_iter(["cmdline"]):
-            command = process.info["cmdline"] or []
-            if is_driver(command):
-                with contextlib.suppress(psutil.Error):
-                    if process.ppid() == self.pid:
-                        self._mark = process.environ()[MARK_VARIABLE]
-                        self.private_folder = Path(command[-1]).parent
-                        return process
+        """The driver process, if one runs."""
+        for process, command, self._mark in drivers_of(self.pid):
+            self.private_folder = Path(command[-1]).parent
+            return process
         return None
 
-    def process_named(self, title: str) -> psutil.Process | None:
-        """Give a process of the training by a part of its command line."""
-        return next(iter(titled(self.marked(), title)), None)
+    def living_driver(self) -> psutil.Process:
+        """The driver process, which must run, or begin to."""
+        driver = self.wait_for(self.driver, 60, "a driver")
+        assert driver is not None
+        return driver
 
     def guard(self) -> psutil.Process | None:
-        """Give the guard, which carries no mark."""
+        """The guard, which carries no mark."""
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.pid).children():
-                if "prefect_elastic_train.supervisor.guard" in child.cmdline():
-                    return child
+            return next(
+                iter(titled(psutil.Process(self.pid).children(), "prefect_elastic_train.supervisor.guard")), None
+            )
         return None
 
     def marked(self) -> list[psutil.Process]:
-        """Give all processes of the training; its driver must have been looked at, for their mark."""
+        """All processes of the training; its driver must have been looked at, for their mark."""
         assert self._mark, "nobody has looked at the driver while it lived"
         return marked_processes(self._mark)
 
     def wait(self, timeout: float) -> dict[str, Any]:
-        """Wait for the end of the flow process and give what it wrote: ``state``, and ``result`` or ``error``."""
+        """Wait for the end of the flow process; return what it wrote: ``state``, and ``result`` or ``error``."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -331,6 +327,13 @@ class FlowProcess:
         assert self.result_file.exists(), f"the flow process went without a result:\n{self.log[-6000:]}"
         outcome: dict[str, Any] = json.loads(self.result_file.read_text())
         return outcome
+
+    def completed(self, timeout: float) -> dict[str, Any]:
+        """Wait for the end of a flow that succeeds, and return its training's result."""
+        outcome = self.wait(timeout)
+        assert outcome["state"] == "COMPLETED", f"{outcome}\n{self.log[-4000:]}"
+        result: dict[str, Any] = outcome["result"]
+        return result
 
     def close(self) -> None:
         """End the flow process and everything of its training."""
@@ -344,174 +347,9 @@ class FlowProcess:
             end_marked(self._mark, 15)
 
 
-class RayHead:
-    """A cluster as an operator starts it, with `ray start --head`."""
-
-    def __init__(
-        self, cpus: int = 2, port: int = 0, token: str = "", dashboard: bool = False, **variables: str
-    ) -> None:
-        self._variables = variables
-        self.port = port or free_port()
-        self.dashboard_port = free_port() if dashboard else 0
-        self.token = token or secrets.token_hex(16)
-        self.cpus = cpus
-        self.folder = Path(tempfile.mkdtemp(prefix="head-", dir="/tmp"))
-        self._mark = secrets.token_hex(8)
-        self.start()
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    @property
-    def block(self) -> dict[str, str]:
-        """The fields of the `RayCluster` that joins it."""
-        return {"address": self.address, "auth_token": self.token}
-
-    @property
-    def url(self) -> str:
-        """The dashboard's."""
-        return f"http://127.0.0.1:{self.dashboard_port}"
-
-    @property
-    def jobs_block(self) -> dict[str, Any]:
-        """The fields of the `RayCluster` that submits to it, with the loops of the tests."""
-        modules = [str(ROOT / "tests"), str(ROOT / "flows")]
-        return {"address": self.url, "auth_token": self.token, "runtime_env": {"py_modules": modules}}
-
-    def dashboard(self, method: str, path: str) -> Any:
-        """Ask the dashboard."""
-        import httpx
-
-        answer = httpx.request(
-            method, f"{self.url}{path}", headers={"Authorization": f"Bearer {self.token}"}, timeout=30
-        )
-        answer.raise_for_status()
-        return answer.json()
-
-    def jobs(self) -> list[dict[str, Any]]:
-        """Give the submitted jobs, the newest last."""
-        found = [job for job in self.dashboard("GET", "/api/jobs/") if job["type"] == "SUBMISSION"]
-        return sorted(found, key=lambda job: int(job["start_time"]))
-
-    def job_driver(self) -> psutil.Process | None:
-        """Give the driver that runs as a job, if one does."""
-        return next((one for one in titled(self.processes(), "elastic_train_job") if one.name() != "sh"), None)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a process needs to join."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
-
-    def start(self) -> None:
-        """Start the head; it is up when this returns."""
-        environment = {
-            **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
-            **self.environment,
-            **self._variables,
-            "TEST_HEAD_MARK": self._mark,
-            # As in an activated environment.
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        }
-        environment.pop(MARK_VARIABLE, None)
-        dashboard = ["--include-dashboard=false"]
-        if self.dashboard_port:
-            dashboard = [
-                "--include-dashboard=true",
-                "--dashboard-host=127.0.0.1",
-                f"--dashboard-port={self.dashboard_port}",
-            ]
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "ray.scripts.scripts",
-                "start",
-                "--head",
-                "--disable-usage-stats",
-                *dashboard,
-                "--node-ip-address=127.0.0.1",
-                f"--port={self.port}",
-                f"--ray-client-server-port={free_port()}",
-                "--dashboard-agent-listen-port=0",
-                f"--num-cpus={self.cpus}",
-                f"--temp-dir={self.folder}",
-                # The kernel gives workers their ports: Ray's own choice may be that of a cluster beside this one.
-                "--min-worker-port=0",
-                "--max-worker-port=0",
-            ],
-            # Nothing of this repository is to be found by accident.
-            cwd=self.folder,
-            env=environment,
-            check=True,
-            stdout=subprocess.DEVNULL,
-            timeout=120,
-        )
-
-    def processes(self) -> list[psutil.Process]:
-        """Give all processes of the cluster, workers included."""
-        return of_cluster(f"TEST_HEAD_MARK={self._mark}", self.folder)
-
-    def train_processes(self) -> list[str]:
-        """Give the titles of the controllers and workers that train in the cluster."""
-        titles = []
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                titles.append(" ".join(process.cmdline()))
-        return [title for title in titles if "RayTrainWorker" in title or "TrainController" in title]
-
-    @property
-    def mark(self) -> str:
-        """What processes of the cluster have in their environment, as TEST_HEAD_MARK."""
-        return self._mark
-
-    def nodes(self) -> int:
-        """Give the number of nodes that live."""
-        return int(self._ask("sum(node['Alive'] for node in ray.nodes())"))
-
-    def placement_groups(self) -> list[str]:
-        """Give the states of the cluster's placement groups that are not removed."""
-        states: list[str] = self._ask("[g['state'] for g in ray.util.placement_group_table().values()]")
-        return [state for state in states if state != "REMOVED"]
-
-    def _ask(self, what: str) -> Any:
-        """Give what an expression is worth in a process that has joined the cluster."""
-        code = (
-            f"import ray, ray.util, json; ray.init(address={self.address!r}, log_to_driver=False, "
-            f"logging_level='ERROR'); print(json.dumps({what}))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **self.environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        return json.loads(done.stdout.strip().splitlines()[-1])
-
-    def kill(self) -> None:
-        """Kill everything of the cluster at once, as a lost machine does."""
-        for _ in range(20):
-            left = self.processes()
-            if not left:
-                return
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(left, timeout=1)
-
-    def close(self) -> None:
-        """End the cluster."""
-        import shutil
-
-        self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def prefect_server(folder: Path, port: int = 0) -> Iterator[str]:
-    """Run a real Prefect server, with its UI, and give the URL of its API.
+    """Run a real Prefect server, with its UI; yields the URL of its API.
 
     Args:
         folder: Keeps its database, for a server that is started again.
@@ -525,7 +363,6 @@ def prefect_server(folder: Path, port: int = 0) -> Iterator[str]:
         "PREFECT_HOME": str(folder),
         # Its pages would ask for the API at the default port.
         "PREFECT_UI_API_URL": url,
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "WARNING",
         "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
         "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
@@ -539,22 +376,18 @@ def prefect_server(folder: Path, port: int = 0) -> Iterator[str]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def answers() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{url}/health", timeout=2).is_success
+        return False
+
     try:
-        wait_for(lambda: _answers(url), 90, "the Prefect server")
+        wait_for(answers, 90, "the Prefect server")
         yield url
     finally:
-        tree = [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]
-        server.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(tree, timeout=15)
-        for process in alive:
-            process.kill()
-        server.wait(10)
+        end_tree(server)
 
 
-def _answers(url: str) -> bool:
-    import httpx
-
-    try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
+#: Starts a flow process: the fixture ``start``.
+Start = Callable[..., FlowProcess]

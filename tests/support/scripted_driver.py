@@ -29,7 +29,7 @@ from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.core.spec import STOP_FILE, read_spec
 
 #: An event is said; ``kill``, ``hang`` (without a word), ``deaf`` (to SIGINT from now on), ``child`` (starts a process
-#: that heeds no signal that can be ignored); ``{"exit": code}``, ``{"print": text}``, ``{"wait": seconds}``,
+#: that heeds no signal that can be ignored); ``{"exit": code}``, ``{"wait": seconds}``,
 #: ``{"until": file}``, ``{"train": steps}`` (20 a second, each with a checkpoint).
 Step = Event | str | dict[str, Any]
 
@@ -83,20 +83,16 @@ def _journal(script: Path) -> list[dict[str, Any]]:
 
 class _Driver:
     def __init__(self, script: Path, spec_file: Path) -> None:
-        self._script, self._spec_file, self._spec = script, spec_file, read_spec(spec_file)
+        self._script, self._spec_file, spec = script, spec_file, read_spec(spec_file)
         self._attempt = 1 + sum("run_name" in line for line in _journal(script))
         self._sequence = self._steps = 0
-        self._note(
-            run_name=self._spec.request.run_name,
-            flow_run_id=self._spec.request.owner.flow_run_id,
-            resumed=self._spec.request.resumed,
-            previous_end=self._spec.previous_end,
-        )
+        self._run_name = spec.request.run_name
+        self._note(run_name=self._run_name, flow_run_id=spec.request.owner.flow_run_id, previous_end=spec.previous_end)
         signal.signal(signal.SIGINT, self._interrupted)
 
     def run(self) -> None:
         attempts = json.loads(self._script.read_text())
-        self._say(AttemptStarted(run_name=self._spec.request.run_name, run_uri=f"/{self._spec.request.run_name}"))
+        self._say(AttemptStarted(run_name=self._run_name, run_uri=f"/{self._run_name}"))
         for step in attempts[min(self._attempt, len(attempts)) - 1]:
             self._do(step)
 
@@ -104,8 +100,7 @@ class _Driver:
         if step == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif step == "hang":
-            while True:
-                time.sleep(1)
+            time.sleep(3600)
         elif step == "deaf":
             signal.signal(signal.SIGINT, lambda *_: self._note(did="SIGINT"))
         elif step == "child":
@@ -113,33 +108,22 @@ class _Driver:
             subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         elif "kind" in step:
             self._tell(step)
+        elif "exit" in step:
+            sys.exit(step["exit"])
+        elif "wait" in step:
+            time.sleep(step["wait"])
+        elif "until" in step:
+            while not Path(step["until"]).exists():
+                time.sleep(0.05)
         else:
-            [(what, value)] = step.items()
-            if what == "exit":
-                sys.exit(value)
-            elif what == "print":
-                print(value, flush=True)
-            elif what == "wait":
-                time.sleep(value)
-            elif what == "until":
-                while not Path(value).exists():
-                    time.sleep(0.05)
-            elif what == "train":
-                for _ in range(value):
-                    self._train()
+            for _ in range(step["train"]):
+                self._train()
 
     def _train(self) -> None:
         self._steps += 1
         self._note(did="train")
-        self._say(
-            CheckpointCommitted(
-                index=self._steps,
-                metrics={"step": self._steps},
-                world_size=1,
-                checkpoint=f"checkpoint_{self._steps}",
-                size_bytes=1,
-            )
-        )
+        made = {"index": self._steps, "metrics": {"step": self._steps}, "checkpoint": f"checkpoint_{self._steps}"}
+        self._say(CheckpointCommitted.model_validate({**made, "world_size": 1, "size_bytes": 1}))
         time.sleep(0.05)
 
     def _interrupted(self, *_: object) -> None:
@@ -156,13 +140,10 @@ class _Driver:
         self._sequence += 1
         event = {**event, "sequence": self._sequence, "attempt": self._attempt, "at": time.time()}
         if event["kind"] == "attempt_ended" and event["outcome"] == "completed":
-            result = RunResult(
-                run_name=self._spec.request.run_name,
-                run_uri=f"/{self._spec.request.run_name}",
-                metrics={"step": self._steps},
-                attempts=self._attempt,
+            run = {"run_name": self._run_name, "run_uri": f"/{self._run_name}", "attempts": self._attempt}
+            event["result"] = RunResult.model_validate({**run, "metrics": {"step": self._steps}}).model_dump(
+                mode="json"
             )
-            event["result"] = result.model_dump(mode="json")
         print(f"{EVENT_TAG}{json.dumps(event)}", flush=True)
 
     def _note(self, **what: Any) -> None:

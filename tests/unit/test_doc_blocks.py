@@ -65,45 +65,6 @@ def test_a_block_that_fails_is_named_with_its_line_and_what_it_said(language: st
     assert "not reached" not in str(failure.value)
 
 
-_IMPORTS = "from prefect_elastic_train import ElasticScaling, aelastic_train, elastic_train\n"
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("elastic_train('a:b', framwork='none')", "framwork"),
-        ("elastic_train.submit('a:b', run_nam='x')", "run_nam"),
-        ("[elastic_train('a:b', resum=True) for _ in range(3)]", "resum"),
-        ("aelastic_train(train_loop_config={})", "train_loop"),
-        ("elastic_train('a:b', scaling=ElasticScaling(max_wrokers=3))", "max_wrokers"),
-        ("from prefect.deployments import run_deployment; run_deployment('a/b', idempotency='x')", "idempotency"),
-        ("from prefect_elastic_train.loop import resize_request", "resize_request"),
-        ("import prefect_elastic_train.lop", "lop"),
-        ("import prefect_elastic_train.loop; prefect_elastic_train.loop.run_contxt()", "run_contxt"),
-        ("load(arguments)", "load, which the block does not define"),
-    ],
-)
-def test_a_mistake_in_a_function_that_nobody_calls_is_found(body: str, said: str, tmp_path: Path) -> None:
-    block = DocBlock("docs/page.md", 7, "python", f"{_IMPORTS}def nightly(arguments):\n    {body}\n", None)
-    with pytest.raises(AssertionError, match=rf"the block at docs/page\.md:7 fails: .*{said}"):
-        run_block(block, tmp_path, "http://127.0.0.1:9/api")
-
-
-def test_a_function_without_mistakes_is_left_uncalled(tmp_path: Path) -> None:
-    body = """
-    import os.path
-    futures = [elastic_train.submit(name, run_name=f"{number}", **arguments) for number, name in enumerate(loops)]
-    os.path.join("a", *loops)
-    return [future.result() for future in futures], helper(1)
-
-
-def helper(number: int) -> int:
-    raise AssertionError("called")
-"""
-    block = DocBlock("docs/page.md", 7, "python", f"{_IMPORTS}def nightly(loops, arguments):{body}", None)
-    run_block(block, tmp_path, "http://127.0.0.1:9/api")
-
-
 @each_page
 def test_each_block_has_a_known_language_and_is_what_it_says(page: Path) -> None:
     for block in blocks_of(page):

@@ -1,0 +1,212 @@
+"""The storage of a training makes trouble: a bucket behind a proxy, and a disk that is too small."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.buckets import BUCKET, Bucket
+from tests.support.clusters import RayHead
+from tests.support.loops import CHECKPOINT_EVERY, STEPS, hash_after, is_right, train_config
+from tests.support.processes import (
+    FlowProcess,
+    Start,
+    assert_every_step_counts_once,
+    attempts,
+    generations,
+    read_ledger,
+    steps_of,
+    wait_for,
+)
+from tests.support.s3 import FaultProxy, MotoServer
+
+OUTAGE_SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    """A real S3 server."""
+    with MotoServer(tmp_path_factory.mktemp("moto") / "log") as server:
+        server.create_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def bucket(moto: MotoServer) -> Iterator[Bucket]:
+    """A prefix of its own, behind a proxy of its own."""
+    with FaultProxy(moto.endpoint_url) as proxy:
+        yield Bucket(moto, proxy, f"runs-{secrets.token_hex(4)}")
+
+
+class SmallDisk:
+    """A disk of some megabytes, which can be made larger or read-only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)], check=True)
+
+    def remount(self, options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", str(self.path)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    try:
+        small = SmallDisk(tmp_path / "disk")
+    except subprocess.CalledProcessError:
+        pytest.skip("only root may mount a small disk")
+    yield small
+    subprocess.run(["umount", "--lazy", str(small.path)], check=True)
+
+
+def _is_right(bucket: Bucket, result: dict[str, Any]) -> bool:
+    state = json.loads(bucket.fetch(result["checkpoint_uri"], "state.json").read_text())
+    return bool(state == [STEPS, hash_after(STEPS)])
+
+
+def _in_mid_training(bucket: Bucket) -> None:
+    wait_for(lambda: len(bucket.records("commits")) >= 2, 120, "two commits")
+
+
+def _assert_refused_at_once(flow: FlowProcess, word: str) -> None:
+    broken_at = time.monotonic()
+    outcome = flow.wait(60)
+    assert time.monotonic() - broken_at < 45, "nothing is repeated that cannot succeed"
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "storage_error"), flow.log[-4000:]
+    assert word in outcome["error"]
+    assert "To go on, " in outcome["error"]
+
+
+def test_requests_that_fail_and_an_outage_cost_time_and_nothing_else(
+    start: Start, ledger: str, bucket: Bucket, head: RayHead
+) -> None:
+    bucket.proxy.faults(rate=0.05, kinds=("503", "reset", "stall"), stall_seconds=2.0, seed=7)
+    config = train_config(ledger, ballast_bytes=40 * 2**20)
+    flow = start(config=config, storage=bucket.block, cluster=head.block)
+    _in_mid_training(bucket)
+    with bucket.proxy.outage():
+        time.sleep(OUTAGE_SECONDS)
+    result = flow.completed(300)
+    assert (result["attempts"], result["worker_failures"]) == (1, 0)
+    assert steps_of(ledger) == list(range(1, STEPS + 1)), "no step is taken twice"
+    assert _is_right(bucket, result)
+    assert result["storage_wait_seconds"] >= OUTAGE_SECONDS - 5
+    assert "waited" in flow.log
+    given = bucket.proxy.faults_given
+    assert sum(given.values()) > 10, given
+    bucket.proxy.calm()
+    assert bucket.moto.incomplete_uploads(BUCKET) == []
+
+
+#: What a store answers, and what is said of it.
+REFUSALS = [
+    ("ExpiredToken", "The provided token has expired.", 400, "credentials expired"),
+    ("NoSuchBucket", "The specified bucket does not exist", 404, "no such bucket"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("code", "message", "status", "word"), REFUSALS, ids=lambda value: str(value)[:12])
+def test_what_the_store_refuses_in_mid_training_ends_it_at_once_and_a_retry_resumes(
+    start: Start, ledger: str, bucket: Bucket, head: RayHead, code: str, message: str, status: int, word: str
+) -> None:
+    training = {"config": train_config(ledger), "storage": bucket.block, "cluster": head.block}
+    flow = start(**training, failures={"driver_restarts": 3, "max_failures": 3})
+    _in_mid_training(bucket)
+    bucket.proxy.refuse(code, message, status)
+    _assert_refused_at_once(flow, word)
+    assert len(bucket.records("attempts")) == 1, "no driver restart is spent on it"
+    bucket.proxy.calm()
+    result = start("again", **training, flow_run_id=flow.flow_run_id).completed(180)
+    assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
+    assert _is_right(bucket, result)
+
+
+def test_what_the_store_refuses_from_the_beginning_is_said_before_anything_starts(
+    start: Start, ledger: str, bucket: Bucket, head: RayHead
+) -> None:
+    bucket.proxy.allow_keys({"AKIASOMEBODYELSE"})
+    outcome = start(config=train_config(ledger), storage=bucket.block, cluster=head.block).wait(60)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "storage_error")
+    assert "credentials" in outcome["error"]
+    assert bucket.all_keys() == []
+
+
+@pytest.mark.full
+def test_uploads_in_the_background_survive_a_kill_wait_at_the_end_and_do_not_pile_up(
+    start: Start, ledger: str, bucket: Bucket, head: RayHead, tmp_path: Path
+) -> None:
+    (staging := tmp_path / "staging").mkdir()
+    bucket.proxy.latency(0.1)
+    config = train_config(ledger, staging=str(staging), ballast_bytes=40 * 2**20, sleep=0.01)
+    flow = start(config=config, checkpoints={"keep": 1}, storage=bucket.block, cluster=head.block)
+    _in_mid_training(bucket)
+    wait_for(lambda: bucket.moto.incomplete_uploads(BUCKET), 60, "an upload to be under way")
+    committed = bucket.records("commits")[-1]["snapshot"]["latest_checkpoint_result"]["metrics"]["step"]
+    psutil.Process(read_ledger(ledger)[-1]["pid"]).kill()
+    result = flow.completed(300)
+    assert (result["attempts"], result["worker_failures"]) == (1, 1)
+    assert generations(ledger)[1][0] in (committed, committed + CHECKPOINT_EVERY), "the last one that was committed"
+    assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
+    assert _is_right(bucket, result), "the end waited for the last upload"
+    of_one = [line["waiting"] for line in read_ledger(ledger) if line["resumed_from"] == 0]
+    assert max(of_one) <= 3, "one is uploaded, one waits, one is made"
+    assert bucket.moto.incomplete_uploads(BUCKET) == []
+    kept = {key.split("/")[2] for key in bucket.all_keys() if "checkpoint_2" in key.split("/")[2]}
+    assert len(kept) == 1, "what the policy does not keep is deleted"
+
+
+@pytest.mark.parametrize("fault", ["full", pytest.param("read-only", marks=pytest.mark.full)])
+def test_a_disk_that_takes_no_more_ends_the_training_at_once_and_a_retry_resumes(
+    start: Start, ledger: str, head: RayHead, disk: SmallDisk, fault: str
+) -> None:
+    config = train_config(ledger, ballast_bytes=2 * 2**20 if fault == "full" else 1000)
+    training = {"storage": str(disk.path), "cluster": head.block, "config": config}
+    flow = start(**training)
+    flow.wait_for_commits()
+    if fault == "read-only":
+        disk.remount("ro")
+    _assert_refused_at_once(flow, "no space" if fault == "full" else "read-only")
+    assert len(attempts(flow.run)) == 1, "no driver restart is spent on it"
+    assert not list(disk.path.rglob(".tmp-*")), "nothing half-written is left"
+    disk.remount("rw,size=64m")
+    result = start("again", **training, flow_run_id=flow.flow_run_id).completed(180)
+    assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
+    assert is_right(result["checkpoint_uri"])
+
+
+@pytest.mark.full
+def test_a_node_that_does_not_share_the_directory_is_found_before_anything_starts(
+    start: Start, ledger: str, disk: SmallDisk, own_head: RayHead
+) -> None:
+    # A node as on a machine without the mount: in its view of the file system the directory is another one.
+    join = f"{sys.executable} -m ray.scripts.scripts start --address={own_head.address} --num-cpus=2 --block"
+    command = f"mount -t tmpfs tmpfs {disk.path} && exec {join} --disable-usage-stats"
+    node = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", command],
+        env=own_head.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: len(own_head.states("nodes", "DEAD")) == 2, 60, "the second node")
+        flow = start(config=train_config(ledger), storage=str(disk.path), cluster=own_head.block)
+        outcome = flow.wait(120)
+    finally:
+        node.kill()
+        node.wait(10)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "storage_error"), flow.log[-3000:]
+    assert "does not see what the driver has written there" in outcome["error"]
+    assert "mount the directory on all nodes" in outcome["error"]
+    assert list(disk.path.iterdir()) == [], "nothing has started, and nothing is left"
