@@ -2,20 +2,27 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Two test processes; a file's tests stay together, for the clusters that they share, and the slow fault tests come first.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# More test processes than cores, as most tests wait; a file's tests stay together, for the clusters that they share, and
+# the slow fault tests come first.
+PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 # What only `make test-all` runs: second cases of a kind, pages of the docs, the browser, the wheel, random faults.
 QUICK := -m "not full and not soak"
+# Lint, types and tests beside each other; what each says stays together.
+TOGETHER := +$(MAKE) --no-print-directory --output-sync=target -j3
 STAMP := $(VENV)/.installed
 
-.PHONY: help install check lint types unit integration faults test test-all soak api bench demo clean
+.PHONY: help install check lint types unit integration faults quick every test test-all soak api bench demo clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+# uv installs in seconds what pip takes minutes for, from where pip is told to look.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}" \
+	UV_DEFAULT_INDEX="$${PIP_INDEX_URL}" UV_INDEX="$${PIP_EXTRA_INDEX_URL:-}" \
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP)  ## create the virtual environment and install the project with its development extras
@@ -29,21 +36,28 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit -q $(PARALLEL)
+	$(PYTEST) -n 4 tests/unit
 
 integration: $(STAMP)
-	$(BIN)/python -m pytest tests/integration -q $(PARALLEL) $(QUICK)
+	$(PYTEST) -n 3 $(QUICK) tests/integration
 
 faults: $(STAMP)
-	$(BIN)/python -m pytest tests/faults -q $(PARALLEL) $(QUICK)
+	$(PYTEST) -n 3 $(QUICK) tests/faults
 
-check: lint types unit  ## lint, types and unit tests: under two minutes
+quick: $(STAMP)
+	$(PYTEST) -n 3 $(QUICK) tests
 
-test: lint types  ## what CI runs: check, and one integration or fault test of each kind
-	$(BIN)/python -m pytest tests -q $(PARALLEL) $(QUICK)
+every: $(STAMP)
+	$(PYTEST) -n 3 tests
 
-test-all: lint types  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel, random faults once
-	$(BIN)/python -m pytest tests -q $(PARALLEL)
+check: $(STAMP)  ## lint, types and unit tests: under two minutes
+	$(TOGETHER) lint types unit
+
+test: $(STAMP)  ## what CI runs: check, and one integration or fault test of each kind
+	$(TOGETHER) lint types quick
+
+test-all: $(STAMP)  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel, random faults once
+	$(TOGETHER) lint types every
 
 soak: $(STAMP)  ## the random faults only, ten rounds of each: hours
 	SOAK_ROUNDS=10 $(BIN)/python -m pytest tests -q -m soak --timeout 7200
