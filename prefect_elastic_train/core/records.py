@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
 from typing import Any, TypeVar
@@ -49,7 +48,7 @@ class Owner(_Record):
         return bool(self.flow_run_name)
 
     def describe(self) -> str:
-        """Name the flow run for an error message."""
+        """The flow run in words, for an error message."""
         name = f"flow run {self.flow_run_name!r}" if self.is_flow_run else "a training outside of a flow"
         of_flow = f" of flow {self.flow_name!r}" if self.flow_name else ""
         return f"{name}{of_flow} (id {self.flow_run_id})"
@@ -68,27 +67,22 @@ class Fingerprint(_Record):
     config: dict[str, str] = Field(default_factory=dict)
 
     def may_be_loop_of(self, other: Fingerprint) -> bool:
-        """Tell whether the loop may be that of ``other``, as far as names and places tell."""
+        """Return whether the loop may be that of ``other``, as far as names and places tell."""
         paths = {path for path in (self.path, other.path) if path}
         return (self.loop, self.framework) == (other.loop, other.framework) and len(paths) <= 1
 
     def may_be_in_file_of(self, other: Fingerprint) -> bool:
-        """Tell whether the loop may be in the file that ``other`` is in. It is not where a file is fetched anew."""
+        """Return whether the loop may be in the file that ``other`` is in. It is not where a file is fetched anew."""
         return len({file for file in (self.file, other.file) if file}) <= 1
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Say in words what differs in ``other``; empty if nothing does."""
-        found = []
-        if self.loop != other.loop:
-            found.append(f"train loop {self.loop!r} became {other.loop!r}")
-        if self.framework != other.framework:
-            found.append(f"framework {self.framework!r} became {other.framework!r}")
+        """Return in words what differs in ``other``; empty if nothing does."""
+        named = {"train loop": (self.loop, other.loop), "framework": (self.framework, other.framework)}
+        found = [f"{what} {before!r} became {after!r}" for what, (before, after) in named.items() if before != after]
         for key in sorted(self.config.keys() | other.config.keys()):
             before, after = self.config.get(key), other.config.get(key)
-            if before == after:
-                continue
             change = "was added" if before is None else "was removed" if after is None else "changed"
-            found.append(f"train_loop_config[{key!r}] {change}")
+            found += [f"train_loop_config[{key!r}] {change}"] if before != after else []
         return found
 
 
@@ -96,9 +90,8 @@ class RunRecord(_Record):
     """``run.json``: what the run is and who created it."""
 
     name: str
-    #: Told apart from a run of the same name in another storage, or of one that was begun anew. Empty in records of
-    #: versions that gave none.
-    id: str = ""
+    #: Told apart from a run of the same name in another storage, or of one that was begun anew.
+    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     created_at: float = Field(default_factory=time.time)
     creator: Owner
     fingerprint: Fingerprint
@@ -109,12 +102,6 @@ class RunRecord(_Record):
     #: Which training of its flow run it is, the same in each night's flow run; see :func:`runs.identity.training_part`.
     part: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
-
-    @property
-    def run_id(self) -> str:
-        """The run's id, 32 hexadecimal digits; for a record that has none, digits made of what it does have."""
-        begun = f"{self.name} {self.created_at!r} {self.creator.flow_run_id}"
-        return self.id or hashlib.sha256(begun.encode()).hexdigest()[:32]
 
 
 class CompletedRuns(_Record):

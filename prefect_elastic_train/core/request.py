@@ -6,8 +6,8 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -79,16 +79,21 @@ def dump_payload(payload: Payload) -> bytes:
         Exception: Something that the loop refers to cannot be pickled.
     """
     hidden, scripts = _user_modules()
-    data: bytes
     with _PICKLING:
         try:
-            with _by_value([*hidden, *scripts]):
-                data = cloudpickle.dumps(payload)
+            return _dumps(payload, [*hidden, *scripts])
         except Exception:  # noqa: BLE001 - whatever a reducer raises; the second try tells it
             # A script may use what cannot be sent, such as a lock; where it can be imported, its name will do.
-            with _by_value(hidden):
-                data = cloudpickle.dumps(payload)
-    return data
+            return _dumps(payload, hidden)
+
+
+def _dumps(payload: Payload, by_value: list[ModuleType]) -> bytes:
+    with ExitStack() as stack:
+        for module in by_value:
+            cloudpickle.register_pickle_by_value(module)
+            stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        data: bytes = cloudpickle.dumps(payload)
+        return data
 
 
 def _user_modules() -> tuple[list[ModuleType], list[ModuleType]]:
@@ -97,10 +102,8 @@ def _user_modules() -> tuple[list[ModuleType], list[ModuleType]]:
     installed = tuple({form + os.sep for folder in folders for form in (folder, os.path.realpath(folder))})
     hidden, scripts = [], []
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(module, ModuleType) or not file or name == "__main__" or file.startswith(installed):
-            continue
-        if module.__name__ != name:
+        file = getattr(module, "__file__", None) or ""
+        if not file or file.startswith(installed) or name == "__main__" or getattr(module, "__name__", "") != name:
             continue
         if not _is_importable(name, file):
             hidden.append(module)
@@ -110,29 +113,11 @@ def _user_modules() -> tuple[list[ModuleType], list[ModuleType]]:
 
 
 def _is_importable(name: str, file: str) -> bool:
-    """Tell whether a fresh interpreter would find the module, without disturbing this one's."""
-    parent, _, _ = name.rpartition(".")
-    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    if parent and path is None:
-        return False
-    for finder in sys.meta_path:
-        try:
-            spec = finder.find_spec(name, path)
-        except (ImportError, ValueError, AttributeError):
-            continue
-        if spec is not None:
-            return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
+    """Return whether a fresh interpreter would find the module, without disturbing this one's."""
+    parent = name.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    for finder in sys.meta_path if path is not None or not parent else ():
+        with suppress(ImportError, ValueError, AttributeError):
+            if spec := finder.find_spec(name, path):
+                return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
     return False
-
-
-@contextmanager
-def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    registered = []
-    try:
-        for module in modules:
-            cloudpickle.register_pickle_by_value(module)
-            registered.append(module)
-        yield
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefect_elastic_train.core.request import RunRequest
-from prefect_elastic_train.core.settings import (
-    CheckpointSettings,
-    ClusterSettings,
-    FailureSettings,
-    ScalingSettings,
-)
+from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.storage_settings import StorageSettings
 
 #: Environment variable with the mark that all processes of one training inherit.

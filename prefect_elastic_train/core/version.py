@@ -11,17 +11,8 @@ VERSION_FILE = "VERSION"
 #: Of a source tree that nobody has installed.
 UNKNOWN = "0+unknown"
 
-
-def _version(package: Path) -> str:
-    """Give the version of the package in a folder."""
-    try:
-        return (package / VERSION_FILE).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        pass
-    try:
-        return version("prefect-elastic-train")
-    except PackageNotFoundError:
-        return UNKNOWN
-
-
-__version__ = _version(Path(__file__).parents[1])
+_file = Path(__file__).parents[1] / VERSION_FILE
+try:
+    __version__ = _file.read_text(encoding="utf-8").strip() if _file.exists() else version("prefect-elastic-train")
+except PackageNotFoundError:
+    __version__ = UNKNOWN

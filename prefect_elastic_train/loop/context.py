@@ -44,7 +44,7 @@ _current: RunContext | None = None
 
 
 def run_context() -> RunContext:
-    """Tell which training this worker works for; the same on all ranks.
+    """Return which training this worker works for; the same on all ranks.
 
     Returns:
         The names and ids, made when the attempt began: nothing is asked or waited for.
@@ -72,20 +72,20 @@ def run_context() -> RunContext:
 
 @contextmanager
 def use_run_context(context: RunContext) -> Iterator[None]:
-    """Let :func:`run_context` give this in the process, for tests of train loops and for plain Ray Train.
+    """Let :func:`run_context` return this in the process, for tests of train loops and for plain Ray Train.
 
     Args:
-        context: What to give until the ``with`` ends.
+        context: What it returns until the ``with`` ends.
     """
-    global _current
-    before, _current = _current, context
+    before = _current
+    enter_run(context)
     try:
         yield
     finally:
-        _current = before
+        enter_run(before)
 
 
-def enter_run(context: RunContext) -> None:
-    """Let :func:`run_context` give this in the process from now on."""
+def enter_run(context: RunContext | None) -> None:
+    """Let :func:`run_context` return this in the process from now on."""
     global _current
     _current = context

@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.02
 
 @dataclass
 class _Notice:
-    """What this worker process knows of a coming restart."""
+    """What this worker process knows of a coming restart: it works for one training."""
 
     #: Number of the announced growth; 0 while none is.
     growth: int = 0
@@ -38,6 +38,7 @@ class _Notice:
     answered: Any = None
     #: Whether the loop was told to save and has not reported since.
     asked_to_save: bool = False
+    #: Questions that need no broadcast any more.
     free_questions: int = 0
     #: Questions since the last broadcast, and when that was; rank 0 reckons with them.
     questions: int = 0
@@ -49,7 +50,7 @@ _notice = _Notice()
 
 
 def resize_requested() -> bool:
-    """Tell whether the worker group is about to be restarted: with more workers, or without a node that is drained.
+    """Return whether the worker group is about to be restarted: with more workers, or without a node that is drained.
 
     Answer yes by saving and reporting a checkpoint; the worker then stands still in ``ray.train.report`` until it is
     restarted from that checkpoint, so that no step is done twice. All ranks get the same answer, so all of them must
@@ -106,10 +107,8 @@ def hold_after_report() -> None:
     notice = _notice
     had_checkpoint = getattr(notice.reporting, "checkpoint", False)
     notice.reporting.checkpoint = False
-    if not (had_checkpoint or notice.asked_to_save):
-        return
-    notice.asked_to_save = False
-    context = _train_context()
+    asked_to_save, notice.asked_to_save = notice.asked_to_save, False
+    context = _train_context() if had_checkpoint or asked_to_save else None
     coming = _coming_restart(context) if context is not None else None
     deadline = time.monotonic() + _HOLD_SECONDS
     while coming is not None and _coming_restart(context) == coming:
@@ -120,13 +119,13 @@ def hold_after_report() -> None:
 
 
 def _train_context() -> Any:
-    """Give Ray's context of this worker, None outside of one. Never imports Ray where it is not loaded."""
+    """Return Ray's context of this worker, None outside of one. Never imports Ray where it is not loaded."""
     module = sys.modules.get("ray.train.v2._internal.execution.context")
-    return getattr(module, "_train_context", None) if module else None
+    return getattr(module, "_train_context", None)
 
 
 def _coming_restart(context: Any) -> Any:
-    """Give what identifies the coming restart, None if none is."""
+    """Return what identifies the coming restart, None if none is."""
     preemption = context.preemption_context.preemption_info
     if preemption is not None:
         return ("drain", tuple(sorted(preemption.preempted_node_to_ranks)))
@@ -134,12 +133,10 @@ def _coming_restart(context: Any) -> Any:
 
 
 def _affordable_silence() -> int:
-    """Give how many questions may go without a broadcast, from how often the loop asks."""
-    notice = _notice
-    now = time.monotonic()
+    """Return how many questions may go without a broadcast, from how often the loop asks."""
+    notice, now = _notice, time.monotonic()
     per_second = (notice.questions + 1) / max(now - notice.asked_at, 1e-6)
     # From none on, at most twice as many each time: the first steps may be much quicker than those that follow.
     most = min(_MAX_FREE_QUESTIONS, 2 * notice.questions + 1) if notice.asked_at else 0
-    notice.asked_at = now
-    notice.questions = min(most, int(per_second * _ASK_SECONDS))
+    notice.asked_at, notice.questions = now, min(most, int(per_second * _ASK_SECONDS))
     return notice.questions

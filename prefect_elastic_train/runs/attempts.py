@@ -138,7 +138,7 @@ def begin_attempt(
     """
     notes: list[str] = []
     request = spec.request
-    run_id = _claim_run(store, request, source, notes).run_id
+    run_id = _claim_run(store, request, source, notes).id
     for _ in range(_MAX_TURNS):
         past = _past_attempts(store)
         last = past[-1] if past else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ import pytest
 
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import RunContext, notice, resize_requested
+from tests.unit.support import python
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def _report(checkpoint: bool) -> float:
-    """Report as Ray Train's worker does; give how long that took."""
+    """Report as Ray Train's worker does, and return how long that took."""
     started = time.monotonic()
     callback = LoopCallback(RunContext("run", "", 1, "", ""))
     with callback.on_report():
@@ -39,43 +38,30 @@ def _report(checkpoint: bool) -> float:
     return time.monotonic() - started
 
 
-def _asked_until(answer: bool, seconds: float = 2.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if resize_requested() is answer:
-            return True
-        time.sleep(0.001)
-    return False
+def _answers(count: int = 40) -> list[bool]:
+    """Ask more often than a broadcast may be left out."""
+    return [resize_requested() for _ in range(count)]
 
 
 def test_outside_of_a_training_nothing_is_requested_and_ray_is_not_imported() -> None:
-    code = (
-        "import sys; from prefect_elastic_train.loop import resize_requested; "
+    python(
+        "from prefect_elastic_train.loop import resize_requested; "
         "assert [resize_requested() for _ in range(3)] == [False] * 3; assert 'ray' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_growth_is_told_once(worker: SimpleNamespace) -> None:
-    assert not resize_requested()
-    notice.announce(1)
-    assert _asked_until(True)
-    assert not _asked_until(True, 0.6)
-    notice.announce(0)
-    assert not _asked_until(True, 0.6)
-    notice.announce(2)
-    assert _asked_until(True)
+def test_each_growth_is_told_once(worker: SimpleNamespace) -> None:
+    assert sum(_answers()) == 0
+    for growth, told in ((1, 1), (1, 0), (0, 0), (2, 1)):
+        notice.announce(growth)
+        assert sum(_answers()) == told
 
 
 def test_a_drain_is_told_once_and_again_when_another_node_goes(worker: SimpleNamespace) -> None:
-    worker.preemption_context.preemption_info = SimpleNamespace(preempted_node_to_ranks={"a": [0]}, deadline_ms=1)
-    assert _asked_until(True)
-    worker.preemption_context.preemption_info = SimpleNamespace(preempted_node_to_ranks={"a": [0]}, deadline_ms=0)
-    assert not _asked_until(True, 0.6)
-    worker.preemption_context.preemption_info = SimpleNamespace(
-        preempted_node_to_ranks={"a": [0], "b": [1]}, deadline_ms=0
-    )
-    assert _asked_until(True)
+    for nodes, deadline, told in (({"a": [0]}, 1, 1), ({"a": [0]}, 0, 0), ({"a": [0], "b": [1]}, 0, 1)):
+        info = SimpleNamespace(preempted_node_to_ranks=nodes, deadline_ms=deadline)
+        worker.preemption_context.preemption_info = info
+        assert sum(_answers()) == told
 
 
 def test_the_ranks_ask_together_four_times_a_second_however_quick_the_loop_is(
@@ -86,14 +72,13 @@ def test_the_ranks_ask_together_four_times_a_second_however_quick_the_loop_is(
     worker.size = 2
     broadcasts: list[Any] = []
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda data: broadcasts.append(data) or data)
-    started, questions = time.monotonic(), 0
-    while time.monotonic() - started < 1.5:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(notice, "time", clock)
+    for _ in range(400):
+        clock.now += 0.005
         resize_requested()
-        questions += 1
-        time.sleep(0.005)
     # On from none, the silence at most doubles, up to 25 questions.
-    assert len(broadcasts) <= 6 + 5 + questions / 25
-    assert questions > 50
+    assert 400 / 26 <= len(broadcasts) <= 6 + 400 / 25
 
 
 def test_every_rank_answers_as_rank_0_does(worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,32 +90,27 @@ def test_every_rank_answers_as_rank_0_does(worker: SimpleNamespace, monkeypatch:
     assert [resize_requested() for _ in range(4)] == [False, False, False, True]
 
 
-def test_a_report_with_a_checkpoint_stands_still_until_the_growth_is_called_off(worker: SimpleNamespace) -> None:
-    assert _report(checkpoint=True) < 2
+@pytest.mark.parametrize("told", [False, True], ids=["unasked", "told to save"])
+def test_a_report_that_the_growth_waits_for_stands_still_until_it_is_called_off(
+    worker: SimpleNamespace, told: bool
+) -> None:
+    assert _report(checkpoint=True) < 1
     notice.announce(1)
-    assert _report(checkpoint=False) < 2
-    threading.Timer(0.5, notice.announce, (0,)).start()
-    assert 0.4 < _report(checkpoint=True) < 5
+    assert not told or any(_answers())
+    threading.Timer(0.2, notice.announce, (0,)).start()
+    assert 0.15 < _report(checkpoint=not told) < 5
+    assert _report(checkpoint=True) < 1
 
 
-def test_a_loop_that_was_told_to_save_stands_still_in_its_next_report(worker: SimpleNamespace) -> None:
+def test_it_does_not_stand_still_for_ever_nor_after_an_ordinary_report_or_one_that_failed(
+    worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notice, "_HOLD_SECONDS", 0.2)
     notice.announce(1)
-    assert _asked_until(True)
-    threading.Timer(0.5, notice.announce, (0,)).start()
-    assert 0.4 < _report(checkpoint=False) < 5
-    assert _report(checkpoint=False) < 2
-
-
-def test_it_does_not_stand_still_for_ever(worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notice, "_HOLD_SECONDS", 0.3)
-    notice.announce(1)
-    assert 0.2 < _report(checkpoint=True) < 2
-
-
-def test_a_report_that_fails_is_not_waited_after(worker: SimpleNamespace) -> None:
-    notice.announce(1)
-    started = time.monotonic()
+    assert _report(checkpoint=False) < 0.15
+    assert 0.15 < _report(checkpoint=True) < 2
     callback = LoopCallback(RunContext("run", "", 1, "", ""))
+    started = time.monotonic()
     with pytest.raises(OSError), callback.on_report(), callback.on_checkpoint_transfer():
         raise OSError("disk full")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 0.15
