@@ -101,7 +101,7 @@ class Attempt:
         from prefect_elastic_train.driver import fit as training
         from prefect_elastic_train.driver import joining
 
-        prepared = training.prepare(spec)
+        payload = training.prepare(spec)
         teller.doing("joining the cluster")
         try:
             address, dashboard_url, resources = joining.connect(spec)
@@ -125,11 +125,11 @@ class Attempt:
             return self.finish(begun)
         assert self._receiver is not None
         teller.doing("making the datasets")
-        datasets = training.make_datasets(prepared, begun.attempt)
+        datasets = training.make_datasets(payload, begun.attempt)
         teller.doing("")
         told, context = replace(spec, scaling=scaling), self._context(begun)
         try:
-            training.fit(told, prepared, datasets, self.store, context, self._receiver.receiving)
+            training.fit(told, payload, datasets, self.store, context, self._receiver.receiving)
         except Exception as error:
             raise taken_over(self.store, begun.attempt, spec.request) or classify(error, begun.attempt) from error
         # The controller has sent all its events before fit() returned; let the last ones arrive.
@@ -137,12 +137,7 @@ class Attempt:
         return self.complete()
 
     def begin(self, source: str | None = None, notes: list[str] | None = None) -> Begun | Finished:
-        """Take the fence and say so.
-
-        Args:
-            source: The checkpoint that a new run starts from.
-            notes: What there is to say of it.
-        """
+        """Take the fence and say so, with the checkpoint that a new run starts from and what there is to say of it."""
         notes = notes or []
 
         def seed() -> None:
@@ -260,11 +255,7 @@ class Attempt:
             _within(_LEAVE_SECONDS, lambda: note_completed(self._storage, self.spec.request.run_name))
 
     def leave_cluster(self, stuck: bool) -> None:
-        """Leave nothing of the attempt in the cluster.
-
-        Args:
-            stuck: ``fit()`` does not return, so that Ray Train cannot tidy up after itself.
-        """
+        """Leave nothing of the attempt in the cluster, also when ``fit()`` is stuck, which tidies up after itself."""
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return

@@ -10,7 +10,7 @@ import operator
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -24,16 +24,8 @@ from prefect_elastic_train.storage.store import RunStore
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The user's objects, resolved and checked."""
-
-    train_loop: Callable[..., Any]
-    payload: Payload
-
-
-def prepare(spec: DriverSpec) -> Prepared:
-    """Import the framework, unpickle the user's objects, and let Ray judge what it is configured with.
+def prepare(spec: DriverSpec) -> Payload:
+    """Import the framework, unpickle the user's objects with their train loop, and let Ray judge its configuration.
 
     Raises:
         AttemptFailedError: Something of it does not work out; outcome ``invalid``.
@@ -49,9 +41,10 @@ def prepare(spec: DriverSpec) -> Prepared:
             f"`pip install 'prefect-elastic-train[{request.framework}]'`"
         ) from error
     try:
-        payload = pickle.loads(request.payload)
-        loop = resolve_loop(payload.train_loop) if isinstance(payload.train_loop, str) else payload.train_loop
-        check_loop(loop)
+        payload: Payload = pickle.loads(request.payload)
+        if isinstance(payload.train_loop, str):
+            payload = replace(payload, train_loop=resolve_loop(payload.train_loop))
+        check_loop(payload.train_loop)
     except ConfigurationError as error:
         raise _invalid(str(error)) from error
     except Exception as error:
@@ -67,7 +60,7 @@ def prepare(spec: DriverSpec) -> Prepared:
         _check_configuration(spec, payload)
     except (TypeError, ValueError) as error:
         raise _invalid(f"Ray does not accept the configuration: {error}") from error
-    return Prepared(loop, payload)
+    return payload
 
 
 def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
@@ -115,12 +108,7 @@ def ends_at_import(error: SystemExit) -> str:
 
 
 def function_in(module: ModuleType, function_name: str, path: str) -> Callable[..., Any]:
-    """Return a train loop of a module.
-
-    Args:
-        module: The module.
-        function_name: Name of the function, with dots for one of a class.
-        path: What the user has given, for the error.
+    """Return the train loop of a module that the user has named by a path; dots are for one of a class.
 
     Raises:
         ConfigurationError: It has no such function.
@@ -136,7 +124,7 @@ def function_in(module: ModuleType, function_name: str, path: str) -> Callable[.
     return found
 
 
-def check_loop(loop: Callable[..., Any]) -> None:
+def check_loop(loop: Any) -> None:
     """Check that a loop takes nothing or the config.
 
     Raises:
@@ -155,13 +143,13 @@ def check_loop(loop: Callable[..., Any]) -> None:
         )
 
 
-def make_datasets(prepared: Prepared, attempt: int) -> dict[str, Any]:
+def make_datasets(payload: Payload, attempt: int) -> dict[str, Any]:
     """Return the datasets, calling the functions that make them.
 
     Raises:
         AttemptFailedError: One of them failed; outcome ``user_error``.
     """
-    datasets = prepared.payload.datasets
+    datasets = payload.datasets
     try:
         if callable(datasets):
             datasets = datasets()
@@ -174,24 +162,17 @@ def make_datasets(prepared: Prepared, attempt: int) -> dict[str, Any]:
 
 def fit(
     spec: DriverSpec,
-    prepared: Prepared,
+    payload: Payload,
     datasets: dict[str, Any],
     store: RunStore,
     context: RunContext,
     receiving: Receiving,
 ) -> None:
-    """Train until the loop has returned on all ranks; raises what Ray Train raises otherwise.
-
-    Args:
-        spec: What the driver was told.
-        prepared: The user's objects.
-        datasets: The user's datasets.
-        store: The run directory.
-        context: The run and its attempt, as the loop sees them.
-        receiving: Where the driver listens to the controller.
+    """Train until the loop has returned on all ranks.
 
     Raises:
         AttemptFailedError: Ray Train does not accept the configuration; outcome ``invalid``.
+        Exception: Whatever else Ray Train raises; see :func:`prefect_elastic_train.driver.endings.classify`.
     """
     from ray.train import DataConfig
 
@@ -200,14 +181,14 @@ def fit(
     from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
     from prefect_elastic_train.elastic.translate import run_config, scaling_config
 
-    payload, attempt = prepared.payload, context.attempt
+    attempt = context.attempt
     callback = RunCallback(receiving, store, attempt, spec.failures, spec.checkpoints.score_attribute)
     setup = ControllerSetup(requester_id(store), spec.scaling, callback, context)
     try:
         trainer = make_trainer(
             spec.request.framework,
             setup,
-            train_loop_per_worker=prepared.train_loop,
+            train_loop_per_worker=payload.train_loop,
             train_loop_config=payload.train_loop_config,
             scaling_config=scaling_config(spec.scaling),
             run_config=run_config(

@@ -64,10 +64,6 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
 def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
     """Refuse what a local cluster can never hold, since nothing will join it later.
 
-    Args:
-        spec: What the driver is told.
-        resources: What the cluster has.
-
     Returns:
         The scaling to train with. Beside datasets, ``max_workers`` is what fits: more would starve them.
 

@@ -39,14 +39,7 @@ def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> thread
 
 
 class ChildDriver(Driver):
-    """A driver in a process of its own.
-
-    Args:
-        follower: Who follows it.
-        command: What starts it.
-        environment: Of its process.
-        cluster: The local cluster that it may want, None for one that joins another.
-    """
+    """A driver in a process of its own, and the local cluster that it may want, None for one that joins another."""
 
     def __init__(
         self,

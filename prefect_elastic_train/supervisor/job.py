@@ -32,12 +32,7 @@ _RUN, _STORAGE, _OWNER = "elastic_train_run", "elastic_train_storage", "elastic_
 
 
 class JobLauncher:
-    """Runs attempts of one training as jobs, one at a time.
-
-    Args:
-        follower: Who follows them.
-        folder: Private folder of the training.
-    """
+    """Runs attempts of one training as jobs, one at a time, and packs them in its private folder."""
 
     def __init__(self, follower: Follower, folder: Path) -> None:
         self._follower = follower
@@ -168,11 +163,7 @@ class JobLauncher:
         )
 
     def _ask(self, ask: Callable[[], _T], seconds: float = _ASK_SECONDS) -> _T:
-        """Ask, again and again for so long if there is no answer.
-
-        Raises:
-            UnreachableError: There was none.
-        """
+        """Ask, again and again for so long if there is no answer; raises `UnreachableError` if there was none."""
 
         def note(tries: tenacity.RetryCallState) -> None:
             if tries.attempt_number == 1 and tries.outcome is not None:

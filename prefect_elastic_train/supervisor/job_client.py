@@ -75,7 +75,6 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         """Check that the cluster can run the driver of this machine.
 
         Raises:
-            UnreachableError: It does not say.
             RefusedError: It runs another minor version of Ray.
         """
         answer = self._do_request("GET", "/api/version")
@@ -118,15 +117,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         package: Path | None = None,
         resources: dict[str, Any] | None = None,
     ) -> None:
-        """Submit a command as a job.
-
-        Args:
-            submission_id: Its id, which no job has had.
-            entrypoint: The command.
-            metadata: What people and programs know it by.
-            runtime_env: Its runtime environment, whose folders of this machine are uploaded.
-            package: An archive of Python packages to upload beside them.
-            resources: What it reserves, by the names of Ray's ``submit_job``.
+        """Submit a command as a job, by an id that no job has had; folders of its environment and a package go along.
 
         Raises:
             UnreachableError: Nobody knows whether the cluster has it.
@@ -157,11 +148,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             self.stop_job(submission_id)
 
     def log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
-        """Read the log of a job's driver as pieces of bytes.
-
-        Args:
-            job: The job; its driver must have started.
-            lines: How many lines of its end; -1 for all.
+        """Read so many lines of the end of the log of a job's driver, -1 for all, as pieces of bytes.
 
         Raises:
             UnreachableError: It cannot be read, also in the middle.

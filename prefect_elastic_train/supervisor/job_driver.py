@@ -37,18 +37,11 @@ _LEAST_LINES = 100
 
 
 class JobDriver(Driver):
-    """A driver inside a cluster.
-
-    Args:
-        follower: Who follows it.
-        client: The dashboard.
-        job: The job.
-        unreachable_seconds: How long it is asked after without an answer.
-        told_until: Up to where it was told of before, in seconds since the epoch; 0 if it was submitted just now.
+    """A driver inside a cluster, asked after without an answer for so long.
 
     Attributes:
         job: The job, as far as it is known.
-        told_until: Up to where it is told of.
+        told_until: Up to where it is told of, in seconds since the epoch; 0 of one that was submitted just now.
     """
 
     def __init__(
@@ -181,9 +174,6 @@ class JobLog:
     The dashboard gives the end of a log, from so many lines before it, and no position in it. So each reading begins
     some lines back, and what is known already is passed over: a line with an event is like no other, since events are
     numbered.
-
-    Args:
-        client: The dashboard.
     """
 
     def __init__(self, client: JobClient) -> None:
@@ -193,11 +183,7 @@ class JobLog:
         self._since_anchor = 0
 
     def read(self, job: JobDetails, *, to_the_end: bool = False) -> Iterator[bytes]:
-        """Read the lines that have come since the last time.
-
-        Args:
-            job: The job, whose driver has started.
-            to_the_end: The job has ended, so that what comes after the last newline is a line, too.
+        """Read the lines that have come since the last time; of a job that has ended also what is after the last one.
 
         Raises:
             UnreachableError: The log cannot be read, or only in part; the next time goes on from there.

@@ -63,7 +63,6 @@ class LocalCluster:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_up = False
         self._log = folder / "r0.log"
-        self._closed = threading.Event()
         self._starting: threading.Thread | None = None
         self.address_file = folder / "address"
 
@@ -101,12 +100,6 @@ class LocalCluster:
         self._starting = threading.Thread(target=run, daemon=True)
         self._starting.start()
 
-    def start_no_more(self) -> None:
-        """Let no head node start from now on; one that runs is ended with all its processes, by their mark."""
-        self._closed.set()
-        if self._starting is not None:
-            self._starting.join(timeout=5)
-
     def forget(self) -> None:
         """Give up a head node that has died or did not start; its processes are ended by their mark."""
         process, self._process = self._process, None
@@ -135,7 +128,7 @@ class LocalCluster:
                 start_new_session=True,
             )
         deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline and process.poll() is None and not self._closed.is_set():
+        while time.monotonic() < deadline and process.poll() is None:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                 self._is_up = True
                 return f"127.0.0.1:{port}"

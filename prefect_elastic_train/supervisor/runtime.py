@@ -56,13 +56,7 @@ class Runtime(Follower):
     follows_job = False
 
     def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
-        """Run one driver to its end.
-
-        Args:
-            spec: What it is told; the address of a local cluster is filled in here.
-
-        Returns:
-            How the attempt ended, by the driver's last word or, without one, by how it died.
+        """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
 
         Raises:
             AttemptFailedError: The cluster cannot be reached.
@@ -121,8 +115,6 @@ class Runtime(Follower):
         """End everything that belongs to the training; nothing of it is left after this, bar what cannot be killed."""
         if self._folder is None:
             return
-        if self._cluster is not None:
-            self._cluster.start_no_more()
         end_marked(str(self._folder), _END_SECONDS)
         if self._cluster is not None:
             self._cluster.forget()
