@@ -8,8 +8,7 @@ import typer
 
 from blocks.profiles import PROFILES, Blocks, Environment, UnsetVariableError
 from prefect_elastic_train.blocks.documents import apply
-from prefect_elastic_train.cli.errors import prefect_errors
-from prefect_elastic_train.cli.tables import clean
+from prefect_elastic_train.cli.common import clean, errors
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -54,7 +53,7 @@ def main(
     Values of the code replace what was typed in the UI. A secret that the code does not give stays as it is. A profile
     that needs an environment variable that is not set is left out, or an error if it was named.
     """
-    with prefect_errors():
+    with errors():
         documents, skipped = chosen_documents(profiles or [], os.environ)
         changes = apply(documents, dry_run=dry_run)
     for line in [*(line for change in changes for line in change.lines()), *skipped]:

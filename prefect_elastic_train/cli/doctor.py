@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from prefect_elastic_train.cli.tables import clean, console
+from prefect_elastic_train.cli.common import clean, console
 from prefect_elastic_train.doctor import LEVELS, Finding
 
 _STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "fail": "bold red"}

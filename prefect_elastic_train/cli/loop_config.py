@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +23,33 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
     """Put a config together: the files one after the other, then the settings; what comes later counts.
 
     Args:
-        files: JSON, YAML or TOML files, see :func:`read_config`. Tables in tables are merged.
+        files: TOML (``.toml``), else YAML 1.2 or JSON. Tables in tables are merged.
         settings: Such as ``optimizer.lr=0.1``: dots nest, and the value is what YAML 1.2 takes it for.
 
     Raises:
-        ConfigurationError: A file or a setting cannot be used.
+        ConfigurationError: A file or a setting cannot be used, or holds what JSON does not know.
     """
     config: dict[str, Any] = {}
     for file in files:
-        _merge(config, read_config(file))
+        try:
+            text = file.read_text(encoding="utf-8")
+            more = tomllib.loads(text) if file.suffix == ".toml" else _yaml(text)
+        except (OSError, ValueError, YAMLError) as error:
+            raise ConfigurationError(f"config {file} cannot be read: {error}") from error
+        _merge(config, more or {}, f"config {file}")
     for setting in settings:
-        _set(config, setting)
+        path, separator, value = setting.partition("=")
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            raise ConfigurationError(f"--set {setting}: expected key=value or key.key=value")
+        try:
+            more = _yaml(value)
+        except (ValueError, YAMLError) as error:
+            raise ConfigurationError(f"--set {setting}: the value is no YAML; write text in quotes: {error}") from error
+        for key in reversed(keys):
+            more = {key: more}
+        _merge(config, more, f"--set {setting}")
     return config
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """Read a config file: JSON, YAML 1.2 or TOML by its suffix (``.json``, ``.yaml``, ``.yml``, ``.toml``).
-
-    Raises:
-        ConfigurationError: It cannot be read, or holds something else than a table of what JSON knows.
-    """
-    parse = _PARSERS.get(file.suffix.lower())
-    if parse is None:
-        raise ConfigurationError(f"config {file}: its name must end in one of {', '.join(_PARSERS)}")
-    try:
-        config = parse(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"config {file} cannot be read: {error.strerror}") from error
-    except (ValueError, YAMLError) as error:
-        raise ConfigurationError(f"config {file} cannot be read: {error}") from error
-    if config is None:  # an empty YAML file
-        return {}
-    if not isinstance(config, dict):
-        raise ConfigurationError(f"config {file} must be a table of keys and values, got a {type(config).__name__}")
-    _check(config, f"config {file}")
-    # Tables that YAML's anchors share become tables of their own, which settings change one at a time.
-    copy: dict[str, Any] = json.loads(json.dumps(config))
-    return copy
 
 
 def _yaml(text: str) -> Any:
@@ -68,60 +57,18 @@ def _yaml(text: str) -> Any:
     return YAML(typ="safe", pure=True).load(text)
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    ".json": json.loads,
-    ".yaml": _yaml,
-    ".yml": _yaml,
-    ".toml": tomllib.loads,
-}
-
-
-def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
+def _merge(config: dict[str, Any], more: Any, source: str) -> None:
+    if not isinstance(more, dict):
+        raise ConfigurationError(f"{source} must be a table of keys and values, got a {type(more).__name__}")
+    try:
+        # Prefect keeps it with the flow run as JSON. Tables that YAML's anchors share become tables of their own.
+        more = json.loads(json.dumps(more, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{source} is no JSON; write dates and the like as text, in quotes: {error}"
+        ) from error
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
-            _merge(config[key], value)
+            _merge(config[key], value, source)
         else:
             config[key] = value
-
-
-def _set(config: dict[str, Any], setting: str) -> None:
-    path, separator, text = setting.partition("=")
-    keys = path.strip().split(".")
-    if not separator or not all(keys):
-        raise ConfigurationError(f"--set {setting}: expected key=value or key.key=value")
-    for depth, key in enumerate(keys[:-1], start=1):
-        config = config.setdefault(key, {})
-        if not isinstance(config, dict):
-            raise ConfigurationError(f"--set {setting}: {'.'.join(keys[:depth])} is no table, but {config!r}")
-    config[keys[-1]] = value = _value(setting, text.strip())
-    _check(value, f"--set {setting}")
-
-
-def _value(setting: str, text: str) -> Any:
-    try:
-        value = _yaml(text)
-    except (ValueError, YAMLError) as error:
-        problem = getattr(error, "problem", None) or str(error).strip() or "it cannot be read"
-        raise ConfigurationError(
-            f"--set {setting}: the value is no YAML or JSON: {problem}; write text in quotes"
-        ) from error
-    if value is None and text.startswith(("#", "-")):  # a comment, or the beginning of a document
-        raise ConfigurationError(f"--set {setting}: the value is nothing in YAML; write text in quotes")
-    return value
-
-
-def _check(value: Any, source: str, path: str = "") -> None:
-    """Refuse what JSON does not know: Prefect keeps the config with the flow run, and a retry reads it from there."""
-    where = f"{source}: {path or 'the value'}"
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise ConfigurationError(f"{where} has the key {key!r}, a {type(key).__name__}; write it in quotes")
-            _check(inner, source, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            _check(inner, source, f"{path}[{number}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ConfigurationError(f"{where} is {value}, which JSON has no number for; write text in quotes")
-    elif not isinstance(value, str | int | float | None):
-        raise ConfigurationError(f"{where} is a {type(value).__name__} ({value}); write it in quotes, as text")

@@ -7,11 +7,8 @@ from typing import Annotated
 from uuid import UUID
 
 import typer
-from rich.console import Console
 
-from prefect_elastic_train.cli.errors import prefect_api, storage_errors
-
-_console = Console(highlight=False, soft_wrap=True)
+from prefect_elastic_train.cli.common import console, errors, open_briefly
 
 
 def resume_flow_run(
@@ -37,30 +34,21 @@ def resume_flow_run(
     Refuses while the run shows a sign of life: a process on this machine, a recent heartbeat, a living driver. A dead
     Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled.
     """
-    from prefect_elastic_train.blocks.lookup import storage_named
-    from prefect_elastic_train.cli.opening import open_briefly
-    from prefect_elastic_train.orchestration import dead_runs
+    from prefect.client.orchestration import get_client
 
-    with storage_errors(), prefect_api() as client:
-        opened = [open_briefly(storage_named(text)) for text in storages or _default_storages()]
-        flow_run_id = _as_id(run) or dead_runs.flow_run_of(run, opened)
-        for line in dead_runs.resume(client, flow_run_id, opened, force=force):
-            _console.print(line, markup=False)
-
-
-def _as_id(text: str) -> UUID | None:
-    try:
-        return UUID(text)
-    except ValueError:
-        return None
-
-
-def _default_storages() -> list[str]:
-    """Give the storage of trainings that name none; the folder for runs only if it is there."""
     from prefect_elastic_train.core.operator_settings import default_block_name
     from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
+    from prefect_elastic_train.orchestration import dead_runs
 
-    if name := default_block_name("storage"):
-        return [name]
-    folder = Path(DEFAULT_STORAGE).expanduser()
-    return [str(folder)] if folder.is_dir() else []
+    with errors(), get_client(sync_client=True) as client:
+        if not storages:
+            folder = Path(DEFAULT_STORAGE).expanduser()
+            storages = [default_block_name("storage") or str(folder)]
+            storages = [name for name in storages if name != str(folder) or folder.is_dir()]
+        opened = [open_briefly(text) for text in storages]
+        try:
+            flow_run_id = UUID(run)
+        except ValueError:
+            flow_run_id = dead_runs.flow_run_of(run, opened)
+        for line in dead_runs.resume(client, flow_run_id, opened, force=force):
+            console().print(line, markup=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from prefect_elastic_train.cli.tables import age, clean, console, metrics_in_short, print_pairs, print_table
+from prefect_elastic_train.cli.common import age, clean, console, metrics_in_short, print_pairs, print_table
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.markdown import TIME_PARTS
 from prefect_elastic_train.report.words import duration, size

@@ -6,18 +6,14 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel
 
-from prefect_elastic_train.cli.errors import fail, prefect_errors, storage_errors
-from prefect_elastic_train.cli.opening import open_briefly
+from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
 from prefect_elastic_train.cli.run_tables import print_details, print_plans, print_summaries, print_verification
-from prefect_elastic_train.cli.tables import console
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings, storage_at
 from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.ancestry import ancestors
 from prefect_elastic_train.runs.checking import verify
@@ -50,8 +46,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 @app.command("list")
 def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
     """List the runs: where each stands, how far it has come, what it holds."""
-    with storage_errors():
-        opened = _open(storage)
+    with errors():
+        opened = open_briefly(storage)
         summaries = _of_each(_summary, opened, opened.run_names())
         if as_json:
             _print_json({"storage": opened.uri, "runs": [_plain(summary) for summary in summaries]})
@@ -70,8 +66,8 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
 
     Takes 15 s longer where only watching its heartbeat can tell whether it lives.
     """
-    with storage_errors():
-        opened = _open(storage)
+    with errors():
+        opened = open_briefly(storage)
         [name] = _chosen(opened, [run])
         details = describe(opened.run(name), name)
         if details is None:
@@ -89,8 +85,8 @@ def verify_runs(storage: StorageArgument, runs: RunArguments = None, as_json: Js
 
     Exit code 1 if anything that a resume needs is damaged.
     """
-    with storage_errors():
-        opened = _open(storage)
+    with errors():
+        opened = open_briefly(storage)
         found = _of_each(verify, opened, _chosen(opened, runs))
     if as_json:
         _print_json({"storage": opened.uri, "runs": [_plain(one) for one in found]})
@@ -124,8 +120,8 @@ def prune_runs(
     That is interrupted uploads, and checkpoints that were given up or are no longer kept. A run that lives, or of
     which nothing tells whether it does, is left alone. What is deleted cannot be brought back.
     """
-    with storage_errors():
-        opened = _open(storage)
+    with errors():
+        opened = open_briefly(storage)
         seconds = None if older_than is None else older_than * _DAY_SECONDS
         plans = plan_runs(opened, _chosen(opened, runs), older_than_seconds=seconds)
         print_plans(opened.uri, plans)
@@ -135,20 +131,6 @@ def prune_runs(
         if not yes:
             typer.confirm("Delete this for good?", abort=True)
         _carry_out(opened, wanted, AwaitedSources(opened, seconds) if seconds is not None else None)
-
-
-def _open(text: str) -> Storage:
-    settings = storage_at(text) or _saved(text)
-    if isinstance(settings, LocalStorageSettings) and not Path(settings.path).is_dir():
-        raise ConfigurationError(f"there is no directory {settings.path}")
-    return open_briefly(settings)
-
-
-def _saved(name: str) -> StorageSettings:
-    from prefect_elastic_train.blocks.lookup import storage_named
-
-    with prefect_errors():
-        return storage_named(name)
 
 
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:

@@ -85,7 +85,9 @@ def test_profiles_are_saved_from_the_command_line(monkeypatch: pytest.MonkeyPatc
     assert "set ELASTIC_TRAIN_SPOT_GPU_ADDRESS" in named.output
 
 
-@pytest.mark.parametrize(("url", "why"), [("http://127.0.0.1:9/api", "cannot reach"), (None, "PREFECT_API_URL is not")])
+@pytest.mark.parametrize(
+    ("url", "why"), [("http://127.0.0.1:9/api", "cannot use the Prefect API"), (None, "PREFECT_API_URL is not")]
+)
 def test_without_a_prefect_api_the_command_ends_with_the_reason(url: str | None, why: str) -> None:
     with temporary_settings({PREFECT_API_URL: url}):
         result = CliRunner().invoke(app, ["laptop"])

@@ -8,13 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
 import pytest
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import StateType
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, StateType
 from typer.testing import CliRunner
 
 from prefect_elastic_train import FailureBudget, LocalStorage, RayCluster, S3Storage, TrainingResult
@@ -24,7 +23,6 @@ from tests.support.processes import attempts, free_port, run_folder, steps_of, w
 pytestmark = pytest.mark.usefixtures("api")
 
 TOKEN = "CANARY seven sisters"
-LOOP = "my_project/loops.py:train_loop"
 LOOPS = '''
 """Loops of a project that is not installed."""
 
@@ -60,39 +58,33 @@ def write_step(config, step, first):
         file.write(json.dumps({"rank": 0, "step": step}) + "\\n")
 """
 
-Run = Callable[..., subprocess.Popen[str]]
-
 
 @pytest.fixture
-def project(tmp_path: Path, ledger: str) -> Path:
+def project(tmp_path: Path) -> Path:
     """A folder with a loop, what it imports, and its config."""
     (tmp_path / "my_project").mkdir()
     (tmp_path / "my_project" / "loops.py").write_text(LOOPS)
     (tmp_path / "my_project" / "beside_it.py").write_text(BESIDE_IT)
-    (tmp_path / "config.yaml").write_text(f"steps: 50\noptimizer: {{lr: 1e-3, name: sgd}}\nledger: {ledger}\n")
+    config = f"steps: 50\noptimizer: {{lr: 1e-3, name: sgd}}\nledger: {tmp_path}/ledger.jsonl\n"
+    (tmp_path / "config.yaml").write_text(config)
     return tmp_path
 
 
-@pytest.fixture
-def run(project: Path, api_url: str) -> Run:
-    """Starts `elastic-train run` as its user does."""
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(Path(sys.executable).parent / "elastic-train"), "run", LOOP, "--framework", "none", *arguments],
-            cwd=project,
-            env={**os.environ, "PREFECT_API_URL": api_url},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    return start
+def _command(project: Path, api_url: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start `elastic-train run` as its user does."""
+    return subprocess.Popen(
+        [str(Path(sys.executable).parent / "elastic-train"), "run", *arguments],
+        cwd=project,
+        env={**os.environ, "PREFECT_API_URL": api_url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _ended(command: subprocess.Popen[str], timeout: float) -> tuple[int, str, str]:
-    """Wait for the end of the command; returns its exit code and its output."""
+    """Wait for the end of the command; give its exit code and its output."""
     try:
         out, log = command.communicate(timeout=timeout)
     finally:
@@ -100,92 +92,102 @@ def _ended(command: subprocess.Popen[str], timeout: float) -> tuple[int, str, st
     return command.returncode, out, log
 
 
-def _flow_run_id(log: str) -> UUID:
+def _flow_run(log: str) -> FlowRun:
+    """Read the flow run that a log tells the page of."""
     found = re.search(r"/runs/flow-run/([0-9a-f-]{36})", log)
     assert found is not None, log
-    return UUID(found[1])
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(UUID(found[1]))
 
 
-def test_a_training_from_the_shell_is_a_flow_run_without_secrets(
-    project: Path, run: Run, client: SyncPrefectClient, ledger: str
-) -> None:
-    cluster, failures = RayCluster(num_cpus=1, auth_token=TOKEN), FailureBudget(max_failures=0)
+def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, api_url: str) -> None:
+    cluster = RayCluster(num_cpus=1, auth_token=TOKEN)
+    failures = FailureBudget(max_failures=0)
     cluster.save("shell", overwrite=True)
     failures.save("shell", overwrite=True)
-    where = ("--profile", "shell", "--storage", "./runs", "--workers", "1", "--json")
-    config = ("--config", "config.yaml", "--set", "steps=2", "--set", "optimizer.lr=2e-3")
-    code, out, log = _ended(run(*where, *config), 120)
+    command = _command(
+        project,
+        api_url,
+        "my_project/loops.py:train_loop",
+        *("--profile", "shell", "--framework", "none", "--storage", "./runs", "--workers", "1"),
+        *("--config", "config.yaml", "--set", "steps=2", "--set", "optimizer.lr=2e-3", "--json"),
+    )
+    code, out, log = _ended(command, 120)
     assert code == 0, log
     json.loads(out, parse_constant=pytest.fail)
     result = TrainingResult.model_validate_json(out)
     assert result.metrics == {"step": 2, "first": 1, "lr": 0.002, "nothing": None}
-    assert steps_of(ledger) == [1, 2]
+    assert steps_of(project / "ledger.jsonl") == [1, 2]
     assert result.run_uri.startswith(f"{project}/runs/train-")
     assert Path(result.checkpoint_uri).is_dir()
     assert "printed by the module" in log
 
-    made = client.read_flow_run(_flow_run_id(log))
-    assert made.state is not None
-    assert made.state.type == StateType.COMPLETED
-    assert result.run_name == f"train-{str(made.id)[:8]}"
+    run = _flow_run(log)
+    assert run.state is not None
+    assert run.state.type == StateType.COMPLETED
+    assert result.run_name == f"train-{str(run.id)[:8]}"
     for name, block in (("cluster", cluster), ("failures", failures)):
-        assert made.parameters[name] == {"$ref": {"block_document_id": str(block._block_document_id)}}
-    assert made.parameters["train_loop_config"]["optimizer"] == {"lr": 0.002, "name": "sgd"}
-    assert TOKEN not in made.model_dump_json() + out + log
+        assert run.parameters[name] == {"$ref": {"block_document_id": str(block._block_document_id)}}
+    assert run.parameters["train_loop_config"]["optimizer"] == {"lr": 0.002, "name": "sgd"}
+    assert TOKEN not in run.model_dump_json() + out + log
 
     resumed = CliRunner().invoke(app, ["resume", result.run_name, "--storage", f"{project}/runs"])
     assert resumed.exit_code == 1
-    assert f"flow run {made.name} is Completed: there is nothing left to resume" in resumed.stderr
+    assert f"flow run {run.name} is Completed: there is nothing left to resume" in resumed.stderr
 
 
-def test_a_training_that_fails_is_exit_code_1_with_the_reason_in_one_line(run: Run) -> None:
+def test_a_training_that_fails_is_exit_code_1_with_the_reason_in_one_line(project: Path, api_url: str) -> None:
     RayCluster(address=f"127.0.0.1:{free_port()}", connect_timeout_seconds=1).save("nowhere", overwrite=True)
-    code, out, log = _ended(run("--cluster", "nowhere", "--storage", "./runs"), 60)
+    where = ("--cluster", "nowhere", "--storage", "./runs", "--framework", "none")
+    code, out, log = _ended(_command(project, api_url, "my_project/loops.py:train_loop", *where), 60)
     assert (code, out) == (1, "")
     last = log.splitlines()[-1]
     assert last.startswith("error: Failed: training 'train-"), last
     assert "cluster_lost: no Ray cluster answers" in last
-    assert _flow_run_id(last)
+    assert str(_flow_run(last).id) in last
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--profile", "none-such"], ["elastic-scaling/none-such", "ray-cluster-training/none-such"]),
-        (["--profile", "both"], ["both"]),
+        (["--profile", "none-such"], ["--profile none-such", "prefect block ls"]),
+        (["--profile", "both"], ["training-storage-directory/both, training-storage-s3/both"]),
         (["--cluster", "none-such"], ["ray-cluster-training/none-such", "prefect block ls"]),
         (["--storage", "none-such"], ["'none-such'", "training-storage-s3"]),
     ],
 )
 def test_blocks_that_do_not_exist_are_refused_before_anything_starts(
-    arguments: list[str], parts: list[str], project: Path
+    arguments: list[str], parts: list[str], project: Path, tmp_path: Path
 ) -> None:
-    LocalStorage(path=str(project)).save("both", overwrite=True)
+    LocalStorage(path=str(tmp_path)).save("both", overwrite=True)
     S3Storage(bucket_path="bucket").save("both", overwrite=True)
-    refused = CliRunner().invoke(app, ["run", f"{project}/{LOOP}", *arguments])
+    refused = CliRunner().invoke(app, ["run", f"{project}/my_project/loops.py:train_loop", *arguments])
     assert (refused.exit_code, refused.stdout) == (2, "")
     for part in parts:
         assert part in refused.stderr.splitlines()[-1]
 
 
 @pytest.mark.full
-def test_ctrl_c_ends_the_training_and_the_next_command_goes_on_with_it(project: Path, run: Run, ledger: str) -> None:
+def test_ctrl_c_ends_the_training_and_the_next_command_goes_on_with_it(project: Path, api_url: str) -> None:
     RayCluster(num_cpus=1).save("one-cpu", overwrite=True)
-    common = ("--config", "config.yaml", "--storage", "./runs", "--cluster", "one-cpu")
-    first = run(*common, "--set", "sleep=0.3")
+    common = ("my_project/loops.py:train_loop", "--config", "config.yaml", "--framework", "none")
+    common = (*common, "--storage", "./runs", "--cluster", "one-cpu")
+    first = _command(project, api_url, *common, "--set", "sleep=0.3")
+    ledger = project / "ledger.jsonl"
     try:
         wait_for(lambda: len(steps_of(ledger)) >= 5, 90, "five steps")
         first.send_signal(signal.SIGINT)
     finally:
         code, out, log = _ended(first, 45)
     assert (code, out) == (130, ""), log
-    folder = run_folder(project / "runs")
-    assert folder is not None
-    assert f"--run-name {folder.name} --resume" in log.splitlines()[-1]
+    run = run_folder(project / "runs")
+    assert run is not None
+    assert f"--run-name {run.name} --resume" in log.splitlines()[-1]
     steps = len(steps_of(ledger))
-    code, out, log = _ended(run(*common, "--run-name", folder.name, "--resume", "--set", "steps=8"), 90)
+    again = _command(project, api_url, *common, "--run-name", run.name, "--resume", "--set", "steps=8")
+    code, out, log = _ended(again, 90)
     assert code == 0, log
-    assert len(attempts(folder)) == 2
+    assert len(attempts(run)) == 2
     assert "metrics:      step=8" in out
     assert steps_of(ledger)[-1] == 8
     assert steps_of(ledger)[steps] > 1, "it went on from a checkpoint"

@@ -215,7 +215,7 @@ def test_list_tells_how_far_a_run_has_come_and_what_it_holds(storage: Storage) -
     cells = [cell.strip() for cell in row if cell.strip()]
     age = cells.pop(7)
     assert cells == ["mnist", "unknown", "1", "2", "epoch=1 loss=0.5", "2", "6 B", "eager-otter"]
-    assert re.fullmatch(r"\d+ s", age)
+    assert re.fullmatch(r"[\d.]+ s", age)
 
 
 def test_a_metric_that_is_no_json_becomes_null(storage: Storage) -> None:
@@ -363,7 +363,7 @@ def test_looking_at_a_directory_imports_neither_ray_nor_prefect(storage: Storage
 # errors
 
 
-def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage) -> None:
     _trained(storage, "mnist")
     for command in ("list", "verify", "prune"):
         assert "there is no directory /nowhere" in _refused(command, "/nowhere")
@@ -371,8 +371,6 @@ def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage, mo
     assert "is mnist meant?" in _refused("verify", storage.uri, "mnits")
     assert "there is no run '..'" in _refused("prune", storage.uri, "..", "--yes")
     assert "expected protocol://bucket/prefix" in _refused("list", "gs://")
-    monkeypatch.chdir(Path(storage.uri).parent)
-    assert f"give ./{Path(storage.uri).name}" in _refused("list", Path(storage.uri).name)
 
 
 # show

@@ -8,9 +8,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 from tests.support.processes import ROOT
 
@@ -27,28 +25,18 @@ _OF_PREFECT = {
 
 
 def _messages(page: str, heading: str, column: int) -> list[str]:
-    """Give the code spans in a column of all tables of a section."""
+    """Return the code spans in a column of all tables of a section."""
+    text = (ROOT / page).read_text()
+    start = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
+    assert start, heading
+    section = re.split(rf"^#{{1,{len(start[1])}}} ", text[start.end() :], maxsplit=1, flags=re.MULTILINE)[0]
     found: list[str] = []
-    section, level, cell = False, 0, 0
-    tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text())
-    for number, token in enumerate(tokens):
-        if token.type == "heading_open":
-            title = tokens[number + 1].content
-            if title == heading:
-                section, level = True, int(token.tag[1])
-            elif int(token.tag[1]) <= level:
-                section = False
-        elif token.type == "tr_open":
-            cell = 0
-        elif token.type == "td_open":
-            cell += 1
-        elif token.type == "inline" and section and cell == column and tokens[number - 1].type == "td_open":
-            found += _code_spans(token)
+    cell = 0
+    for token in MarkdownIt("commonmark").enable("table").parse(section):
+        cell = 0 if token.type == "tr_close" else cell + (token.type == "td_open")
+        if token.type == "inline" and cell == column:
+            found += [child.content for child in token.children or () if child.type == "code_inline"]
     return found
-
-
-def _code_spans(token: Token) -> list[str]:
-    return [child.content for child in token.children or () if child.type == "code_inline"]
 
 
 class _Texts(ast.NodeVisitor):
@@ -78,17 +66,19 @@ class _Texts(ast.NodeVisitor):
             self.found.append(re.sub(r"%[-.\d]*[a-zA-Z]|\{[^{}]*\}", "\0", node.value))
 
     def _text(self, part: ast.expr) -> str:
-        if isinstance(part, ast.Constant):
-            return str(part.value)
         if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name):
             return self._constants.get(part.value.id, "\0")
-        return "\0"
+        return str(part.value) if isinstance(part, ast.Constant) else "\0"
 
 
 @cache
-def _texts(source: Path) -> str:
-    """Give all texts in the code of a module, or of the modules below a folder, one after the other."""
-    files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
+def _texts(module: str) -> str:
+    """Return all texts in the code of a module or a package, one after the other."""
+    found = importlib.util.find_spec(module)
+    assert found
+    assert found.origin
+    source = Path(found.origin)
+    files = sorted(source.parent.rglob("*.py")) if source.name == "__init__.py" else [source]
     return "\n".join(text for file in files for text in _Texts(ast.parse(file.read_text())).found)
 
 
@@ -99,19 +89,11 @@ MESSAGES = [
 ]
 
 
-def test_tables_of_messages_are_found() -> None:
+def test_messages_in_the_documentation_are_those_that_the_code_has() -> None:
     assert len(MESSAGES) > 60
     assert "block … holds a value that is not allowed: …" in MESSAGES
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_message_in_the_documentation_is_one_that_the_code_has(message: str) -> None:
-    source = ROOT / "prefect_elastic_train"
-    if message in _OF_PREFECT:
-        module = importlib.util.find_spec(_OF_PREFECT[message])
-        assert module is not None
-        assert module.origin is not None
-        source = Path(module.origin)
-    parts = [part.strip(" .:,;[]()") for part in _VALUE.split(message)]
-    assert max(map(len, parts)) >= _TELLING, "too short to be found in the code"
-    assert [part for part in parts if part not in _texts(source)] == []
+    for message in MESSAGES:
+        parts = [part.strip(" .:,;[]()") for part in _VALUE.split(message)]
+        assert max(map(len, parts)) >= _TELLING, f"{message}: too short to be found in the code"
+        texts = _texts(_OF_PREFECT.get(message, "prefect_elastic_train"))
+        assert [part for part in parts if part not in texts] == [], message
