@@ -31,7 +31,7 @@ from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -171,7 +171,7 @@ class AttemptTeller:
         history: Where its events are kept from then on.
     """
 
-    def __init__(self, output: EventOutput, details: Details, store: RetryingStore) -> None:
+    def __init__(self, output: EventOutput, details: Details, store: RunStore) -> None:
         self.attempt = 0
         self.history: HistoryWriter | None = None
         self._output = output

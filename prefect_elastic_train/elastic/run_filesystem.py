@@ -2,21 +2,20 @@
 
 Ray is handed a pyarrow filesystem over :class:`RunFilesystem`, in the controller and in each worker. Writing
 the snapshot becomes a commit, and one that was fenced off is told so at the first thing that it wants to change. No
-look at the fence protects a checkpoint: its folder's name is never used again, so whoever is late meets nobody. What
-differs between a disk and an object store is in :mod:`local_filesystem` and :mod:`object_filesystem`, which
-:func:`prefect_elastic_train.elastic.checkpoints.run_filesystem` chooses from.
+look at the fence protects a checkpoint: its folder's name is never used again, so whoever is late meets nobody.
 """
 
 from __future__ import annotations
 
-import abc
 import io
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
 import pyarrow as pa
+from fsspec.spec import AbstractBufferedFile
 from pyarrow import fs
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError
@@ -24,33 +23,104 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import CommitLog, check_fence
 from prefect_elastic_train.runs.resume import attempt_snapshot
 from prefect_elastic_train.runs.snapshots import checkpoint_names
-from prefect_elastic_train.storage.retries import Retries
-from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.store import RunStore
 
-
-class _SnapshotSink(io.RawIOBase):
-    """Collects Ray's snapshot and commits it when it is closed whole."""
-
-    def __init__(self, log: CommitLog) -> None:
-        self._log = log
-        self._buffer = io.BytesIO()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._buffer.write(data)
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
-        self._log.commit(self._buffer.getvalue())
+#: What a reader asks for at a time.
+_READ_BYTES = 8 * 2**20
 
 
-class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
-    """pyarrow filesystem handler of one attempt.
+class StoreFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
+    """pyarrow filesystem handler that reads what is below a folder of a storage.
+
+    Args:
+        store: The folder.
+    """
+
+    attempt = 0
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.store,)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and hash(other) == hash(self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.store.uri, self.attempt))
+
+    def get_type_name(self) -> str:
+        """Name of the filesystem in Ray's messages."""
+        return "elastic-train"
+
+    def normalize_path(self, path: str) -> str:
+        """Return the path, which is as stores write it."""
+        return path
+
+    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
+        """Describe some paths."""
+        return [self._info(path) for path in paths]
+
+    def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
+        """Describe what a selector finds."""
+        sizes = self.store.file_sizes(self.name(selector.base_dir))
+        if sizes is None and not selector.allow_not_found:
+            raise FileNotFoundError(f"{selector.base_dir}: there is no such folder")
+        found: dict[str, fs.FileInfo] = {}
+        for name, size in (sizes or {}).items():
+            for parent in list(PurePosixPath(name).parents)[:-1]:
+                path = f"{selector.base_dir}/{parent}"
+                found[str(parent)] = fs.FileInfo(path, type=fs.FileType.Directory)
+            found[name] = fs.FileInfo(f"{selector.base_dir}/{name}", type=fs.FileType.File, size=size)
+        return [info for name, info in found.items() if selector.recursive or "/" not in name]
+
+    def open_input_stream(self, path: str) -> pa.NativeFile:
+        """Open a file for reading from its beginning."""
+        return self.open_input_file(path)
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        """Open a file for reading anywhere."""
+        name = self.name(path)
+        if not isinstance(self.store, ObjectRunStore):
+            return fs.LocalFileSystem().open_input_file(path)
+        size = self.store.size(name)
+        if size is None:
+            raise FileNotFoundError(f"{self.store.uri}/{name}: there is no such object")
+        return pa.PythonFile(_Reader(self.store, name, block_size=_READ_BYTES, size=size), mode="r")
+
+    def name(self, path: str) -> str:
+        """Return a path relative to the folder; empty for itself.
+
+        Raises:
+            ElasticTrainError: It is not inside of it.
+        """
+        root, parts = PurePosixPath(self.store.path), PurePosixPath(path)
+        if not parts.is_relative_to(root) or ".." in parts.parts:
+            raise ElasticTrainError(f"{path} is not in {self.store.uri}")
+        return "" if parts == root else parts.relative_to(root).as_posix()
+
+    def _info(self, path: str) -> fs.FileInfo:
+        name = self.name(path)
+        size = self.store.size(name) if name else None
+        if size is not None:
+            return fs.FileInfo(path, type=fs.FileType.File, size=size)
+        is_folder = not name or self.store.file_sizes(name) is not None
+        return fs.FileInfo(path, type=fs.FileType.Directory if is_folder else fs.FileType.NotFound)
+
+    def _refuse(self, *arguments: Any, **more: Any) -> Any:
+        raise io.UnsupportedOperation("files of a run are written whole, not moved, copied or appended to")
+
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
+    move = copy_file = open_output_stream = open_append_stream = _refuse
+
+
+class RunFilesystem(StoreFilesystem):
+    """pyarrow filesystem handler of one attempt, which may change the run as long as no other has taken over.
 
     Args:
         store: The run directory.
@@ -58,154 +128,121 @@ class RunFilesystem(fs.FileSystemHandler, abc.ABC):  # type: ignore[misc]
     """
 
     def __init__(self, store: RunStore, attempt: int) -> None:
-        self._store = store
-        self._run_path = store.path.rstrip("/")
-        self._attempt = attempt
-        self._log = CommitLog(store, attempt)
+        super().__init__(store)
+        self.attempt = attempt
+        self.log = CommitLog(store, attempt)
         #: Checkpoints of the snapshot that Ray was handed: all were there when the attempt began.
         self._handed: set[str] = set()
-        # A plain store repeats nothing, and neither does what is built on it.
-        self._retries = store.retries if isinstance(store, RetryingStore) else Retries(0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._store, self._attempt)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RunFilesystem) and other._identity() == self._identity()
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._identity())
-
-    def _identity(self) -> tuple[str, int]:
-        return self._store.uri, self._attempt
-
-    def get_type_name(self) -> str:
-        """Name of the filesystem in Ray's messages."""
-        return "elastic-train"
-
-    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        """Describe some paths."""
-        return [self._snapshot_info() if self._is_snapshot(path) else self._info(path) for path in paths]
+        return type(self), (self.store, self.attempt)
 
     def create_dir(self, path: str, recursive: bool) -> None:
         """Create a folder, unless another attempt has taken over."""
-        self._check_fence_of(path)
-        self._make_folder(path, recursive)
+        self._check_fence()
+        self.store.make_folder(self.name(path))
 
     def delete_dir(self, path: str) -> None:
         """Delete a folder, unless another attempt has taken over."""
-        self._delete_folder(path, self._store.delete_folder, with_itself=True)
+        self._check_fence()
+        name = self.name(path)
+        if name.split("/")[0] in ("", layout.STATE_FOLDER):
+            raise ElasticTrainError(f"refused to delete {path}, which is no checkpoint of {self.store.uri}")
+        self._handed.discard(name)
+        if not self.store.delete_folder(name, self._check_fence):
+            raise FileNotFoundError(f"{path}: there is no such folder")
 
-    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        """Empty a folder, unless another attempt has taken over."""
-        self._delete_folder(path, self._store.empty_folder, with_itself=False, missing_ok=missing_dir_ok)
-
-    def delete_root_dir_contents(self) -> None:
-        """Refused: nobody means that."""
-        raise ElasticTrainError("refused to empty the root of the filesystem")
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open a file for reading from its beginning; for Ray's snapshot, what this attempt goes on from."""
-        if self._is_snapshot(path):
-            return pa.PythonFile(io.BytesIO(self._snapshot() or self._missing_snapshot()), mode="r")
-        return self._open_input(path)
+    def delete_file(self, path: str) -> None:
+        """Delete a file, unless another attempt has taken over."""
+        self._check_fence()
+        self.store.delete(self.name(path))
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open a file for reading anywhere."""
-        return self._open_input(path)
+        """Open a file for reading anywhere; for Ray's snapshot, what this attempt goes on from."""
+        if self.name(path) != layout.SNAPSHOT:
+            return super().open_input_file(path)
+        data = self._snapshot()
+        if data is None:
+            raise FileNotFoundError(f"{path}: attempt {self.attempt} starts from the beginning")
+        return pa.PythonFile(io.BytesIO(data), mode="r")
 
     def open_output_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
         """Open a file for writing, whole or not at all; Ray's snapshot becomes a commit when the stream is closed."""
-        if self._is_snapshot(path):
-            return pa.PythonFile(_SnapshotSink(self._log), mode="w")
-        return self._open_output(path)
+        name = self.name(path)
+        if name == layout.SNAPSHOT:
+            return pa.PythonFile(_Spooled(lambda file: self.log.commit(file.read())), mode="w")
+        self._check_fence()
+        return pa.PythonFile(_Spooled(lambda file: self.upload_folder(file.name, path)), mode="w")
 
-    def open_append_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
-        """Refused: files of a run are written as a whole."""
-        raise io.UnsupportedOperation(f"nothing is appended to {path}, as files are written whole; write another file")
-
-    @abc.abstractmethod
     def upload_folder(self, source: str, target: str) -> None:
         """Copy a folder or a file of this machine's disk into the run directory, with all below it; durable on return.
 
         Args:
             source: On the disk.
-            target: On this filesystem; its folder was made by :meth:`create_dir`.
+            target: On this filesystem.
 
         Raises:
             FencedOffError: Another attempt has taken over.
             StorageFaultError: The storage refuses, or was away for too long.
         """
+        self._check_fence()
+        try:
+            self.store.upload(source, self.name(target))
+        except Exception:
+            # A successor aborts what it finds unfinished: then that is what went wrong.
+            self._check_fence()
+            raise
 
-    @abc.abstractmethod
-    def _info(self, path: str) -> fs.FileInfo: ...
-
-    @abc.abstractmethod
-    def _make_folder(self, path: str, recursive: bool) -> None: ...
-
-    @abc.abstractmethod
-    def _delete_outside(self, path: str, *, with_itself: bool, missing_ok: bool) -> None:
-        """Delete or empty a folder that is not in the run directory, or is all of it."""
-
-    @abc.abstractmethod
-    def _open_input(self, path: str) -> pa.NativeFile: ...
-
-    @abc.abstractmethod
-    def _open_output(self, path: str) -> pa.NativeFile: ...
-
-    def _delete_folder(
-        self,
-        path: str,
-        in_run: Callable[[str, Callable[[], object]], bool],
-        *,
-        with_itself: bool,
-        missing_ok: bool = False,
-    ) -> None:
-        self._check_fence_of(path)
-        child = self._child(path)
-        self._handed.discard(child)
-        if not child:
-            self._delete_outside(path, with_itself=with_itself, missing_ok=missing_ok)
-        elif not in_run(child, self._check_fence) and not missing_ok:
-            raise FileNotFoundError(f"{path}: there is no such folder")
-
-    def _is_snapshot(self, path: str) -> bool:
-        return path == f"{self._run_path}/{layout.SNAPSHOT}"
+    def _info(self, path: str) -> fs.FileInfo:
+        name = self.name(path)
+        if name == layout.SNAPSHOT:
+            data = self._snapshot()
+            kind = fs.FileType.NotFound if data is None else fs.FileType.File
+            return fs.FileInfo(path, type=kind, size=len(data or b""))
+        if name in self._handed:  # Ray asks for each of them when it starts, and does not look into them
+            return fs.FileInfo(path, type=fs.FileType.Directory)
+        return super()._info(path)
 
     def _snapshot(self) -> bytes | None:
-        snapshot = attempt_snapshot(self._store, self._attempt)
+        snapshot = attempt_snapshot(self.store, self.attempt)
         self._handed = set(checkpoint_names(snapshot)) if snapshot is not None else set()
         return None if snapshot is None else json.dumps(snapshot).encode()
 
-    def _snapshot_info(self) -> fs.FileInfo:
-        data = self._snapshot()
-        path = f"{self._run_path}/{layout.SNAPSHOT}"
-        if data is None:
-            return fs.FileInfo(path, type=fs.FileType.NotFound)
-        return fs.FileInfo(path, type=fs.FileType.File, size=len(data))
-
-    def _missing_snapshot(self) -> bytes:
-        raise FileNotFoundError(
-            f"{self._run_path}/{layout.SNAPSHOT}: attempt {self._attempt} starts from the beginning"
-        )
-
-    def _child(self, path: str) -> str:
-        """Give a path relative to the run directory, empty if it is not inside of it or is our own state."""
-        try:
-            relative = PurePosixPath(path).relative_to(self._run_path).as_posix()
-        except ValueError:
-            return ""
-        return "" if relative == "." or relative.split("/")[0] == layout.STATE_FOLDER else relative
-
     def _check_fence(self) -> None:
-        check_fence(self._store, self._attempt)
+        check_fence(self.store, self.attempt)
 
-    def _check_fence_of(self, path: str) -> None:
-        if self._is_in_run(path):
-            self._check_fence()
 
-    def _is_in_run(self, path: str) -> bool:
-        return path == self._run_path or path.startswith(f"{self._run_path}/")
+class _Reader(AbstractBufferedFile):  # type: ignore[misc]
+    """Reads an object in ranges, each with retries."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data: bytes = self.fs.read_range(self.path, start, end)
+        return data
+
+
+class _Spooled(io.RawIOBase):
+    """Collects what is written on this machine's disk, for something to be done with it when it is closed."""
+
+    def __init__(self, use: Callable[[Any], object]) -> None:
+        self._use = use
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed with this one
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        with self._file as file:
+            file.seek(0)
+            self._use(file)
+
+    def __del__(self) -> None:
+        self._file.close()  # and not the base's, which would use it: a copy that failed is dropped without a word

@@ -85,17 +85,15 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
             raise _missing(uri, Path(uri).parent.joinpath(layout.RUN).exists())
         yield Path(uri)
         return
-    from prefect_elastic_train.elastic.object_filesystem import ObjectFilesystem
-    from prefect_elastic_train.storage.objects import ObjectClient
+    from prefect_elastic_train.storage.opening import open_storage
 
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
-        client, path = ObjectClient(settings), uri.partition("://")[2].strip("/")
+        run, _, name = uri.partition("://")[2].strip("/").rpartition("/")
+        store = open_storage(settings).folder(run)
         try:
-            ObjectFilesystem(client).download_folder(path, directory)
+            store.download(name, directory)
         except FileNotFoundError as error:
-            record = f"{path.rpartition('/')[0]}/{layout.RUN}"
-            is_of_run = client.retries.call(f"look for {record}", lambda: client.size(record)) is not None
-            raise _missing(uri, is_of_run) from error
+            raise _missing(uri, store.size(layout.RUN) is not None) from error
         yield Path(directory)
 
 

@@ -180,7 +180,7 @@ def _copy(storage: Storage, source: Source, target: RunStore) -> None:
         raise _invalid(source.checkpoint, str(error)) from error
     folder = _name_of_copy(RunDirectory(store).record, source)
     target.delete_folder(folder)  # what an interrupted copy left behind
-    storage.copy_folder(f"{store.path}/{source.folder}", f"{target.path}/{folder}")
+    target.copy_folder(f"{store.path}/{source.folder}", folder)
     damage = damage_of(target, folder, chosen.manifest)
     if damage:
         why = f"the copy of the checkpoint is not whole: {damage}; retry the flow run"

@@ -6,9 +6,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from prefect_elastic_train.storage.object_store import ObjectRunStore
-from prefect_elastic_train.storage.retrying_store import RetryingStore
-
 Answer = TypeVar("Answer")
 Owner = TypeVar("Owner")
 
@@ -69,8 +66,7 @@ class RunView:
     def __init__(self, store: RunReader) -> None:
         self._store = store
         self._known: dict[tuple[str, str], object] = {}
-        inner = store.inner if isinstance(store, RetryingStore) else store
-        self._lists_at_once = isinstance(inner, ObjectRunStore)
+        self._lists_at_once = not getattr(store, "has_folders", True)
 
     @property
     def path(self) -> str:

@@ -6,16 +6,13 @@ imported for that.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import errno
-import http.client
-import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prefect_elastic_train.core.outcomes import StorageFaultError
+from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 
 
 @dataclass(frozen=True)
@@ -33,19 +30,29 @@ class Fault:
     advice: str = ""
 
 
-_CONNECTION = Fault("connection", permanent=False)
+_AWAY = Fault("connection", permanent=False)
+_BUSY = Fault("busy", permanent=False)
 _CREDENTIALS = Fault(
-    "credentials",
-    True,
-    "give the storage block credentials that are valid and may read, write, list and delete here",
+    "credentials", True, "give the storage block credentials that are valid and may read, write, list and delete here"
 )
 _EXPIRED = Fault(
     "credentials expired", True, "renew them in the storage block, or use ambient credentials, which renew themselves"
 )
 _TLS = Fault("TLS", True, "give the storage block the ca_bundle of its certificate, and the right endpoint_url")
 
-#: What stays until a person mends it.
-_PERMANENT: dict[Fault, str] = {
+_WORDS: dict[Fault | None, str] = {
+    # Not there, taken, or cut off: what that means is the caller's to say.
+    None: "404 409 412 416 NoSuchKey NoSuchUpload NoSuchVersion NotFound BlobNotFound PreconditionFailed InvalidRange",
+    # Names of classes of HTTP clients and of Python.
+    _AWAY: """ChecksumError ClientConnectionError ClientPayloadError ConnectTimeoutError ConnectionError
+        CredentialRetrievalError FlexibleChecksumError HTTPClientError HTTPException HttpProcessingError
+        IncompleteReadError MetadataRetrievalError ProtocolError ResponseParserError ResponseStreamingError
+        ServiceRequestError ServiceResponseError TimeoutError TransportError gaierror""",
+    _BUSY: """408 429 BadDigest BandwidthLimitExceeded ConditionalRequestConflict IDPCommunicationError IncompleteBody
+        InternalError OperationAborted PriorRequestNotComplete RequestLimitExceeded RequestTimeout
+        RequestTimeoutException ServerBusy ServiceUnavailable SlowDown TooManyRequests TooManyRequestsException
+        TransactionInProgressException XAmzContentChecksumMismatch XAmzContentSHA256Mismatch
+        EAGAIN EBUSY EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH ENOTCONN EREMOTEIO ESTALE""",
     _CREDENTIALS: """401 403 AccessDenied AccountProblem AllAccessDisabled InvalidAccessKeyId InvalidToken
         SignatureDoesNotMatch ClientAuthenticationError ConfigNotFound DefaultCredentialsError NoCredentialsError
         PartialCredentialsError ProfileNotFound""",
@@ -53,7 +60,7 @@ _PERMANENT: dict[Fault, str] = {
         TokenRetrievalError UnauthorizedSSOTokenError""",
     # All that the answer to a HEAD says of an expired token: it has no body.
     replace(_EXPIRED, kind="credentials or request refused"): "400",
-    _TLS: "ConnectorCertificateError SSLCertVerificationError SSLError",
+    _TLS: "ClientConnectorCertificateError SSLCertVerificationError SSLError",
     Fault("clock", True, "set this machine's clock"): "RequestTimeTooSkewed",
     Fault("no such bucket", True, "create the bucket, or mend the name in the storage block"): "NoSuchBucket",
     Fault("wrong region", True, "give the storage block the bucket's region"): """301 AuthorizationHeaderMalformed
@@ -63,36 +70,37 @@ _PERMANENT: dict[Fault, str] = {
     ): "507 QuotaExceeded XMinioStorageFull EDQUOT ENOSPC",
     Fault("read-only", True, "give this user write permission, or another path"): "EACCES EPERM EROFS",
     Fault(
-        "not supported", True, "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
-    ): "501 505 NotImplemented",
+        "not supported", True, "use a disk, NFS, or a store such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
+    ): "501 505 NotImplemented ENOSYS ENOTSUP EOPNOTSUPP",
 }
-#: What passes, whatever the HTTP status; each has its own word for its kind.
-_PASSING = """BadDigest BandwidthLimitExceeded ConditionalRequestConflict IDPCommunicationError IncompleteBody
-    InternalError OperationAborted PriorRequestNotComplete RequestLimitExceeded RequestThrottled RequestTimeout
-    RequestTimeoutException ServerBusy ServiceUnavailable SlowDown TooManyRequests TooManyRequestsException
-    TransactionInProgressException XAmzContentChecksumMismatch XAmzContentSHA256Mismatch
-    EAGAIN EBUSY ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH
-    ENOTCONN EPIPE EREMOTEIO ESTALE ETIMEDOUT"""
-#: Classes of HTTP clients, by name: a connection that failed.
-_CUT_OFF = """ChecksumError ClientConnectionError ClientPayloadError ConnectTimeoutError ConnectionClosedError
-    ConnectionError CredentialRetrievalError EndpointConnectionError FSTimeoutError FlexibleChecksumError
-    HTTPClientError HttpProcessingError IncompleteReadError MetadataRetrievalError ProtocolError ProxyConnectionError
-    ReadTimeoutError ResponseParserError ResponseStreamingError ServerDisconnectedError ServerTimeoutError
-    ServiceRequestError ServiceResponseError TransportError"""
-#: Not there, taken, or cut off: what that means is the caller's to say.
-_NO_FAULT = "404 409 412 416 NoSuchKey NoSuchUpload NoSuchVersion NotFound BlobNotFound PreconditionFailed InvalidRange"
-
-_FAULTS: dict[str, Fault | None] = {
-    **dict.fromkeys(_NO_FAULT.split()),
-    **dict.fromkeys(_CUT_OFF.split(), _CONNECTION),
-    **{word: Fault(word, permanent=False) for word in _PASSING.split()},
-    **{status: Fault(f"HTTP {status}", permanent=False) for status in ("408", "429")},
-    **{word: fault for fault, words in _PERMANENT.items() for word in words.split()},
-}
+_FAULTS = {word: fault for fault, words in _WORDS.items() for word in words.split()}
 #: What an error of TLS says when the other side has gone in the middle, as a load balancer does that is restarted.
 _CUT_TLS = ("EOF occurred", "UNEXPECTED_EOF", "timed out")
-# Before Python 3.11 these were three classes.
-_TIMEOUTS = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
+#: What an operating system says of its own disk, and no connection.
+_OF_THE_DISK = (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class LocalDiskError(ElasticTrainError):
+    """This machine's own disk failed while data went to or came from a storage. That one is not to blame."""
+
+
+@contextmanager
+def local_disk(path: str) -> Iterator[None]:
+    """Keep errors of this machine's disk apart from those of the storage, which come from the network.
+
+    Raises:
+        LocalDiskError: In place of the disk's.
+    """
+    try:
+        yield
+        return
+    except OSError as error:
+        # What the store has answered is the cause of what s3fs makes of it.
+        if isinstance(error, StorageFaultError) or error.__cause__ is not None or error.errno not in _OF_THE_DISK:
+            raise
+        failed = error
+    # Without the cause, which would be taken for the storage's.
+    raise LocalDiskError(f"this machine's own disk failed at {path}: {failed}")
 
 
 def diagnose(error: BaseException) -> Fault | None:
@@ -130,17 +138,13 @@ def _diagnose_one(error: BaseException) -> Fault | None:
     code, status = _http_answer(error)
     if code or status:
         return _of_answer(code, status)
-    names = [base.__name__ for base in type(error).__mro__ if base.__module__ != "builtins"]
+    names = [base.__name__ for base in type(error).__mro__]
     fault = next((_FAULTS[name] for name in names if name in _FAULTS), None)
     if fault is _TLS and any(words in str(error) for words in _CUT_TLS):
-        return _CONNECTION
-    if fault is None and isinstance(error, (*_TIMEOUTS, ConnectionError, http.client.HTTPException, socket.gaierror)):
-        return _CONNECTION
+        return _AWAY
     if fault is None and isinstance(error, OSError) and error.errno is not None:
         fault = _FAULTS.get(errno.errorcode.get(error.errno, ""))
-    if fault is None and isinstance(error, PermissionError):
-        return _CREDENTIALS
-    return fault
+    return _CREDENTIALS if fault is None and isinstance(error, PermissionError) else fault
 
 
 def _of_answer(code: str, status: int) -> Fault | None:
@@ -148,16 +152,13 @@ def _of_answer(code: str, status: int) -> Fault | None:
     if word in _FAULTS:
         return _FAULTS[word]
     if "Throttl" in code:
-        return Fault(code, permanent=False)
+        return _BUSY
     if status not in (400, 404) and str(status) in _FAULTS:  # those two say less than the code
         return _FAULTS[str(status)]
     if status >= 500:  # also those that only some proxy knows
-        return Fault(f"HTTP {status}", permanent=False)
-    if 400 <= status < 500:
-        return Fault(
-            f"refused ({code or status})", True, "see whether the credentials are valid, and the storage's log"
-        )
-    return None
+        return _BUSY
+    advice = "see whether the credentials are valid, and the storage's log"
+    return Fault(f"refused ({code or status})", True, advice) if status >= 400 else None
 
 
 def _http_answer(error: BaseException) -> tuple[str, int]:

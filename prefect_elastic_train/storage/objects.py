@@ -1,7 +1,4 @@
-"""The objects of a store, by fsspec: small ones and listings at once, files of checkpoints several at a time.
-
-Nothing is repeated here but the transfer of files; whoever asks for small objects repeats that as a whole.
-"""
+"""A run directory in an object store that fsspec knows: exclusive creation and plain puts are atomic there."""
 
 from __future__ import annotations
 
@@ -10,24 +7,20 @@ import logging
 import os
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
+from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
-from prefect_elastic_train.storage.faults import diagnose, error_code
-from prefect_elastic_train.storage.files import local_disk, run_all
+from prefect_elastic_train.storage.faults import diagnose, error_code, local_disk
 from prefect_elastic_train.storage.retries import Retries
-from prefect_elastic_train.storage.store import TEMPORARY_PREFIX
+from prefect_elastic_train.storage.store import NOTHING, RunStore, for_each
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
 Answer = TypeVar("Answer")
-Item = TypeVar("Item")
+ObjectSettings = S3StorageSettings | FsspecStorageSettings
 
 #: Size of the parts of an upload, and how many of a file are sent at a time. S3 takes at most 10,000 parts.
 PART_BYTES = 16 * 2**20
@@ -37,276 +30,240 @@ _MAX_PARTS = 10_000
 _FILES_AT_ONCE, _LARGE_FILES_AT_ONCE = 8, 2
 #: Credentials of the environment are read anew at most once in so many seconds.
 _RENEW_SECONDS = 60.0
-#: Faults of stores that do not take the checksums of the parts of an upload.
-_NO_CHECKSUMS = ("not supported", "refused (InvalidRequest)", "refused (InvalidArgument)")
 
 
-@dataclass(frozen=True)
-class TransferFile:
-    """A file and its object.
-
-    Attributes:
-        path: On this machine's disk.
-        key: Of the object, with its bucket.
-        size: In bytes.
-    """
-
-    path: str
-    key: str
-    size: int
-
-
-def retries_of(settings: S3StorageSettings | FsspecStorageSettings) -> Retries:
+def retries_of(settings: ObjectSettings) -> Retries:
     """Return how operations on a storage are repeated."""
     if isinstance(settings, S3StorageSettings):
         secrets = [settings.access_key_id, settings.secret_access_key, settings.session_token]
-        hidden: Iterable[str] = (secret.get_secret_value() for secret in secrets)
+        hidden = [secret.get_secret_value() for secret in secrets]
     else:
-        hidden = _strings_in(settings.hidden_options)
+        hidden = list(_strings_in(settings.hidden_options))
     return Retries(settings.retry_seconds, settings.uri, tuple(secret for secret in hidden if len(secret) > 3))
 
 
 class ObjectClient:
-    """Objects of a store that fsspec knows. Keys begin with their bucket. Safe for threads, and picklable.
-
-    Nothing is connected or imported before it is used.
+    """The filesystem of fsspec for a store. Safe for threads, and picklable; nothing is connected before it is used.
 
     Args:
         settings: The storage.
     """
 
-    def __init__(self, settings: S3StorageSettings | FsspecStorageSettings) -> None:
+    def __init__(self, settings: ObjectSettings) -> None:
         self.settings = settings
-        self.retries = retries_of(settings)
         self._filesystem: Any = None
         self._lock = threading.RLock()
-        self._renewed_at = -_RENEW_SECONDS
+        self._renew_at = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.settings,)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectClient) and other.settings == self.settings
-
-    def __hash__(self) -> int:
-        return hash(self.settings.uri)
-
-    @property
-    def scheme(self) -> str:
-        """What makes a URI of a key."""
-        return f"{self.settings.uri.partition('://')[0]}://"
-
-    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
-        """Write a small object.
-
-        Args:
-            key: The object.
-            data: Its content.
-            create: Only if there is none of this name; exactly one of several creators succeeds.
-
-        Raises:
-            FileExistsError: There is one already.
-        """
-        mode = {"mode": "create"} if create else {}
+    def do(self, operation: Callable[[Any], Answer]) -> Answer:
+        """Carry out an operation; once more with credentials read anew, where the environment gives them."""
+        files = self.filesystem
         try:
-            self._do(lambda files: files.pipe_file(key, data, **mode))
-        except OSError as error:
-            # s3fs tells it so only where the answer names the condition: AWS does, MinIO does not.
-            if create and error_code(error) in ("PreconditionFailed", "412"):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key) from error
-            raise
-
-    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return an object's content, or its bytes from ``start`` up to ``end``.
-
-        Raises:
-            FileNotFoundError: There is no such object.
-        """
-        data: bytes = self._do(lambda files: files.cat_file(key, start=start, end=end))
-        return data
-
-    def size(self, key: str) -> int | None:
-        """Return an object's size in bytes; None if there is none."""
-        info = self._unless_missing(lambda files: files.info(key)) or {}
-        return int(info["size"] or 0) if info.get("type") == "file" else None
-
-    def ls(self, folder: str) -> tuple[dict[str, int], list[str]]:
-        """Return the names and sizes of the objects directly in a folder, and the names of the folders in it."""
-        files: dict[str, int] = {}
-        folders: set[str] = set()
-        for entry in self._unless_missing(lambda files: files.ls(folder, detail=True, refresh=True)) or []:
-            name = _below(folder, entry["name"])
-            if not name or "/" in name:
-                continue
-            if entry.get("type") == "directory":
-                folders.add(name)
-            else:
-                files[name] = int(entry.get("size") or 0)
-        return files, sorted(folders)
-
-    def find(self, folder: str) -> dict[str, int]:
-        """Return path (relative to the folder) and size in bytes of every object below a folder."""
-        found = self._unless_missing(lambda files: files.find(folder, detail=True)) or {}
-        # Some programs mark a folder with an empty object of its name.
-        return {
-            name: int(entry.get("size") or 0)
-            for key, entry in found.items()
-            if (name := _below(folder, key))
-            and entry.get("type") == "file"
-            and not str(entry.get("name", key)).endswith("/")
-        }
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, many in a request where the store can; those that are not there are passed over."""
-        listed = list(keys)
-        if len(listed) > 1 and self._do(lambda files: hasattr(files, "delete_all") and files.delete_all(listed)):
-            return
-        self._for_each(listed, lambda key: self._unless_missing(lambda files: files.rm_file(key)), _FILES_AT_ONCE)
-
-    def upload(self, files: Sequence[TransferFile]) -> None:
-        """Write files, each whole or not at all; with retries. What is there of their names is overwritten."""
-        large = [file for file in files if file.size > PART_BYTES]
-        self._for_each(large, self._upload, _LARGE_FILES_AT_ONCE)
-        self._for_each([file for file in files if file.size <= PART_BYTES], self._upload, _FILES_AT_ONCE)
-
-    def download(self, files: Sequence[TransferFile]) -> None:
-        """Read objects into files, each whole or not at all; with retries."""
-        self._for_each(files, self._download, _FILES_AT_ONCE)
-
-    def copy_folder(self, source: str, target: str) -> None:
-        """Copy all objects below a folder to below another one of this store; with retries."""
-        names = self.retries.call(f"list {source}", lambda: self.find(source))
-
-        def copy(name: str) -> None:
-            paths = f"{source}/{name}", f"{target}/{name}"
-            self.retries.call(f"copy {paths[0]}", lambda: self._do(lambda files: files.cp_file(*paths)))
-
-        self._for_each(list(names), copy, _FILES_AT_ONCE)
-
-    def abort_uploads(self, folder: str) -> int:
-        """Remove what unfinished uploads below a folder left behind, and return how many there were."""
-        try:
-            return int(self._do(lambda files: files.abort_uploads(folder) if hasattr(files, "abort_uploads") else 0))
+            return operation(files)
         except Exception as error:
             fault = diagnose(error)
-            if fault is None or not fault.kind.startswith(("credentials", "not supported", "refused")):
+            is_ambient = isinstance(self.settings, S3StorageSettings) and self.settings.is_ambient
+            if fault is None or not fault.kind.startswith("credentials") or not is_ambient:
                 raise
-            # A key that may not list or abort them.
-            what = self.retries.without_secrets(str(error))
-            logger.info("Unfinished uploads below %s stay, and take room: %s: %s", folder, fault.kind, what)
-            return 0
+            with self._lock:
+                if self._filesystem is files:  # no other thread has had them read anew since
+                    if time.monotonic() < self._renew_at:
+                        raise
+                    self._filesystem, self._renew_at = None, time.monotonic() + _RENEW_SECONDS
+            return operation(self.filesystem)
 
-    def _upload(self, file: TransferFile) -> None:
-        part = max(PART_BYTES, -(-file.size // _MAX_PARTS))
-        sizes: dict[str, int] = {}
-        if isinstance(self.settings, S3StorageSettings):
-            # The parts of huge files are larger, and fewer of them are held at a time.
-            sizes = {"chunksize": part, "max_concurrency": max(1, _PARTS_AT_ONCE * PART_BYTES // part)}
-
-        def put(files: Any) -> None:
-            with local_disk(file.path):
-                files.put_file(file.path, file.key, **sizes)
-
-        def upload() -> None:
-            self.retries.call(f"upload {file.key}", lambda: self._do(put))
-
-        sends_checksums = getattr(self._files(), "sends_checksums", False)
+    def find(self, operation: Callable[[Any], Answer]) -> Answer | None:
+        """Carry out an operation; return None if there is no such object, which no bucket is something else than."""
         try:
-            upload()
-        except StorageFaultError as error:
-            if not sends_checksums or error.kind not in _NO_CHECKSUMS:
-                raise
-            self._files().sends_checksums = False
-            upload()
-        if os.path.getsize(file.path) != file.size:
-            raise ValueError(f"{file.path} has changed while it was uploaded; report a checkpoint that is complete")
-
-    def _download(self, file: TransferFile) -> None:
-        path = Path(file.path)
-        partial = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
-
-        def get(files: Any) -> None:
-            with local_disk(file.path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                files.get_file(file.key, str(partial))
-                size = partial.stat().st_size
-            if size != file.size:
-                raise ConnectionError(errno.ECONNABORTED, f"{file.key}: got {size} bytes instead of {file.size}")
-
-        try:
-            self.retries.call(f"download {file.key}", lambda: self._do(get))
-            partial.replace(path)
+            return self.do(operation)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.scheme}{file.key}: there is no such object") from error
-        finally:
-            partial.unlink(missing_ok=True)
+            if diagnose(error) is not None:
+                raise
+            return None
 
-    @staticmethod
-    def _for_each(items: Sequence[Item], work: Callable[[Item], Any], at_once: int) -> None:
-        if not items:
-            return
-        with ThreadPoolExecutor(at_once, thread_name_prefix="elastic-train-transfer") as pool:
-            run_all(pool, [pool.submit(work, item) for item in items])
-
-    def _files(self) -> Any:
-        """Return the filesystem that fsspec has made, or makes now."""
+    @property
+    def filesystem(self) -> Any:
+        """The filesystem that fsspec has made, or makes now."""
         with self._lock:
             if self._filesystem is None:
                 self._filesystem = self._connect()
             return self._filesystem
 
     def _connect(self) -> Any:
-        if isinstance(self.settings, S3StorageSettings):
-            try:
-                from prefect_elastic_train.storage.s3 import open_s3
-            except ImportError as error:
-                raise ConfigurationError(
-                    f"S3Storage needs a package that is not installed here ({error}); install it with "
-                    "`pip install 'prefect-elastic-train[s3]'` where the flow runs and on every node"
-                ) from error
-            return open_s3(self.settings, self.retries)
-        import fsspec
-
-        protocol = self.settings.url.partition("://")[0]
-        options = {"skip_instance_cache": True, "use_listings_cache": False, **self.settings.all_options}
+        scheme = self.settings.uri.partition("://")[0]
         try:
-            return fsspec.filesystem(protocol, **options)
+            if isinstance(self.settings, S3StorageSettings):
+                from prefect_elastic_train.storage.s3 import open_s3
+
+                return open_s3(self.settings, retries_of(self.settings))
+            import fsspec
+
+            options = {"skip_instance_cache": True, "use_listings_cache": False, **self.settings.all_options}
+            return fsspec.filesystem(scheme, **options)
         except Exception as error:  # noqa: BLE001 - each store has its own, and none of them means a missing object
-            failed = f"{type(error).__name__}: {self.retries.without_secrets(str(error))}"
+            failed = retries_of(self.settings).without_secrets(f"{type(error).__name__}: {error}")
         raise ConfigurationError(
-            f"fsspec cannot open {protocol}:// here: {failed}. Install the package that it needs on every node, and "
-            "mend the options of the storage block"
+            f"cannot open {scheme}:// here: {failed}. Install the package that it needs on every node "
+            "(`pip install 'prefect-elastic-train[s3]'` for S3), and mend the options of the storage block"
         )
 
-    def _do(self, operation: Callable[[Any], Answer]) -> Answer:
-        """Carry out an operation; once more with credentials read anew, where the environment gives them."""
-        begun = time.monotonic()
-        try:
-            return operation(self._files())
-        except Exception as error:
-            fault = diagnose(error)
-            if fault is None or not fault.kind.startswith("credentials") or not self._renewed_since(begun):
-                raise
-            return operation(self._files())
 
-    def _renewed_since(self, begun: float) -> bool:
-        """Have credentials read anew, unless another thread has done so since an operation began; tell if so."""
-        if not (isinstance(self.settings, S3StorageSettings) and self.settings.is_ambient):
+class ObjectRunStore(RunStore):
+    """A run directory in an object store.
+
+    Args:
+        path: The run directory, beginning with the bucket.
+        retries: How operations are repeated.
+        client: Of the store.
+    """
+
+    has_folders = False
+
+    def __init__(self, path: str, retries: Retries, client: ObjectClient) -> None:
+        super().__init__(path.strip("/"), retries)
+        self.client = client
+
+    @property
+    def uri(self) -> str:
+        """See :meth:`RunStore.uri`."""
+        return f"{self.client.settings.uri.partition('://')[0]}://{self.path}"
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Return the bytes of an object from ``start`` up to ``end``."""
+        key = self._key(name)
+        data: bytes = self.retries.call(
+            f"read {name}", lambda: self.client.do(lambda files: files.cat_file(key, start=start, end=end))
+        )
+        return data
+
+    def abandon_uploads(self) -> int:
+        """See :meth:`RunStore.abandon_uploads`."""
+        if not isinstance(self.client.settings, S3StorageSettings):
+            return 0
+        try:
+            return self.retries.call(
+                "remove unfinished uploads", lambda: int(self.client.do(lambda files: files.abort_uploads(self.path)))
+            )
+        except StorageFaultError as error:
+            if not error.permanent:
+                raise
+            logger.info("unfinished uploads stay, and take room: %s", error)  # keys that may not list or abort them
+            return 0
+
+    def download(self, name: str, target: str) -> None:
+        """See :meth:`RunStore.download`."""
+        sizes = self.file_sizes(name)
+        if not sizes:
+            raise FileNotFoundError(f"{self.uri}/{name}".rstrip("/") + ": there is no such checkpoint")
+        for file in sizes:
+            if any(part in ("", ".", "..") for part in file.split("/")):
+                raise ElasticTrainError(f"{self.uri}/{name} holds {file!r}, which leads out of it")
+        os.makedirs(target, exist_ok=True)
+        sizes.pop(NOTHING, None)
+        for_each(
+            list(sizes.items()),
+            lambda file: self._download(f"{name}/{file[0]}", Path(target, file[0]), file[1]),
+            _FILES_AT_ONCE,
+        )
+
+    def copy_folder(self, source: str, name: str) -> None:
+        """See :meth:`RunStore.copy_folder`. The store copies by itself."""
+        files = ObjectRunStore(source, self.retries, self.client).file_sizes("") or {}
+
+        def copy(file: str) -> None:
+            paths = f"{source}/{file}", self._key(f"{name}/{file}")
+            self.retries.call(f"copy {paths[0]}", lambda: self.client.do(lambda files: files.cp_file(*paths)))
+
+        for_each(list(files), copy, _FILES_AT_ONCE)
+
+    def _create(self, name: str, data: bytes) -> bool:
+        try:
+            self.client.do(lambda files: files.pipe_file(self._key(name), data, mode="create"))
+        except FileExistsError:
             return False
-        with self._lock:
-            if self._renewed_at < begun and time.monotonic() - self._renewed_at >= _RENEW_SECONDS:
-                self._renewed_at = time.monotonic()
-                self._filesystem = None
-            return self._renewed_at >= begun
+        except OSError as error:
+            # s3fs tells it so only where the answer names the condition: AWS does, MinIO does not.
+            if error_code(error) in ("PreconditionFailed", "412"):
+                return False
+            raise
+        return True
 
-    def _unless_missing(self, operation: Callable[[Any], Answer]) -> Answer | None:
-        """Carry out an operation; return None if there is no such object, which no bucket is something else than."""
-        try:
-            return self._do(operation)
-        except FileNotFoundError as error:
-            if diagnose(error) is not None:
-                raise
-            return None
+    def _replace(self, name: str, data: bytes) -> None:
+        self.client.do(lambda files: files.pipe_file(self._key(name), data))
+
+    def _read(self, name: str) -> bytes | None:
+        data: bytes | None = self.client.find(lambda files: files.cat_file(self._key(name)))
+        return data
+
+    def _list(self, folder: str) -> tuple[list[str], list[str]]:
+        key = self._key(folder)
+        names: tuple[list[str], list[str]] = [], []
+        for entry in self.client.find(lambda files: files.ls(key, detail=True, refresh=True)) or []:
+            name = _below(key, entry["name"])
+            if name and "/" not in name:
+                names[entry.get("type") == "directory"].append(name)
+        return names
+
+    def _file_sizes(self, folder: str) -> dict[str, int] | None:
+        key = self._key(folder)
+        found = self.client.find(lambda files: files.find(key, detail=True)) or {}
+        sizes = {_below(key, path): int(entry.get("size") or 0) for path, entry in found.items() if _is_file(entry)}
+        sizes.pop("", None)
+        return sizes or None  # a store has no empty folders
+
+    def _size(self, name: str) -> int | None:
+        info = self.client.find(lambda files: files.info(self._key(name))) or {}
+        return int(info["size"] or 0) if info.get("type") == "file" else None
+
+    def _delete(self, name: str) -> None:
+        self.client.find(lambda files: files.rm_file(self._key(name)))
+
+    def _delete_folder(self, name: str) -> bool:
+        files = self._file_sizes(name) or {}
+        for_each(list(files), lambda file: self._delete(f"{name}/{file}"), _FILES_AT_ONCE)
+        return bool(files)
+
+    def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
+        is_large = {file: os.path.getsize(file[0]) > PART_BYTES for file in files}
+        for large, at_once in ((True, _LARGE_FILES_AT_ONCE), (False, _FILES_AT_ONCE)):
+            for_each([file for file in files if is_large[file] is large], self._upload_file, at_once)
+
+    def _upload_file(self, file: tuple[str, str]) -> None:
+        source, name = file
+        size = os.path.getsize(source)
+        part = max(PART_BYTES, -(-size // _MAX_PARTS))
+        how: dict[str, int] = {}
+        if isinstance(self.client.settings, S3StorageSettings):
+            # The parts of huge files are larger, and fewer of them are held at a time.
+            how = {"chunksize": part, "max_concurrency": max(1, _PARTS_AT_ONCE * PART_BYTES // part)}
+
+        def put(files: Any) -> None:
+            with local_disk(source):
+                files.put_file(source, self._key(name), **how)
+
+        self.retries.call(f"upload {name}", lambda: self.client.do(put))
+
+    def _download(self, name: str, path: Path, size: int) -> None:
+        def get(files: Any) -> None:
+            with local_disk(str(path)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.get_file(self._key(name), str(path))
+                found = path.stat().st_size
+            if found != size:
+                raise ConnectionError(errno.ECONNABORTED, f"{name}: got {found} bytes instead of {size}")
+
+        self.retries.call(f"download {name}", lambda: self.client.do(get))
+
+    def _key(self, name: str) -> str:
+        return f"{self.path}/{name.strip('/')}".rstrip("/")
+
+
+def _is_file(entry: dict[str, Any]) -> bool:
+    """Some programs mark a folder with an empty object of its name."""
+    return entry.get("type") == "file" and not str(entry.get("name", "")).endswith("/")
 
 
 def _below(folder: str, key: str) -> str:

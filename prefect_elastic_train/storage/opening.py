@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
-from prefect_elastic_train.storage.object_store import ObjectRunStore
-from prefect_elastic_train.storage.objects import ObjectClient
+from prefect_elastic_train.storage.objects import ObjectClient, ObjectRunStore, retries_of
 from prefect_elastic_train.storage.retries import Retries
-from prefect_elastic_train.storage.retrying_store import RetryingStore
-from prefect_elastic_train.storage.store import LocalRunStore, RunStore, sync_tree
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 
 @dataclass(frozen=True)
@@ -26,37 +21,22 @@ class Storage:
 
     settings: StorageSettings
     retries: Retries
-    _open: Callable[[str], RunStore]
+    _client: ObjectClient | None = field(default=None, repr=False)
 
     @property
     def uri(self) -> str:
         """Where it is, for people and other programs."""
         return self.settings.uri
 
-    def run(self, name: str) -> RetryingStore:
+    def run(self, name: str) -> RunStore:
         """Return a run directory, which need not exist."""
         return self.folder(f"{self.settings.root}/{name}")
 
-    def folder(self, path: str) -> RetryingStore:
+    def folder(self, path: str) -> RunStore:
         """Return a folder on the storage's filesystem."""
-        return RetryingStore(self._open(path), self.retries)
-
-    def copy_folder(self, source: str, target: str) -> None:
-        """Copy a folder of this storage, with all below it, within it; an object store copies by itself.
-
-        Raises:
-            StorageFaultError: The storage refuses, or was away for too long.
-        """
-        inner = self._open(source)
-        if isinstance(inner, ObjectRunStore):
-            inner.client.copy_folder(source, target)
-            return
-
-        def copy() -> None:
-            shutil.copytree(source, target, dirs_exist_ok=True, copy_function=_copy_anew)
-            sync_tree(Path(target))
-
-        self.retries.call(f"copy {source}", copy)
+        if self._client is None:
+            return LocalRunStore(path, self.retries)
+        return ObjectRunStore(path, self.retries, self._client)
 
     def run_names(self) -> list[str]:
         """Return the names of the folders that may be run directories."""
@@ -73,12 +53,5 @@ def open_storage(settings: StorageSettings, retry_seconds: float | None = None) 
     if retry_seconds is not None:
         settings = settings.model_copy(update={"retry_seconds": retry_seconds})
     if isinstance(settings, LocalStorageSettings):
-        return Storage(settings, Retries(settings.retry_seconds, settings.uri), lambda path: LocalRunStore(path))
-    client = ObjectClient(settings)
-    return Storage(settings, client.retries, lambda path: ObjectRunStore(client, path))
-
-
-def _copy_anew(source: str, target: str) -> None:
-    """Copy a file over what an earlier try has left, which may be read-only."""
-    Path(target).unlink(missing_ok=True)
-    shutil.copy2(source, target)
+        return Storage(settings, Retries(settings.retry_seconds, settings.uri))
+    return Storage(settings, retries_of(settings), ObjectClient(settings))

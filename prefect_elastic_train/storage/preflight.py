@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.storage.opening import open_storage
-from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import RunStore
 
 #: Of the folder beside the run directories in which the storage is tried.
 PREFIX = ".preflight-"
 #: How long an operation is repeated here: whoever waits for a start rather hears at once that a storage is away.
 _RETRY_SECONDS = 15.0
 _OF_THE_DRIVER = "driver"
+_ADVICE = "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
 
 
 @dataclass(frozen=True)
@@ -32,38 +33,45 @@ class Probe:
     id: str
 
     def try_from(self, machine: str) -> None:
-        """Try the storage from another machine.
+        """Try the storage from a machine: read, write, list, create exclusively, replace, delete.
 
         Raises:
             StorageFaultError: It does not see what the driver has written, or may not do all that a run needs.
         """
-        store = self._folder()
-        if store.read(_OF_THE_DRIVER) != self.id.encode():
-            raise StorageFaultError(
-                f"{self.settings.uri}: {machine} does not see what the driver has written there. To go on, mount the "
-                "directory on all nodes of the cluster, or use an object store",
-                kind="not shared",
-                permanent=True,
-            )
-        name = f"{machine}-{uuid.uuid4().hex[:8]}"
-        _create(store, name, b"1", self.settings.uri)
-        _look_at(store, name, b"1", self.settings.uri)
-        store.replace(name, b"2")
-        _check(store.read(name) == b"2", self.settings.uri, "what was written anew is not read back")
-        store.delete(name)
-        _check(store.read(name) is None, self.settings.uri, "what was deleted is still read")
+        self.try_folder(self.folder(), machine)
 
-    def _folder(self, seconds: float | None = None) -> RetryingStore:
-        bound = _RETRY_SECONDS if seconds is None else min(seconds, _RETRY_SECONDS)
-        storage = open_storage(self.settings, min(bound, self.settings.retry_seconds))
-        return storage.folder(f"{self.settings.root}/{PREFIX}{self.id}")
+    def try_folder(self, store: RunStore, machine: str) -> None:
+        """Try the folder of the trial, opened."""
+        name = f"{machine}-{uuid.uuid4().hex[:8]}"
+        is_seen = store.read(_OF_THE_DRIVER) == self.id.encode()
+        what = f"{machine} does not see what the driver has written there"
+        self.check(
+            is_seen, what, "mount the directory on all nodes of the cluster, or use an object store", "not shared"
+        )
+        self.check(store.create(name, b"1"), "an object that was never written is said to exist")
+        self.check(store.read(name) == b"1", "what was written is not read back")
+        self.check(name in store.names(""), "what was written is not listed")
+        what = "an object that exists is created again, so that two drivers could take one run (no If-None-Match)"
+        self.check(not store.create(name, b"2"), what)
+        store.replace(name, b"3")
+        self.check(store.read(name) == b"3", "what was written anew is not read back")
+        store.delete(name)
+        self.check(store.read(name) is None, "what was deleted is still read")
+
+    def check(self, holds: bool, what: str, advice: str = _ADVICE, kind: str = "unfit") -> None:
+        """Raise a fault of the storage unless something holds."""
+        if not holds:
+            raise StorageFaultError(f"{self.settings.uri}: {what}. To go on, {advice}", kind=kind, permanent=True)
+
+    def folder(self, seconds: float = _RETRY_SECONDS) -> RunStore:
+        """Return the folder of the trial."""
+        root = open_storage(self.settings, min(seconds, _RETRY_SECONDS, self.settings.retry_seconds))
+        return root.folder(f"{self.settings.root}/{PREFIX}{self.id}")
 
 
 @contextmanager
-def preflight(settings: StorageSettings, retry_seconds: float | None = None) -> Iterator[Probe]:
-    """Try a storage from this machine: write, read back, list, create exclusively, delete.
-
-    Gives what the same is tried with from other machines, until the ``with`` ends.
+def preflight(settings: StorageSettings, retry_seconds: float = _RETRY_SECONDS) -> Iterator[Probe]:
+    """Try a storage from this machine; yield what the same is tried with from others, until the ``with`` ends.
 
     Args:
         settings: Of the storage.
@@ -74,43 +82,17 @@ def preflight(settings: StorageSettings, retry_seconds: float | None = None) -> 
         OSError: The directory cannot be used, for a reason of its own.
     """
     probe = Probe(settings, uuid.uuid4().hex)
-    store = probe._folder(retry_seconds)
+    store, is_away = probe.folder(retry_seconds), False
     try:
-        _create(store, _OF_THE_DRIVER, probe.id.encode(), settings.uri)
-    except StorageFaultError as error:
-        if error.permanent:  # a disk without room has made the folder
-            _clear_away(store, probe)
-        raise  # a storage that is away is not waited for once more
-    try:
-        _look_at(store, _OF_THE_DRIVER, probe.id.encode(), settings.uri)
+        store.replace(_OF_THE_DRIVER, probe.id.encode())
+        probe.check(store.read(_OF_THE_DRIVER) is not None, "what was written is not read back")
+        probe.try_folder(store, "this machine")
         yield probe
+    except StorageFaultError as error:
+        is_away = not error.permanent
+        raise
     finally:
-        _clear_away(store, probe)
-
-
-def _clear_away(store: RetryingStore, probe: Probe) -> None:
-    """Delete what was tried, in one try: what is left behind is small, and no run takes it for one."""
-    with suppress(OSError, ConfigurationError):
-        store.impatient(0).delete(_OF_THE_DRIVER)
-        open_storage(probe.settings, 0).folder(probe.settings.root).delete_folder(f"{PREFIX}{probe.id}")
-
-
-def _create(store: RetryingStore, name: str, data: bytes, uri: str) -> None:
-    _check(store.create(name, data), uri, f"an object that was never written is said to exist ({name})")
-
-
-def _look_at(store: RetryingStore, name: str, data: bytes, uri: str) -> None:
-    """Check that what was created is there, and cannot be created again."""
-    _check(store.read(name) == data, uri, "what was written is not read back")
-    _check(name in store.names(""), uri, "what was written is not listed")
-    _check(
-        not store.create(name, data + b"2"),
-        uri,
-        "an object that exists is created again, so that two drivers could take one run (no If-None-Match)",
-        "use a store that creates exclusively, such as AWS S3, MinIO, Ceph, R2, GCS or Azure",
-    )
-
-
-def _check(holds: bool, uri: str, what: str, advice: str = "use a storage that does") -> None:
-    if not holds:
-        raise StorageFaultError(f"{uri}: {what}. To go on, {advice}", kind="unfit", permanent=True)
+        # In one try, and none where the storage is away: what is left is small, and no run takes it for one.
+        if not is_away:
+            with suppress(OSError, ConfigurationError):
+                store.impatient(0).delete_folder("")

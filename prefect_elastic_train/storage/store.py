@@ -1,4 +1,4 @@
-"""Small objects of a run directory, with the few operations that the fence and the commits stand on.
+"""A run directory: small objects, which the fence and the commits stand on, and the files of checkpoints.
 
 The fence needs no locks and no clocks, only exclusive creation and atomic replacement. A directory gives both
 through ``link`` and ``rename``; an object store gives them through conditional and plain puts.
@@ -6,113 +6,218 @@ through ``link`` and ``rename``; an object store gives them through conditional 
 
 from __future__ import annotations
 
+import abc
+import copy
 import errno
 import os
-import stat
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
+
+from typing_extensions import Self
+
+from prefect_elastic_train.storage.retries import Retries
+
+Item = TypeVar("Item")
 
 #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
 TEMPORARY_PREFIX = ".tmp-"
+#: Shows that a folder without files was uploaded to a store that has no folders. It is not downloaded.
+NOTHING = ".elastic-train-nothing"
+#: Files copied at a time.
+_AT_ONCE = 4
+#: So often a folder is deleted into which somebody still writes.
+_SWEEPS = 10
 
-#: How a folder is opened whose content will be deleted.
-_NO_LINK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
+class RunStore(abc.ABC):
+    """Operations on one run directory, repeated while they fail with a passing fault.
 
-class RunStore(Protocol):
-    """Operations on one run directory. Names are relative, with forward slashes. A store can be pickled."""
+    Names are relative, with forward slashes. A store can be pickled. What a kind of storage has of its own are the
+    methods with an underscore, which repeat nothing.
 
-    @property
-    def path(self) -> str:
-        """Where the run directory is on its filesystem: a directory, or bucket and prefix."""
-        ...
+    Args:
+        path: Where the run directory is on its filesystem: a directory, or bucket and prefix.
+        retries: How operations are repeated.
+
+    Raises:
+        StorageFaultError: By all methods: the storage refuses, or was away for too long.
+    """
+
+    #: Whether folders exist by themselves; else all that is below one is listed at once.
+    has_folders = True
+
+    def __init__(self, path: str, retries: Retries) -> None:
+        self.path = path
+        self.retries = retries
 
     @property
     def uri(self) -> str:
         """Where the run directory is, for people and for other programs."""
-        ...
+        return self.path
+
+    def impatient(self, seconds: float) -> Self:
+        """Return the same store for those who rather do without than wait."""
+        same = copy.copy(self)
+        same.retries = replace(self.retries, seconds=min(seconds, self.retries.seconds))
+        return same
 
     def create(self, name: str, data: bytes) -> bool:
         """Create an object that does not exist yet, whole or not at all; durable on return.
 
         Returns:
-            False if the name is taken, by whoever. Exactly one of several creators gets True.
+            False if the name is taken by other content. Exactly one of several creators gets True.
         """
-        ...
+        # A try whose answer was lost may have made it, and clients of HTTP and NFS repeat by themselves. What two
+        # creators write is never the same: records hold an id or a time.
+        return self.retries.call(f"create {name}", lambda: self._create(name, data) or self._read(name) == data)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write an object so that a reader sees the old or the new content, never a mixture."""
-        ...
+        self.retries.call(f"write {name}", lambda: self._replace(name, data))
 
     def read(self, name: str) -> bytes | None:
         """Return an object's content, or None if it does not exist."""
-        ...
+        return self.retries.call(f"read {name}", lambda: self._read(name))
 
     def names(self, folder: str) -> list[str]:
         """Return the names of the objects directly in a folder, sorted; empty if there is no such folder."""
-        ...
+        return sorted(self.retries.call(f"list {folder}", lambda: self._list(folder))[0])
 
     def folders(self, folder: str = "") -> list[str]:
         """Return the names of the folders directly in a folder, sorted."""
-        ...
+        return sorted(self.retries.call(f"list {folder or 'the run'}", lambda: self._list(folder))[1])
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
         """Return path (relative to the folder) and size in bytes of every file below it, or None without it."""
-        ...
+        return self.retries.call(f"list {folder or 'the run'}", lambda: self._file_sizes(folder))
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object in bytes, or None if it does not exist."""
+        return self.retries.call(f"look at {name}", lambda: self._size(name))
 
     def delete(self, name: str) -> None:
         """Delete an object; nothing happens if it does not exist."""
-        ...
+        self.retries.call(f"delete {name}", lambda: self._delete(name))
 
     def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
         """Delete a folder and all below it; nothing happens if it does not exist.
 
         Args:
             name: The folder.
-            check: Called when the folder is held and nothing is deleted yet; raises if it shall stay. What takes
-                the folder's name after the check is not deleted, however long the caller was stopped.
+            check: Called before anything is deleted; raises if the folder shall stay.
 
         Returns:
             Whether there was one.
         """
-        ...
+        has_begun = False
 
-    def empty_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        """Delete all below a folder, under the same conditions as :meth:`delete_folder`."""
-        ...
+        def delete() -> bool:
+            nonlocal has_begun
+            if check is not None:
+                check()
+            may_be_gone, has_begun = has_begun, True  # a try that failed may have deleted all of it
+            return self._delete_folder(name) or may_be_gone
+
+        return self.retries.call(f"delete {name}", delete)
 
     def abandon_uploads(self) -> int:
-        """Remove what unfinished uploads left behind out of sight, and give how many there were.
+        """Remove what unfinished uploads left behind out of sight, and return how many there were.
 
         No worker of this run may be uploading, bar those of attempts that were fenced off.
         """
-        ...
+        return 0
+
+    def make_folder(self, name: str) -> None:
+        """Make a folder, where the storage has such."""
+        return
+
+    def upload(self, source: str, name: str) -> None:
+        """Copy a file or a folder of this machine's disk into the run directory, with all below it; durable on return.
+
+        Raises:
+            ValueError: Something in it is neither a file nor a folder.
+        """
+        if os.path.isfile(source):
+            self._upload_files([(source, name)])
+            return
+        files: list[tuple[str, str]] = []
+        for relative, folders, found in _walk(source):
+            parent, below = (f"{root}/{relative}".rstrip("/") for root in (source, name))
+            for folder in folders:
+                self.make_folder(f"{below}/{folder}")
+            files += [(f"{parent}/{file}", f"{below}/{file}") for file in found]
+        self._upload_files(files)
+        if not files and not self.has_folders:
+            self.replace(f"{name}/{NOTHING}", b"")
+
+    @abc.abstractmethod
+    def download(self, name: str, target: str) -> None:
+        """Copy all below a folder to this machine's disk.
+
+        Raises:
+            FileNotFoundError: There is nothing.
+        """
+
+    @abc.abstractmethod
+    def copy_folder(self, source: str, name: str) -> None:
+        """Copy a folder of the same storage, by its path, into the run directory."""
+
+    @abc.abstractmethod
+    def _create(self, name: str, data: bytes) -> bool: ...
+
+    @abc.abstractmethod
+    def _replace(self, name: str, data: bytes) -> None: ...
+
+    @abc.abstractmethod
+    def _read(self, name: str) -> bytes | None: ...
+
+    @abc.abstractmethod
+    def _list(self, folder: str) -> tuple[list[str], list[str]]:
+        """Return the names of the objects in a folder, and of the folders."""
+
+    @abc.abstractmethod
+    def _file_sizes(self, folder: str) -> dict[str, int] | None: ...
+
+    @abc.abstractmethod
+    def _size(self, name: str) -> int | None: ...
+
+    @abc.abstractmethod
+    def _delete(self, name: str) -> None: ...
+
+    @abc.abstractmethod
+    def _delete_folder(self, name: str) -> bool: ...
+
+    @abc.abstractmethod
+    def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
+        """Copy files of this machine's disk to names, with retries."""
 
 
-class LocalRunStore:
-    """A run directory on a disk or on a shared mount such as NFS."""
+class LocalRunStore(RunStore):
+    """A run directory on a disk or on a shared mount such as NFS, which must know hard links."""
 
-    #: So often a folder is swept into which somebody still writes.
-    _SWEEPS = 10
-
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, retries: Retries | None = None) -> None:
+        super().__init__(path, retries or Retries(0, path))
         self._root = Path(path)
 
-    @property
-    def path(self) -> str:
-        """The directory."""
-        return str(self._root)
+    def make_folder(self, name: str) -> None:
+        """See :meth:`RunStore.make_folder`."""
+        self.retries.call(f"make {name}", lambda: _make_folder(self._root / name))
 
-    @property
-    def uri(self) -> str:
-        """The directory; Ray, pandas and torch all take a plain path."""
-        return str(self._root)
+    def download(self, name: str, target: str) -> None:
+        """See :meth:`RunStore.download`."""
+        shutil.copytree(self._root / name, target, dirs_exist_ok=True)
 
-    def create(self, name: str, data: bytes) -> bool:
-        """See :meth:`RunStore.create`."""
+    def copy_folder(self, source: str, name: str) -> None:
+        """See :meth:`RunStore.copy_folder`."""
+        self.upload(source, name)
+
+    def _create(self, name: str, data: bytes) -> bool:
         target = self._root / name
         if target.exists():
             return False
@@ -121,20 +226,15 @@ class LocalRunStore:
             # link() fails if the target exists, on NFS too, and the content is there from the first moment.
             os.link(temporary, target)
         except FileExistsError:
-            # NFS may have linked it and lost the answer, and the client's second try then finds its own work.
-            if not _is_same_file(temporary, target):
-                return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
-                raise
-            return self._create_without_links(target, data)
+            return False
+        except PermissionError:  # and yet the temporary file could be written
+            raise OSError(errno.ENOTSUP, "this mount knows no hard links", str(target)) from None
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(target.parent)
+        _sync_folder(target.parent)
         return True
 
-    def replace(self, name: str, data: bytes) -> None:
-        """See :meth:`RunStore.replace`."""
+    def _replace(self, name: str, data: bytes) -> None:
         target = self._root / name
         temporary = self._write_temporary(target, data)
         try:
@@ -142,122 +242,68 @@ class LocalRunStore:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        sync_folder(target.parent)
+        _sync_folder(target.parent)
 
-    def read(self, name: str) -> bytes | None:
-        """See :meth:`RunStore.read`."""
+    def _read(self, name: str) -> bytes | None:
         try:
             return (self._root / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
-    def names(self, folder: str) -> list[str]:
-        """See :meth:`RunStore.names`."""
-        return sorted(
-            entry.name
-            for entry in self._entries(folder)
-            if entry.is_file() and not entry.name.startswith(TEMPORARY_PREFIX)
-        )
+    def _list(self, folder: str) -> tuple[list[str], list[str]]:
+        try:
+            with os.scandir(self._root / folder) as found:
+                entries = list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return [], []
+        names = [one.name for one in entries if one.is_file() and not one.name.startswith(TEMPORARY_PREFIX)]
+        return names, [one.name for one in entries if one.is_dir()]
 
-    def folders(self, folder: str = "") -> list[str]:
-        """See :meth:`RunStore.folders`."""
-        return sorted(entry.name for entry in self._entries(folder) if entry.is_dir())
-
-    def file_sizes(self, folder: str) -> dict[str, int] | None:
-        """See :meth:`RunStore.file_sizes`."""
+    def _file_sizes(self, folder: str) -> dict[str, int] | None:
         root = self._root / folder
         if not root.is_dir():
             return None
         sizes: dict[str, int] = {}
         for parent, _, files in os.walk(root, onerror=_raise_unless_gone):
-            for file in files:
-                if file.startswith(TEMPORARY_PREFIX):
-                    continue
-                path = Path(parent, file)
-                try:
+            for path in (Path(parent, file) for file in files if not file.startswith(TEMPORARY_PREFIX)):
+                with suppress(FileNotFoundError):  # deleted while we looked
                     sizes[path.relative_to(root).as_posix()] = path.stat().st_size
-                except FileNotFoundError:  # deleted while we looked
-                    continue
         return sizes
 
-    def delete(self, name: str) -> None:
-        """See :meth:`RunStore.delete`."""
+    def _size(self, name: str) -> int | None:
+        path = self._root / name
+        return path.stat().st_size if path.is_file() else None
+
+    def _delete(self, name: str) -> None:
         (self._root / name).unlink(missing_ok=True)
 
-    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        """See :meth:`RunStore.delete_folder`.
-
-        All is deleted through the open folder, which stays the same one whoever takes its name. By name only an
-        empty folder can go.
-        """
-        return self._delete_folder(name, check, with_itself=True)
-
-    def empty_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        """See :meth:`RunStore.empty_folder`."""
-        return self._delete_folder(name, check, with_itself=False)
-
-    def abandon_uploads(self) -> int:
-        """See :meth:`RunStore.abandon_uploads`. On a disk they lie in the checkpoint's folder, and go with it."""
-        return 0
-
-    def _delete_folder(self, name: str, check: Callable[[], object] | None, *, with_itself: bool) -> bool:
+    def _delete_folder(self, name: str) -> bool:
         path = self._root / name
-        try:
-            handle = os.open(path, _NO_LINK)
-        except (FileNotFoundError, NotADirectoryError):
+        if not path.is_dir():
             return False
-        try:
-            if check is not None:
-                check()
-            for turns_left in reversed(range(self._SWEEPS)):
-                self._empty(handle)
-                if not with_itself or not _is_still(handle, path):
+        for sweeps_left in reversed(range(_SWEEPS)):
+            try:
+                shutil.rmtree(path)
+                break
+            except FileNotFoundError:  # others delete it, too
+                if not path.exists():
                     break
-                try:
-                    self._remove_empty(path)
-                    break
-                except FileNotFoundError:
-                    break
-                except OSError as error:
-                    # A writer that was stopped until now may have created a file since the folder was swept.
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not turns_left:
-                        raise
-        finally:
-            os.close(handle)
-        sync_folder(path.parent)
+            except OSError as error:  # a writer that was stopped until now may have created a file since it was swept
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not sweeps_left:
+                    raise
+        _sync_folder(path.parent)
         return True
 
-    def _empty(self, handle: int) -> None:
-        """Delete all below an open folder. Others may do the same."""
-        with os.scandir(handle) as found:
-            entries = list(found)
-        for entry in entries:
-            with suppress(FileNotFoundError):
-                if not entry.is_dir(follow_symlinks=False):
-                    self._unlink(entry.name, handle)
-                    continue
-                child = os.open(entry.name, _NO_LINK, dir_fd=handle)
-                try:
-                    self._empty(child)
-                finally:
-                    os.close(child)
-                os.rmdir(entry.name, dir_fd=handle)
+    def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
+        def copy_file(file: tuple[str, str]) -> None:
+            self.retries.call(f"write {file[1]}", lambda: _copy_synced(file[0], self._root / file[1]))
 
-    def _unlink(self, name: str, handle: int) -> None:
-        os.unlink(name, dir_fd=handle)
-
-    def _remove_empty(self, path: Path) -> None:
-        path.rmdir()
-
-    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
-        try:
-            with os.scandir(self._root / folder) as entries:
-                return list(entries)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        for_each(files, copy_file, _AT_ONCE)
+        for folder in {(self._root / name).parent for _, name in files}:
+            _sync_folder(folder)
 
     def _write_temporary(self, target: Path, data: bytes) -> Path:
-        make_folder(target.parent)
+        _make_folder(target.parent)
         handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -270,72 +316,60 @@ class LocalRunStore:
             raise
         return Path(temporary)
 
-    def _create_without_links(self, target: Path, data: bytes) -> bool:
-        """Create exclusively on a mount without hard links; a crash in between leaves a torn file."""
-        try:
-            handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return False
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(target.parent)
-        return True
+
+def for_each(items: Sequence[Item], work: Callable[[Item], object], at_once: int) -> None:
+    """Do something with items, several at a time; when one fails, those that wait are left out and its error raised."""
+    with ThreadPoolExecutor(at_once, thread_name_prefix="elastic-train-transfer") as pool:
+        done, _ = wait([pool.submit(work, item) for item in items], return_when=FIRST_EXCEPTION)
+        failed = next((future for future in done if future.exception() is not None), None)
+        if failed is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
+            failed.result()
 
 
-def make_folder(path: Path) -> None:
+def _walk(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each folder at and below a path, relative to it, with its folders and its files; links are followed."""
+
+    def fail(error: OSError) -> None:
+        raise error  # what is in a folder that cannot be listed would be missing
+
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=fail):
+        for path in (os.path.join(parent, name) for name in files):
+            if not os.path.isfile(path):
+                what = f"a link to {os.readlink(path)!r}, where there is no file" if os.path.islink(path) else "no file"
+                raise ValueError(f"{path} is {what}; put files and folders into the checkpoint only, or remove it")
+        relative = os.path.relpath(parent, folder)
+        yield "" if relative == "." else relative, folders, files
+
+
+def _copy_synced(source: str, target: Path) -> None:
+    """Copy a file over what an earlier try has left. After an error of the disk all of it is written anew."""
+    _make_folder(target.parent)
+    target.unlink(missing_ok=True)
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as file:
+        with suppress(OSError):  # some mounts know no modes
+            os.fchmod(file.fileno(), os.stat(source).st_mode & 0o777)
+        os.fsync(file.fileno())
+
+
+def _make_folder(path: Path) -> None:
     """Make a folder and those that it is in, where there are none, so that they outlast a power cut."""
     if path.is_dir():
         return
-    make_folder(path.parent)
+    _make_folder(path.parent)
     path.mkdir(exist_ok=True)
-    sync_folder(path.parent)
+    _sync_folder(path.parent)
 
 
-def sync_folder(path: str | Path) -> None:
+def _sync_folder(path: Path) -> None:
     """Write the names in a folder to the disk."""
-    try:
+    with suppress(OSError):  # some network mounts cannot sync a directory; the files in it are synced
         handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:  # some network mounts cannot sync a directory; the files in it are synced
-        pass
-    finally:
-        os.close(handle)
-
-
-def sync_tree(path: Path) -> None:
-    """Write a file, or a folder with all below it, to the disk, then its own name.
-
-    Raises:
-        OSError: The disk has lost some of it. A second try would not notice: write it anew.
-    """
-    for entry in [*sorted(path.rglob("*"), reverse=True), path]:  # what is in a folder comes before it
-        mode = entry.lstat().st_mode
-        if stat.S_ISDIR(mode):
-            sync_folder(entry)
-        elif stat.S_ISREG(mode):  # a link is part of its folder
-            with entry.open("rb") as file:
-                os.fsync(file.fileno())
-    sync_folder(path.parent)
-
-
-def _is_still(handle: int, path: Path) -> bool:
-    """Return whether a path still leads to an open folder."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _is_same_file(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except FileNotFoundError:
-        return False
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _raise_unless_gone(error: OSError) -> None:

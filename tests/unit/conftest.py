@@ -12,7 +12,6 @@ from prefect.settings import PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_sett
 
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage.opening import Storage, open_storage
-from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer
 from tests.unit.support import PROFILE, WIDER, private_folder
@@ -119,6 +118,6 @@ def storage(request: pytest.FixtureRequest) -> Storage:
 
 
 @pytest.fixture
-def run(storage: Storage) -> RetryingStore:
+def run(storage: Storage) -> RunStore:
     """A run directory in that storage that nobody has used yet."""
     return storage.run(f"run-{uuid.uuid4().hex[:12]}")

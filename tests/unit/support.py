@@ -26,9 +26,8 @@ from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.seeding import choose_source, seed_from_source
 from prefect_elastic_train.runs.snapshots import parse_snapshot
-from prefect_elastic_train.storage.object_store import ObjectRunStore
+from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -135,9 +134,18 @@ def neighbour(store: RunStore, name: str) -> RunStore:
     """Give another run directory beside one."""
     if isinstance(store, LocalRunStore):
         return LocalRunStore(f"{store.path}-{name}")
-    assert isinstance(store, RetryingStore)
-    assert isinstance(store.inner, ObjectRunStore)
-    return RetryingStore(ObjectRunStore(store.inner.client, f"{store.path}-{name}"), store.retries)
+    assert isinstance(store, ObjectRunStore)
+    return ObjectRunStore(f"{store.path}-{name}", store.retries, store.client)
+
+
+class Wrapped:
+    """A store whose operations are another one's, but for those that a subclass has of its own."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
 
 
 class Training:

@@ -27,10 +27,8 @@ from prefect_elastic_train.runs.commits import (
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.resume import restore_snapshot
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.retries import Retries
-from prefect_elastic_train.storage.retrying_store import RetryingStore
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
-from tests.unit.support import Training, begin, claim, empty_snapshot, private_folder, tear, with_result
+from tests.unit.support import Training, Wrapped, begin, claim, empty_snapshot, private_folder, tear, with_result
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -39,17 +37,17 @@ def store(request: pytest.FixtureRequest, store: RunStore, memory: Storage) -> R
     return store if request.param == "disk" else memory.run("mnist")
 
 
-class HookedStore(RetryingStore):
+class HookedStore(Wrapped):
     """A store after one of whose creations something happens."""
 
     def __init__(self, store: RunStore, after: str, happens: Callable[[], object]) -> None:
-        super().__init__(store, Retries(0))
+        super().__init__(store)
         self._after = after
         self._happens: Callable[[], object] | None = happens
 
     def create(self, name: str, data: bytes) -> bool:
         """Create, then let it happen, once."""
-        created = super().create(name, data)
+        created: bool = self.store.create(name, data)
         if created and name.startswith(self._after) and self._happens is not None:
             happens, self._happens = self._happens, None
             happens()
@@ -207,7 +205,7 @@ def test_an_attempt_that_a_mount_shows_late_is_waited_for(store: RunStore, monke
     monkeypatch.setattr(commits, "_SEEN_SECONDS", 1.0)
     looks = []
 
-    class Late(RetryingStore):
+    class Late(Wrapped):
         """A listing that stays as it was, and a record that appears with the third look."""
 
         def names(self, folder: str) -> list[str]:
@@ -215,9 +213,9 @@ def test_an_attempt_that_a_mount_shows_late_is_waited_for(store: RunStore, monke
 
         def read(self, name: str) -> bytes | None:
             looks.append(name)
-            return super().read(name) if len(looks) > 2 else None
+            return self.store.read(name) if len(looks) > 2 else None
 
-    check_fence(Late(store, Retries(0)), 1)
+    check_fence(Late(store), 1)
     assert looks == [layout.attempt_name(1)] * 3
 
 

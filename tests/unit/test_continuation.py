@@ -29,7 +29,7 @@ from prefect_elastic_train.runs.model import PRUNER, RunDirectory
 from prefect_elastic_train.runs.pruning import AwaitedSources, RunChangedError, carry_out, plan_run
 from prefect_elastic_train.runs.seeding import Source, choose_source, note_completed, parse_source, seed_from_source
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.retrying_store import RetryingStore
+from prefect_elastic_train.storage.store import RunStore
 from tests.support.s3 import FaultProxy
 from tests.unit.support import Training, begin, spec
 
@@ -512,7 +512,7 @@ def test_prune_leaves_a_run_alone_that_was_chosen_after_the_plan(on_disk: Nights
     assert _prune(on_disk, "night-2") == ["night-2"], "it is awaited no more"
 
 
-def _is_deleted(store: RetryingStore, number: int = 2) -> None:
+def _is_deleted(store: RunStore, number: int = 2) -> None:
     """Have prune take the fence of a run, as it does before it deletes anything."""
     owner = Owner(flow_run_id=PRUNER, flow_run_name=PRUNER)
     assert store.create(layout.attempt_name(number), encode(AttemptRecord(attempt=number, owner=owner)))

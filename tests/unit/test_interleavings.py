@@ -23,7 +23,7 @@ from pyarrow import fs
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError
-from prefect_elastic_train.elastic.local_filesystem import LocalRunFilesystem
+from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import newest_attempt
@@ -137,21 +137,15 @@ class SteppedStore(LocalRunStore):
         self.turn(f"delete {name}")
         return super().delete_folder(name, check)
 
-    def _unlink(self, name: str, handle: int) -> None:
-        self.turn("unlink")
-        super()._unlink(name, handle)
+    def _delete_folder(self, name: str) -> bool:
+        for file in self._file_sizes(name) or {}:
+            self.turn("unlink")
+            self._delete(f"{name}/{file}")
+        return super()._delete_folder(name)
 
-
-class SteppedFilesystem(LocalRunFilesystem):
-    """The run filesystem of an attempt, where each file that is copied waits for its turn."""
-
-    def __init__(self, store: SteppedStore, attempt: int) -> None:
-        super().__init__(store, attempt)
-        self.turn = store.turn
-
-    def _copy(self, source: str, target: str) -> None:
+    def upload(self, source: str, name: str) -> None:
         self.turn("copy")
-        super()._copy(source, target)
+        super().upload(source, name)
 
 
 @dataclass
@@ -208,7 +202,7 @@ def drive(driver: Driver, ledger: Ledger, label: str, workload: Workload) -> Non
 def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, label: str, workload: Workload) -> None:
     chain = ledger.chain(begun.point.checkpoint)
     ledger.begun.append((begun, chain))
-    filesystem = SteppedFilesystem(store, begun.attempt)
+    filesystem = RunFilesystem(store, begun.attempt)
     loaded = _load_snapshot(filesystem)
     assert (loaded or None) == begun.point.snapshot, "Ray would start from another snapshot"
     snapshot = loaded or empty_snapshot()
@@ -230,7 +224,7 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
         dropped = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"][: -workload.keep]]
         for field_name in ("checkpoint_results", "checkpoint_report_indices"):
             snapshot[field_name] = snapshot[field_name][-workload.keep :]
-        filesystem._log.commit(json.dumps(snapshot).encode())
+        filesystem.log.commit(json.dumps(snapshot).encode())
         ledger.acknowledged.append((begun.attempt, chain))
         if late:  # a worker of the first group was only frozen
             Path(ledger.path, late).mkdir(exist_ok=True)
@@ -240,20 +234,20 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
             filesystem.delete_dir(f"{ledger.path}/{old}")
 
 
-def _upload(filesystem: SteppedFilesystem, folder: str, chain: Chain, files: tuple[str, ...]) -> None:
+def _upload(filesystem: RunFilesystem, folder: str, chain: Chain, files: tuple[str, ...]) -> None:
     """Upload a checkpoint as a worker does."""
-    path = f"{filesystem._run_path}/{folder}"
+    path = f"{filesystem.store.path}/{folder}"
     filesystem.create_dir(path, recursive=True)
     with private_folder() as local:
         for file in files:
             Path(local, file).write_text(json.dumps(chain))
-            filesystem._copy(f"{local}/{file}", f"{path}/{file}")
+            filesystem.upload_folder(f"{local}/{file}", f"{path}/{file}")
 
 
-def _load_snapshot(filesystem: SteppedFilesystem) -> dict[str, Any] | None:
+def _load_snapshot(filesystem: RunFilesystem) -> dict[str, Any] | None:
     """Load Ray's file as Ray does: through the filesystem that it was handed."""
-    path = f"{filesystem._run_path}/{layout.SNAPSHOT}"
-    filesystem.turn("load")
+    path = f"{filesystem.store.path}/{layout.SNAPSHOT}"
+    filesystem.store.turn("load")
     if filesystem.get_file_info([path])[0].type == fs.FileType.NotFound:
         return None
     with filesystem.open_input_stream(path) as stream:

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prefect_elastic_train.storage.retrying_store import RetryingStore
 
 from prefect_elastic_train import StorageFaultError
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
 from prefect_elastic_train.storage.objects import TransferFile
 from prefect_elastic_train.storage.opening import open_storage
-from prefect_elastic_train.storage.retrying_store import RetryingStore
 from tests.support.certificates import make_certificate
 from tests.support.s3 import FaultProxy, MotoServer
 
