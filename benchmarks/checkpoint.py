@@ -56,15 +56,15 @@ def s3_settings(endpoint_url: str) -> Any:
     )
 
 
-def transfers(endpoint_url: str, size: int) -> dict[str, tuple[Transfer, Transfer]]:
+def transfers(endpoint_url: str) -> dict[str, tuple[Transfer, Transfer]]:
     """Give, by name, how each client uploads a file and downloads an object."""
     import boto3
     import s3fs
     from pyarrow import fs
 
-    from prefect_elastic_train.storage.objects import ObjectClient, TransferFile
+    from prefect_elastic_train.storage.opening import open_storage
 
-    ours = ObjectClient(s3_settings(endpoint_url))
+    ours = open_storage(s3_settings(endpoint_url)).folder(BUCKET)
     boto = boto3.client(
         "s3", endpoint_url=endpoint_url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
     )
@@ -74,8 +74,8 @@ def transfers(endpoint_url: str, size: int) -> dict[str, tuple[Transfer, Transfe
 
     def of_ours() -> tuple[Transfer, Transfer]:
         return (
-            lambda path, key: ours.upload([TransferFile(str(path), f"{BUCKET}/{key}", path.stat().st_size)]),
-            lambda path, key: ours.download([TransferFile(str(path), f"{BUCKET}/{key}", size)]),
+            lambda path, key: ours.upload(str(path), key),
+            lambda path, key: ours.download(key.rpartition("/")[0], str(path.parent)),
         )
 
     def of_s3fs() -> tuple[Transfer, Transfer]:
@@ -118,18 +118,18 @@ def measure_transfers(repeats: int) -> list[str]:
             server.create_bucket(BUCKET)
             source, target = Path(folder, "source"), Path(folder, "target")
             source.write_bytes(os.urandom(size))
-            clients = transfers(server.endpoint_url, size)
+            clients = transfers(server.endpoint_url)
             names = list(clients)
             small = Path(folder, "small")
             small.write_bytes(b"small")
             for upload, _ in clients.values():
-                upload(small, "small")  # connections and credentials are not what is measured
-            clients["ours"][0](source, "first")  # nor is the memory that the server asks its machine for
-            server.client().delete_object(Bucket=BUCKET, Key="first")
+                upload(small, "small/small")  # connections and credentials are not what is measured
+            clients["ours"][0](source, "first/source")  # nor is the memory that the server asks its machine for
+            server.client().delete_object(Bucket=BUCKET, Key="first/source")
             for repeat in range(repeats):
                 for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
                     upload, download = clients[name]
-                    key = f"object-{len(up.get(name, []))}"
+                    key = f"object-{len(up.get(name, []))}/target"
                     try:
                         seconds = _seconds(upload, source, key), _seconds(download, target, key)
                     except OSError as error:
@@ -289,14 +289,12 @@ def upload_and_watch(endpoint_url: str, folder: str) -> None:
     """Upload a folder, in a process of its own, and print by how much its resident memory grew at most."""
     from prefect_elastic_train.elastic.checkpoints import run_filesystem
     from prefect_elastic_train.runs import layout
-    from prefect_elastic_train.storage.objects import ObjectClient
     from prefect_elastic_train.storage.opening import open_storage
 
     settings = s3_settings(endpoint_url)
     store = open_storage(settings).run("memory")
     store.create(layout.attempt_name(1), b"{}")
     handler = run_filesystem(store, 1).handler
-    ObjectClient(settings)
     process = psutil.Process()
     peak = before = process.memory_info().rss
     done = threading.Event()

@@ -64,7 +64,7 @@ class StoreFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
         """Describe some paths."""
-        return [self._info(path) for path in paths]
+        return [self.describe(path) for path in paths]
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
         """Describe what a selector finds."""
@@ -104,7 +104,8 @@ class StoreFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
             raise ElasticTrainError(f"{path} is not in {self.store.uri}")
         return "" if parts == root else parts.relative_to(root).as_posix()
 
-    def _info(self, path: str) -> fs.FileInfo:
+    def describe(self, path: str) -> fs.FileInfo:
+        """Describe a path."""
         name = self.name(path)
         size = self.store.size(name) if name else None
         if size is not None:
@@ -193,7 +194,8 @@ class RunFilesystem(StoreFilesystem):
             self._check_fence()
             raise
 
-    def _info(self, path: str) -> fs.FileInfo:
+    def describe(self, path: str) -> fs.FileInfo:
+        """Describe a path."""
         name = self.name(path)
         if name == layout.SNAPSHOT:
             data = self._snapshot()
@@ -201,7 +203,7 @@ class RunFilesystem(StoreFilesystem):
             return fs.FileInfo(path, type=kind, size=len(data or b""))
         if name in self._handed:  # Ray asks for each of them when it starts, and does not look into them
             return fs.FileInfo(path, type=fs.FileType.Directory)
-        return super()._info(path)
+        return super().describe(path)
 
     def _snapshot(self) -> bytes | None:
         snapshot = attempt_snapshot(self.store, self.attempt)

@@ -316,14 +316,14 @@ def test_hundreds_of_runs_are_listed_quickly(storage: Storage) -> None:
 def test_a_run_that_may_not_be_read_does_not_hide_the_others(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     _trained(storage, "mine")
     secret = _trained(storage, "secret")
-    allowed = LocalRunStore.names
+    allowed = LocalRunStore._list
 
-    def names(self: LocalRunStore, folder: str) -> list[str]:
+    def names(self: LocalRunStore, folder: str) -> tuple[list[str], list[str]]:
         if self.path == secret.path:  # root, who may run this test, is refused nothing
             raise PermissionError(errno.EACCES, "Permission denied", folder)
         return allowed(self, folder)
 
-    monkeypatch.setattr(LocalRunStore, "names", names)
+    monkeypatch.setattr(LocalRunStore, "_list", names)
     result = _run("list", storage.uri, "--json")
     assert result.exit_code == 1
     states = {run["name"]: run["state"] for run in json.loads(result.stdout)["runs"]}

@@ -29,7 +29,7 @@ from prefect_elastic_train.runs.model import PRUNER, RunDirectory
 from prefect_elastic_train.runs.pruning import AwaitedSources, RunChangedError, carry_out, plan_run
 from prefect_elastic_train.runs.seeding import Source, choose_source, note_completed, parse_source, seed_from_source
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.store import RunStore
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.support.s3 import FaultProxy
 from tests.unit.support import Training, begin, spec
 
@@ -532,13 +532,13 @@ def test_a_copy_that_is_not_whole_is_no_first_commit_and_is_told_by_its_name(
     on_disk: Nights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_disk.add("night-1")
-    copy_folder = Storage.copy_folder
+    copy_folder = LocalRunStore.copy_folder
 
-    def lose_some(self: Storage, source: str, target: str) -> None:
-        copy_folder(self, source, target)
-        Path(target, "model.pt").write_bytes(b"half")
+    def lose_some(self: LocalRunStore, source: str, name: str) -> None:
+        copy_folder(self, source, name)
+        Path(self.path, name, "model.pt").write_bytes(b"half")
 
-    monkeypatch.setattr(Storage, "copy_folder", lose_some)
+    monkeypatch.setattr(LocalRunStore, "copy_folder", lose_some)
     wanted = on_disk.claim("night-2")
     store = on_disk.storage.run("night-2")
     with pytest.raises(

@@ -107,7 +107,7 @@ def test_an_endpoint_that_is_down_is_told_with_what_was_asked() -> None:
     settings = S3StorageSettings(bucket_path="bucket/runs", endpoint_url=url, region="eu-central-1", **keys)
     [found] = begin("storage", lambda: check_storage(settings, 0.6), 6)()
     assert found.level == "fail"
-    for part in ("s3://bucket/runs", "cannot create", url, "Is it up and reachable from this machine?"):
+    for part in ("s3://bucket/runs", "cannot write", url, "Is it up and reachable from this machine?"):
         assert part in found.message
 
 

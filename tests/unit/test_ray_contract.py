@@ -100,6 +100,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_state_type": TrainControllerState,
     "_sync_checkpoint_dir_name_across_ranks": context.TrainContext,
     "_upload_package_if_needed": SubmissionClient,
+    "_get_temporary_checkpoint_dir": Checkpoint("/"),
     "_uuid": Checkpoint("/"),
     "_worker_group": TrainController,
     "_worker_group_state": WorkerGroup,

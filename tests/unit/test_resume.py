@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from prefect_elastic_train.runs.commits import FencedOffError, all_attempts, all
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.resume import adopt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+from prefect_elastic_train.storage.store import RunStore
 from tests.unit.ray_storage import raw_ray
 from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, empty_snapshot, tear, with_result
 
@@ -401,37 +400,6 @@ def test_nothing_is_removed_that_the_newest_commit_names_while_it_or_its_mirror_
     tear(store, lose)
     assert remove_interrupted_uploads(store, 1) == {}
     assert begin(store).point.checkpoint == folder
-
-
-class Interfered(LocalRunStore):
-    """A disk on which something happens each time that a folder has been emptied."""
-
-    def __init__(self, path: str, happens: Callable[[Path], object]) -> None:
-        super().__init__(path)
-        self._happens = happens
-
-    def _remove_empty(self, path: Path) -> None:
-        self._happens(path)
-        super()._remove_empty(path)
-
-
-@on_a_disk
-def test_what_a_stopped_worker_still_writes_into_a_folder_goes_with_it_for_a_while(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    folder = physical_name("epoch-1", 1)
-    training.upload(folder)
-    late = iter(range(3))
-
-    def write_late(path: Path) -> None:
-        for number in late:
-            Path(path, f"late-{number}").write_bytes(b"")
-            break
-
-    assert remove_interrupted_uploads(Interfered(store.path, write_late), 1) == {folder: "upload interrupted"}
-    assert store.folders() == [layout.STATE_FOLDER]
-    training.upload(folder)
-    with pytest.raises(OSError, match="not empty"):
-        remove_interrupted_uploads(Interfered(store.path, lambda path: Path(path, "another").write_bytes(b"")), 1)
 
 
 def test_a_run_taken_over_from_another_flow_run_resumes_at_its_checkpoint(store: RunStore, training: Training) -> None:
