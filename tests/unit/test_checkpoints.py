@@ -16,6 +16,7 @@ from ray.train import Checkpoint
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import StorageFaultError
+from prefect_elastic_train.elastic import loop_state
 from prefect_elastic_train.elastic.checkpoints import (
     RunCheckpoint,
     RunStorageContext,
@@ -23,7 +24,6 @@ from prefect_elastic_train.elastic.checkpoints import (
     readable,
     run_filesystem,
 )
-from prefect_elastic_train.elastic.loop_state import loop_state
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
@@ -238,12 +238,12 @@ def test_whether_a_loop_looks_into_its_checkpoint_is_noted(disk: Storage, source
         pickle.dumps,
     ]
     for look in looks:
-        loop_state()[0].opened = False
+        loop_state._state.opened = False
         found = readable(Checkpoint(f"{run.path}/ckpt", run_filesystem(run, 1)))
         assert found is not None
-        assert not loop_state()[0].opened
+        assert not loop_state._state.opened
         look(found)
-        assert loop_state()[0].opened
+        assert loop_state._state.opened
 
 
 @on_object_stores
