@@ -222,7 +222,6 @@ class ControllerAlive(Event):
     droppable: ClassVar[bool] = True
     doing: str
     seconds: float
-    callback_errors: int = 0
 
 
 class AttemptEnded(Event):

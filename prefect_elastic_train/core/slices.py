@@ -13,16 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SliceShape:
-    """A TPU slice, and how workers fill it.
+    """A TPU slice, and how many workers fill it, 1 or more.
 
-    Attributes:
-        topology: As Ray spells it, such as ``"4x4"``.
-        accelerator_type: As Ray's nodes spell it, such as ``"TPU-V6E"``.
-        pod_type: The label ``ray.io/tpu-pod-type`` of the slice's nodes, such as ``"v6e-16"``.
-        chips: Chips of a slice, as Ray counts its resource ``TPU``: physical chips times
-            ``RAY_TPU_RESOURCE_PER_CHIP``, if that is set.
-        workers: Workers that fill a slice, 1 or more.
-        chips_per_worker: Chips of each worker, counted as ``chips``.
+    ``pod_type`` is the label ``ray.io/tpu-pod-type`` of its nodes, such as ``"v6e-16"``. Chips are counted as Ray's
+    resource ``TPU``: physical ones times ``RAY_TPU_RESOURCE_PER_CHIP``, if that is set.
     """
 
     topology: str
@@ -34,12 +28,7 @@ class SliceShape:
 
 
 def slice_shape(topology: str, accelerator_type: str, resources_per_worker: Mapping[str, float]) -> SliceShape:
-    """Return the shape of a slice whose workers hold what ``resources_per_worker`` says.
-
-    Args:
-        topology: TPU topology, such as ``"4x4"``.
-        accelerator_type: TPU type, such as ``"TPU-V6E"`` or ``"v6e"``.
-        resources_per_worker: Ray resources of a worker. Without ``TPU``: the chips of a host.
+    """Return the shape of a slice whose workers hold what ``resources_per_worker`` says, by default a host's chips.
 
     Raises:
         ValueError: There is no such type or topology, or workers with so many chips do not fill a host.
@@ -73,12 +62,9 @@ def slice_shape(topology: str, accelerator_type: str, resources_per_worker: Mapp
 
 
 def tpu_accelerator_type(accelerator_type: str) -> str:
-    """Return a TPU type as Ray's nodes spell it.
+    """Return a TPU type as Ray's nodes spell it, or raise a ValueError.
 
     Ray itself takes ``v6e`` too, and then waits forever for a node with the resource ``accelerator_type:v6e``.
-
-    Raises:
-        ValueError: Ray knows no such TPU type.
     """
     from ray._private.accelerators.tpu import VALID_TPU_TYPES
     from ray.util.tpu import get_tpu_version_from_type
@@ -94,11 +80,7 @@ def tpu_accelerator_type(accelerator_type: str) -> str:
 
 
 def check_chips(chips_per_worker: float) -> None:
-    """Check that a process may hold so many chips.
-
-    Raises:
-        ValueError: Ray gives a process 1, 2, 4 or 8 of them.
-    """
+    """Raise a ValueError if a process cannot hold so many chips."""
     from ray._private.accelerators.tpu import TPU_VALID_CHIP_OPTIONS
 
     if chips_per_worker not in TPU_VALID_CHIP_OPTIONS:
@@ -107,11 +89,7 @@ def check_chips(chips_per_worker: float) -> None:
 
 
 def check_worker_counts(shape: SliceShape, min_workers: int, max_workers: int) -> None:
-    """Check that the fewest and the most workers fill whole slices.
-
-    Raises:
-        ValueError: One of them, or both, would leave a slice partly filled.
-    """
+    """Raise a ValueError if the fewest or the most workers would leave a slice partly filled."""
     if min_workers % shape.workers or max_workers % shape.workers:
         raise ValueError(
             f"min_workers ({min_workers}) and max_workers ({max_workers}) must be multiples of {shape.workers}, the "

@@ -55,8 +55,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _current: RunCallback | None = None
 
 
-def current() -> RunCallback | None:
-    """Return the callback of this controller process, for the policies."""
+def current() -> RunCallback:
+    """Return the callback of this controller process, for policies and worker groups."""
+    assert _current is not None, "the controller has not started"
     return _current
 
 
@@ -362,6 +363,5 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 ev.ControllerAlive(
                     doing=self._state if waiting is None else "waiting for the storage",
                     seconds=time.time() - self._state_since if waiting is None else time.monotonic() - waiting,
-                    callback_errors=self.errors,
                 )
             )

@@ -22,15 +22,7 @@ _DEVICES = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 
 @dataclass(frozen=True)
 class Node:
-    """A living node of the cluster.
-
-    Attributes:
-        id: Ray's node id.
-        total: Its resources.
-        available: What of them nobody holds now.
-        labels: Its labels.
-        draining: Whether it has been told to go.
-    """
+    """A living node of the cluster: its resources, what of them nobody holds, and whether it has been told to go."""
 
     id: str
     total: Mapping[str, float]
@@ -41,16 +33,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the workers of a run ask for.
-
-    Attributes:
-        resources: Of each worker.
-        min_workers: Fewest workers to train with.
-        max_workers: Most workers.
-        labels: Ray's label selector that the node of a worker must satisfy.
-        strategy: Ray's placement strategy.
-        shape: Shape of the TPU slices that the workers fill, None for anything else.
-    """
+    """What the workers of a run ask for: resources of each, Ray's label selector and placement strategy, TPU slices."""
 
     resources: Mapping[str, float]
     min_workers: int

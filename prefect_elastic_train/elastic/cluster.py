@@ -40,12 +40,7 @@ class HeadAnswer(enum.Enum):
 
 
 def ask_head(address: str, timeout_seconds: float) -> HeadAnswer:
-    """Ask the head at ``host:port``, with the token of this process.
-
-    Args:
-        address: Where it should be.
-        timeout_seconds: How long to wait for an answer.
-    """
+    """Ask the head at ``host:port``, with the token of this process, and wait so long for an answer."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     answers: list[HeadAnswer] = []
@@ -66,12 +61,7 @@ def ask_head(address: str, timeout_seconds: float) -> HeadAnswer:
 
 
 def find_address() -> str:
-    """Return ``host:port`` of the cluster that ``"auto"`` means: ``RAY_ADDRESS``, or the one started on this machine.
-
-    Raises:
-        ConnectionError: There is none, or more than one.
-        ValueError: ``RAY_ADDRESS`` is no address.
-    """
+    """Return ``host:port`` of the cluster that ``"auto"`` means: ``RAY_ADDRESS``, or the only one on this machine."""
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
     return str(canonicalize_bootstrap_address_or_die("auto"))

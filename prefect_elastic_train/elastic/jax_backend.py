@@ -35,12 +35,7 @@ _LEAVE_SECONDS = 3.0  # for all ranks to meet at the end; less than the 5 s that
 
 @dataclass
 class RunJaxConfig(JaxConfig):  # type: ignore[misc]
-    """Ray's ``JaxConfig`` with our backend.
-
-    Attributes:
-        use_tpu: The workers have TPUs. Default False.
-        use_gpu: The workers have GPUs. Default False; with neither, they train on CPUs.
-    """
+    """Ray's ``JaxConfig`` with our backend; with neither TPUs nor GPUs, the workers train on CPUs."""
 
     @property
     def backend_cls(self) -> type[RunJaxBackend]:
@@ -49,13 +44,7 @@ class RunJaxConfig(JaxConfig):  # type: ignore[misc]
 
 
 def run_jax_config(jax_config: JaxConfig | None, scaling_config: Any) -> JaxConfig:
-    """Choose how the workers are set up.
-
-    Args:
-        jax_config: The user's own configuration, if there is one. A subclass with a backend of its own is used as
-            it is.
-        scaling_config: Ray's ``ScalingConfig``; says what the workers have if the user does not.
-    """
+    """Return how the workers are set up: as the user says, with an own backend too, or else for what they have."""
     if jax_config is not None and jax_config.backend_cls is not _JaxBackend:
         return jax_config
     given = jax_config or scaling_config

@@ -44,10 +44,8 @@ from prefect_elastic_train.loop.notice import announce
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at the cluster while no worker group runs, and that Ray's control loop, which does not rest
-#: by itself then, rests between two turns.
-_LOOK_SECONDS = 0.5
-_REST_SECONDS = 0.1
+#: Seconds between two looks at the cluster while no worker group runs: Ray's control loop does not rest by itself then.
+_REST_SECONDS = 0.5
 #: A wait is told of when it has lasted so long (what a lost group held is given back sooner), and then so often.
 _WORTH_TELLING_SECONDS = 2.0
 _REPORT_WAITING_SECONDS = 10.0
@@ -93,7 +91,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         self._growth = Growth(0)
         self._growths = 0
         self._commit_to_use = False
-        self._group_started_at = self._looked_at = self._next_look = self._told_at = float("-inf")
+        self._group_started_at = self._next_look = self._told_at = float("-inf")
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
@@ -112,9 +110,8 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         now, workers = time.monotonic(), 0
         try:
             self._take_in_the_last_start(now)
-            if now - self._looked_at >= _LOOK_SECONDS:
-                self._maybe_send_resource_request()
-                workers = self._workers_to_start_with(now)
+            self._maybe_send_resource_request()
+            workers = self._workers_to_start_with(now)
         except CapacityTimeoutError:
             raise
         except Exception:
@@ -138,10 +135,9 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             return NoopDecision()
 
     def _take_in_the_last_start(self, now: float) -> None:
+        callback = callbacks.current()
         asked_for, self._asked_for = self._asked_for, 0
-        callback, failure = callbacks.current(), None
-        if callback is not None:
-            failure, callback.start_failure = callback.start_failure, None
+        failure, callback.start_failure = callback.start_failure, None
         if not asked_for:
             return
         if failure is None:
@@ -165,11 +161,9 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         else:
             missing = self._why_not if possible >= least else describe_missing(nodes, self._demand, possible)
         waited, bound = self._start.waited(now), self._settings.capacity_timeout_seconds
-        callback = callbacks.current()
-        is_worth_telling = waited >= _WORTH_TELLING_SECONDS or self._why_not
-        if callback is not None and is_worth_telling and now - self._told_at >= _REPORT_WAITING_SECONDS:
+        if waited >= _WORTH_TELLING_SECONDS and now - self._told_at >= _REPORT_WAITING_SECONDS:
             self._told_at = now
-            callback.tell(
+            callbacks.current().tell(
                 WaitingForCapacity(
                     possible_workers=possible,
                     min_workers=least,
@@ -189,27 +183,24 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         now, callback = time.monotonic(), callbacks.current()
         if group.start_time != self._group_started_at:
             self._group_started_at, self._commit_to_use = group.start_time, False
-            self._growth = Growth(self._settings.resize_patience_seconds, self._settings.stability_delay_seconds)
-        committed = (callback is not None and callback.take_commit()) or self._commit_to_use
-        has_checkpoint = callback is not None and callback.has_checkpoint
+            self._growth = Growth(self._settings.resize_patience_seconds)
+        committed = callback.take_commit() or self._commit_to_use
         # The ranks stand still since they have saved: that is used as soon as the cluster answers.
         self._commit_to_use = committed and self._growth.target > 0
         if not all(worker.running for worker in status.worker_statuses.values()):
             return NoopDecision()
-        if now < self._next_look and self._growth.due(now, committed, has_checkpoint) is None:
+        if now < self._next_look and self._growth.due(now, committed, callback.has_checkpoint) is None:
             return NoopDecision()
         nodes, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
         if nodes is None:
             return NoopDecision()
         self._commit_to_use = False
-        until_stable, interval = self._stability.next_change(now), self._settings.resize_check_interval_seconds
-        self._next_look = now + min(interval, until_stable or interval)
-        stable = min(stable, self._start.limit(now))
-        if self._growth.look(now, group.num_workers, stable, more_awaited=until_stable is not None):
+        self._next_look = now + self._settings.resize_check_interval_seconds
+        if self._growth.look(now, group.num_workers, min(stable, self._start.limit(now))):
             self._growths += self._growth.target > 0
             for worker in group.workers:
                 worker.execute_async(announce, self._growths if self._growth.target else 0)
-        reason, waited = self._growth.due(now, committed, has_checkpoint), self._growth.waited_seconds(now)
+        reason, waited = self._growth.due(now, committed, callback.has_checkpoint), self._growth.waited_seconds(now)
         if reason is None:
             return NoopDecision()
         self._asked_for = self._growth.target
@@ -217,20 +208,15 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
 
     def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node] | None, int, int]:
         """Look at the cluster: its nodes, the workers that fit, and those that fit on nodes to be relied on."""
-        self._looked_at = now
         by_node = self._get_reserved_resources()
         if by_node is None:
             return None, 0, 0
-        nodes, reserved, callback = self._get_nodes(), by_node.values(), callbacks.current()
-        if callback is not None:
-            callback.counted_on = frozenset(node.id for node in nodes if not node.draining)
+        nodes, reserved = cluster_nodes(), by_node.values()
+        callbacks.current().counted_on = frozenset(node.id for node in nodes if not node.draining)
         reliable = self._stability.observe(now, [node.id for node in nodes])
         stable = [node for node in nodes if node.id in reliable]
         possible = possible_workers(nodes, self._demand, held, reserved)
         return nodes, possible, possible_workers(stable, self._demand, held, reserved)
-
-    def _get_nodes(self) -> list[Node]:
-        return cluster_nodes()
 
     def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
         """Return what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""
@@ -257,12 +243,11 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Decide whether to go on, and from which budget."""
-        callback = callbacks.current()
-        if isinstance(training_failed_error, ControllerError) and callback is not None:
-            callback.start_failure = training_failed_error.controller_failure
+        if isinstance(training_failed_error, ControllerError):
+            callbacks.current().start_failure = training_failed_error.controller_failure
         if isinstance(training_failed_error, WorkerGroupError):
             if why_never_again(training_failed_error.worker_failures.values()):
                 return FailureDecision.RAISE
-            if callback is not None and callback.is_draining:
+            if callbacks.current().is_draining:
                 training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
         return super().make_decision(training_failed_error)

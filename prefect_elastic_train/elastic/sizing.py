@@ -39,66 +39,35 @@ class Stability:
         self._since = {node: known.get(node, new) for node in node_ids}
         return frozenset(node for node, since in self._since.items() if now - since >= self._delay_seconds)
 
-    def next_change(self, now: float) -> float | None:
-        """Return the seconds until the next node can be relied on, None if none is awaited."""
-        left = [since + self._delay_seconds - now for since in (self._since or {}).values()]
-        return min((seconds for seconds in left if seconds > 0), default=None)
-
 
 class Growth:
     """A decided growth of the worker group, from the decision until it is carried out or called off.
 
     Args:
         patience_seconds: How long it waits for a commit before it is carried out without one; 0 for ever.
-        settling_seconds: How long a decision waits for more nodes that are about to count, so that nodes which come
-            one after the other cost one restart.
 
     Attributes:
         target: Workers to grow to, 0 while no growth is decided.
     """
 
-    def __init__(self, patience_seconds: float, settling_seconds: float = 0.0) -> None:
+    def __init__(self, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
-        self._settling_seconds = settling_seconds
-        self._possible_since: float | None = None
         self._decided_at = 0.0
         self.target = 0
 
-    def look(self, now: float, current: int, possible: int, more_awaited: bool = False) -> bool:
-        """Take in how many workers fit; return whether that begins or ends the wait for a commit.
-
-        Args:
-            now: Seconds on any clock that only goes forward.
-            current: Workers of the group.
-            possible: Workers that fit on nodes to be relied on.
-            more_awaited: Whether nodes are there that do not count yet; what is decided already does not wait for them.
-        """
-        before = self.target
-        if possible <= current:
-            self._possible_since, self.target = None, 0
-            return before > 0
-        if self._possible_since is None:
-            self._possible_since = now
-        if before or not more_awaited or now - self._possible_since >= self._settling_seconds:
-            self.target = possible
+    def look(self, now: float, current: int, possible: int) -> bool:
+        """Take in how many workers fit beside ``current``; return whether that begins or ends the wait for a commit."""
+        before, self.target = self.target, possible if possible > current else 0
         if self.target and not before:
             self._decided_at = now
-            return True
-        return False
+        return bool(self.target) != bool(before)
 
     def waited_seconds(self, now: float) -> float:
         """Return how long the growth has waited."""
         return now - self._decided_at if self.target else 0.0
 
     def due(self, now: float, committed: bool, has_checkpoint: bool) -> Reason | None:
-        """Return why the growth is carried out now, None if it is not.
-
-        Args:
-            now: Seconds on any clock that only goes forward.
-            committed: A checkpoint was committed in this turn.
-            has_checkpoint: The worker group began with or has committed one: what it restarts from. Without any
-                the growth waits, since it would throw away all work there is.
-        """
+        """Return why the growth is carried out now, None if it is not: without a checkpoint it would lose all work."""
         if self.target and committed:
             return Reason.COMMIT
         is_late = 0 < self._patience_seconds <= self.waited_seconds(now)
@@ -141,12 +110,7 @@ class Start:
         self._lost, self._since, self._failures = size, None, 0
 
     def failed(self, now: float, refused: int = 0) -> None:
-        """Take in that a group did not start; the next one has to wait, or is smaller.
-
-        Args:
-            now: Seconds on the same clock.
-            refused: Size of a group that could not be placed, though it was counted to fit; 0 for any other failure.
-        """
+        """Take in that a group did not start; one of size ``refused`` was counted to fit and could not be placed."""
         self._failures += 1
         if refused:
             fewer = refused - self._step * 2 ** (self._failures - 1)
@@ -156,13 +120,7 @@ class Start:
             self._not_before = now + min(2.0 ** min(self._failures - 1, 10), _MAX_PAUSE_SECONDS)
 
     def size(self, now: float, possible: int, stable: int) -> int:
-        """Return how many workers to start, 0 to go on waiting.
-
-        Args:
-            now: Seconds on the same clock.
-            possible: Workers that fit now.
-            stable: Workers that fit on nodes to be relied on.
-        """
+        """Return how many workers to start of those that fit now, on any or on stable nodes; 0 to go on waiting."""
         waited, limit = self.waited(now), self.limit(now)
         possible, stable = min(possible, limit), min(stable, limit)
         if possible < self._min_workers or now < self._not_before:

@@ -6,8 +6,7 @@ Uses ``ray.train.v2._internal``: ``fit()`` hands policies and callbacks to its c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -22,16 +21,8 @@ from prefect_elastic_train.elastic.worker_group import RunController
 from prefect_elastic_train.loop.context import RunContext
 
 
-@dataclass(frozen=True)
-class ControllerSetup:
-    """What goes into the controller besides Ray's own parts.
-
-    Attributes:
-        requester_id: Under which the run reserves resources.
-        scaling: What the run asks for.
-        callback: Reports to the driver.
-        context: What the loop may know of the run.
-    """
+class ControllerSetup(NamedTuple):
+    """What goes into the controller besides Ray's own parts; the run reserves resources under ``requester_id``."""
 
     requester_id: str
     scaling: ScalingSettings
@@ -73,15 +64,12 @@ class _ElasticTrainerMixin:
 
 
 def make_trainer(framework: str, setup: ControllerSetup, **arguments: Any) -> DataParallelTrainer:
-    """Make the trainer of a framework with our parts in its controller.
+    """Return the trainer of a framework (``"torch"``, ``"jax"`` or ``"none"``) with our parts in its controller.
 
     Args:
-        framework: ``"torch"``, ``"jax"`` or ``"none"``.
+        framework: Its name.
         setup: Our parts.
         **arguments: The trainer's own; ``torch_config`` and ``jax_config`` reach the one they belong to.
-
-    Raises:
-        ImportError: The framework is not installed.
     """
     torch_config, jax_config = arguments.pop("torch_config", None), arguments.pop("jax_config", None)
     base: type[DataParallelTrainer] = DataParallelTrainer

@@ -45,9 +45,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
         """Poll the workers, and look at what they report before any callback handles it."""
         statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
-        callback = callbacks.current()
-        if callback is not None:
-            callback.look_at_reports(statuses)
+        callbacks.current().look_at_reports(statuses)
         return statuses
 
     def _start(self) -> None:
@@ -72,11 +70,11 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 handle = super()._create_placement_group(scaling_config, worker_group_context)
             else:
                 handle = _create_on_slices(demand, worker_group_context)
-            handle.wait = _while_nodes_live(handle)
         except (WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError):
             raise
         except Exception as error:
             raise WorkerGroupStartupFailedError(f"No placement group for the workers: {error}") from error
+        handle.wait = _while_nodes_live(handle)
         return handle
 
 
@@ -100,8 +98,7 @@ class RunController(TrainController):  # type: ignore[misc]
 
 def _while_nodes_live(handle: PlacementGroupHandle) -> Callable[[float], bool]:
     """Return how to wait for a placement group: only while all nodes are there that its size was decided from."""
-    wait, callback = handle.wait, callbacks.current()
-    counted_on = callback.counted_on if callback is not None else frozenset[str]()
+    wait, counted_on = handle.wait, callbacks.current().counted_on
 
     def wait_or_give_up(timeout_seconds: float = 30) -> bool:
         deadline = time.monotonic() + timeout_seconds
@@ -135,11 +132,7 @@ class _SliceHandle(SlicePlacementGroupHandle):  # type: ignore[misc]
 
 
 def _create_on_slices(demand: Demand, context: Any) -> PlacementGroupHandle:
-    """Reserve slices that are whole and free, by their names.
-
-    Raises:
-        WorkerGroupStartupTimeoutError: There are not so many of them, or somebody else was quicker.
-    """
+    """Reserve slices that are whole and free, by their names."""
     shape = demand.shape
     assert shape is not None
     chosen, heads = _free_slices(demand, context.num_slices), list[PlacementGroup]()

@@ -58,7 +58,7 @@ EVENTS: list[ev.Event] = [
     ev.LoopWarned(problem="checkpoint-ignored", message="a", checkpoint="b", **BASE),
     ev.StorageWaited(who="ranks", seconds=12.5, tries=7, last="SlowDown", **BASE),
     ev.RunRecalled(report={"run_name": "mnist", "curves": {}}, **BASE),
-    ev.ControllerAlive(doing="RUNNING", seconds=1.5, callback_errors=2, **BASE),
+    ev.ControllerAlive(doing="RUNNING", seconds=1.5, **BASE),
     ev.AttemptEnded(
         outcome=Outcome.USER_ERROR, message="why", already_finished=True, final=True, result={"a": 1}, **BASE
     ),

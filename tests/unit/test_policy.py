@@ -41,24 +41,25 @@ class Cluster(RunScalingPolicy):
     def _maybe_send_resource_request(self) -> None:
         """Nobody is there to ask."""
 
-    def _get_nodes(self) -> list[Node]:
-        assert self.fits is not None
-        return [Node(f"n{n}", {"CPU": 1.0}, {"CPU": 0.0 if n in self.taken else 1.0}) for n in range(self.fits)]
-
     def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
         return None if self.fits is None else {"any": {"CPU": 100.0}}
 
+    def _show(self, fits: int | None) -> None:
+        self.fits = fits
+        taken = dict.fromkeys(self.taken, 0.0)
+        nodes = [Node(f"n{n}", {"CPU": 1.0}, {"CPU": taken.get(n, 1.0)}) for n in range(fits or 0)]
+        policy.cluster_nodes = lambda: nodes  # type: ignore[attr-defined]
+
     def start(self, fits: int | None) -> int:
         """Return how many workers are started where so many fit, 0 for none yet."""
-        self.fits = fits
+        self._show(fits)
         return getattr(self.make_decision_for_non_running_worker_group(), "num_workers", 0)
 
     def grow(self, fits: int | None, group: Any, committed: bool = False) -> Any:
         """Return what is decided about a healthy group where so many fit, None for nothing."""
-        self.fits = fits
-        callback = callbacks.current()
-        if committed and callback is not None:
-            callback.has_committed = True  # type: ignore[attr-defined]
+        self._show(fits)
+        callback: Any = callbacks.current()
+        callback.has_committed = committed
         status = WorkerGroupPollStatus({rank: WorkerStatus(running=True) for rank in range(group.num_workers)})
         decision = self.make_decision_for_running_worker_group(group, status)
         return None if isinstance(decision, NoopDecision) else decision
@@ -84,7 +85,7 @@ def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callback]:
     found = Callback()
     monkeypatch.setattr(callbacks, "_current", found)
     monkeypatch.setattr(policy, "_REST_SECONDS", 0.0)
-    monkeypatch.setattr(policy, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(policy, "cluster_nodes", None)  # put back afterwards
     return found
 
 
@@ -204,13 +205,13 @@ def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
     policy.start(2)
     callback.start_failure = failure
     assert policy.start(4) == 0, "it pauses"
-    assert callback.waiting[0].missing == told
     later(1.0)
     assert policy.start(4) == retried, "smaller only for want of room"
     callback.start_failure = failure
     later(30.0)
     with pytest.raises(CapacityTimeoutError, match=re.escape(told)):
         policy.start(4)
+    assert callback.waiting[0].missing == told
 
 
 def test_a_restart_leaves_out_what_has_only_just_come_unless_it_is_needed() -> None:
@@ -266,15 +267,14 @@ def test_a_loop_that_does_not_commit_is_resized_when_patience_is_over(later: Cal
 def test_a_group_never_shrinks_and_is_left_alone_when_a_rank_has_finished() -> None:
     assert _policy(1, 4).grow(1, _group(3), committed=True) is None
     policy = _policy(1, 4)
-    policy.fits = 4
+    policy._show(4)
     status = WorkerGroupPollStatus({0: WorkerStatus(running=True), 1: WorkerStatus(running=False)})
     assert isinstance(policy.make_decision_for_running_worker_group(_group(2), status), NoopDecision)
 
 
-def test_what_goes_wrong_in_a_decision_does_not_end_the_training() -> None:
+def test_what_goes_wrong_in_a_decision_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, broken = _policy(1, 4), object()
-    assert policy.start(-1) == 0
-    policy._get_nodes = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    monkeypatch.setattr(policy, "_get_reserved_resources", lambda: 1 / 0)
     assert policy.start(4) == 0
     assert isinstance(policy.make_decision_for_running_worker_group(broken, broken), NoopDecision)
 

@@ -180,15 +180,11 @@ def test_every_hook_of_ours_is_one_that_ray_calls_with_the_same_arguments(owner:
 
 _COORDINATOR = coordinator._AutoscalingCoordinatorActor
 SIGNATURES: list[tuple[Callable[..., Any], list[str]]] = [
-    (scaling_policy.ElasticScalingPolicy.__init__, ["self", "scaling_config"]),
     (client.TrainAutoscalingCoordinatorClient.__init__, ["self", "requester_id"]),
     (
         getattr(_COORDINATOR, "__ray_actor_class__", _COORDINATOR).get_reserved_resources,
         ["self", "requester_id", "recompute"],
     ),
-    (DataParallelTrainer._initialize_and_run_controller, ["self", "controller_init_kwargs"]),
-    (DataParallelTrainer._create_default_callbacks, ["self"]),
-    (CheckpointManager.__init__, ["self", "checkpoint_config", "storage_context"]),
     (context.TrainContext._sync_checkpoint_dir_name_across_ranks, ["self", "checkpoint_dir_name"]),
     (StorageContext.make_default_checkpoint_dir_name, []),
     (StorageContext.persist_current_checkpoint, ["self", "checkpoint", "checkpoint_dir_name"]),

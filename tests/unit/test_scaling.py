@@ -41,34 +41,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         SLICES | {"min_workers": 12, "max_workers": 16, "resources_per_worker": {"TPU": 2}},
         "must be multiples of 8, the workers with TPU 2",
     ),
-    "one-worker-on-many-hosts": (SLICES | ALONE, "min_workers (1) and max_workers (1) must be multiples of 4"),
     "unknown-type": (
         SLICES | {"accelerator_type": "A100"},
         "'A100' is no TPU type that Ray knows; use one of TPU-V2, ",
     ),
-    "unknown-type-of-one-worker": (
-        {"accelerator": "tpu", "accelerator_type": "TPU-V99"},
-        "accelerator_type 'TPU-V99' is no TPU type that Ray knows",
-    ),
-    "type-by-another-name": (SLICES | {"accelerator_type": "TPU-V5E"}, "TPU-V5LITEPOD is Google's v5e"),
-    "malformed-topology": (
-        SLICES | {"topology": "4x"},
-        "topology '4x' does not exist for TPU-V6E; use one of 1x1, 2x2, ",
-    ),
     "turned-topology": (SLICES | {"topology": "8x4", "min_workers": 8}, "topology '8x4' does not exist for TPU-V6E"),
-    "topology-of-another-type": (SLICES | {"accelerator_type": "TPU-V5P"}, "topology '4x4' does not exist for TPU-V5P"),
     "no-tpu-per-worker": (
         SLICES | {"resources_per_worker": {"CPU": 1, "TPU": 0}},
         "says TPU 0, and accelerator is 'tpu'; correct one of them",
     ),
-    "more-tpus-than-a-slice": (SLICES | {"resources_per_worker": {"TPU": 32}}, "Ray gives a worker one of 1, 2, 4, 8"),
     "more-tpus-than-a-host": (
         SLICES | {"resources_per_worker": {"TPU": 8}},
         "asks for TPU 8, and a host of TPU-V6E 4x4 has 4; use a number that fills it evenly, or leave TPU out",
-    ),
-    "half-a-tpu": (
-        SLICES | {"min_workers": 32, "max_workers": 32, "resources_per_worker": {"TPU": 0.5}},
-        "asks for TPU 0.5; Ray gives a worker one of 1, 2, 4, 8",
     ),
     "three-tpus-of-one-worker": (
         {"accelerator": "tpu", "resources_per_worker": {"TPU": 3}},
@@ -78,7 +62,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         SLICES | {"accelerator_type": ""},
         "needs both topology (such as '4x4') and accelerator_type (such as 'TPU-V6E'), got '4x4' and ''",
     ),
-    "several-workers-without-a-topology": (SLICES | {"topology": " "}, "got '' and 'TPU-V6E'"),
     "topology-without-a-type": (
         {"accelerator": "tpu", "topology": "2x2"},
         "got '2x2' and ''",
@@ -95,7 +78,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"resources_per_worker": {"TPU": 4}},
         "says TPU 4, and accelerator is 'cpu'",
     ),
-    "gpus-of-tpu-workers": (SLICES | {"resources_per_worker": {"GPU": 1}}, "says GPU 1, and accelerator is 'tpu'"),
     "no-gpu-per-gpu-worker": (
         {"accelerator": "gpu", "resources_per_worker": {"CPU": 1, "GPU": 0}},
         "says GPU 0, and accelerator is 'gpu'",
@@ -109,21 +91,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 #: What is taken, and what a worker then gets.
 TAKEN: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
-    "cpu": ({"max_workers": 7}, {"CPU": 1}),
-    "custom-resources": (
-        {"max_workers": 7, "resources_per_worker": {"CPU": 0, "fast-disk": 1}},
-        {"fast-disk": 1},
-    ),
     "no-accelerators-said-aloud": ({"resources_per_worker": {"CPU": 2, "GPU": 0, "TPU": 0}}, {"CPU": 2}),
     "gpu": ({"accelerator": "gpu", "max_workers": 7}, {"GPU": 1}),
     "slices-of-four-hosts": (SLICES, {"CPU": 1, "TPU": 4, "accelerator_type:TPU-V6E": 0.001}),
     "type-as-google-spells-it": (
         SLICES | {"accelerator_type": "v6e", "topology": " 4X4"},
         {"CPU": 1, "TPU": 4, "accelerator_type:TPU-V6E": 0.001},
-    ),
-    "small-workers": (
-        SLICES | {"min_workers": 8, "resources_per_worker": {"CPU": 3, "TPU": 2}},
-        {"CPU": 3, "TPU": 2, "accelerator_type:TPU-V6E": 0.001},
     ),
     "slices-without-a-word-on-tpus": (
         SLICES | {"resources_per_worker": {"CPU": 0.5, "memory": 1e9}},
@@ -138,10 +111,6 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
         {"CPU": 1, "TPU": 4, "accelerator_type:TPU-V7X": 0.001},
     ),
     "one-tpu-anywhere": ({"accelerator": "tpu"}, {"TPU": 1}),
-    "one-worker-of-a-type": (
-        {"accelerator": "tpu", "accelerator_type": "v4"},
-        {"TPU": 1, "accelerator_type:TPU-V4": 0.001},
-    ),
 }
 
 

@@ -12,12 +12,9 @@ from prefect_elastic_train.elastic.sizing import Growth, Reason, Stability, Star
 def test_nodes_of_the_first_look_are_relied_on_at_once_and_later_ones_after_the_delay_without_a_gap() -> None:
     nodes = Stability(30)
     assert nodes.observe(100, ["a"]) == {"a"}
-    assert nodes.next_change(100) is None
     assert nodes.observe(110, ["a", "b"]) == {"a"}
-    assert nodes.next_change(110) == 30
     assert nodes.observe(139, ["a", "b"]) == {"a"}
     assert nodes.observe(140, ["a", "b"]) == {"a", "b"}
-    assert nodes.next_change(140) is None
     assert nodes.observe(141, ["b"]) == {"b"}
     assert nodes.observe(142, ["a", "b"]) == {"b"}
 
@@ -35,25 +32,6 @@ def test_a_growth_waits_for_a_commit_and_not_for_ever() -> None:
     endless = Growth(0)
     endless.look(0, current=2, possible=3)
     assert endless.due(1e9, committed=False, has_checkpoint=True) is None
-
-
-def test_nodes_that_come_one_after_the_other_cost_one_restart_and_none_holds_a_growth_up_for_ever() -> None:
-    growth = Growth(600, settling_seconds=30)
-    for now in range(0, 30, 5):
-        assert not growth.look(now, current=2, possible=3, more_awaited=True)
-        assert growth.due(now, committed=True, has_checkpoint=True) is None
-    assert growth.look(30, current=2, possible=3, more_awaited=True)
-    quick = Growth(600, settling_seconds=30)
-    assert not quick.look(0, current=2, possible=3, more_awaited=True)
-    assert quick.look(20, current=2, possible=4, more_awaited=False)
-    assert quick.target == 4
-
-
-def test_an_announced_growth_stands_when_another_node_arrives() -> None:
-    growth = Growth(600, settling_seconds=30)
-    assert growth.look(0, current=2, possible=3)
-    assert not growth.look(1, current=2, possible=3, more_awaited=True), "the loop has been asked to save"
-    assert growth.due(2, committed=True, has_checkpoint=True) is Reason.COMMIT
 
 
 def test_a_growth_that_is_not_possible_any_more_is_called_off() -> None:
