@@ -7,18 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from prefect_elastic_train.core.spec import MARK_VARIABLE
-from prefect_elastic_train.supervisor.guard import DISMISSED
+from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.core.spec import MARK_VARIABLE, write_spec
 from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
 from tests.support.processes import wait_for
-from tests.unit.support import REPOSITORY
+from tests.unit.support import REPOSITORY, spec
 
 #: Starts a child that starts a grandchild in a session of its own; the child ends, so the grandchild is nobody's.
 _IN_BETWEEN = (
@@ -121,91 +120,61 @@ time.sleep(60)
     first.wait(5)
 
 
-#: A flow process: starts the guard as the supervisor does, then processes with the mark, then waits for a word.
+#: A flow process that is in the middle of an attempt; its driver ends in order when it is asked to.
 _FLOW = """
-import os, subprocess, sys
-mark, variable, family, last_word = sys.argv[1:]
-guard = subprocess.Popen(
-    [sys.executable, "-m", "prefect_elastic_train.supervisor.guard", mark, str(os.getpid())],
-    stdin=subprocess.PIPE, start_new_session=True,
-)
-# Whoever runs the tests in the background may have SIGINT ignored, which a driver does not.
-driver = '''
-import pathlib, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-pathlib.Path(sys.argv[2], "ready").touch()
+import pathlib, sys
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.spec import read_spec
+from prefect_elastic_train.supervisor.runtime import Runtime
+told = lambda source, text: print(text, flush=True)
+runtime = Runtime(ElasticTrainSettings(), print, told, check_stop=lambda: None)
+runtime.driver_command = (sys.executable, "-c", *sys.argv[1:], "prefect_elastic_train.driver")
 try:
+    runtime.run_attempt(read_spec(pathlib.Path(sys.argv[3]).with_name("spec")))
+finally:
+    runtime.close()
+"""
+_DRIVER = """
+import os, pathlib, signal, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+# Whoever runs the tests in the background may have SIGINT ignored, which a driver does not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    print(sys.argv[-1], flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
-    pathlib.Path(sys.argv[2]).with_name("in-order").touch()
-'''
-for command in ([driver, "prefect_elastic_train.driver", mark], [family]):
-    command, environment = [sys.executable, "-c", *command], {**os.environ, variable: mark}
-    subprocess.Popen(command, env=environment, start_new_session=True)
-print(guard.pid, flush=True)
-sys.stdin.readline()
-guard.stdin.write(last_word.encode())
-guard.stdin.close()
-guard.wait(20)
+    pathlib.Path(sys.argv[2]).touch()
 """
 
 
-class Flow:
-    """A flow process with a guard and a tree of marked processes."""
-
-    def __init__(self, mark: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _FLOW, mark, MARK_VARIABLE, _FAMILY, DISMISSED.decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.guard = psutil.Process(int(self.process.stdout.readline()))
-        self.marked = _count(mark, 5)
-        wait_for(lambda: _ignores_hangup(self.guard.pid), 10, "the guard to be on watch")
-        # A signal while Python starts may be lost, and then the driver gets all of its grace.
-        wait_for(Path(mark, "ready").exists, 10, "the driver to be up")
-
-    def close(self) -> None:
-        """End what is left."""
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
-        self.process.kill()
-        self.process.wait()
-
-
 def _ignores_hangup(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status").read_text()
-    mask = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
-    return bool(int(mask.split()[1], 16) & (1 << (signal.SIGHUP - 1)))
+    _, _, mask = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")
+    return bool(int(mask.split()[0], 16) & (1 << (signal.SIGHUP - 1)))
 
 
-@pytest.fixture
-def flow(mark: str) -> Iterator[Flow]:
-    """A flow process whose guard is on watch."""
-    flow = Flow(mark)
-    yield flow
-    flow.close()
-
-
-def test_a_flow_process_that_is_killed_leaves_nothing_running(flow: Flow, mark: str, tmp_path: Path) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        flow.guard.send_signal(number)  # what ends a flow must not end its guard
-    flow.process.kill()
-    started = time.monotonic()
-    wait_for(lambda: not marked_processes(mark), 10, "the end of all marked processes")
-    wait_for(lambda: not Path(mark).exists(), 10 - (time.monotonic() - started), "the end of the folder")
-    assert (tmp_path / "in-order").exists(), "the driver was asked first"
-    wait_for(lambda: not flow.guard.is_running() or not _lives(flow.guard), 5, "the guard to go")
-
-
-def test_a_guard_that_is_dismissed_goes_and_touches_nothing(flow: Flow, mark: str) -> None:
-    assert flow.process.stdin is not None
-    flow.process.stdin.write("\n")
-    flow.process.stdin.flush()
-    assert flow.process.wait(10) == 0
-    assert {process.pid for process in marked_processes(mark)} == {process.pid for process in flow.marked}
-    assert Path(mark, "ready").exists()
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_flow_process_that_is_ended_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+    in_order = tmp_path / "in-order"
+    write_spec(spec(cluster=ClusterSettings(address="auto")), tmp_path / "spec")
+    with subprocess.Popen(
+        [sys.executable, "-c", _FLOW, _DRIVER, _FAMILY, str(in_order)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        text=True,
+    ) as flow:
+        assert flow.stdout is not None
+        private = Path(flow.stdout.readline().strip()).parent
+        try:
+            _count(str(private), 5)
+            [guard] = [one for one in psutil.Process(flow.pid).children() if str(flow.pid) in one.cmdline()]
+            wait_for(lambda: _ignores_hangup(guard.pid), 10, "the guard to be on watch")
+            for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                guard.send_signal(other)  # what ends a flow must not end its guard
+            flow.send_signal(number)
+            wait_for(lambda: not marked_processes(str(private)), 10, "the end of all marked processes")
+            wait_for(lambda: not private.exists(), 5, "the end of the folder")
+            wait_for(lambda: not guard.is_running() or not _lives(guard), 5, "the guard to go")
+            assert in_order.exists(), "the driver was asked first"
+        finally:
+            flow.kill()
+            end_marked(str(private), 10)
