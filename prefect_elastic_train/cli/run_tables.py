@@ -9,10 +9,10 @@ from prefect_elastic_train.cli.common import age, clean, console, metrics_in_sho
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.markdown import TIME_PARTS
 from prefect_elastic_train.report.words import duration, size
-from prefect_elastic_train.runs.checking import Verification
+from prefect_elastic_train.runs.commits import commit_label
 from prefect_elastic_train.runs.identity import LATEST_RUN
-from prefect_elastic_train.runs.inspecting import AttemptView, RunDetails, RunState, RunSummary
-from prefect_elastic_train.runs.model import MIRRORS
+from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, Verification
+from prefect_elastic_train.runs.model import Attempt
 from prefect_elastic_train.runs.pruning import RunPlan
 
 #: Ancestors of a run that are shown.
@@ -41,8 +41,8 @@ def print_summaries(summaries: Sequence[RunSummary]) -> None:
 def print_details(details: RunDetails) -> None:
     """Print all about a run."""
     now = time.time()
-    summary, accounts, fingerprint = details.summary, details.accounts, details.fingerprint
-    config = fingerprint.config if fingerprint is not None else {}
+    summary, accounts, run = details.summary, details.accounts, details.run
+    config = run.fingerprint.config if run is not None else {}
     faults = (
         f"{accounts.worker_failures} worker failures, {accounts.preemptions} preemptions, {accounts.resizes} resizes, "
         f"{accounts.steps_lost} reports done again"
@@ -52,13 +52,12 @@ def print_details(details: RunDetails) -> None:
             ("run", summary.name),
             ("where", summary.uri),
             ("state", _state(summary) + (f" ({summary.detail})" if summary.detail else "")),
-            ("waits", details.waiting),
-            ("created", f"{age(details.created_at, now)} ago" if details.created_at else ""),
-            ("by", details.creator.describe() if details.creator is not None else ""),
+            ("created", f"{age(run.created_at, now)} ago" if run is not None else ""),
+            ("by", run.creator.describe() if run is not None else ""),
             ("started from", _lineage(details)),
-            ("train loop", f"{fingerprint.loop} ({fingerprint.framework})" if fingerprint is not None else ""),
+            ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run is not None else ""),
             ("config", ", ".join(f"{key} #{value[:8]}" for key, value in config.items())),
-            ("versions", ", ".join(f"{name} {number}" for name, number in details.versions.items())),
+            ("versions", ", ".join(f"{name} {number}" for name, number in run.versions.items()) if run else ""),
             ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
             ("faults", faults),
             ("goodput", _goodput(accounts.time) if accounts.world_sizes else ""),
@@ -77,10 +76,10 @@ def print_details(details: RunDetails) -> None:
         rows = []
         for one in details.checkpoints:
             which = ", ".join(word for word, is_it in (("latest", one.latest), ("best", one.best)) if is_it)
-            numbers = [str(one.files), size(one.size_bytes), age(one.committed_at, now)]
+            numbers = [str(one.files), size(one.size_bytes)]
             rows.append([one.name, str(one.report_index), metrics_in_short(one.metrics, 6), *numbers, which])
-        headings = ["checkpoint", "report", "metrics", "files", "size", "age", ""]
-        print_table(headings, rows, right=["report", "files", "size", "age"])
+        headings = ["checkpoint", "report", "metrics", "files", "size", ""]
+        print_table(headings, rows, right=["report", "files", "size"])
     if details.result is not None:
         console().print()
         metrics = metrics_in_short(details.result.get("metrics") or {}, 20)
@@ -91,22 +90,8 @@ def print_verification(found: Verification) -> None:
     """Print what was found of a run."""
     out = console()
     out.print(f"{found.name}: {'whole' if found.whole else 'DAMAGED'}", markup=False, style="bold")
-    lines = []
-    for checkpoint in found.checkpoints:
-        what = "ok" if checkpoint.ok else "; ".join(checkpoint.problems)
-        latest = ", latest" if checkpoint.latest else ""
-        lines.append(
-            f"checkpoint {checkpoint.name}: {what} ({checkpoint.files} files, {size(checkpoint.size_bytes)}{latest})"
-        )
-    lines.append(f"a resume {found.resume}")
-    lines += [f"  it would say: {repair}" for repair in found.repairs]
-    if found.snapshot not in ("", MIRRORS):
-        lines.append(f"Ray's snapshot: {found.snapshot}; a resume writes it anew")
-    if older := [commit.commit for commit in found.older_commits if commit.whole]:
-        lines.append(f"older commits that are still whole: {', '.join(older)}")
-    lines += [f"commit {commit.commit}: {commit.problem}" for commit in found.older_commits if commit.problem]
-    lines += found.torn_records
-    lines += [f"left over: {left.folder} ({size(left.size_bytes)}): {left.reason}" for left in found.leftovers]
+    lines = [f"a resume {found.resume}", *(f"  it would say: {repair}" for repair in found.repairs)]
+    lines += [f"left over: {left.folder} ({size(left.size_bytes)}): {left.why}" for left in found.leftovers]
     for line in lines:
         out.print(f"  {clean(line)}", markup=False)
 
@@ -133,23 +118,31 @@ def _state(summary: RunSummary) -> str:
     return "another program's" if summary.state is RunState.FOREIGN else state.replace("_", " ")
 
 
-def _attempt(attempt: AttemptView, now: float, lives: bool) -> list[str]:
-    ended = attempt.outcome or ("record torn" if attempt.torn else "no end")
-    notes = [*(["void"] if attempt.void else []), *attempt.repairs, attempt.verdict or attempt.message]
-    until = attempt.ended_at or (now if lives else None)
-    lasted = age(attempt.started_at, until) if until is not None else ""
-    row = [str(attempt.attempt), age(attempt.started_at, now), lasted, ended, attempt.base or "the beginning"]
-    note = "; ".join(note.strip().partition("\n")[0] for note in notes if note)
-    return [*row, attempt.host, attempt.flow_run_name, note]
+def _attempt(attempt: Attempt, now: float, lives: bool) -> list[str]:
+    record, ended = attempt.record, attempt.ended
+    notes = [*(["void"] if ended and ended.void else []), *(record.repairs if record else [])]
+    notes.append(ended.verdict or ended.message if ended else "")
+    began, until = record.started_at if record else None, ended.at if ended else now if lives else None
+    return [
+        str(attempt.number),
+        age(began, now),
+        age(began, until) if until is not None else "",
+        attempt.outcome or ("no end" if record else "record torn"),
+        (commit_label(record.base) if record else "") or "the beginning",
+        record.owner.host.partition("/")[0] if record else "",
+        record.owner.flow_run_name if record else "",
+        "; ".join(note.strip().partition("\n")[0] for note in notes if note),
+    ]
 
 
 def _lineage(details: RunDetails) -> str:
     """Return the checkpoints that a run comes from, the nearest first."""
     named = [f"{one.run}@{one.checkpoint}" + ("" if one.there else " (deleted)") for one in details.ancestors]
     more = [f"{len(named) - _ANCESTORS} more"] if len(named) > _ANCESTORS else []
-    if not named and details.resume_from.partition("@")[0] == LATEST_RUN:
-        return f"the beginning, since {details.resume_from} found no run"
-    return ", which started from ".join([*named[:_ANCESTORS], *more]) or details.resume_from
+    resume_from = details.run.resume_from if details.run is not None else ""
+    if not named and resume_from.partition("@")[0] == LATEST_RUN:
+        return f"the beginning, since {resume_from} found no run"
+    return ", which started from ".join([*named[:_ANCESTORS], *more]) or resume_from
 
 
 def _goodput(account: TimeAccount) -> str:

@@ -15,10 +15,8 @@ from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
 from prefect_elastic_train.cli.run_tables import print_details, print_plans, print_summaries, print_verification
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.report.words import size
-from prefect_elastic_train.runs.ancestry import ancestors
-from prefect_elastic_train.runs.checking import verify
-from prefect_elastic_train.runs.inspecting import RunState, RunSummary, describe, summarize
-from prefect_elastic_train.runs.pruning import AwaitedSources, RunChangedError, RunPlan, carry_out, plan_runs
+from prefect_elastic_train.runs.inspecting import RunState, RunSummary, describe, summarize, verify
+from prefect_elastic_train.runs.pruning import RunChangedError, RunPlan, carry_out, plan_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
@@ -62,17 +60,13 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
 
 @app.command("show")
 def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) -> None:
-    """Show all about a run: identity, attempts, faults, checkpoints, result.
-
-    Takes 15 s longer where only watching its heartbeat can tell whether it lives.
-    """
+    """Show all about a run: identity, attempts, faults, checkpoints, result."""
     with errors():
         opened = open_briefly(storage)
         [name] = _chosen(opened, [run])
-        details = describe(opened.run(name), name)
+        details = describe(opened, name)
         if details is None:
             raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run")
-        details = details.model_copy(update={"ancestors": ancestors(opened, name)})
         if as_json:
             _print_json(_plain(details))
         else:
@@ -123,14 +117,14 @@ def prune_runs(
     with errors():
         opened = open_briefly(storage)
         seconds = None if older_than is None else older_than * _DAY_SECONDS
-        plans = plan_runs(opened, _chosen(opened, runs), older_than_seconds=seconds)
+        plans = _of_each(lambda store, name: plan_run(store, name, seconds), opened, _chosen(opened, runs))
         print_plans(opened.uri, plans)
         wanted = [one for one in plans if one.deletions]
         if dry_run or not wanted:
             return
         if not yes:
             typer.confirm("Delete this for good?", abort=True)
-        _carry_out(opened, wanted, AwaitedSources(opened, seconds) if seconds is not None else None)
+        _carry_out(opened, wanted)
 
 
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
@@ -169,13 +163,13 @@ def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def _carry_out(storage: Storage, plans: Sequence[RunPlan], awaited: AwaitedSources | None) -> None:
+def _carry_out(storage: Storage, plans: Sequence[RunPlan]) -> None:
     out = console()
     gone = 0
     try:
         for one in plans:
             try:
-                for deletion in carry_out(storage.run(one.run), one, awaited):
+                for deletion in carry_out(storage.run(one.run), one):
                     gone += deletion.size_bytes
                     out.print(f"deleted {deletion.run} {deletion.folder}".rstrip(), markup=False)
             except RunChangedError as error:

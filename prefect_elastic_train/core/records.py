@@ -35,7 +35,7 @@ class Owner(_Record):
     deployment_name: str = ""
     host: str = ""
     pid: int = 0
-    #: As :func:`runs.attempts.process_start` says, by which a process is told from a later one of the same id.
+    #: As :func:`runs.liveness.process_start` says, by which a process is told from a later one of the same id.
     process_started_at: float = 0.0
     #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
     supervisor: str = ""
@@ -61,8 +61,6 @@ class Fingerprint(_Record):
     #: Where the loop is imported from, ``<module or file>:<function>``; empty if it went by value. Only for telling
     #: loops of the same name apart: one that is moved is the same.
     path: str = ""
-    #: The file of a loop that is in no package, where that is known. Modules of that kind are called `train` anywhere.
-    file: str = ""
     framework: str
     config: dict[str, str] = Field(default_factory=dict)
 
@@ -70,10 +68,6 @@ class Fingerprint(_Record):
         """Return whether the loop may be that of ``other``, as far as names and places tell."""
         paths = {path for path in (self.path, other.path) if path}
         return (self.loop, self.framework) == (other.loop, other.framework) and len(paths) <= 1
-
-    def may_be_in_file_of(self, other: Fingerprint) -> bool:
-        """Return whether the loop may be in the file that ``other`` is in. It is not where a file is fetched anew."""
-        return len({file for file in (self.file, other.file) if file}) <= 1
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return in words what differs in ``other``; empty if nothing does."""
@@ -114,8 +108,6 @@ class AttemptRecord(_Record):
     """``attempts/<n>.json``: a driver attempt; its existence fences off all earlier ones."""
 
     attempt: int
-    #: Told apart from the attempt of the same number of another run.
-    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     #: Of the run, should ``run.json`` be lost.
     run_id: str = ""
     owner: Owner
@@ -155,8 +147,6 @@ class CommitRecord(_Record):
 
     attempt: int
     sequence: int
-    #: Of the attempt's record; empty where there was none.
-    attempt_id: str = ""
     at: float = Field(default_factory=time.time)
     snapshot: dict[str, Any]
     #: For each checkpoint, path and size in bytes of its files.

@@ -26,18 +26,10 @@ from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import (
-    Begun,
-    Finished,
-    begin_attempt,
-    end_attempt,
-    host_id,
-    peek,
-    process_start,
-)
+from prefect_elastic_train.runs.attempts import Begun, Finished, begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
-from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS, HeartbeatWriter
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
+from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, host_id, process_start
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.seeding import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
@@ -90,11 +82,9 @@ class Attempt:
         finished = peek(self.store, spec)
         if finished is not None:
             return self.finish(finished)
-        source, notes = None, list[str]()
-        if spec.request.resume_from and self._is_new:
+        if spec.request.resume_from and self._is_new:  # refused before a cluster is started or joined
             teller.doing("looking for the checkpoint that the run starts from")
-            chosen = choose_source(self._storage, spec.request, self.store)
-            source, notes = chosen.checkpoint, chosen.notes
+            choose_source(self._storage, spec.request)
         teller.emit(ClusterWanted())
         teller.doing("")
         _set_up_ray(spec)
@@ -120,7 +110,7 @@ class Attempt:
             teller.doing("trying the storage from the nodes")
             try_from_nodes(probe, resources_per_worker(scaling))
         trying.close()
-        begun = self.begin(source, notes)
+        begun = self.begin()
         if isinstance(begun, Finished):
             return self.finish(begun)
         assert self._receiver is not None
@@ -136,16 +126,16 @@ class Attempt:
         time.sleep(0.1)
         return self.complete()
 
-    def begin(self, source: str | None = None, notes: list[str] | None = None) -> Begun | Finished:
-        """Take the fence and say so, with the checkpoint that a new run starts from and what there is to say of it."""
-        notes = notes or []
+    def begin(self) -> Begun | Finished:
+        """Take the fence and say so."""
+        notes: list[str] = []
 
         def seed() -> None:
             self.teller.doing("copying the checkpoint that the run starts from")
             notes.extend(seed_from_source(self._storage, self.spec.request, self.store))
 
         self.teller.doing("looking for where to resume")
-        begun = begin_attempt(self.store, self.spec, source=source, seed=seed)
+        begun = begin_attempt(self.store, self.spec, seed=seed)
         if isinstance(begun, Finished):
             return begun
         self.teller.attempt = begun.attempt
@@ -216,7 +206,7 @@ class Attempt:
 
     def _result(self, *more: AttemptEnded) -> RunResult:
         from prefect_elastic_train.report.accounts import add_up
-        from prefect_elastic_train.runs.reading import make_result
+        from prefect_elastic_train.runs.inspecting import make_result
 
         accounts = add_up(chain(read_history(self.store), more))
         return make_result(self.store, self.spec.request.run_name, accounts, self.spec.storage_block, self._score)

@@ -19,11 +19,10 @@ from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode
+from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.orchestration.flow_runs import is_root
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import is_alive
-from prefect_elastic_train.runs.commits import newest_attempt
+from prefect_elastic_train.runs.liveness import is_alive
+from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.storage.opening import Storage
 
 #: Name of the state, of type Crashed, that a dead run gets. Automations for Crashed runs shall not resume it, too.
@@ -137,23 +136,17 @@ def _living_drivers(storage: Storage, flow_run_id: str) -> Iterator[str]:
     """Look for drivers that train for the flow run; a heartbeat from another machine is watched for some seconds."""
     for name in storage.run_names():
         store = storage.run(name)
-        newest = newest_attempt(store)
-        record = decode(AttemptRecord, store.read(layout.attempt_name(newest))) if newest else None
+        attempt = RunDirectory(store).newest_attempt
+        owner = attempt.record.owner if attempt is not None and attempt.record is not None else None
         # A job outlives its flow process, and is followed again.
-        if record is None or record.owner.flow_run_id != flow_run_id or record.owner.job:
+        if attempt is None or owner is None or owner.flow_run_id != flow_run_id or owner.job:
             continue
-        if store.read(layout.ended_name(newest)) is None and is_alive(store, record):
-            yield f"the driver of attempt {newest} of run {name} lives on {record.owner.host.split('/')[0]}"
+        if attempt.ended is None and is_alive(store, owner):
+            yield f"the driver of attempt {attempt.number} of run {name} lives on {owner.host.split('/')[0]}"
 
 
 def _owner(storage: Storage, run_name: str) -> Owner | None:
-    if run_name not in storage.run_names():
-        return None
-    store = storage.run(run_name)
-    newest = newest_attempt(store)
-    attempt = decode(AttemptRecord, store.read(layout.attempt_name(newest))) if newest else None
-    run = decode(RunRecord, store.read(layout.RUN)) if attempt is None else None
-    return attempt.owner if attempt is not None else run.creator if run is not None else None
+    return RunDirectory(storage.run(run_name)).owner if run_name in storage.run_names() else None
 
 
 def _set(client: SyncPrefectClient, flow_run_id: UUID, state: State) -> None:

@@ -3,49 +3,37 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import psutil
 
 from prefect_elastic_train.core.bounds import cut
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import (
-    AttemptRecord,
-    EndedRecord,
-    Heartbeat,
-    Owner,
-    RunRecord,
-    decode,
-    encode,
-)
+from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, RunRecord, encode
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.version import __version__
-from prefect_elastic_train.report.words import clock, duration
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, all_commits, lineage
-from prefect_elastic_train.runs.heartbeat import HEARTBEAT_SECONDS
-from prefect_elastic_train.runs.model import ResumePoint, RunDirectory
+from prefect_elastic_train.runs.commits import lineage
+from prefect_elastic_train.runs.liveness import driver_process, is_alive, look_for_life
+from prefect_elastic_train.runs.model import Attempt, ResumePoint, RunDirectory
 from prefect_elastic_train.runs.resume import adopt_snapshot, restore_snapshot
-from prefect_elastic_train.runs.view import RunReader
 from prefect_elastic_train.storage.store import RunStore
 
 #: Bound of the take-over loop. It turns again only when somebody else took a step in between.
 _MAX_TURNS = 20
-#: A holder counts as dead after this many of its heartbeat intervals without a beat.
-_MISSED_BEATS = 3
 #: How much of an attempt's last words goes into the error that says why no other follows.
 _CAUSE_CHARACTERS = 1000
 #: How much of them is recorded.
 _MESSAGE_BYTES = 4000
+#: An attempt that ended so may be followed by another one without a person's doing.
+_COUNTED = {outcome.value for outcome in Outcome if outcome.retryable or outcome is Outcome.SUPERSEDED}
 
 
 @dataclass(frozen=True)
@@ -56,7 +44,6 @@ class Begun:
         attempt: Its number in the run directory.
         point: What it resumes from.
         counted: How many attempts of this flow run there were, this one included.
-        without_progress: How many attempts before it, in a row, ended without a commit.
         notes: What the user should know: repairs, changed configuration, a driver that was ended.
         run_id: Id of the run, the same in all attempts.
     """
@@ -64,7 +51,6 @@ class Begun:
     attempt: int
     point: ResumePoint
     counted: int
-    without_progress: int
     notes: list[str]
     run_id: str
 
@@ -82,52 +68,20 @@ class Finished:
     ended: EndedRecord
 
 
-@dataclass(frozen=True)
-class _Past:
-    """An attempt that ended or died, or still runs."""
-
-    number: int
-    record: AttemptRecord | None
-    ended: EndedRecord | None
-    #: Whose it is. With a torn record whose the run was before, as far as can be read.
-    owner: Owner | None = None
-
-    @property
-    def flow_run_id(self) -> str:
-        return self.owner.flow_run_id if self.owner else ""
-
-    def state(self, store: RunStore) -> str:
-        """How it is with the attempt, in words; their times are by the clock of the driver's machine."""
-        torn = " (its record is torn)" if self.record is None else ""
-        if self.ended is not None:
-            return f"attempt {self.number} ended as {self.ended.outcome}{torn}"
-        begun = seen = ""
-        if self.record is not None:
-            host = self.record.owner.host.partition("/")[0]
-            begun = f", begun {clock(self.record.started_at)} UTC on {host or 'an unknown machine'},"
-        beat = decode(Heartbeat, store.read(layout.HEARTBEAT))
-        if beat is not None and beat.attempt == self.number:
-            seen = f" (last sign of life {duration(time.time() - beat.at)} ago)"
-        return f"attempt {self.number}{begun} may still be running{seen}{torn}"
-
-
 def begin_attempt(
     store: RunStore,
     spec: DriverSpec,
     *,
-    source: str | None = None,
     seed: Callable[[], None] | None = None,
-    observe_seconds: float | None = None,
+    watch_seconds: float | None = None,
 ) -> Begun | Finished:
     """Take the run over, or say why not.
 
     Args:
         store: The run directory.
         spec: Who wants it, and how; its owner is the driver process.
-        source: What `resume_from` of a new run came to; see :class:`RunRecord`.
-        seed: Copies the checkpoint that a new run starts from; called while the run has no commit.
-        observe_seconds: How long another flow run's attempt is watched for a sign of life; default three of
-            its heartbeat intervals.
+        seed: Copies the checkpoint that a new run starts from; called once, if the run has no commit.
+        watch_seconds: How long another flow run's attempt is watched for a sign of life; see :func:`is_alive`.
 
     Returns:
         The attempt, which holds the fence; or what the finished run left behind.
@@ -138,32 +92,29 @@ def begin_attempt(
     """
     notes: list[str] = []
     request = spec.request
-    run_id = _claim_run(store, request, source, notes).id
     for _ in range(_MAX_TURNS):
-        past = _past_attempts(store)
-        last = past[-1] if past else None
-        if last is not None:
-            if last.flow_run_id == request.owner.flow_run_id:
-                if last.ended is not None and _has_finished(request, last):
-                    return Finished(last.number, last.ended)
-                _check_not_taken_over(request, past)
-                note = _end_old_driver(last)
-                notes += [note] if note else []
-            else:
-                _check_takeover(store, request, last, observe_seconds)
-        counted, without_progress = _spent(store, request, past)
-        _check_budgets(store, spec.failures, past, counted, without_progress)
-        if seed is not None and next(lineage(store), None) is None:
-            seed()
         newest = next(lineage(store), None)
         run = RunDirectory(store)
+        finished = _find_finished(run, request, watch_seconds)
+        if finished is not None:
+            return finished
+        if run.record is None:
+            notes += _claim(store, run, request)
+            continue
+        last = run.newest_attempt
+        if last is not None:
+            notes += _end_old_driver(last, request)
+        counted, without_progress = _spent(run, request)
+        _check_budgets(store, spec.failures, last, counted, without_progress)
+        if seed is not None and newest is None:
+            seed()
+            seed = None
+            continue
         point = run.resume_point
-        # A number is never used again, also if somebody has removed the record of its attempt.
-        numbers = [last.number if last else run.newest_writer, *(number for number, _ in all_commits(store))]
-        attempt = max(numbers) + 1
+        attempt = run.next_number
         record = AttemptRecord(
             attempt=attempt,
-            run_id=run_id,
+            run_id=run.record.id,
             owner=request.owner,
             fingerprint=request.fingerprint,
             confirmed=False,
@@ -180,45 +131,25 @@ def begin_attempt(
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last is not None and last.ended is None:
             end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
-        repairs = point.repairs + restore_snapshot(store, point)
-        return Begun(attempt, point, counted + 1, without_progress, notes + repairs, run_id)
-    raise AttemptFailedError(
-        f"run {request.run_name!r} changed hands {_MAX_TURNS} times while this driver tried to begin; "
-        "another flow run is starting on it, give this one another run_name",
-        outcome=Outcome.INVALID,
+        if differences := run.record.fingerprint.differences(request.fingerprint):
+            notes.append("the run has another configuration than before: " + "; ".join(differences))
+        notes += point.repairs + restore_snapshot(store, point)
+        return Begun(attempt, point, counted + 1, notes, run.record.id)
+    raise _refused(
+        f"run {request.run_name!r} changed hands {_MAX_TURNS} times while this driver tried to begin; another flow run "
+        "is starting on it, give this one another run_name"
     )
 
 
-def peek(store: RunStore, spec: DriverSpec, observe_seconds: float | None = None) -> Finished | None:
-    """Tell, without beginning anything, whether the run is finished for this flow run.
+def peek(store: RunStore, spec: DriverSpec, watch_seconds: float | None = None) -> Finished | None:
+    """Return what the run left behind if it is finished for this flow run. Nothing is begun.
 
     Takes the arguments of :func:`begin_attempt`.
 
     Raises:
         AttemptFailedError: :func:`begin_attempt` would refuse because the run is another flow run's or training.
     """
-    request = spec.request
-    past = _past_attempts(store)
-    if not past:
-        existing = decode(RunRecord, store.read(layout.RUN))
-        if existing is not None:
-            _check_unbegun(store, request, existing)
-        return None
-    last = past[-1]
-    if last.flow_run_id == request.owner.flow_run_id:
-        existing = decode(RunRecord, store.read(layout.RUN))
-        changed = _check_same_training(request, existing) if existing is not None else []
-        if last.ended is not None and _has_finished(request, last):
-            if changed and not request.resume:
-                raise AttemptFailedError(
-                    f"run {request.run_name!r} is finished, and {changed[0]}. Give this training another run_name, or "
-                    "resume=True to train on from the run's last checkpoint",
-                    outcome=Outcome.INVALID,
-                )
-            return Finished(last.number, last.ended)
-    else:
-        _check_takeover(store, request, last, observe_seconds)
-    return None
+    return _find_finished(RunDirectory(store), spec.request, watch_seconds)
 
 
 def end_attempt(
@@ -237,258 +168,141 @@ def end_attempt(
     store.create(layout.ended_name(attempt), encode(record))
 
 
-def host_id() -> str:
-    """Name where a process id means one process: this machine or container, since it was booted."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return socket.gethostname()
-    return f"{socket.gethostname()}/{boot}/{namespace}"
-
-
-def process_start(pid: int) -> float:
-    """When a process of this machine began, in clock ticks since boot: a time of day moves when the clock is set.
-
-    Without ``/proc`` it is in seconds since the epoch.
-
-    Raises:
-        psutil.NoSuchProcess: There is none.
-    """
-    try:
-        return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    except OSError:
-        return psutil.Process(pid).create_time()
-
-
-def is_alive(store: RunReader, record: AttemptRecord, observe_seconds: float | None = None) -> bool:
-    """Tell whether an attempt that has not ended shows a sign of life.
-
-    No clocks are compared: on the driver's own machine its process is looked up, elsewhere the heartbeat is
-    watched for a change.
-    """
-    if record.owner.host == host_id():
-        return _same_process(record.owner) is not None
-    return _heart_beats(store, observe_seconds)
-
-
-def _heart_beats(store: RunReader, observe_seconds: float | None) -> bool:
-    """Watch the heartbeat of whichever attempt it is, for three of its intervals unless told otherwise."""
-    first = store.read(layout.HEARTBEAT)
-    beat = decode(Heartbeat, first)
-    interval = beat.interval_seconds if beat else HEARTBEAT_SECONDS
-    bound = observe_seconds if observe_seconds is not None else _MISSED_BEATS * interval
-    deadline = time.monotonic() + bound
-    while time.monotonic() < deadline:
-        time.sleep(min(0.5, bound / 10))
-        if store.read(layout.HEARTBEAT) != first:
-            return True
-    return False
-
-
-def _claim_run(store: RunStore, request: RunRequest, source: str | None, notes: list[str]) -> RunRecord:
-    """Create the run, or check that it is the same training; give its record."""
-    record = RunRecord(
-        name=request.run_name,
-        id=uuid.uuid4().hex,
-        creator=request.owner,
-        fingerprint=request.fingerprint,
-        resume_from=request.resume_from,
-        source=source,
-        part=request.part,
-        versions=_versions(),
-    )
-    if store.read(layout.RUN) is None:
-        if store.read(layout.SNAPSHOT) is not None and not store.names(layout.ATTEMPTS):
-            if not request.resume:
-                raise AttemptFailedError(
-                    f"{store.uri} holds a run that another program wrote with Ray Train; give another run_name, "
-                    "or resume=True to continue it",
-                    outcome=Outcome.INVALID,
-                )
-            notes += adopt_snapshot(store)
-        record = _as_begun(store, request, record)
-        if store.create(layout.RUN, encode(record)):
-            if all_attempts(store):
-                notes.append("run.json was torn or missing and was written anew")
-            elif request.resume and not notes:
-                notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
-            return record
-    existing = decode(RunRecord, store.read(layout.RUN))
-    if existing is None:
-        notes.append("run.json was torn or missing and was written anew")
-        record = _as_begun(store, request, record)
-        store.replace(layout.RUN, encode(record))
-        return record
-    if not all_attempts(store):
-        _check_unbegun(store, request, existing)
-    notes += _check_same_training(request, existing)
-    return existing
-
-
 def _versions() -> dict[str, str]:
     """Versions in use, for the records."""
     return {"ray": version("ray"), "prefect-elastic-train": __version__, "python": sys.version.split()[0]}
 
 
-def _check_unbegun(store: RunStore, request: RunRequest, existing: RunRecord) -> None:
-    """Refuse a run without an attempt that another flow run has claimed, unless the user wants it and it is free.
+def _refused(why: str, outcome: Outcome = Outcome.INVALID) -> AttemptFailedError:
+    return AttemptFailedError(why, outcome=outcome)
 
-    Before its first attempt a run has no heartbeat, so only a driver on this machine is seen to live.
+
+def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float | None) -> Finished | None:
+    """Return what a finished run of the flow run left behind; None if there is something to do and it may be done.
+
+    Raises:
+        AttemptFailedError: The run is not the flow run's to take, or is not the same training.
     """
-    creator = existing.creator
-    if creator.flow_run_id == request.owner.flow_run_id:
-        return
-    if not request.resume:
-        raise _owned(store, request, creator, "it has not begun an attempt yet")
-    if creator.host == host_id() and _same_process(creator) is not None:
-        raise AttemptFailedError(
-            f"run {request.run_name!r} is being started right now by {creator.describe()} on this machine, pid "
-            f"{creator.pid}; cancel that flow run first, then resume",
-            outcome=Outcome.INVALID,
+    record, last, owner, name = run.record, run.newest_attempt, run.owner, request.run_name
+    is_free = record is None and last is None
+    if is_free and not request.resume and _is_foreign(run):
+        raise _refused(
+            f"{run.uri} holds a run that another program wrote with Ray Train; give another run_name, or resume=True "
+            "to continue it"
         )
-
-
-def _as_begun(store: RunStore, request: RunRequest, record: RunRecord) -> RunRecord:
-    """Give the record of a run that has lost its own: whoever asks for a run is not its creator for that."""
-    past = _past_attempts(store)
-    begun = [attempt.record for attempt in past if attempt.record is not None]
-    if begun:
-        fingerprint = begun[-1].fingerprint or record.fingerprint
-        ids = [record.id, *(attempt.run_id for attempt in begun if attempt.run_id)]
-        return record.model_copy(update={"creator": begun[0].owner, "fingerprint": fingerprint, "id": ids[-1]})
-    if past and not request.resume:
-        raise _owned(store, request, None, past[-1].state(store))
-    return record
-
-
-def _check_same_training(request: RunRequest, existing: RunRecord) -> list[str]:
-    """Refuse to go on with what may be another training; give what changed on purpose, in words."""
-    if request.resume_from and existing.resume_from != request.resume_from:
-        raise AttemptFailedError(
-            f"run {request.run_name!r} exists and did not start from {request.resume_from!r}; resume_from starts a new "
-            "run, so give it a new run_name",
-            outcome=Outcome.INVALID,
+    is_own = owner is not None and owner.flow_run_id == request.owner.flow_run_id
+    if not is_own and not is_free:
+        _check_takeover(run, request, watch_seconds)
+    if record is not None and request.resume_from and record.resume_from != request.resume_from:
+        raise _refused(
+            f"run {name!r} exists and did not start from {request.resume_from!r}; resume_from starts a new run, so "
+            "give it a new run_name"
         )
-    differences = existing.fingerprint.differences(request.fingerprint)
-    if not differences:
-        return []
-    if not (request.named or request.resume):
-        raise AttemptFailedError(
-            f"run {request.run_name!r} was begun with another configuration: {'; '.join(differences)}. If this flow "
-            "trains several models, give each its own run_name; to continue this run with the new configuration, "
-            f"give run_name={request.run_name!r}",
-            outcome=Outcome.INVALID,
+    finished = None
+    if is_own and last is not None and last.ended is not None and last.outcome == Outcome.COMPLETED.value:
+        before = last.record.fingerprint if last.record is not None else None
+        if not request.resume or (before is not None and not before.differences(request.fingerprint)):
+            finished = Finished(last.number, last.ended)
+    differences = record.fingerprint.differences(request.fingerprint) if record is not None else []
+    if differences and not request.resume and (finished is not None or not request.named):
+        raise _refused(
+            f"run {name!r} was begun with another configuration: {'; '.join(differences)}. If this flow trains several "
+            f"models, give each its own run_name; to continue this run with the new configuration, give "
+            f"run_name={name!r}, and resume=True if it is finished"
         )
-    return ["the run has another configuration than before: " + "; ".join(differences)]
-
-
-def _past_attempts(store: RunStore) -> list[_Past]:
-    past: list[_Past] = []
-    run = decode(RunRecord, store.read(layout.RUN))
-    owner = run.creator if run is not None else None
-    for number in all_attempts(store):
-        record = decode(AttemptRecord, store.read(layout.attempt_name(number)))
-        ended = decode(EndedRecord, store.read(layout.ended_name(number)))
-        owner = record.owner if record is not None else owner
-        past.append(_Past(number, record, ended, owner))
-    return past
-
-
-def _has_finished(request: RunRequest, last: _Past) -> bool:
-    """Tell whether the flow run's own last attempt has finished what is asked for; with ``resume``, the same again."""
-    if last.ended is None or last.ended.outcome != Outcome.COMPLETED.value:
-        return False
-    before = last.record.fingerprint if last.record is not None else None
-    return not request.resume or (before is not None and not before.differences(request.fingerprint))
-
-
-def _check_takeover(store: RunStore, request: RunRequest, last: _Past, observe_seconds: float | None) -> None:
-    """Refuse another flow run's run unless the user wants it and nobody works on it."""
-    if not request.resume:
-        raise _owned(store, request, last.owner, last.state(store))
-    if last.ended is not None:
-        return
-    if last.record is None:
-        if _heart_beats(store, observe_seconds):
-            raise AttemptFailedError(
-                f"run {request.run_name!r} is being trained right now, by all that can be told by "
-                f"{_describe(last.owner)}: its heart beats, and the record of attempt {last.number} is torn; "
-                "cancel that flow run first, then resume",
-                outcome=Outcome.INVALID,
-            )
-        return
-    if is_alive(store, last.record, observe_seconds):
-        owner = last.record.owner
-        raise AttemptFailedError(
-            f"run {request.run_name!r} is being trained right now by {owner.describe()} on "
-            f"{owner.host.partition('/')[0]}, pid {owner.pid}; cancel that flow run first, then resume",
-            outcome=Outcome.INVALID,
-        )
-
-
-def _describe(owner: Owner | None) -> str:
-    return owner.describe() if owner is not None else "a flow run whose name cannot be read any more"
-
-
-def _check_not_taken_over(request: RunRequest, past: list[_Past]) -> None:
-    """Give way to another process of the same flow run that has taken over from this one."""
-    supervisors = [attempt.record.owner.supervisor for attempt in past if attempt.record is not None]
+    supervisors = [one.record.owner.supervisor for one in run.attempts if one.record is not None]
     mine = request.owner.supervisor
-    if mine and mine in supervisors and supervisors[-1] != mine:
-        raise AttemptFailedError(
-            f"attempt {past[-1].number} of run {request.run_name!r} was begun by another process of the same flow run; "
-            "this one gives way",
-            outcome=Outcome.SUPERSEDED,
+    if finished is None and is_own and mine and mine in supervisors and supervisors[-1] != mine:
+        raise _refused(
+            f"the newest attempt of run {name!r} was begun by another process of the same flow run; this one gives way",
+            Outcome.SUPERSEDED,
+        )
+    return finished
+
+
+def _check_takeover(run: RunDirectory, request: RunRequest, watch_seconds: float | None) -> None:
+    """Refuse another flow run's run unless the user wants it and nobody works on it."""
+    last, owner = run.newest_attempt, run.owner
+    whose = owner.describe() if owner is not None else "a flow run whose name cannot be read any more"
+    if not request.resume:
+        state = "it has not begun an attempt yet"
+        if last is not None and last.ended is not None:
+            state = f"attempt {last.number} ended as {last.outcome}"
+        elif last is not None:
+            sign = look_for_life(run, last.number, last.record, time.time())
+            state = f"attempt {last.number} may still be running: {sign.words}"
+        raise _refused(
+            f"run {request.run_name!r} in {run.uri} belongs to {whose}; {state}. Give this training another run_name, "
+            "or resume=True to take the run over"
+        )
+    known = owner if last is None or last.record is not None else None  # of a torn one the heartbeat tells
+    if (last is None or last.ended is None) and is_alive(run.store, known, watch_seconds):
+        place = f" on {owner.host.partition('/')[0]}, pid {owner.pid}" if owner is not None else ""
+        raise _refused(
+            f"run {request.run_name!r} is being trained right now by {whose}{place}; cancel that flow run first, then "
+            "resume"
         )
 
 
-def _owned(store: RunStore, request: RunRequest, owner: Owner | None, state: str) -> AttemptFailedError:
-    return AttemptFailedError(
-        f"run {request.run_name!r} in {store.uri} belongs to {_describe(owner)}; {state}. Give this training another "
-        "run_name, or resume=True to take the run over",
-        outcome=Outcome.INVALID,
+def _is_foreign(run: RunDirectory) -> bool:
+    """Whether Ray Train alone has written a run."""
+    return run.read(layout.SNAPSHOT) is not None and run.read(layout.RUN) is None
+
+
+def _claim(store: RunStore, run: RunDirectory, request: RunRequest) -> list[str]:
+    """Create the record of a run, or write it anew where it is lost; return what there is to say of it."""
+    begun = [attempt.record for attempt in run.attempts if attempt.record is not None]
+    notes = adopt_snapshot(store) if _is_foreign(run) and run.newest_attempt is None else []
+    record = RunRecord(
+        name=request.run_name,
+        id=begun[-1].run_id if begun else uuid.uuid4().hex,
+        # Whoever asks for a run that has lost its record is not its creator for that.
+        creator=begun[0].owner if begun else request.owner,
+        fingerprint=(begun[-1].fingerprint if begun else None) or request.fingerprint,
+        resume_from=request.resume_from,
+        part=request.part,
+        versions=_versions(),
     )
+    if run.read(layout.RUN) is not None:
+        store.replace(layout.RUN, encode(record))
+    elif not store.create(layout.RUN, encode(record)):
+        return []
+    if run.read(layout.RUN) is not None or run.newest_attempt is not None:
+        notes.append("run.json was torn or missing and was written anew")
+    elif request.resume and not notes:
+        notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
+    return notes
 
 
-def _spent(store: RunStore, request: RunRequest, past: list[_Past]) -> tuple[int, int]:
+def _spent(run: RunDirectory, request: RunRequest) -> tuple[int, int]:
     """Count this flow run's attempts, and those in a row without a commit, since the last verdict.
 
     A verdict is an end that no automatic restart follows: only a person's retry gets past it, and that
     starts with fresh budgets.
     """
-    progressed = {attempt for attempt, _ in lineage(store)}
+    progressed = {attempt for attempt, _ in lineage(run)}
     counted = without_progress = 0
     in_a_row = True
-    for attempt in reversed(past):
-        if attempt.flow_run_id != request.owner.flow_run_id:
+    for attempt in reversed(run.attempts):
+        if attempt.record is not None and attempt.record.owner.flow_run_id != request.owner.flow_run_id:
             break
-        if attempt.number in progressed:
-            in_a_row = False
-        if attempt.ended is not None:
-            # One that a person stopped says nothing about the budgets, but its checkpoints are progress.
-            if attempt.ended.void or attempt.ended.outcome == Outcome.CANCELLED.value:
-                continue
-            if attempt.ended.final or not _counts(attempt.ended.outcome):
-                break
+        in_a_row = in_a_row and attempt.number not in progressed
+        # One that a person stopped says nothing about the budgets, but its checkpoints are progress.
+        if attempt.ended is not None and (attempt.ended.void or attempt.outcome == Outcome.CANCELLED.value):
+            continue
+        if attempt.ended is not None and (attempt.ended.final or attempt.outcome not in _COUNTED):
+            break
         counted += 1
-        if in_a_row:
-            without_progress += 1
+        without_progress += in_a_row
     return counted, without_progress
 
 
-def _counts(outcome: str) -> bool:
-    """Tell whether an attempt that ended so may be followed by another one without a person's doing."""
-    try:
-        return Outcome(outcome).retryable or Outcome(outcome) is Outcome.SUPERSEDED
-    except ValueError:  # written by a newer version
-        return False
-
-
 def _check_budgets(
-    store: RunStore, failures: FailureSettings, past: list[_Past], counted: int, without_progress: int
+    store: RunStore, failures: FailureSettings, last: Attempt | None, counted: int, without_progress: int
 ) -> None:
     """Refuse another attempt when a budget is used up, and record that as the run's verdict."""
+    if last is None:
+        return
     if without_progress >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
         message = (
@@ -505,33 +319,22 @@ def _check_budgets(
         )
     else:
         return
-    last = past[-1]
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="it just died")
     store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"final": True, "verdict": message})))
     message += f". The last of them ended as {ended.outcome}: {ended.message[:_CAUSE_CHARACTERS]}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
 
 
-def _same_process(owner: Owner) -> psutil.Process | None:
-    try:
-        process = psutil.Process(owner.pid)
-        if process_start(owner.pid) != owner.process_started_at:
-            return None
-        return None if process.status() == psutil.STATUS_ZOMBIE else process
-    except (psutil.Error, ValueError):
-        return None
-
-
-def _end_old_driver(last: _Past) -> str:
+def _end_old_driver(last: Attempt, request: RunRequest) -> list[str]:
     """End this flow run's previous driver if it still lives on this machine. It is fenced off in any case."""
-    if last.ended is not None or last.record is None or last.record.owner.host != host_id():
-        return ""
-    process = _same_process(last.record.owner)
+    if last.ended is not None or last.record is None or last.record.owner.flow_run_id != request.owner.flow_run_id:
+        return []
+    process = driver_process(last.record.owner)
     if process is None or process.pid == os.getpid():
-        return ""
+        return []
     try:
         process.kill()
         process.wait(10)
     except psutil.Error as error:
-        return f"the driver of attempt {last.number} (pid {process.pid}) could not be ended: {error}"
-    return f"the driver of attempt {last.number} (pid {process.pid}) was still alive and was ended"
+        return [f"the driver of attempt {last.number} (pid {process.pid}) could not be ended: {error}"]
+    return [f"the driver of attempt {last.number} (pid {process.pid}) was still alive and was ended"]

@@ -37,19 +37,19 @@ class FencedOffError(ElasticTrainError):
 
 
 def all_attempts(store: RunReader) -> list[int]:
-    """Give the numbers of all attempts that ever began, ascending."""
-    return sorted(n for name in store.names(layout.ATTEMPTS) if (n := layout.parse_attempt(name)) is not None)
+    """Return the numbers of all attempts that ever began, ascending."""
+    found = (layout.parse_numbers(name) for name in store.names(layout.ATTEMPTS))
+    return sorted(numbers[0] for numbers in found if len(numbers) == 1)
 
 
 def newest_attempt(store: RunReader) -> int:
-    """Give the number of the attempt that holds the fence, 0 if none ever began."""
+    """Return the number of the attempt that holds the fence, 0 if none ever began."""
     return max(all_attempts(store), default=0)
 
 
-def attempt_id(store: RunReader, attempt: int) -> str:
-    """Give what tells an attempt from that of the same number of another run; empty without its record."""
-    record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
-    return record.id if record is not None else ""
+def read_attempt(store: RunReader, attempt: int) -> AttemptRecord | None:
+    """Return the record of an attempt; None if there is none, or a torn one."""
+    return decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
 
 
 def check_fence(store: RunReader, attempt: int) -> None:
@@ -68,7 +68,7 @@ def check_fence(store: RunReader, attempt: int) -> None:
             permanent=True,
         )
     if newest > attempt:
-        record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
+        record = read_attempt(store, newest)
         holder = f" for {record.owner.describe()}" if record else ""
         raise FencedOffError(
             f"attempt {attempt} of {store.uri} was taken over by attempt {newest}{holder}; it stops here"
@@ -76,7 +76,7 @@ def check_fence(store: RunReader, attempt: int) -> None:
 
 
 def _is_seen(store: RunReader, attempt: int) -> bool:
-    """Tell whether an attempt's record is there; a mount may show an old listing for some time."""
+    """Whether an attempt's record is there; a mount may show an old listing for some time."""
     deadline = time.monotonic() + _SEEN_SECONDS
     while store.read(layout.attempt_name(attempt)) is None:
         if time.monotonic() > deadline:
@@ -86,13 +86,13 @@ def _is_seen(store: RunReader, attempt: int) -> bool:
 
 
 def all_commits(store: RunReader) -> list[tuple[int, int]]:
-    """Give attempt and sequence number of all commits, ascending."""
-    found = (layout.parse_commit(name) for name in store.names(layout.COMMITS))
-    return sorted(commit for commit in found if commit is not None)
+    """Return attempt and sequence number of all commits, ascending."""
+    found = (layout.parse_numbers(name) for name in store.names(layout.COMMITS))
+    return sorted((numbers[0], numbers[1]) for numbers in found if len(numbers) == 2)
 
 
 def lineage(store: RunReader, before: int | None = None) -> Iterator[tuple[int, int]]:
-    """Give the commits that count, newest first.
+    """Yield the commits that count, newest first.
 
     These are the commits of the newest attempt, then those up to its base, and so on. What an attempt
     committed after its successor had confirmed its base is passed over.
@@ -109,12 +109,11 @@ def lineage(store: RunReader, before: int | None = None) -> Iterator[tuple[int, 
         if upto is not None and attempt > upto[0]:
             continue
         yield from (c for c in reversed(commits) if c[0] == attempt and (upto is None or c <= upto))
-        record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
-        if record is None or not record.confirmed:
-            continue
-        if record.base is None:
-            return
-        upto = record.base
+        record = read_attempt(store, attempt)
+        if record is not None and record.confirmed:
+            if record.base is None:
+                return
+            upto = record.base
 
 
 @dataclass(frozen=True)
@@ -123,23 +122,15 @@ class ReadCommit:
 
     Attributes:
         number: Attempt and sequence.
-        record: What was committed; None if that cannot be told any more.
-        problem: ``"torn"`` or ``"another run's"`` if that is what its object is, else empty. A record that there is
-            nevertheless was put together from Ray's file.
+        record: What was committed; None if that is torn.
         gone: Checkpoints that attempts have dropped since or that a newer commit lost, each with the reason.
         damaged: The others that are not as they were committed, each with what is wrong; empty if nobody asked.
     """
 
     number: tuple[int, int]
     record: CommitRecord | None
-    problem: str
     gone: dict[str, str]
     damaged: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """Its name."""
-        return commit_label(self.number)
 
     @property
     def lost(self) -> dict[str, str]:
@@ -166,7 +157,7 @@ def newest_commit(store: RunReader, attempt: int | None = None, *, whole: bool =
 
 
 def read_lineage(store: RunReader, attempt: int | None = None, *, whole: bool = False) -> Iterator[ReadCommit]:
-    """The commits that count, newest first. Whoever wants to know what is left of one asks here.
+    """Yield the commits that count, newest first. Whoever wants to know what is left of one asks here.
 
     Args:
         store: The run directory.
@@ -178,85 +169,41 @@ def read_lineage(store: RunReader, attempt: int | None = None, *, whole: bool = 
     before = None if attempt is None else attempt + 1
     attempts = [number for number in all_attempts(view) if before is None or number < before]
     gone: dict[str, str] = {}
-    newest = True
     for number in lineage(view, before):
-        record, problem = _read_commit(view, number)
-        if record is None and newest:
-            record = _mirrored_commit(view, before)
-        newest = False
+        record = read_commit(view, number)
         while attempts and attempts[-1] > number[0]:
-            for name, reason in dropped_by(view, attempts.pop()).items():
-                gone.setdefault(name, reason)
-        damaged = {}
-        if record is not None and whole:
-            for name in checkpoint_names(record.snapshot):
-                if name not in gone and (damage := damage_of(view, name, record.manifest.get(name))):
-                    damaged[name] = damage
-        yield ReadCommit(number, record, problem, dict(gone), damaged)
-        gone.update(damaged)
+            gone = {**dropped_by(view, attempts.pop()), **gone}
+        names = checkpoint_names(record.snapshot) if record is not None and whole else []
+        manifest = record.manifest if record is not None else {}
+        damage = {name: damage_of(view, name, manifest.get(name, {})) for name in names if name not in gone}
+        damaged = {name: why for name, why in damage.items() if why}
+        yield ReadCommit(number, record, gone, damaged)
+        gone = {**gone, **damaged}
 
 
-def _read_commit(view: RunView, number: tuple[int, int]) -> tuple[CommitRecord | None, str]:
-    record = decode(CommitRecord, view.read(layout.commit_name(*number)))
-    if record is None or not fits_together(record.snapshot):
-        return None, "torn"
-    known = attempt_id(view, number[0])
-    is_own = not known or not record.attempt_id or known == record.attempt_id
-    return (record, "") if is_own and (record.attempt, record.sequence) == number else (None, "another run's")
-
-
-def _mirrored_commit(view: RunView, before: int | None) -> CommitRecord | None:
-    """Put the newest commit, which is lost, together again from Ray's file, if that is its mirror beyond doubt.
-
-    Ray's file may also mirror an earlier commit: a crash can come before it is written, and a holder that was
-    stopped may write it late. It is this commit's if it is further than the newest earlier commit that can be
-    read, and names one checkpoint more, which by its name is of this commit's attempt. Of that checkpoint no manifest
-    is left: it is taken as it is.
-    """
-    (attempt, sequence), *older = lineage(view, before)
-    mirror = parse_snapshot(view.read(layout.SNAPSHOT))
-    names = checkpoint_names(mirror) if mirror is not None else []
-    if mirror is None or not names:
-        return None
-    earlier = next((record for number in older if (record := _read_commit(view, number)[0]) is not None), None)
-    known = earlier.manifest if earlier is not None else {}
-    files = view.file_sizes(names[-1])
-    if (
-        not files
-        or written_by(names[-1]) != attempt
-        or not known.keys() >= set(names[:-1])
-        or (earlier is not None and mirror["current_report_index"] <= earlier.snapshot["current_report_index"])
-    ):
-        return None
-    return CommitRecord(
-        attempt=attempt,
-        sequence=sequence,
-        attempt_id=attempt_id(view, attempt),
-        snapshot=mirror,
-        manifest={**{name: known[name] for name in names[:-1]}, names[-1]: files},
-    )
+def read_commit(store: RunReader, number: tuple[int, int]) -> CommitRecord | None:
+    """Return a commit; None if it is torn or another's."""
+    record = decode(CommitRecord, store.read(layout.commit_name(*number)))
+    is_own = record is not None and (record.attempt, record.sequence) == number and fits_together(record.snapshot)
+    return record if is_own else None
 
 
 def dropped_by(store: RunReader, attempt: int) -> dict[str, str]:
     """Return the checkpoints that an attempt has given up as damaged, each with words that say so."""
-    record = decode(AttemptRecord, store.read(layout.attempt_name(attempt)))
+    record = read_attempt(store, attempt)
     names = record.dropped if record is not None else []
     return dict.fromkeys(names, f"it was damaged, and attempt {attempt} gave it up")
 
 
-def damage_of(store: RunReader, checkpoint: str, manifest: dict[str, int] | None) -> str:
+def damage_of(store: RunReader, checkpoint: str, manifest: dict[str, int]) -> str:
     """What is wrong with a checkpoint's files; empty for nothing.
 
     Args:
         store: The run directory.
         checkpoint: Its folder.
-        manifest: Path and size in bytes of each file, as committed; None if its commit does not list them.
+        manifest: Path and size in bytes of each file, as committed.
     """
-    files = store.file_sizes(checkpoint)
-    if files is None:
-        return "its folder is missing"
-    if manifest is None:
-        return "" if files else "its folder is empty and its commit does not list it"
+    files = store.file_sizes(checkpoint) or {}
     missing = sorted(manifest.keys() - files.keys())
     if missing:
         return f"{len(missing)} of {len(manifest)} files are missing, first {missing[0]}"
@@ -278,8 +225,6 @@ class CommitLog:
         self._store = store
         self._attempt = attempt
         self._last: CommitRecord | None = None
-        self._sequence = 0
-        self._attempt_id: str | None = None
         self._lock = threading.Lock()
 
     def commit(self, data: bytes) -> CommitRecord:
@@ -301,17 +246,21 @@ class CommitLog:
             raise ElasticTrainError(f"Ray Train wrote a torn snapshot of {len(data)} bytes; not committed")
         with self._lock:
             check_fence(self._store, self._attempt)
-            last = self._last or self._find_last()
-            record = self._write(snapshot, self._complete_manifest(snapshot, last))
+            last = self._last or newest_commit(self._store, self._attempt)
+            manifest = self._complete_manifest(snapshot, last.manifest if last is not None else {})
+            own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
+            record = self._create(snapshot, manifest, max(own, default=0) + 1)
             check_fence(self._store, self._attempt)
             self._store.replace(layout.SNAPSHOT, data)
             self._last = record
-            self._tidy()
+            for sequence in own[: 1 - _COMMITS_KEPT]:
+                self._store.delete(layout.commit_name(self._attempt, sequence))
         return record
 
-    def _complete_manifest(self, snapshot: dict[str, Any], last: CommitRecord | None) -> dict[str, dict[str, int]]:
+    def _complete_manifest(
+        self, snapshot: dict[str, Any], known: dict[str, dict[str, int]]
+    ) -> dict[str, dict[str, int]]:
         """List the files of all checkpoints, those of earlier ones as the previous commit did."""
-        known = last.manifest if last is not None else {}
         manifest = {}
         names = checkpoint_names(snapshot)
         for name in names:
@@ -325,29 +274,10 @@ class CommitLog:
             manifest[name] = files
         return manifest
 
-    def _find_last(self) -> CommitRecord | None:
-        """Previous commit, which may be another attempt's; or None."""
-        own = (sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt)
-        self._sequence = max(own, default=0)
-        return newest_commit(self._store, self._attempt)
-
-    def _write(self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]]) -> CommitRecord:
-        if self._attempt_id is None:
-            self._attempt_id = attempt_id(self._store, self._attempt)
+    def _create(self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]], sequence: int) -> CommitRecord:
+        """Write the commit under that number or the next one that is free: the listing may be behind."""
         while True:
-            self._sequence += 1
-            record = CommitRecord(
-                attempt=self._attempt,
-                sequence=self._sequence,
-                attempt_id=self._attempt_id,
-                snapshot=snapshot,
-                manifest=manifest,
-            )
-            if self._store.create(layout.commit_name(self._attempt, self._sequence), encode(record)):
+            record = CommitRecord(attempt=self._attempt, sequence=sequence, snapshot=snapshot, manifest=manifest)
+            if self._store.create(layout.commit_name(self._attempt, sequence), encode(record)):
                 return record
-
-    def _tidy(self) -> None:
-        """Remove commits that nobody will need again."""
-        own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
-        for sequence in own[:-_COMMITS_KEPT]:
-            self._store.delete(layout.commit_name(self._attempt, sequence))
+            sequence += 1

@@ -28,17 +28,14 @@ _SEGMENT_BYTES = 256 * 1024
 _WRITE_SECONDS = 2.0
 #: Segments kept in memory while the storage fails; the oldest go first.
 _MAX_UNWRITTEN = 64
-#: After so many reports, those without a checkpoint are kept only once in so many seconds; after as many of these in
-#: twice as many, up to a bound. What a worker group reports first is kept: it tells how long its start took.
+#: After each so many reports of a worker group that were kept, those without a checkpoint are a second further apart.
 _REPORTS_IN_FULL = 2000
-_REPORT_SECONDS = 1.0
 _MAX_REPORT_SECONDS = 8.0
-_FIRST_REPORTS = 10
 _SEGMENT = re.compile(r"^(\d{4,})-(\d{3,})\.jsonl$")
 
 
 def read_history(store: RunReader) -> Iterator[Event]:
-    """Give the events of all attempts in order; a torn line is passed over."""
+    """Yield the events of all attempts in order; a torn line is passed over."""
     segments = sorted(
         (int(match[1]), int(match[2]), name) for name in store.names(layout.EVENTS) if (match := _SEGMENT.match(name))
     )
@@ -68,72 +65,68 @@ class HistoryWriter:
         self._lock = threading.Lock()
         self._last_report_at = 0.0
         self._reports_kept = 0
-        self._of_group = 0
         #: The newest report if it was left out: what happens next shall know how far the training was.
         self._left_out: Reported | None = None
         self._thread = threading.Thread(target=self._run, name="elastic-train-history", daemon=True)
         self._thread.start()
 
     def add(self, event: Event) -> None:
-        """Take an event; signs of life and most reports without a checkpoint are left out."""
+        """Take an event; signs of life, and of a long run most reports without a checkpoint, are left out."""
         if isinstance(event, ControllerAlive | RunRecalled):
             return
         if isinstance(event, Reported) and not self._keeps(event):
             self._left_out = event
             return
-        if isinstance(event, Report):
-            self._left_out = None
-        elif isinstance(event, WorkerGroupStarted):
-            self._of_group = 0
-        left_out, self._left_out = self._left_out, None
-        if left_out is not None:
-            self._add(left_out)
+        if not isinstance(event, Report):
+            self._add_left_out()
+        if isinstance(event, WorkerGroupStarted):
+            self._reports_kept = 0
+        self._left_out = None
         self._add(event)
-
-    def _keeps(self, report: Reported) -> bool:
-        """Tell whether a report without a checkpoint is kept."""
-        self._of_group += 1
-        doublings = self._reports_kept // _REPORTS_IN_FULL - 1
-        pause = min(_MAX_REPORT_SECONDS, _REPORT_SECONDS * 2**doublings) if doublings >= 0 else 0.0
-        if self._of_group > _FIRST_REPORTS and 0 <= report.at - self._last_report_at < pause:
-            return False
-        self._last_report_at = report.at
-        self._reports_kept += 1
-        return True
-
-    def _add(self, event: Event) -> None:
-        line = encode_event(event).encode() + b"\n"
-        with self._lock:
-            if self._size + len(line) > _SEGMENT_BYTES and self._lines:
-                self._segment += 1
-                self._lines, self._size = [], 0
-            self._lines.append(line)
-            self._size += len(line)
-            self._unwritten[self._segment] = self._lines
-            while len(self._unwritten) > _MAX_UNWRITTEN:
-                lost = min(self._unwritten)
-                logger.warning("the storage fails for too long: %d events are lost", len(self._unwritten.pop(lost)))
         if not isinstance(event, Reported):
             self._urgent.set()
 
     def close(self) -> None:
         """Write what is left; returns within some seconds. May be called again after a last word."""
-        left_out, self._left_out = self._left_out, None
-        if left_out is not None:
-            self._add(left_out)
+        self._add_left_out()
         self._closed = True
         self._urgent.set()
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._write()
 
+    def _keeps(self, report: Reported) -> bool:
+        """Whether a report without a checkpoint is kept."""
+        pause = min(_MAX_REPORT_SECONDS, self._reports_kept // _REPORTS_IN_FULL)
+        if 0 <= report.at - self._last_report_at < pause:
+            return False
+        self._last_report_at = report.at
+        self._reports_kept += 1
+        return True
+
+    def _add_left_out(self) -> None:
+        left_out, self._left_out = self._left_out, None
+        if left_out is not None:
+            self._add(left_out)
+
+    def _add(self, event: Event) -> None:
+        line = encode_event(event).encode() + b"\n"
+        with self._lock:
+            if self._lines and self._size + len(line) > _SEGMENT_BYTES:
+                self._segment += 1
+                self._lines, self._size = [], 0
+            self._lines.append(line)
+            self._size += len(line)
+            self._unwritten[self._segment] = self._lines
+            if len(self._unwritten) > _MAX_UNWRITTEN:
+                lost = self._unwritten.pop(min(self._unwritten))
+                logger.warning("the storage fails for too long: %d events are lost", len(lost))
+
     def _run(self) -> None:
-        while True:
+        while not self._closed:
             self._urgent.wait(_WRITE_SECONDS)
             self._urgent.clear()
             self._write()
-            if self._closed:
-                return
             time.sleep(0.2)
 
     def _write(self) -> None:
@@ -141,8 +134,7 @@ class HistoryWriter:
             unwritten = {segment: list(lines) for segment, lines in self._unwritten.items()}
         try:
             for segment, lines in sorted(unwritten.items()):
-                name = f"{layout.EVENTS}/{self._attempt:04d}-{segment:03d}.jsonl"
-                self._store.replace(name, b"".join(lines))
+                self._store.replace(f"{layout.EVENTS}/{self._attempt:04d}-{segment:03d}.jsonl", b"".join(lines))
                 with self._lock:
                     if len(self._unwritten.get(segment, [])) == len(lines):
                         self._unwritten.pop(segment, None)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import inspect
 import json
-import os
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +15,7 @@ from prefect_elastic_train.core.records import Fingerprint
 #: What ``resume_from`` calls the newest earlier run of the same training; no run can be named so.
 LATEST_RUN = "latest"
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_MAX_NAME = 128
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Call(NamedTuple):
@@ -34,28 +30,23 @@ class Call(NamedTuple):
     number: str
 
 
-def is_run_name(name: object) -> bool:
-    """Tell whether every store can hold a name as a folder, so that a run can be called that."""
-    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and ".." not in name and len(name) <= _MAX_NAME
-
-
 def check_run_name(name: str) -> str:
-    """Give the name back if every store can hold it as a folder.
+    """Return the name if every store can hold it as a folder.
 
     Raises:
         ConfigurationError: It is empty, longer than 128 characters, contains ``..`` or a character other than
             letters, digits, ``.``, ``_`` and ``-``, or does not begin with a letter or digit.
     """
-    if not is_run_name(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigurationError(
-            f"run_name {name!r} cannot name a run directory: use 1 to {_MAX_NAME} letters, digits, '.', '_' and "
-            "'-', beginning with a letter or digit, without '..'"
+            f"run_name {name!r} cannot name a run directory: use 1 to 128 letters, digits, '.', '_' and '-', beginning "
+            "with a letter or digit, without '..'"
         )
     return name
 
 
 def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
-    """Give the run name of the n-th training of a flow run.
+    """Return the run name of the n-th training of a flow run.
 
     It stays over retries. Of a subflow, whose own id does not stay, it holds the root's id and the call's number;
     of a subflow in a subflow, also a digest of the calls that lead there.
@@ -69,11 +60,15 @@ def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequ
         calls: The calls of subflows that lead from the root to the flow run; none if it is the root.
     """
     slug, place = _parts(flow_name, ordinal, calls)
-    return f"{slug}-{_short(flow_run_id)}{place}"
+    try:
+        begins_with_the_time = uuid.UUID(flow_run_id).version == 7
+    except ValueError:
+        begins_with_the_time = False
+    return f"{slug}-{flow_run_id[-8:] if begins_with_the_time else flow_run_id[:8]}{place}"
 
 
 def training_part(flow_name: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
-    """Give which training of its flow run a training is: its default name without what tells flow runs apart.
+    """Return which training of its flow run a training is: its default name without what tells flow runs apart.
 
     Takes the arguments of :func:`default_run_name`.
     """
@@ -81,76 +76,47 @@ def training_part(flow_name: str, ordinal: int, calls: Sequence[Call] = ()) -> s
 
 
 def _parts(flow_name: str, ordinal: int, calls: Sequence[Call]) -> tuple[str, str]:
-    """Give what stands before and after the flow run's id in a default name."""
+    """Return what stands before and after the flow run's id in a default name."""
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_name).strip("-_") or "training"
-    suffix = f"-{ordinal}" if ordinal > 1 else ""
-    place = ""
+    place = f"-{ordinal}" if ordinal > 1 else ""
     if calls:
         outer = json.dumps([tuple(call) for call in calls[:-1]])
         digest = f".{hashlib.sha256(outer.encode()).hexdigest()[:6]}" if len(calls) > 1 else ""
-        place = f"{digest}.{calls[-1].number}"
-    return slug[: 80 if calls else 100], f"{place}{suffix}"
-
-
-def _short(flow_run_id: str) -> str:
-    try:
-        begins_with_the_time = uuid.UUID(flow_run_id).version == 7
-    except ValueError:
-        begins_with_the_time = False
-    return flow_run_id[-8:] if begins_with_the_time else flow_run_id[:8]
+        place = f"{digest}.{calls[-1].number}{place}"
+    return slug[: 80 if calls else 100], place
 
 
 def loop_name(train_loop: Callable[..., Any] | str) -> str:
-    """Give a name of the train loop that stays when its module is loaded under another name."""
+    """Return a name of the train loop that stays when its module is loaded under another name."""
     if isinstance(train_loop, str):
         return train_loop.rpartition(":")[2]
     return _qualified_name(train_loop).replace("<locals>.", "")
 
 
-def _loop_path(train_loop: Callable[..., Any] | str) -> str:
-    """Say where a loop is imported from; nothing for one of a script, or of a flow's file that Prefect has loaded."""
-    if isinstance(train_loop, str):
-        return train_loop
-    module = getattr(train_loop, "__module__", None) or ""
-    is_by_value = (
-        module == "__main__" or module.startswith("__prefect_loader") or "<locals>" in _qualified_name(train_loop)
-    )
-    return "" if is_by_value or not module else f"{module}:{_qualified_name(train_loop)}"
-
-
-def _loop_file(train_loop: Callable[..., Any] | str) -> str:
-    """Give the file of a loop that is in no package; nothing if there is none, as for one typed into a notebook."""
-    module = train_loop.partition(":")[0] if isinstance(train_loop, str) else getattr(train_loop, "__module__", "")
-    if "." in (module or "."):
-        return ""
-    if isinstance(train_loop, str):
-        try:
-            spec = importlib.util.find_spec(module)
-        except (ImportError, ValueError):
-            return ""
-        file = (spec.origin if spec is not None else None) or ""
-    else:
-        code = getattr(inspect.unwrap(train_loop), "__code__", None)
-        file = getattr(code, "co_filename", "")
-    return os.path.realpath(file) if os.path.isfile(file) else ""
-
-
-def _qualified_name(train_loop: Callable[..., Any]) -> str:
-    return str(getattr(train_loop, "__qualname__", type(train_loop).__qualname__))
-
-
 def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Mapping[str, Any] | None) -> Fingerprint:
-    """Give what makes a training the same one: its loop's name, its framework and its config.
+    """Return what makes a training the same one: its loop's name, its framework and its config.
 
     The code of the loop is left out on purpose: a mended loop continues the run.
     """
     return Fingerprint(
         loop=loop_name(train_loop),
         path=_loop_path(train_loop),
-        file=_loop_file(train_loop),
         framework=framework,
         config={str(key): _digest(value) for key, value in (config or {}).items()},
     )
+
+
+def _loop_path(train_loop: Callable[..., Any] | str) -> str:
+    """Return where a loop is imported from; nothing for a script's, or of a flow's file that Prefect has loaded."""
+    if isinstance(train_loop, str):
+        return train_loop
+    module, name = getattr(train_loop, "__module__", None) or "", _qualified_name(train_loop)
+    is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
+    return "" if is_by_value else f"{module}:{name}"
+
+
+def _qualified_name(train_loop: Callable[..., Any]) -> str:
+    return str(getattr(train_loop, "__qualname__", type(train_loop).__qualname__))
 
 
 def _digest(value: Any) -> str:

@@ -1,34 +1,34 @@
-"""What a run is and where it stands, read from its directory, for people and for scripts."""
+"""What a run is, where it stands and what it came to, read from its directory, for people and for scripts."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    Event,
-    WaitingForCapacity,
-    WorkerGroupStarted,
-)
-from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.core.records import CommitRecord, EndedRecord, Fingerprint, Owner
-from prefect_elastic_train.core.result import TimeAccount, WorldSize
+from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.records import RunRecord
+from prefect_elastic_train.core.result import BestCheckpoint, RunResult, bounded
 from prefect_elastic_train.report.accounts import Accounts, add_up
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.ancestry import Ancestor
-from prefect_elastic_train.runs.commits import all_attempts, commit_label
+from prefect_elastic_train.runs.commits import all_attempts, commit_label, lineage, newest_commit
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.liveness import Life, look_for_life
-from prefect_elastic_train.runs.model import Attempt, RunDirectory
-from prefect_elastic_train.runs.snapshots import latest_checkpoint, parse_snapshot
+from prefect_elastic_train.runs.model import Attempt, Leftover, RunDirectory
+from prefect_elastic_train.runs.snapshots import latest_checkpoint, reported
 from prefect_elastic_train.runs.view import RunReader
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.storage.opening import Storage
+
+#: More nights than anybody looks back, each of which is a request.
+_MAX_ANCESTORS = 100
+#: A run that is being trained goes on while it is looked at: then it is looked at anew, so often.
+_LOOKS = 3
 
 
 class RunState(str, enum.Enum):
@@ -53,6 +53,15 @@ class RunState(str, enum.Enum):
     DELETING = "deleting"
     #: The storage refuses to show it.
     UNREADABLE = "unreadable"
+
+
+_STATES = {
+    Life.ALIVE: RunState.TRAINING,
+    Life.DEAD: RunState.DIED,
+    Life.UNKNOWN: RunState.UNKNOWN,
+    Outcome.COMPLETED.value: RunState.COMPLETED,
+    Outcome.CANCELLED.value: RunState.CANCELLED,
+}
 
 
 class _View(BaseModel):
@@ -89,31 +98,14 @@ class RunSummary(_View):
     flow_name: str = ""
 
 
-class AttemptView(_View):
-    """An attempt. Times are seconds since the epoch."""
+class Ancestor(_View):
+    """A checkpoint that a run started from, itself or by way of other runs."""
 
-    attempt: int
-    #: Its record cannot be read, and with it all that it tells.
-    torn: bool = False
-    started_at: float | None = None
-    ended_at: float | None = None
-    outcome: str = ""
-    message: str = ""
-    #: The commit that it went on from as ``<attempt>-<sequence>``; empty for the beginning.
-    base: str = ""
-    dropped: list[str] = Field(default_factory=list)
-    repairs: list[str] = Field(default_factory=list)
-    #: It gave way before it did anything.
-    void: bool = False
-    #: A budget was used up after it, and which.
-    final: bool = False
-    verdict: str = ""
-    flow_run_id: str = ""
-    flow_run_name: str = ""
-    host: str = ""
-    pid: int = 0
-    #: Submission id of the Ray job that its driver was; empty for a process of the flow's machine.
-    job: str = ""
+    run: str
+    checkpoint: str
+    uri: str
+    #: Whether its run is still there.
+    there: bool
 
 
 class CheckpointView(_View):
@@ -126,212 +118,234 @@ class CheckpointView(_View):
     metrics: dict[str, Any] = Field(default_factory=dict)
     files: int = 0
     size_bytes: int = 0
-    committed_at: float | None = None
     latest: bool = False
     #: By the score of the checkpoint policy; without one the newest.
     best: bool = False
-
-
-class RunAccounts(_View):
-    """What the history adds up to. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
-
-    worker_failures: int = 0
-    preemptions: int = 0
-    resizes: int = 0
-    steps_lost: int = 0
-    goodput: float = 0.0
-    time: TimeAccount = Field(default_factory=TimeAccount)
-    storage_wait_seconds: float = 0.0
-    world_sizes: list[WorldSize] = Field(default_factory=list)
-
-    @classmethod
-    def of(cls, accounts: Accounts) -> RunAccounts:
-        """Take from the accounts what is shown."""
-        same = {name: getattr(accounts, name) for name in cls.model_fields if name != "goodput"}
-        return cls(goodput=accounts.time.goodput, **same)
 
 
 class RunDetails(_View):
     """All that there is to know of a run."""
 
     summary: RunSummary
-    created_at: float | None = None
-    creator: Owner | None = None
-    fingerprint: Fingerprint | None = None
-    versions: dict[str, str] = Field(default_factory=dict)
-    #: The run whose checkpoint it started from, as it was asked for; empty for none.
-    resume_from: str = ""
-    #: The checkpoints that it comes from: the one that it started from, the one that that one's run started from, and
-    #: so on.
-    ancestors: list[Ancestor] = Field(default_factory=list)
-    attempts: list[AttemptView] = Field(default_factory=list)
-    accounts: RunAccounts = Field(default_factory=RunAccounts)
-    #: What a training that lives waits for, if it waits for capacity.
-    waiting: str = ""
-    commit: str = ""
-    checkpoints: list[CheckpointView] = Field(default_factory=list)
+    #: Null if that is lost.
+    run: RunRecord | None
+    #: The checkpoints that it comes from, the nearest first.
+    ancestors: list[Ancestor]
+    attempts: list[Attempt]
+    #: What the history adds up to, without its rows.
+    accounts: Accounts
+    goodput: float
+    #: The newest one that counts, as ``<attempt>-<sequence>``.
+    commit: str
+    checkpoints: list[CheckpointView]
     #: The result of a completed run, without its history.
-    result: dict[str, Any] | None = None
+    result: dict[str, Any] | None
 
 
-def summarize(
-    store: RunReader, name: str, *, watch: Collection[Life] = (), now: float | None = None
-) -> RunSummary | None:
+class Verification(_View):
+    """What a resume would do, found without doing it."""
+
+    name: str
+    uri: str
+    #: A resume finds all that it needs as it was written.
+    whole: bool = False
+    #: What it would do, in words; the checkpoint and the commit that it would start from, if any.
+    resume: str = ""
+    checkpoint: str = ""
+    commit: str = ""
+    #: What it would repair or drop to get there, in words.
+    repairs: list[str] = Field(default_factory=list)
+    leftovers: list[Leftover] = Field(default_factory=list)
+
+
+def summarize(store: RunReader, name: str, now: float | None = None) -> RunSummary | None:
     """Return where a run stands, by about six requests to its storage.
 
     Args:
         store: The run directory.
         name: Name of the run.
-        watch: Answers about its life that shall be watched for: see :func:`look_for_life`.
         now: Seconds since the epoch.
 
     Returns:
         None if the folder holds no run.
     """
     run = RunDirectory(store)
-    commit, attempt = run.newest_commit, run.newest_attempt
-    if attempt is None and commit is None and run.read(layout.RUN) is None:
-        return _foreign(run, name)
-    summary = _with_commit(RunSummary(name=name, uri=run.uri, state=RunState.NOT_BEGUN), commit)
-    if attempt is None:
-        return _not_begun(run, summary)
-    record, ended = attempt.record, attempt.ended
-    update: dict[str, Any] = {"attempts": len(all_attempts(run)), **_owned_by(record.owner if record else None)}
-    times = [summary.last_activity_at, record.started_at if record else None]
-    if ended is not None:
-        update.update(state=_state_of(ended), outcome=ended.outcome, detail=ended.verdict or _first_line(ended.message))
-        times.append(ended.at)
+    commit, attempt, record = run.newest_commit, run.newest_attempt, run.record
+    is_foreign = not run.is_begun
+    if is_foreign and run.read(layout.SNAPSHOT) is None:
+        return None
+    snapshot = run.mirror if is_foreign else commit.snapshot if commit is not None else None
+    times = [commit.at if commit is not None else None]
+    owner = record.creator if record is not None else None
+    found: dict[str, Any] = {"state": RunState.NOT_BEGUN, "detail": "no attempt has begun"}
+    if is_foreign:
+        found = {"state": RunState.FOREIGN, "detail": "Ray Train wrote it for another program"}
+    elif attempt is None:
+        times.append(record.created_at if record is not None else None)
     else:
-        sign = look_for_life(store, attempt.number, record, watch=watch, now=now)
-        update.update(state=_STATE_OF_LIFE[sign.life], life=sign.life, detail=sign.words)
-        times.append(sign.at or None)
-    if attempt.is_pruner:
-        update["state"] = RunState.DELETING
-    return summary.model_copy(update={**update, "last_activity_at": _newest(times)})
+        owner = attempt.record.owner if attempt.record is not None else owner
+        times.append(attempt.record.started_at if attempt.record is not None else None)
+        if attempt.ended is not None:
+            detail = (attempt.ended.verdict or attempt.ended.message).strip().partition("\n")[0]
+            state = _STATES.get(attempt.outcome, RunState.FAILED)
+            found = {"state": state, "outcome": attempt.outcome, "detail": detail}
+            times.append(attempt.ended.at)
+        else:
+            sign = look_for_life(run, attempt.number, attempt.record, time.time() if now is None else now)
+            found = {"state": _STATES[sign.life], "life": sign.life, "detail": sign.words}
+            times.append(sign.at or None)
+        if attempt.is_pruner:
+            found["state"] = RunState.DELETING
+    if owner is not None:
+        found |= owner.model_dump(include={"flow_run_id", "flow_run_name", "flow_name"})
+    return RunSummary(
+        name=name,
+        uri=run.uri,
+        attempts=len(all_attempts(run)),
+        reports=(snapshot or {}).get("current_report_index", 0),
+        metrics=(latest_checkpoint(snapshot) or {}).get("metrics") or {},
+        checkpoints=len((snapshot or {}).get("checkpoint_results", [])),
+        size_bytes=sum(sum(files.values()) for files in commit.manifest.values()) if commit is not None else 0,
+        last_commit_at=commit.at if commit is not None else None,
+        last_activity_at=max((at for at in times if at), default=None),
+        **found,
+    )
 
 
-def describe(store: RunReader, name: str, *, now: float | None = None) -> RunDetails | None:
-    """Return all about a run. If nothing else tells whether it lives, its heartbeat is watched for 15 s.
+def describe(storage: Storage, name: str) -> RunDetails | None:
+    """Return all about a run.
 
     Returns:
         None if the folder holds no run.
     """
-    summary = summarize(store, name, watch=(Life.UNKNOWN,), now=now)
+    run = RunDirectory(storage.run(name))
+    summary = summarize(run, name)
     if summary is None:
         return None
-    run = RunDirectory(store)
-    record, commit = run.record, run.newest_commit
-    events = _ended(list(read_history(run)), summary.state)
-    known = record.model_dump(include={"created_at", "versions", "resume_from"}) if record is not None else {}
+    commit, newest = run.newest_commit, run.newest_attempt
+    events = list(read_history(run))
+    if events and summary.state in (RunState.DIED, RunState.FAILED, RunState.CANCELLED):
+        last = events[-1]
+        if not isinstance(last, AttemptEnded):  # what it trained since its last commit is nobody's
+            events.append(AttemptEnded(at=last.at, attempt=last.attempt, outcome=Outcome.DRIVER_LOST, final=True))
+    accounts = add_up(events)
+    result = newest.ended.result if newest is not None and newest.ended is not None else None
     return RunDetails(
         summary=summary,
-        attempts=[_attempt_view(attempt) for attempt in run.attempts],
-        accounts=RunAccounts.of(add_up(events)),
-        waiting=_waits_for(events) if summary.state is RunState.TRAINING else "",
+        run=run.record,
+        ancestors=_ancestors(storage, name),
+        attempts=[_without_result(attempt) for attempt in run.attempts],
+        accounts=accounts.model_copy(update={"history": [], "last_metrics": {}}),
+        goodput=accounts.time.goodput,
         commit=commit_label((commit.attempt, commit.sequence)) if commit is not None else "",
-        checkpoints=_checkpoint_views(run, events),
-        result=_result(run.newest_attempt),
-        creator=record.creator if record is not None else None,
-        fingerprint=record.fingerprint if record is not None else None,
-        **known,
+        checkpoints=_checkpoints(run),
+        result={key: value for key, value in result.items() if key != "history"} if result is not None else None,
     )
 
 
-def _ended(events: list[Event], state: RunState) -> list[Event]:
-    """Add the end that a driver could not tell of: what it trained since its last commit is nobody's."""
-    told = [event for event in events if isinstance(event, AttemptStarted | AttemptEnded)]
-    if not told or isinstance(told[-1], AttemptEnded) or state not in _WITHOUT_A_WORD:
-        return events
-    last = events[-1]
-    end = AttemptEnded(at=last.at, attempt=told[-1].attempt, outcome=_WITHOUT_A_WORD[state], final=True)
-    return [*events, end]
+def verify(store: RunReader, name: str) -> Verification | None:
+    """Resume a run without doing it: check all that a resume needs, and say what it would do.
+
+    Returns:
+        None if the folder holds no run of ours.
+    """
+    found = None
+    for _ in range(_LOOKS):
+        run = RunDirectory(store)
+        found = _dry_resume(run, name) if run.is_begun else None
+        if next(lineage(store), None) == next(lineage(run), None):
+            break
+    return found
 
 
-_WITHOUT_A_WORD = {
-    RunState.DIED: Outcome.DRIVER_LOST,
-    RunState.FAILED: Outcome.DRIVER_LOST,
-    RunState.CANCELLED: Outcome.CANCELLED,
-}
-_STATE_OF_LIFE = {Life.ALIVE: RunState.TRAINING, Life.DEAD: RunState.DIED, Life.UNKNOWN: RunState.UNKNOWN}
+def _dry_resume(run: RunDirectory, name: str) -> Verification:
+    try:
+        point, leftovers = run.resume_point, run.leftovers
+    except AttemptFailedError as error:
+        return Verification(name=name, uri=run.uri, resume=f"is refused: {error}")
+    checkpoint, commit = loop_name(point.checkpoint), commit_label(point.base)
+    return Verification(
+        name=name,
+        uri=run.uri,
+        whole=not point.repairs,
+        resume=f"starts from checkpoint {checkpoint} of commit {commit}" if checkpoint else "begins from the beginning",
+        checkpoint=checkpoint,
+        commit=commit,
+        repairs=point.repairs,
+        leftovers=leftovers,
+    )
 
 
-def _state_of(ended: EndedRecord) -> RunState:
-    known = {Outcome.COMPLETED.value: RunState.COMPLETED, Outcome.CANCELLED.value: RunState.CANCELLED}
-    return known.get(ended.outcome, RunState.FAILED)
+def make_result(
+    store: RunReader, run_name: str, accounts: Accounts, storage_block: str = "", score: str = ""
+) -> RunResult:
+    """The result of a run from its newest commit and its accounts, in a bounded size.
 
-
-def _foreign(run: RunDirectory, name: str) -> RunSummary | None:
-    data = run.read(layout.SNAPSHOT)
-    if data is None:
-        return None
-    snapshot = parse_snapshot(data)
-    detail = "Ray Train wrote it for another program" + ("" if snapshot else ", and its snapshot is torn")
-    summary = RunSummary(name=name, uri=run.uri, state=RunState.FOREIGN, detail=detail)
-    return summary.model_copy(update=_of_snapshot(snapshot or {}))
-
-
-def _not_begun(run: RunDirectory, summary: RunSummary) -> RunSummary:
-    """Describe a run that was claimed, whose attempts are yet to come, or were lost."""
-    update = {**_owned_by(run.record.creator if run.record is not None else None), "detail": "no attempt has begun"}
-    times = [summary.last_activity_at, run.record.created_at if run.record is not None else None]
-    return summary.model_copy(update={**update, "last_activity_at": _newest(times)})
-
-
-def _owned_by(owner: Owner | None) -> dict[str, Any]:
-    if owner is None:
-        return {}
-    return {"flow_run_id": owner.flow_run_id, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}
-
-
-def _with_commit(summary: RunSummary, commit: CommitRecord | None) -> RunSummary:
-    if commit is None:
-        return summary
-    size = sum(sum(files.values()) for files in commit.manifest.values())
-    times = {"last_commit_at": commit.at, "last_activity_at": commit.at}
-    return summary.model_copy(update={**_of_snapshot(commit.snapshot), "size_bytes": size, **times})
-
-
-def _of_snapshot(snapshot: dict[str, Any]) -> dict[str, Any]:
+    Args:
+        store: The run directory.
+        run_name: Name of the run.
+        accounts: What its history adds up to.
+        storage_block: Name of the saved storage block, empty for an inline one.
+        score: Name of the metric that checkpoints are ranked by.
+    """
+    run = RunDirectory(store)
+    commit = newest_commit(run, whole=True)
+    snapshot = commit.snapshot if commit is not None else {}
     latest = latest_checkpoint(snapshot)
-    return {
-        "reports": snapshot.get("current_report_index", 0),
-        "metrics": (latest.get("metrics") or {}) if latest else {},
-        "checkpoints": len(snapshot.get("checkpoint_results", [])),
-    }
+    kept = snapshot.get("checkpoint_results", [])
+    left_out = accounts.reports - len(accounts.history)
+    counted = {"worker_failures", "preemptions", "resizes", "steps_lost", "storage_wait_seconds"}
+    result = RunResult(
+        run_name=run_name,
+        run_uri=store.uri,
+        checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
+        metrics=latest["metrics"] if latest else accounts.last_metrics,
+        best_checkpoints=[
+            BestCheckpoint(uri=f"{store.uri}/{item['checkpoint_dir_name']}", metrics=item["metrics"]) for item in kept
+        ],
+        attempts=max(accounts.attempts, 1),
+        world_sizes=accounts.world_sizes,
+        goodput=accounts.time.goodput,
+        time=accounts.time,
+        storage_block=storage_block,
+        started_from=run.started_from,
+        history=accounts.history,
+        left_out={"history": left_out} if left_out else {},
+        **accounts.model_dump(include=counted),
+    )
+    return bounded(result, score)
 
 
-def _attempt_view(attempt: Attempt) -> AttemptView:
-    record, ended = attempt.record, attempt.ended
-    values: dict[str, Any] = {"attempt": attempt.number, "torn": record is None}
-    if record is not None:
-        owner = record.owner.model_dump(include={"flow_run_id", "flow_run_name", "pid", "job"})
-        values |= {**owner, **record.model_dump(include={"started_at", "repairs"})}
-        values["dropped"] = [loop_name(name) for name in record.dropped]
-        values |= {"base": commit_label(record.base), "host": record.owner.host.partition("/")[0]}
-    if ended is not None:
-        values |= ended.model_dump(include={"outcome", "message", "void", "final", "verdict"})
-        values["ended_at"] = ended.at
-    return AttemptView(**values)
+def _ancestors(storage: Storage, name: str) -> list[Ancestor]:
+    """Return what a run started from, what that one's run started from, and so on."""
+    found: list[Ancestor] = []
+    seen = {name}
+    record = RunDirectory(storage.run(name)).record
+    while record is not None and record.source and len(found) < _MAX_ANCESTORS:
+        run, _, checkpoint = record.source.partition("@")
+        source = RunDirectory(storage.run(run))
+        record = source.record if run not in seen else None  # the name was used again
+        seen.add(run)
+        uri = f"{source.uri}/{checkpoint}"
+        found.append(Ancestor(run=run, checkpoint=loop_name(checkpoint), uri=uri, there=record is not None))
+    return found
 
 
-def _checkpoint_views(run: RunDirectory, events: Iterable[Event]) -> list[CheckpointView]:
+def _without_result(attempt: Attempt) -> Attempt:
+    ended = attempt.ended.model_copy(update={"result": None}) if attempt.ended is not None else None
+    return attempt.model_copy(update={"ended": ended})
+
+
+def _checkpoints(run: RunDirectory) -> list[CheckpointView]:
     commit = run.newest_commit
-    snapshot = parse_snapshot(run.read(layout.SNAPSHOT)) if commit is None else commit.snapshot
+    snapshot = commit.snapshot if commit is not None else run.mirror
     if snapshot is None:
         return []
-    manifest = commit.manifest if commit is not None else {}
-    committed = {event.checkpoint: event.at for event in events if isinstance(event, CheckpointCommitted)}
-    results: list[dict[str, Any]] = snapshot["checkpoint_results"]
-    latest = latest_checkpoint(snapshot)
-    latest_name = latest["checkpoint_dir_name"] if latest else ""
-    if commit is not None and latest_name:
-        committed.setdefault(latest_name, commit.at)
-    best = results[-1]["checkpoint_dir_name"] if results else ""
+    latest = (latest_checkpoint(snapshot) or {}).get("checkpoint_dir_name")
     views = []
-    pairs = zip(snapshot["checkpoint_report_indices"], results, strict=True)
-    for index, result in sorted(pairs, key=lambda pair: pair[0]):
+    for index, result in reported(snapshot):
         name = result["checkpoint_dir_name"]
-        files = manifest.get(name, {})
+        files = commit.manifest.get(name, {}) if commit is not None else {}
         views.append(
             CheckpointView(
                 name=loop_name(name),
@@ -340,35 +354,8 @@ def _checkpoint_views(run: RunDirectory, events: Iterable[Event]) -> list[Checkp
                 metrics=result.get("metrics") or {},
                 files=len(files),
                 size_bytes=sum(files.values()),
-                committed_at=committed.get(name),
-                latest=name == latest_name,
-                best=name == best,
+                latest=name == latest,
+                best=result is snapshot["checkpoint_results"][-1],
             )
         )
     return views
-
-
-def _waits_for(events: Iterable[Event]) -> str:
-    waiting = ""
-    for event in events:
-        if isinstance(event, WaitingForCapacity):
-            missing = f": {event.missing}" if event.missing else ""
-            waiting = f"{event.possible_workers} of at least {event.min_workers} workers fit{missing}"
-        elif isinstance(event, WorkerGroupStarted | AttemptStarted | AttemptEnded):
-            waiting = ""
-    return waiting
-
-
-def _result(attempt: Attempt | None) -> dict[str, Any] | None:
-    ended = attempt.ended if attempt is not None else None
-    if ended is None or ended.outcome != Outcome.COMPLETED.value or ended.result is None:
-        return None
-    return {key: value for key, value in ended.result.items() if key != "history"}
-
-
-def _newest(times: Iterable[float | None]) -> float | None:
-    return max((at for at in times if at), default=None)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

@@ -15,17 +15,16 @@ EVENTS = f"{STATE_FOLDER}/events"
 HEARTBEAT = f"{STATE_FOLDER}/heartbeat.json"
 LOGS = f"{STATE_FOLDER}/logs"
 
-_ATTEMPT = re.compile(r"^(\d{4,})\.json$")
-_COMMIT = re.compile(r"^(\d{4,})-(\d{6,})\.json$")
+_NUMBERS = re.compile(r"^(\d{4,})(?:-(\d{6,}))?\.json$")
 
 
 def attempt_name(attempt: int) -> str:
-    """Give the object that fences off all attempts before this one."""
+    """Return the object that fences off all attempts before this one."""
     return f"{ATTEMPTS}/{attempt:04d}.json"
 
 
 def ended_name(attempt: int) -> str:
-    """Give the object that tells how an attempt ended."""
+    """Return the object that tells how an attempt ended."""
     return f"{ENDED}/{attempt:04d}.json"
 
 
@@ -35,17 +34,11 @@ def details_name(attempt: int) -> str:
 
 
 def commit_name(attempt: int, sequence: int) -> str:
-    """Give the object that holds an attempt's commit."""
+    """Return the object that holds an attempt's commit."""
     return f"{COMMITS}/{attempt:04d}-{sequence:06d}.json"
 
 
-def parse_attempt(name: str) -> int | None:
-    """Give the attempt number of an object name, or None for a foreign object."""
-    match = _ATTEMPT.match(name)
-    return int(match[1]) if match else None
-
-
-def parse_commit(name: str) -> tuple[int, int] | None:
-    """Give attempt and sequence number of a commit's object name, or None for a foreign object."""
-    match = _COMMIT.match(name)
-    return (int(match[1]), int(match[2])) if match else None
+def parse_numbers(name: str) -> tuple[int, ...]:
+    """Return attempt and, of a commit, sequence number of an object's name; nothing for a foreign object."""
+    match = _NUMBERS.match(name)
+    return tuple(int(number) for number in match.groups() if number) if match else ()

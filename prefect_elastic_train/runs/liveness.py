@@ -1,22 +1,33 @@
-"""Whether anybody works on a run, for those who look from outside and have no time to watch each run."""
+"""The sign of life of the attempt that holds a run: who writes it, and what those who look make of it."""
 
 from __future__ import annotations
 
 import enum
+import logging
+import socket
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from prefect_elastic_train.core.records import AttemptRecord, Heartbeat, Owner, decode
+import psutil
+
+from prefect_elastic_train.core.records import AttemptRecord, Heartbeat, Owner, decode, encode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import host_id, is_alive
+from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.runs.view import RunReader
+from prefect_elastic_train.storage.store import RunStore
 
-#: A heartbeat that is as old as that is no sign of life. A driver whose storage is away beats again when that is back,
-#: and gives up after ``retry_seconds`` of the storage block, by default half of it.
-SILENT_SECONDS = 600.0
-#: A heartbeat is a sign of life for so many of its intervals.
-_FRESH_BEATS = 3
+logger = logging.getLogger(__name__)
+
+#: Seconds between two beats.
+HEARTBEAT_SECONDS = 5.0
+#: Whoever lives has a heartbeat no older than so many of its intervals, and moves it within them.
+_MISSED_BEATS = 3
+#: A heartbeat that is as old as that is no sign of life by any clock. A driver whose storage is away beats again when
+#: that is back, and gives up after ``retry_seconds`` of the storage block, by default half of it.
+_SILENT_SECONDS = 600.0
 
 
 class Life(str, enum.Enum):
@@ -29,74 +40,142 @@ class Life(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Sign:
-    """What was found.
-
-    Attributes:
-        life: What it means.
-        words: What it is, for people.
-        at: When the process has lived last, by its own clock, in seconds since the epoch.
-    """
+    """What was found: what it means, what it is for people, and when that was, in seconds since the epoch."""
 
     life: Life
     words: str
-    at: float = 0.0
+    at: float
 
 
-def look_for_life(
-    store: RunReader,
-    attempt: int,
-    record: AttemptRecord | None,
-    *,
-    watch: Collection[Life] = (),
-    now: float | None = None,
-) -> Sign:
-    """Look whether the driver of an attempt that has not ended lives.
+class HeartbeatWriter:
+    """Writes ``heartbeat.json`` from a thread until it is stopped. Errors are logged once and passed over.
 
-    On the driver's own machine its process is looked up. Elsewhere the time in its heartbeat is held against this
-    machine's clock, which proves nothing if one of the two is wrong; watching the heartbeat for a change does.
+    Args:
+        store: The run directory.
+        attempt: The attempt that lives.
+        on_fenced_off: Called, once, when a later attempt has begun; nothing is written from then on.
+        interval_seconds: Time between two beats.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        attempt: int,
+        on_fenced_off: Callable[[], object] = lambda: None,
+        interval_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        self._store = store
+        self._on_fenced_off = on_fenced_off
+        self._beat = Heartbeat(attempt=attempt, beat=0, interval_seconds=interval_seconds)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elastic-train-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Write the first beat, then go on in the background."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop writing; returns within two seconds."""
+        self._stopped.set()
+        self._thread.join(timeout=2)
+
+    def _run(self) -> None:
+        is_failing = False
+        while True:
+            self._beat = self._beat.model_copy(update={"beat": self._beat.beat + 1, "at": time.time()})
+            try:
+                if newest_attempt(self._store) > self._beat.attempt:
+                    self._on_fenced_off()
+                    return
+                self._store.replace(layout.HEARTBEAT, encode(self._beat))
+                is_failing = False
+            except Exception as error:  # noqa: BLE001 - a beat that ends for good looks like a death
+                if not is_failing:
+                    logger.warning("could not write the heartbeat, will keep trying: %s", error)
+                is_failing = True
+            if self._stopped.wait(self._beat.interval_seconds):
+                return
+
+
+def host_id() -> str:
+    """Return where a process id means one process: this machine or container, since it was booted."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return socket.gethostname()
+    return f"{socket.gethostname()}/{boot}/{namespace}"
+
+
+def process_start(pid: int) -> float:
+    """When a process of this machine began, in clock ticks since boot: a time of day moves when the clock is set.
+
+    Without ``/proc`` it is in seconds since the epoch.
+
+    Raises:
+        psutil.NoSuchProcess: There is none.
+    """
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:
+        return psutil.Process(pid).create_time()
+
+
+def driver_process(owner: Owner) -> psutil.Process | None:
+    """Return the driver's process if it lives on this machine."""
+    try:
+        process = psutil.Process(owner.pid)
+        is_same = owner.host == host_id() and process_start(owner.pid) == owner.process_started_at
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, ValueError):
+        return None
+
+
+def is_alive(store: RunReader, owner: Owner | None, watch_seconds: float | None = None) -> bool:
+    """Whether an attempt that has not ended shows a sign of life; no clocks are compared.
+
+    Args:
+        store: The run directory.
+        owner: Whose it is: on the driver's own machine its process is looked up, elsewhere, and where that cannot be
+            told any more, the heartbeat is watched for a change.
+        watch_seconds: For how long; default three of its intervals.
+    """
+    if owner is not None and owner.host == host_id():
+        return driver_process(owner) is not None
+    first = store.read(layout.HEARTBEAT)
+    beat = decode(Heartbeat, first)
+    if watch_seconds is None:
+        watch_seconds = _MISSED_BEATS * (beat.interval_seconds if beat else HEARTBEAT_SECONDS)
+    deadline = time.monotonic() + watch_seconds
+    while time.monotonic() < deadline:
+        time.sleep(min(0.5, watch_seconds / 10))
+        if store.read(layout.HEARTBEAT) != first:
+            return True
+    return False
+
+
+def look_for_life(store: RunReader, attempt: int, record: AttemptRecord | None, now: float) -> Sign:
+    """Look at once whether the driver of an attempt that has not ended lives.
+
+    On the driver's own machine its process is looked up. Elsewhere its last sign of life is held against this machine's
+    clock, which proves nothing if one of the two is wrong; :func:`is_alive` does.
 
     Args:
         store: The run directory.
         attempt: The attempt.
         record: Its record, None if that is torn.
-        watch: Answers that are given only after the heartbeat was watched for three of its intervals (15 s).
         now: Seconds since the epoch.
     """
-    now = time.time() if now is None else now
     beat = decode(Heartbeat, store.read(layout.HEARTBEAT))
-    if beat is not None and beat.attempt != attempt:
-        beat = None
-    last = max(beat.at if beat else 0.0, record.started_at if record else 0.0)
+    beat = beat if beat is not None and beat.attempt == attempt else None
+    at = max(beat.at if beat is not None else 0.0, record.started_at if record is not None else 0.0)
     if record is not None and record.owner.host == host_id():
-        if is_alive(store, record, 0):
-            return Sign(Life.ALIVE, f"process {record.owner.pid} on this machine", last)
-        return Sign(Life.DEAD, f"process {record.owner.pid} on this machine is gone", last)
-    sign = _judge(beat, record, now)
-    if sign.life in watch and is_alive(store, record or _of_nobody(attempt)):
-        return Sign(Life.ALIVE, f"its heart beats{_on(record)}", now)
-    return sign
-
-
-def _judge(beat: Heartbeat | None, record: AttemptRecord | None, now: float) -> Sign:
-    if beat is None:
-        if record is None:
-            return Sign(Life.UNKNOWN, "its record is torn, and it has no heartbeat")
-        age = now - record.started_at
-        life = Life.DEAD if age > SILENT_SECONDS else Life.UNKNOWN
-        return Sign(life, f"no heartbeat since it began {age:.0f} s ago{_on(record)}", record.started_at)
-    age = now - beat.at
-    bound = _FRESH_BEATS * beat.interval_seconds
-    if age < -bound:
-        return Sign(Life.UNKNOWN, f"its heartbeat is {-age:.0f} s ahead of this machine's clock{_on(record)}", beat.at)
-    life = Life.ALIVE if age <= bound else Life.DEAD if age > SILENT_SECONDS else Life.UNKNOWN
-    return Sign(life, f"last heartbeat {max(age, 0.0):.0f} s ago{_on(record)}", beat.at)
-
-
-def _on(record: AttemptRecord | None) -> str:
+        lives = driver_process(record.owner) is not None
+        words = f"process {record.owner.pid} on this machine" + ("" if lives else " is gone")
+        return Sign(Life.ALIVE if lives else Life.DEAD, words, at)
     host = record.owner.host.partition("/")[0] if record is not None else ""
-    return f" on {host}" if host else ""
-
-
-def _of_nobody(attempt: int) -> AttemptRecord:
-    """Stand in for a torn record: nobody knows whose machine it was, so the heartbeat is watched."""
-    return AttemptRecord(attempt=attempt, owner=Owner(flow_run_id=""))
+    life = Life.DEAD if at and now - at > _SILENT_SECONDS else Life.UNKNOWN
+    if beat is not None and abs(now - beat.at) <= _MISSED_BEATS * beat.interval_seconds:
+        life = Life.ALIVE
+    words = f"last sign of life {now - at:.0f} s ago on {host or 'an unknown machine'}" if at else "no sign of life"
+    return Sign(life, words, at)

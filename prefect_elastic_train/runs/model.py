@@ -5,56 +5,44 @@ Whoever asks what is true of a run asks here: a resume, ``resume_from``, results
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.events import CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import (
-    AttemptRecord,
-    CommitRecord,
-    EndedRecord,
-    Heartbeat,
-    RunRecord,
-    decode,
-)
+from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, EndedRecord, Owner, RunRecord, decode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import (
-    ReadCommit,
     all_attempts,
     all_commits,
-    dropped_by,
+    commit_label,
     newest_commit,
+    read_attempt,
+    read_commit,
     read_lineage,
 )
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
-from prefect_elastic_train.runs.view import RunReader, RunView, once
+from prefect_elastic_train.runs.view import RunReader, RunView
 
 #: Attempt and number of the commit that a run begins with that starts from another's checkpoint.
 SEED_COMMIT = (0, 0)
 #: Whose the attempt is that holds a run while `elastic-train runs prune` deletes it.
 PRUNER = "elastic-train runs prune"
-#: What :func:`mirror_state` finds where all is well.
-MIRRORS = "mirrors the newest commit"
 #: How Ray Train calls a checkpoint that the loop gives no name.
 _RAYS_NAME = re.compile(r"checkpoint_\d")
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """An attempt that ever began.
+class Attempt(BaseModel):
+    """An attempt that ever began: how it began and how it ended, each None if there is no such record or a torn one."""
 
-    Attributes:
-        number: Which one.
-        record: How it began; None if its record is torn.
-        ended: How it ended; None if it has not, or if that record is torn.
-    """
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="null")
 
     number: int
     record: AttemptRecord | None
@@ -79,13 +67,11 @@ class ResumePoint:
         commit: The commit, as far as it is whole; None for the beginning.
         dropped: Names of damaged checkpoints on the way there.
         repairs: What was repaired or dropped to get there, in words.
-        regained: The commit's object is lost, and was put together again from Ray's file.
     """
 
     commit: CommitRecord | None = None
     dropped: list[str] = field(default_factory=list)
     repairs: list[str] = field(default_factory=list)
-    regained: bool = False
 
     @property
     def base(self) -> tuple[int, int] | None:
@@ -100,36 +86,33 @@ class ResumePoint:
     @property
     def checkpoint(self) -> str:
         """Name of the checkpoint folder that training resumes from, empty for the beginning."""
-        latest = latest_checkpoint(self.snapshot) if self.snapshot else None
+        latest = latest_checkpoint(self.snapshot)
         return latest["checkpoint_dir_name"] if latest else ""
 
     @property
     def inherited_metrics(self) -> dict[str, Any]:
         """What was reported with the checkpoint if it is another run's and was copied; else nothing."""
-        latest = latest_checkpoint(self.snapshot) if self.snapshot and self.base == SEED_COMMIT else None
+        latest = latest_checkpoint(self.snapshot) if self.base == SEED_COMMIT else None
         return (latest["metrics"] or {}) if latest else {}
 
 
-@dataclass(frozen=True)
-class Leftover:
-    """A folder that no commit needs.
+class Leftover(BaseModel):
+    """A checkpoint's folder that no commit needs.
 
     Attributes:
         folder: Its name.
-        kind: ``upload`` (begun, never committed), ``condemned`` (no longer kept, its deletion did not come to its
-            end), ``dropped`` (damaged, given up by an attempt), or ``unnamed`` (nothing tells whose it is).
-        reason: Why nobody needs it, in words.
+        why: ``upload interrupted``, ``no longer kept`` (its deletion did not come to its end) or ``damaged`` (given up
+            by an attempt).
         size_bytes: Of its files.
     """
 
     folder: str
-    kind: str
-    reason: str
+    why: str
     size_bytes: int
 
 
 class RunDirectory(RunView):
-    """A run directory as it was when it was first asked for each thing. Nothing is written. For one thread.
+    """A run directory as it was when it was first asked for each thing. Nothing is written.
 
     Args:
         store: The run directory.
@@ -141,10 +124,17 @@ class RunDirectory(RunView):
         super().__init__(store)
         self._attempt = attempt
 
-    @once
+    @property
     def record(self) -> RunRecord | None:
         """What the run is; None if nobody has claimed it, or if that is torn."""
         return decode(RunRecord, self.read(layout.RUN))
+
+    @property
+    def owner(self) -> Owner | None:
+        """Whose run it is: of the newest attempt that can be read, else its creator; None if nothing tells."""
+        creators = [self.record.creator] if self.record is not None else []
+        owners = [*creators, *(one.record.owner for one in self.attempts if one.record is not None)]
+        return owners[-1] if owners else None
 
     @property
     def started_from(self) -> str:
@@ -157,28 +147,34 @@ class RunDirectory(RunView):
         """Whether anything of ours is there."""
         return bool(all_attempts(self) or all_commits(self) or self.read(layout.RUN) is not None)
 
-    @once
+    @property
     def attempts(self) -> list[Attempt]:
         """All attempts, the newest last."""
         return [self._read_attempt(number) for number in all_attempts(self) if number <= (self._attempt or number)]
 
-    @once
+    @property
     def newest_attempt(self) -> Attempt | None:
         """The attempt that holds the fence; the only one that is read for this."""
         numbers = all_attempts(self)
         return self._read_attempt(numbers[-1]) if numbers else None
 
-    @once
+    @property
+    def next_number(self) -> int:
+        """The next attempt's. A number is never used again, also if somebody has removed the record of its attempt."""
+        writers = [written_by(folder) or 0 for folder in self._folders()]
+        return max([0, *all_attempts(self), *(number for number, _ in all_commits(self)), *writers]) + 1
+
+    @property
     def newest_commit(self) -> CommitRecord | None:
         """Newest commit that counts and has a checkpoint left, by the records alone: no file was looked at."""
         return newest_commit(self, self._attempt)
 
-    @once
-    def commits(self) -> list[ReadCommit]:
-        """The commits that count, newest first, each held against the files that it lists."""
-        return list(read_lineage(self, self._attempt, whole=True))
+    @property
+    def mirror(self) -> dict[str, Any] | None:
+        """Ray's own snapshot; None if there is none, or a torn one."""
+        return parse_snapshot(self.read(layout.SNAPSHOT))
 
-    @once
+    @property
     def resume_point(self) -> ResumePoint:
         """The newest commit of the valid lineage with a whole checkpoint, without what is damaged.
 
@@ -188,27 +184,23 @@ class RunDirectory(RunView):
         repairs: list[str] = []
         dropped: list[str] = []
         for read in read_lineage(self, self._attempt, whole=True):
+            label = commit_label(read.number)
             if read.record is None:
-                repairs.append(f"commit {read.label} is {read.problem} and was passed over")
+                repairs.append(f"commit {label} is torn and was passed over")
                 continue
-            if read.problem:
-                repairs.append(
-                    f"commit {read.label} was {read.problem} and was written anew from Ray's snapshot; the files of "
-                    f"{loop_name(checkpoint_names(read.record.snapshot)[-1])} could not be checked"
-                )
             dropped += read.damaged
             repairs += [f"checkpoint {loop_name(name)} was dropped: {why}" for name, why in read.damaged.items()]
             usable = read.usable
             if usable is not None:
-                return ResumePoint(usable, dropped, repairs, regained=bool(read.problem))
-            repairs.append(f"commit {read.label} has no whole checkpoint left and was passed over")
-        if not any(decode(CommitRecord, self.read(layout.commit_name(*commit))) for commit in all_commits(self)):
+                return ResumePoint(usable, dropped, repairs)
+            repairs.append(f"commit {label} has no whole checkpoint left and was passed over")
+        if not any(read_commit(self, number) for number in all_commits(self)):
             self._check_nothing_is_given_up()
         return ResumePoint(None, dropped, repairs)
 
-    @once
+    @property
     def leftovers(self) -> list[Leftover]:
-        """Folders that no commit needs, by name.
+        """Checkpoints' folders that no commit needs, by name.
 
         While something is broken, whatever any commit or Ray's file names is needed; while the newest commit cannot be
         read, everything is.
@@ -222,29 +214,16 @@ class RunDirectory(RunView):
         kept = checkpoint_names(self.newest_commit.snapshot) if self.newest_commit is not None else []
         folders = [folder for folder in self._folders() if not _overlaps(folder, kept)]
         needed = self._needed() if folders else []
-        return [self._leftover(folder) for folder in folders if not _overlaps(folder, needed)]
-
-    @property
-    def newest_writer(self) -> int:
-        """Highest attempt that a checkpoint's folder is of; 0 if there is none."""
-        return max((written_by(folder) or 0 for folder in self._folders()), default=0)
-
-    def torn_records(self) -> Iterator[str]:
-        """Yield which records cannot be read, in words; a resume does without them."""
-        if self.record is None:
-            yield "run.json is torn or missing; a resume writes it anew"
-        for attempt in self.attempts:
-            if attempt.record is None:
-                yield f"the record of attempt {attempt.number} is torn; what it has committed speaks for it"
-            if attempt.ended is None and self.read(layout.ended_name(attempt.number)) is not None:
-                yield f"the record of the end of attempt {attempt.number} is torn; it counts as not ended"
-        beat = self.read(layout.HEARTBEAT)
-        if beat is not None and decode(Heartbeat, beat) is None:
-            yield "heartbeat.json is torn; the next beat replaces it"
+        found = {folder: self._why_left(folder) for folder in folders if not _overlaps(folder, needed)}
+        return [
+            Leftover(folder=folder, why=why, size_bytes=sum((self.file_sizes(folder) or {}).values()))
+            for folder, why in found.items()
+            if why
+        ]
 
     def _read_attempt(self, number: int) -> Attempt:
-        record = decode(AttemptRecord, self.read(layout.attempt_name(number)))
-        return Attempt(number, record, decode(EndedRecord, self.read(layout.ended_name(number))))
+        ended = decode(EndedRecord, self.read(layout.ended_name(number)))
+        return Attempt(number=number, record=read_attempt(self, number), ended=ended)
 
     def _folders(self, within: str = "", depth: int = 3) -> Iterator[str]:
         """Yield the folders that may be checkpoints; a loop may have named them with slashes."""
@@ -253,57 +232,45 @@ class RunDirectory(RunView):
             if folder == layout.STATE_FOLDER or (written_by(folder) or 0) > (self._attempt or math.inf):
                 continue
             inner = list(self._folders(folder, depth - 1)) if depth and written_by(folder) is None else []
-            ours = [one for one in inner if written_by(one) is not None]
-            yield from ours or [folder]
+            yield from [one for one in inner if written_by(one) is not None] or [folder]
 
-    def _leftover(self, folder: str) -> Leftover:
-        attempt = written_by(folder)
-        dropped = {name: why for one in self.attempts for name, why in dropped_by(self, one.number).items()}
-        if folder in dropped:
-            kind, reason = "dropped", dropped[folder]
-        elif folder in self._named:
-            kind, reason = "condemned", "no commit keeps it any longer, and its deletion did not come to its end"
-        elif attempt is None:
-            kind, reason = "unnamed", "no commit names it, and nothing tells whose it is"
-        else:
-            begun = f"attempt {attempt} began its upload" if attempt else "its copy was begun"
-            kind, reason = "upload", f"{begun}, and no commit names it"
-        return Leftover(folder, kind, reason, sum((self.file_sizes(folder) or {}).values()))
-
-    @once
-    def _named(self) -> set[str]:
-        """Checkpoints that any commit names, whether it counts or not."""
-        records = (decode(CommitRecord, self.read(layout.commit_name(*commit))) for commit in all_commits(self))
-        return {name for record in records if record is not None for name in record.manifest}
+    def _why_left(self, folder: str) -> str:
+        """Say why nobody needs a folder; empty if nothing tells whose it is."""
+        if any(folder in one.record.dropped for one in self.attempts if one.record is not None):
+            return "damaged"
+        commits = (read_commit(self, number) for number in all_commits(self))
+        if any(folder in commit.manifest for commit in commits if commit is not None):
+            return "no longer kept"
+        return "upload interrupted" if written_by(folder) is not None else ""
 
     def _needed(self) -> list[str]:
         """Return the checkpoints that a resume may want."""
         point = self.resume_point
         snapshots = [point.snapshot]
         if point.repairs:
-            snapshots.append(parse_snapshot(self.read(layout.SNAPSHOT)))
-            snapshots += [commit.record.snapshot for commit in self.commits if commit.record is not None]
+            reads = read_lineage(self, self._attempt)
+            snapshots += [self.mirror, *(read.record.snapshot for read in reads if read.record is not None)]
         return [name for snapshot in snapshots if snapshot is not None for name in checkpoint_names(snapshot)]
 
     def _check_nothing_is_given_up(self) -> None:
         """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
         left = [folder for folder in self._folders() if self.file_sizes(folder)]
-        snapshot = parse_snapshot(self.read(layout.SNAPSHOT))
-        named = checkpoint_names(snapshot) if snapshot is not None else []
+        named = checkpoint_names(self.mirror) if self.mirror is not None else []
         if not self._has_ever_committed() and not any(_overlaps(folder, named) for folder in left):
             # Interrupted uploads, and folders that a person or the loop itself has made.
             left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) is None]
         if not left:
             return
         shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
-        ways = [f"bring the files in {layout.COMMITS} back", "move the folders away to begin anew"]
-        if snapshot is not None:
-            ways.append(
-                f"move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, which is readable"
-            )
+        trust = (
+            f", move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, which is readable"
+            if self.mirror is not None
+            else ""
+        )
         raise AttemptFailedError(
             f"no commit of {self.uri} is left or readable, and it holds {len(left)} folders that may be checkpoints "
-            f"({shown}). Nothing was touched. Either {', or '.join(ways)}, or give another run_name",
+            f"({shown}). Nothing was touched. Either bring the files in {layout.COMMITS} back, move the folders away "
+            f"to begin anew{trust}, or give another run_name",
             outcome=Outcome.INVALID,
         )
 
@@ -312,22 +279,6 @@ class RunDirectory(RunView):
         if all_commits(self) or any(one.record is not None and one.record.base is not None for one in self.attempts):
             return True
         return any(isinstance(event, CheckpointCommitted) for event in read_history(self))
-
-
-def mirror_state(store: RunReader, point: ResumePoint) -> str:
-    """How Ray's file stands to the commit that it should mirror.
-
-    Returns:
-        :data:`MIRRORS`, ``missing``, ``torn``, ``differs``, or empty where there is none and none is to be.
-    """
-    data = store.read(layout.SNAPSHOT)
-    if data is None:
-        return "missing" if point.snapshot is not None else ""
-    snapshot = parse_snapshot(data)
-    if snapshot is None:
-        return "torn"
-    # As text, since a metric may be NaN, which equals nothing.
-    return MIRRORS if json.dumps(snapshot) == json.dumps(point.snapshot) else "differs"
 
 
 def _overlaps(folder: str, names: Iterable[str]) -> bool:

@@ -9,14 +9,8 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import check_fence, newest_commit
-from prefect_elastic_train.runs.model import MIRRORS, SEED_COMMIT, ResumePoint, RunDirectory, mirror_state
-from prefect_elastic_train.runs.snapshots import (
-    checkpoint_names,
-    parse_snapshot,
-    seed_snapshot,
-    without_checkpoints,
-)
-from prefect_elastic_train.runs.view import RunView
+from prefect_elastic_train.runs.model import SEED_COMMIT, ResumePoint, RunDirectory
+from prefect_elastic_train.runs.snapshots import checkpoint_names, is_same, without_checkpoints
 from prefect_elastic_train.storage.store import RunStore
 
 
@@ -27,25 +21,23 @@ def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
 
 
 def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
-    """Put the resume point back as Ray's file, and its commit if that was lost.
+    """Put the resume point back as Ray's file.
 
     Returns:
         What was wrong with Ray's file, in words; empty if it was what it should be.
     """
-    if point.regained and point.commit is not None:
-        store.replace(layout.commit_name(point.commit.attempt, point.commit.sequence), encode(point.commit))
-    state = mirror_state(store, point)
+    run = RunDirectory(store)
+    is_there = run.read(layout.SNAPSHOT) is not None
     if point.snapshot is None:
         store.delete(layout.SNAPSHOT)
-        return ["Ray's snapshot belongs to no commit and was removed"] if state else []
-    if state == MIRRORS:
+        return ["Ray's snapshot belongs to no commit and was removed"] if is_there else []
+    if is_same(run.mirror, point.snapshot):
         return []
     store.replace(layout.SNAPSHOT, json.dumps(point.snapshot).encode())
     # A copied checkpoint comes without Ray's file.
-    if point.repairs or (state == "missing" and point.base == SEED_COMMIT):
+    if point.repairs or (not is_there and point.base == SEED_COMMIT):
         return []
-    was = "differed from the newest commit" if state == "differs" else f"was {state}"
-    return [f"Ray's snapshot {was} and was written anew from {'it' if state == 'differs' else 'the newest commit'}"]
+    return ["Ray's snapshot was torn, missing or not the newest commit's, and was written anew from that"]
 
 
 def adopt_snapshot(store: RunStore) -> list[str]:
@@ -57,33 +49,29 @@ def adopt_snapshot(store: RunStore) -> list[str]:
     Raises:
         AttemptFailedError: Its snapshot is torn, or no checkpoint that it names is left; outcome ``invalid``.
     """
-    snapshot = parse_snapshot(store.read(layout.SNAPSHOT))
-    view = RunView(store)
-    sizes = {name: view.file_sizes(name) for name in checkpoint_names(snapshot)} if snapshot else {}
-    missing = [name for name, files in sizes.items() if not files]
-    usable = without_checkpoints(snapshot, missing) if snapshot else None
+    run = RunDirectory(store)
+    snapshot = run.mirror
+    names = checkpoint_names(snapshot) if snapshot is not None else []
+    missing = [name for name in names if not run.file_sizes(name)]
+    usable = without_checkpoints(snapshot, missing) if snapshot is not None else None
     if usable is None:
-        what = "names no checkpoint that is still there" if snapshot else "is torn"
         raise AttemptFailedError(
-            f"{store.uri} holds a run that another program wrote with Ray Train, and its {layout.SNAPSHOT} {what}; "
-            "remove that file to begin anew there, or give another run_name",
+            f"{store.uri} holds a run that another program wrote with Ray Train, and its {layout.SNAPSHOT} is torn or "
+            "names no checkpoint that is still there; remove that file to begin anew there, or give another run_name",
             outcome=Outcome.INVALID,
         )
-    manifest = {name: sizes[name] or {} for name in checkpoint_names(usable)}
-    store.create(
-        layout.commit_name(0, 0), encode(CommitRecord(attempt=0, sequence=0, snapshot=usable, manifest=manifest))
-    )
+    write_first_commit(store, usable)
     notes = [f"checkpoint {name} was dropped: its folder is missing or empty" for name in missing]
-    return [f"the run was written by Ray Train alone; {len(manifest)} of its checkpoints were adopted", *notes]
+    adopted = len(names) - len(missing)
+    return [f"the run was written by Ray Train alone; {adopted} of its checkpoints were adopted", *notes]
 
 
-def seed_run(store: RunStore, checkpoint_name: str, metrics: dict[str, Any], ray_version: str) -> bool:
-    """Make a checkpoint that was copied into a new run its first commit; False if it has one already."""
-    snapshot = seed_snapshot(checkpoint_name, metrics, ray_version)
-    manifest = {checkpoint_name: store.file_sizes(checkpoint_name) or {}}
+def write_first_commit(store: RunStore, snapshot: dict[str, Any]) -> None:
+    """Make a snapshot whose checkpoints are in place the first commit of a run, unless it has one."""
+    manifest = {name: store.file_sizes(name) or {} for name in checkpoint_names(snapshot)}
     attempt, sequence = SEED_COMMIT
     record = CommitRecord(attempt=attempt, sequence=sequence, snapshot=snapshot, manifest=manifest)
-    return store.create(layout.commit_name(*SEED_COMMIT), encode(record))
+    store.create(layout.commit_name(*SEED_COMMIT), encode(record))
 
 
 def remove_interrupted_uploads(store: RunStore, attempt: int) -> dict[str, str]:
@@ -106,6 +94,5 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> dict[str, str]:
         check_fence(store, attempt)
 
     check()
-    whys = {"upload": "upload interrupted", "condemned": "no longer kept", "dropped": "damaged"}
-    found = {one.folder: whys[one.kind] for one in RunDirectory(store, attempt).leftovers if one.kind in whys}
-    return {folder: why for folder, why in found.items() if store.delete_folder(folder, check)}
+    leftovers = RunDirectory(store, attempt).leftovers
+    return {one.folder: one.why for one in leftovers if store.delete_folder(one.folder, check)}

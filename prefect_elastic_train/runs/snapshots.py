@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from copy import deepcopy
 from typing import Any
 
 _LISTS = (
@@ -15,11 +14,9 @@ _LISTS = (
 
 
 def parse_snapshot(data: bytes | str | None) -> dict[str, Any] | None:
-    """Give a snapshot whose parts fit together, or None for anything else."""
-    if data is None:
-        return None
+    """Return a snapshot whose parts fit together, or None for anything else."""
     try:
-        snapshot = json.loads(data)
+        snapshot = json.loads(data or b"")
     except ValueError:
         return None
     return snapshot if isinstance(snapshot, dict) and fits_together(snapshot) else None
@@ -30,70 +27,66 @@ def fits_together(snapshot: dict[str, Any]) -> bool:
     results, indices = snapshot.get("checkpoint_results"), snapshot.get("checkpoint_report_indices")
     if not isinstance(results, list) or not isinstance(indices, list) or len(results) != len(indices):
         return False
-    if not all(isinstance(index, int) for index in indices):
+    if not all(isinstance(index, int) for index in [*indices, snapshot.get("current_report_index")]):
         return False
-    if not all(isinstance(r, dict) and isinstance(r.get("checkpoint_dir_name"), str) for r in results):
-        return False
-    if not isinstance(snapshot.get("current_report_index"), int):
-        return False
+    names = [result.get("checkpoint_dir_name") if isinstance(result, dict) else None for result in results]
     latest = snapshot.get("latest_checkpoint_result")
-    names = {result["checkpoint_dir_name"] for result in results}
-    return latest is None or (isinstance(latest, dict) and latest.get("checkpoint_dir_name") in names)
+    is_known = latest is None or (isinstance(latest, dict) and latest.get("checkpoint_dir_name") in names)
+    return is_known and all(isinstance(name, str) for name in names)
+
+
+def is_same(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    """Whether two snapshots are the same: as text, since a metric may be NaN, which equals nothing."""
+    return json.dumps(one) == json.dumps(other)
 
 
 def checkpoint_names(snapshot: dict[str, Any]) -> list[str]:
-    """Give the names of the checkpoint folders, in the order of their reports."""
-    ordered = sorted(
-        zip(snapshot["checkpoint_report_indices"], snapshot["checkpoint_results"], strict=True),
-        key=lambda pair: pair[0],
-    )
-    return [result["checkpoint_dir_name"] for _, result in ordered]
+    """Return the names of the checkpoint folders, in the order of their reports."""
+    return [result["checkpoint_dir_name"] for _, result in reported(snapshot)]
 
 
-def latest_checkpoint(snapshot: dict[str, Any]) -> dict[str, Any] | None:
-    """Give the result that a restart resumes from: ``checkpoint_dir_name`` and ``metrics``."""
-    latest = snapshot.get("latest_checkpoint_result")
+def reported(snapshot: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Return report index and result of each checkpoint, in the order of their reports."""
+    pairs = zip(snapshot["checkpoint_report_indices"], snapshot["checkpoint_results"], strict=True)
+    return sorted(pairs, key=lambda pair: pair[0])
+
+
+def latest_checkpoint(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the result that a restart resumes from: ``checkpoint_dir_name`` and ``metrics``."""
+    latest = snapshot.get("latest_checkpoint_result") if snapshot else None
     return latest if isinstance(latest, dict) else None
 
 
 def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> dict[str, Any] | None:
-    """Give the snapshot without some checkpoints, None if no checkpoint is left.
+    """Return the snapshot without some checkpoints, None if no checkpoint is left.
 
     Results and report indices stay parallel; the latest result and the pending validations point into the
     results; the newest checkpoint is the one with the highest report index, whatever its place in the list.
     """
     if not dropped:
         return snapshot
-    kept = [
-        (result, index)
-        for result, index in zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
-        if result["checkpoint_dir_name"] not in dropped
-    ]
+    pairs = zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
+    kept = [(result, index) for result, index in pairs if result["checkpoint_dir_name"] not in dropped]
     if not kept:
         return None
-    repaired = deepcopy(snapshot)
-    repaired["checkpoint_results"] = [result for result, _ in kept]
-    repaired["checkpoint_report_indices"] = [index for _, index in kept]
-    repaired["latest_checkpoint_result"] = max(kept, key=lambda pair: pair[1])[0]
     names = {result["checkpoint_dir_name"] for result, _ in kept}
-    pending = [
-        (result, spec)
-        for result, spec in zip(
-            snapshot.get("pending_training_results", []),
-            snapshot.get("pending_validation_specs", []),
-            strict=False,
-        )
-        if result.get("checkpoint_dir_name") in names
-    ]
-    repaired["pending_training_results"] = [result for result, _ in pending]
-    repaired["pending_validation_specs"] = [spec for _, spec in pending]
-    for field in _LISTS:
-        repaired[field] = [name for name in snapshot.get(field, []) if name in names]
-    return repaired
+    validations = zip(
+        snapshot.get("pending_training_results", []), snapshot.get("pending_validation_specs", []), strict=False
+    )
+    pending = [(result, spec) for result, spec in validations if result.get("checkpoint_dir_name") in names]
+    return {
+        **snapshot,
+        "checkpoint_results": [result for result, _ in kept],
+        "checkpoint_report_indices": [index for _, index in kept],
+        "latest_checkpoint_result": max(kept, key=lambda pair: pair[1])[0],
+        "pending_training_results": [result for result, _ in pending],
+        "pending_validation_specs": [spec for _, spec in pending],
+        **{field: [name for name in snapshot.get(field, []) if name in names] for field in _LISTS},
+    }
 
 
 def seed_snapshot(checkpoint_name: str, metrics: dict[str, Any], ray_version: str) -> dict[str, Any]:
-    """Give the snapshot of a new run that starts from one checkpoint."""
+    """Return the snapshot of a new run that starts from one checkpoint."""
     result = {"version": 0, "checkpoint_dir_name": checkpoint_name, "metrics": metrics}
     return {
         "ray_version": ray_version,

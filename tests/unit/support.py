@@ -24,7 +24,7 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, Finished, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.seeding import choose_source, seed_from_source
+from prefect_elastic_train.runs.seeding import seed_from_source
 from prefect_elastic_train.runs.snapshots import parse_snapshot
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage
@@ -192,8 +192,7 @@ class Training:
 def start_from(storage: Storage, resume_from: str, store: RunStore) -> Begun:
     """Begin a run from another's checkpoint, as a driver does."""
     wanted = claim(name=store.path.rpartition("/")[2], resume_from=resume_from)
-    source = choose_source(storage, wanted.request, store).checkpoint
-    return begin(store, wanted, source=source, seed=lambda: seed_from_source(storage, wanted.request, store))
+    return begin(store, wanted, seed=lambda: seed_from_source(storage, wanted.request, store))
 
 
 def tear(store: RunStore, name: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError
-from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode, encode
+from prefect_elastic_train.core.records import AttemptRecord, encode
 from prefect_elastic_train.runs import commits, layout
 from prefect_elastic_train.runs.commits import (
     CommitLog,
@@ -23,12 +23,23 @@ from prefect_elastic_train.runs.commits import (
     check_fence,
     lineage,
     newest_attempt,
+    read_commit,
 )
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.resume import restore_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
-from tests.unit.support import Training, Wrapped, begin, claim, empty_snapshot, private_folder, tear, with_result
+from tests.unit.support import (
+    Training,
+    Wrapped,
+    begin,
+    claim,
+    empty_snapshot,
+    examples,
+    private_folder,
+    tear,
+    with_result,
+)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -54,30 +65,18 @@ class HookedStore(Wrapped):
         return created
 
 
-def _record(store: RunStore, commit: tuple[int, int]) -> CommitRecord:
-    record = decode(CommitRecord, store.read(layout.commit_name(*commit)))
-    assert record is not None
-    return record
-
-
 def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     training.upload("a", {"model.pt": b"12345", "rank-1/optim.pt": b"12"})
     training.commit("a", {"loss": 0.5})
     training.upload("b", {"model.pt": b"1"})
-    training.commit("b")
-    newest = _record(store, (1, 2))
-    assert newest.snapshot == training.snapshot
-    assert newest.manifest == {"a": {"model.pt": 5, "rank-1/optim.pt": 2}, "b": {"model.pt": 1}}
-    assert json.loads(store.read(layout.SNAPSHOT) or b"") == training.snapshot
-
-
-def test_rays_file_is_byte_for_byte_what_ray_wrote(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    training.upload("a")
-    data = json.dumps(with_result(empty_snapshot(), "a", {}), indent=3).encode()
+    data = json.dumps(with_result(training.snapshot, "b", {}), indent=3).encode()
     training.log.commit(data)
-    assert store.read(layout.SNAPSHOT) == data
+    newest = read_commit(store, (1, 2))
+    assert newest is not None
+    assert newest.snapshot == json.loads(data)
+    assert newest.manifest == {"a": {"model.pt": 5, "rank-1/optim.pt": 2}, "b": {"model.pt": 1}}
+    assert store.read(layout.SNAPSHOT) == data, "Ray's file is byte for byte what Ray wrote"
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null"])
@@ -85,18 +84,17 @@ def test_a_torn_snapshot_is_refused_and_nothing_is_written(store: RunStore, data
     log = CommitLog(store, begin(store).attempt)
     with pytest.raises(ElasticTrainError, match=f"torn snapshot of {len(data)} bytes"):
         log.commit(data)
-    assert all_commits(store) == []
-    assert store.read(layout.SNAPSHOT) is None
+    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([], None)
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_written(store: RunStore) -> None:
+@pytest.mark.parametrize("name", ["b", physical_name("b", 1)])
+def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_written(store: RunStore, name: str) -> None:
     training = Training(store, begin(store).attempt)
     training.report("a")
     before = store.read(layout.SNAPSHOT)
-    with pytest.raises(ElasticTrainError, match=f"checkpoint b is not in {store.uri}"):
-        training.commit("b")
-    assert all_commits(store) == [(1, 1)]
-    assert store.read(layout.SNAPSHOT) == before
+    with pytest.raises(ElasticTrainError, match=f"checkpoint {name} is not in {store.uri}"):
+        training.commit(name)
+    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
 
 
 def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: RunStore) -> None:
@@ -105,12 +103,9 @@ def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: RunS
     old.upload("b")
     begin(store)
     before = store.read(layout.SNAPSHOT)
-    with pytest.raises(FencedOffError) as refused:
+    with pytest.raises(FencedOffError, match=r"attempt 1 .* attempt 2 for flow run 'eager-otter' of flow 'nightly'"):
         old.commit("b")
-    for words in ("attempt 1", "attempt 2", "'eager-otter'", "'nightly'"):
-        assert words in str(refused.value)
-    assert all_commits(store) == [(1, 1)]
-    assert store.read(layout.SNAPSHOT) == before
+    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
 
 
 def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunStore) -> None:
@@ -129,58 +124,34 @@ def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunSto
     assert RunDirectory(store).resume_point.checkpoint == "a"
 
 
-def test_five_commits_of_an_attempt_are_kept_and_all_of_the_ones_before(store: RunStore) -> None:
-    for _ in range(2):
-        training = Training(store, begin(store).attempt)
+def test_five_commits_of_an_attempt_are_kept_and_a_controller_that_starts_again_goes_on_numbering(
+    store: RunStore,
+) -> None:
+    for attempt in (1, 2):
+        assert begin(store).attempt == attempt
         for number in range(7):
-            training.report(f"checkpoint-{training.attempt}-{number}")
+            Training(store, attempt).report(f"checkpoint-{attempt}-{number}")
     assert all_commits(store) == [(attempt, sequence) for attempt in (1, 2) for sequence in range(3, 8)]
+    newest = read_commit(store, (2, 7))
+    assert newest is not None
+    assert len(newest.manifest) == 14
 
 
-def test_a_controller_that_starts_again_goes_on_numbering(store: RunStore) -> None:
-    attempt = begin(store).attempt
-    Training(store, attempt).report("a")
-    Training(store, attempt).report("b")
-    assert list(lineage(store)) == [(1, 2), (1, 1)]
-    assert _record(store, (1, 2)).manifest.keys() == {"a", "b"}
-
-
-def test_a_checkpoint_of_which_nothing_is_there_is_not_committed(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    for name in ("a", physical_name("a", 1)):  # a disk that this machine does not share, an upload to another place
-        with pytest.raises(ElasticTrainError, match="is not in"):
-            training.commit(name)
-
-
-def test_damage_to_the_newest_checkpoint_is_not_committed_as_its_content(store: RunStore) -> None:
+def test_a_manifest_says_what_was_committed_and_only_the_newest_is_listed_anew(store: RunStore) -> None:
     training = Training(store, begin(store).attempt)
     name = physical_name("a", 1)
     training.upload(name, {"model.pt": b"12345"})
     training.commit(name)
     store.replace(f"{name}/model.pt", b"")
     assert training.commit(name).manifest == {name: {"model.pt": 5}}, "as when Ray writes a validation's result"
-
-
-def test_the_newest_checkpoint_is_listed_anew_as_its_loop_may_have_written_over_it(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt, keep=1)
     training.report("latest")  # of a loop that reports what it has put into the run directory itself
     training.upload("latest", {"model.pt": b"123"})
-    assert training.commit("latest").manifest == {"latest": {"model.pt": 3}}
+    assert training.commit("latest").manifest == {name: {"model.pt": 5}, "latest": {"model.pt": 3}}
 
 
-def test_files_lost_after_their_commit_stay_in_the_manifest(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
-    training.upload("a", {"model.pt": b"12345", "optim.pt": b"12"})
-    training.commit("a")
-    store.delete("a/optim.pt")
-    training.report("b")
-    assert _record(store, (1, 2)).manifest["a"] == {"model.pt": 5, "optim.pt": 2}
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("loss", [math.nan, -math.inf])
 def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_are(store: RunStore, loss: float) -> None:
     Training(store, begin(store).attempt).report("a", {"loss": loss})
-    assert repr(_record(store, (1, 1)).snapshot["latest_checkpoint_result"]["metrics"]["loss"]) == repr(loss)
     point = RunDirectory(store).resume_point
     assert restore_snapshot(store, point) == [], "a snapshot that is right was found wrong"
     store.delete(layout.SNAPSHOT)
@@ -195,14 +166,15 @@ def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: RunStore)
     begin(store)
     check_fence(store, 1)
     begin(store)
-    with pytest.raises(FencedOffError):
-        check_fence(store, 1)
+    tear(store, layout.attempt_name(2))
     check_fence(store, 2)
+    with pytest.raises(FencedOffError, match="taken over by attempt 2; it stops here"):
+        check_fence(store, 1)
 
 
 def test_an_attempt_that_a_mount_shows_late_is_waited_for(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(store)
-    monkeypatch.setattr(commits, "_SEEN_SECONDS", 1.0)
+    monkeypatch.setattr(commits, "_SEEN_SECONDS", 0.5)
     looks = []
 
     class Late(Wrapped):
@@ -219,29 +191,11 @@ def test_an_attempt_that_a_mount_shows_late_is_waited_for(store: RunStore, monke
     assert looks == [layout.attempt_name(1)] * 3
 
 
-def test_the_fence_stands_when_the_newest_record_is_torn(store: RunStore) -> None:
-    begin(store)
-    begin(store)
-    tear(store, layout.attempt_name(2))
-    with pytest.raises(FencedOffError, match="taken over by attempt 2; it stops here"):
-        check_fence(store, 1)
-
-
-def test_foreign_objects_are_no_attempts_and_no_commits(store: RunStore) -> None:
-    begin(store)
-    for name in ("0002.json.tmp", "x.json", "002.json", "0002.txt"):
+def test_foreign_objects_are_no_attempts_and_no_commits_and_numbers_beyond_the_padding_are(store: RunStore) -> None:
+    for name in ("0002.json.tmp", "x.json", "002.json", "0002.txt", "0001-000001.json", "9999.json", "10000.json"):
         store.create(f"{layout.ATTEMPTS}/{name}", b"{}")
-    for name in ("0001-01.json", "0001.json", "0001-000001.json.bak"):
+    for name in ("0001-01.json", "0001.json", "0001-000001.json.bak", "9999-999999.json", "9999-1000000.json"):
         store.create(f"{layout.COMMITS}/{name}", b"{}")
-    assert all_attempts(store) == [1]
-    assert all_commits(store) == []
-
-
-def test_numbers_beyond_the_padding_still_count_in_order(store: RunStore) -> None:
-    for attempt in (9999, 10000):
-        store.create(layout.attempt_name(attempt), b"{}")
-    for sequence in (999_999, 1_000_000):
-        store.create(layout.commit_name(9999, sequence), b"{}")
     assert all_attempts(store) == [9999, 10000]
     assert all_commits(store) == [(9999, 999_999), (9999, 1_000_000)]
 
@@ -250,6 +204,15 @@ def test_commits_of_an_attempt_whose_record_was_removed_by_hand_still_count(stor
     Training(store, begin(store).attempt).report("a")
     store.delete(layout.attempt_name(1))
     assert list(lineage(store)) == [(1, 1)]
+
+
+def test_a_snapshot_without_any_checkpoint_is_no_reason_to_fail(store: RunStore) -> None:
+    attempt = begin(store).attempt
+    Training(store, attempt).log.commit(json.dumps(empty_snapshot()).encode())
+    begun = begin(store)
+    assert begun.point.checkpoint == ""
+    Training(store, begun.attempt).report("a")
+    assert begin(store).point.checkpoint == "a"
 
 
 @st.composite
@@ -263,6 +226,7 @@ def histories(draw: st.DrawFn) -> list[tuple[tuple[int, int] | None, int]]:
     return attempts
 
 
+@examples(30)
 @given(history=histories())
 def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
     history: list[tuple[tuple[int, int] | None, int]],
@@ -284,5 +248,4 @@ def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
                 Path(folder, layout.COMMITS).mkdir(parents=True, exist_ok=True)
                 Path(folder, layout.commit_name(number, sequence)).write_bytes(b"{}")
         assert list(lineage(store)) == expected
-        before = [commit for commit in lineage(store, before=len(history)) if commit[0] == len(history)]
-        assert before == []
+        assert all(commit[0] < len(history) for commit in lineage(store, before=len(history)))

@@ -654,5 +654,5 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(storage: Storag
     training.upload("a", {"model.pt": b"weights", "rank-0/optim.pt": b"12"})
     training.commit("a", {"acc": 0.5})
     begun = start_from(storage, name, run)
-    assert loop_name(begun.point.checkpoint) == f"from-{name}-a"
+    assert loop_name(begun.point.checkpoint) == f"from-{name}"
     assert content(run, begun.point.checkpoint) == {"model.pt": b"weights", "rank-0/optim.pt": b"12"}
