@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic_core import to_json
 
 from prefect_elastic_train.cli.common import errors, fail, metrics_in_short, print_pairs
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
 
     from prefect_elastic_train.blocks._common import TrainingBlock
-    from prefect_elastic_train.orchestration.result import TrainingResult
 
 #: What shells give for a program that Ctrl-C has ended; and for wrong usage, as typer does.
 _INTERRUPTED, _WRONG_USAGE = 130, 2
@@ -113,14 +113,34 @@ def run_training(
         typer.echo(json.dumps(parameters, indent=2))
         return
     flow_run, state = ended
-    result = _result(flow_run, state)
-    if as_json:
-        from pydantic_core import to_json
+    if not state.is_completed():
+        # In one line what went wrong, with the outcome; the log has all of it.
+        error = state.result(raise_on_failure=False)
+        first, _, rest = str(error or state.message).strip().partition("\n")
+        words = [first.strip().rstrip("."), cause(rest) if rest.strip() else ""]
+        if isinstance(error, AttemptFailedError) and error.outcome.value not in " ".join(words):
+            words.append(f"outcome {error.outcome.value}")
+        fail(f"{state.name}: {': '.join(filter(None, words))}. Flow run {_where_to_look(flow_run)}")
+    from prefect_elastic_train.orchestration.result import TrainingResult
 
+    result = TrainingResult.model_validate(state.result())
+    if as_json:
         # A metric may be NaN, which is no JSON: it becomes null.
         typer.echo(to_json(result.model_dump(), inf_nan_mode="null", indent=2).decode())
-    else:
-        _print_result(flow_run, result)
+        return
+    faults = f"{result.worker_failures} worker failures, {result.preemptions} preemptions, {result.resizes} resizes"
+    print_pairs(
+        [
+            ("run", result.run_name),
+            ("state", result.status),
+            ("where", result.run_uri),
+            ("checkpoint", result.checkpoint_uri),
+            ("metrics", metrics_in_short(result.metrics, 10)),
+            ("attempts", f"{result.attempts}, {faults}, {result.steps_lost} reports done again"),
+            ("goodput", f"{result.goodput:.1%} of {duration(result.time.wall_seconds)}"),
+            ("flow run", _where_to_look(flow_run)),
+        ]
+    )
 
 
 def _with_workers(scaling: TrainingBlock, workers: str) -> TrainingBlock:
@@ -165,44 +185,7 @@ def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tupl
     return flow_run, state
 
 
-def _result(flow_run: FlowRun, state: State[Any]) -> TrainingResult:
-    """Return the result of a flow run, or say why there is none and end."""
-    from prefect_elastic_train.orchestration.result import TrainingResult
-
-    if not state.is_completed():
-        # In one line what went wrong, with the outcome; the log has all of it.
-        error = state.result(raise_on_failure=False)
-        first, _, rest = str(error or state.message).strip().partition("\n")
-        words = [first.strip().rstrip("."), cause(rest) if rest.strip() else ""]
-        if isinstance(error, AttemptFailedError) and error.outcome.value not in " ".join(words):
-            words.append(f"outcome {error.outcome.value}")
-        fail(f"{state.name}: {': '.join(filter(None, words))}. Flow run {_where_to_look(flow_run)}")
-    return TrainingResult.model_validate(state.result())
-
-
 def _where_to_look(flow_run: FlowRun) -> str:
     from prefect.utilities.urls import url_for
 
     return f"{flow_run.name}: {url_for('flow-run', flow_run.id) or flow_run.id}"
-
-
-def _print_result(flow_run: FlowRun, result: TrainingResult) -> None:
-    faults = {
-        "worker failures": result.worker_failures,
-        "preemptions": result.preemptions,
-        "resizes": result.resizes,
-        "reports done again": result.steps_lost,
-    }
-    told = [f"{number} {what}" for what, number in faults.items() if number]
-    print_pairs(
-        [
-            ("run", result.run_name),
-            ("state", result.status),
-            ("where", result.run_uri),
-            ("checkpoint", result.checkpoint_uri),
-            ("metrics", metrics_in_short(result.metrics, 10)),
-            ("attempts", ", ".join([str(result.attempts), *told])),
-            ("goodput", f"{result.goodput:.1%} of {duration(result.time.wall_seconds)}"),
-            ("flow run", _where_to_look(flow_run)),
-        ]
-    )

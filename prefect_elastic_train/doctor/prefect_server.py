@@ -22,18 +22,8 @@ _PAGE = 200
 
 def check_server() -> Iterator[Finding]:
     """Ask the Prefect server for its version, with the credentials that trainings would use."""
-    kind = determine_server_type()
-    if kind is ServerType.UNCONFIGURED:
-        yield fail(
-            "PREFECT_API_URL is not set, and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE is off, so that flows have no server",
-            "set PREFECT_API_URL, such as `prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api` after "
-            "`prefect server start`",
-        )
-    elif kind is ServerType.EPHEMERAL:
-        yield ok(
-            "PREFECT_API_URL is not set: Prefect starts a temporary server for each process, without a UI; `prefect "
-            "server start` gives one that stays"
-        )
+    if determine_server_type() is ServerType.EPHEMERAL:
+        yield ok("PREFECT_API_URL is not set: Prefect starts a temporary server for each process, without a UI")
     else:
         with _asking_prefect() as client:
             yield _answer(client)
@@ -41,7 +31,7 @@ def check_server() -> Iterator[Finding]:
 
 def check_block_types() -> Iterator[Finding]:
     """Look at the registered block types, and load every document of them."""
-    if determine_server_type() not in (ServerType.SERVER, ServerType.CLOUD):
+    if determine_server_type() is ServerType.EPHEMERAL:
         yield skip("saved blocks are looked at on a server that stays: set PREFECT_API_URL")
         return
     old, loaded = [], 0
