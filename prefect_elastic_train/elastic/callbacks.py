@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 #: Exceptions of our own that are told of, each with its traceback.
 _TOLD_ERRORS = 10
-#: Standing still for checkpoints that is told of.
-_TOLD_STALL_SECONDS = 0.01
 #: How long the last answers of a worker group that ends are waited for.
 _LAST_SECONDS = 1.0
 
@@ -91,26 +89,17 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         errors: Exceptions that this callback has passed over.
         start_failure: Why the last worker group did not start, until the scaling policy has taken that in.
         counted_on: Nodes that the size of the next worker group was decided from.
+        checkpoint: What a restart now would begin from, empty for nothing.
     """
 
     def __init__(
-        self,
-        receiving: Receiving,
-        store: RunStore,
-        attempt: int,
-        failures: FailureSettings | None = None,
-        score_attribute: str = "",
+        self, receiving: Receiving, store: RunStore, attempt: int, failures: FailureSettings, score_attribute: str = ""
     ) -> None:
-        failures = failures or FailureSettings()
-        self._receiving = receiving
-        self._store = store
-        self._attempt = attempt
-        self._preemption_grace_seconds = failures.preemption_grace_seconds
-        self._score_attribute = score_attribute
+        self._receiving, self._store, self._attempt = receiving, store, attempt
+        self._grace_seconds, self._score_attribute = failures.preemption_grace_seconds, score_attribute
         self._loops = LoopWatch(failures.ignored_checkpoint == "fail", self.tell, failures.stall_timeout_seconds)
         # Made in the controller: a lock cannot be pickled on its way there.
         self._sender: EventSender | None = None
-        self._stopped: threading.Event | None = None
         self._state, self._state_since = "INITIALIZING", time.time()
         #: Of the group that trains, none while there is none.
         self._workers: list[Any] = []
@@ -118,16 +107,12 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._failures: dict[int, Exception] = {}
         #: What the workers have been asked for, until all have answered.
         self._asked: list[Any] = []
-        self._checkpoint, self._committed_at, self._has_committed = "", 0.0, False
+        self._committed_at, self._has_committed = 0.0, False
         self._reports_since_checkpoint = 0
         self.errors = 0
         self.start_failure: Exception | None = None
         self.counted_on: frozenset[str] = frozenset()
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether a restart now would begin from a checkpoint."""
-        return bool(self._checkpoint)
+        self.checkpoint = ""
 
     @property
     def is_draining(self) -> bool:
@@ -151,8 +136,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         _current = self
         mark_told()
         self._sender = EventSender(self._receiving)
-        self._stopped = threading.Event()
-        threading.Thread(target=self._show_life, name="elastic-train-alive", daemon=True).start()
+        threading.Thread(
+            target=self._show_life, args=(self._sender.closed,), name="elastic-train-alive", daemon=True
+        ).start()
 
     @_never_raises
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -197,15 +183,15 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._reports_since_checkpoint, self._committed_at, self._has_committed = 0, time.time(), False
         commit = newest_commit(self._store, self._attempt)
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
-        self._checkpoint = latest["checkpoint_dir_name"] if latest else ""
+        self.checkpoint = latest["checkpoint_dir_name"] if latest else ""
         # What another run has counted says nothing of this one.
         is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
-        self._loops.begin(self._workers, loop_name(self._checkpoint), latest["metrics"] if latest and is_own else {})
+        self._loops.begin(self._workers, loop_name(self.checkpoint), latest["metrics"] if latest and is_own else {})
         ranks = {
             f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
             for worker in self._workers
         }
-        self.tell(ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self._checkpoint, ranks=ranks))
+        self.tell(ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks))
 
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does.
@@ -249,7 +235,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self.tell(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
-        self._checkpoint, self._committed_at, self._has_committed = name, time.time(), True
+        self.checkpoint, self._committed_at, self._has_committed = name, time.time(), True
         self._reports_since_checkpoint = 0
         size = self._size_of(name) or 0
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
@@ -279,7 +265,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         answers, self._asked = answers_of(self._asked, timeout_seconds), []
         self._tell_waits("ranks", [waits for waits, _ in answers.values()])
         stalled = max((stalled for _, stalled in answers.values()), default=0.0)
-        if stalled >= _TOLD_STALL_SECONDS:
+        if stalled >= 0.01:
             self.tell(ev.CheckpointStalled(seconds=round(stalled, 3)))
 
     def _end_drain(self, preemption: Any) -> None:
@@ -288,7 +274,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         Ray waits for the deadline, and takes the earliest that a worker has been told.
         """
         over = type(preemption)(
-            deadline_ms=int((time.time() - self._preemption_grace_seconds) * 1000),
+            deadline_ms=int((time.time() - self._grace_seconds) * 1000),
             preempted_node_to_ranks=preemption.preempted_node_to_ranks,
         )
         for worker in self._workers:
@@ -349,13 +335,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def _stop_sending(self, timeout_seconds: float) -> None:
         self._tell_waits("controller", [take_waits()])
-        if self._stopped is not None:
-            self._stopped.set()
         if self._sender is not None:
             self._sender.close(timeout_seconds)
 
-    def _show_life(self) -> None:
-        while self._stopped is not None and not self._stopped.wait(ALIVE_SECONDS):
+    def _show_life(self, closed: threading.Event) -> None:
+        while not closed.wait(ALIVE_SECONDS):
             waiting = waiting_since()
             if waiting is None:
                 self._tell_waits("controller", [take_waits()])

@@ -73,13 +73,7 @@ class LoopWatch:
         self.begin([], "", {})
 
     def begin(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
-        """Begin with a new worker group.
-
-        Args:
-            workers: Its workers, by rank.
-            checkpoint: The checkpoint that it is offered, empty for none.
-            metrics: What was reported with that.
-        """
+        """Begin with a new worker group, and what was reported with the checkpoint that it is offered, if it is."""
         self._workers = workers
         self._checkpoint, self._before, self._is_judged = checkpoint, _counters(metrics), not checkpoint
         self._has_saved = self._has_saved or bool(checkpoint)
@@ -87,11 +81,7 @@ class LoopWatch:
         self._reports, self._was_polled = 0, False
 
     def look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
-        """Look at what a poll has found, before Ray Train does; return what the worker group fails of, if it does.
-
-        Args:
-            statuses: Ray's ``WorkerStatus`` of each rank.
-        """
+        """Look at each rank's status before Ray Train does; return what the worker group fails of, if it does."""
         now = time.monotonic()
         failure: WorkerGroupError | None = None
         reports = [status.training_report for status in statuses if status.training_report is not None]

@@ -189,7 +189,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         self._commit_to_use = committed and self._growth.target > 0
         if not all(worker.running for worker in status.worker_statuses.values()):
             return NoopDecision()
-        if now < self._next_look and self._growth.due(now, committed, callback.has_checkpoint) is None:
+        if now < self._next_look and self._growth.due(now, committed, bool(callback.checkpoint)) is None:
             return NoopDecision()
         nodes, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
         if nodes is None:
@@ -200,7 +200,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             self._growths += self._growth.target > 0
             for worker in group.workers:
                 worker.execute_async(announce, self._growths if self._growth.target else 0)
-        reason, waited = self._growth.due(now, committed, callback.has_checkpoint), self._growth.waited_seconds(now)
+        reason, waited = self._growth.due(now, committed, bool(callback.checkpoint)), self._growth.waited_seconds(now)
         if reason is None:
             return NoopDecision()
         self._asked_for = self._growth.target

@@ -17,7 +17,6 @@ from prefect_elastic_train.core.events import Event, encode_event
 logger = logging.getLogger(__name__)
 
 _MAX_DROPPABLE = 1000
-_MAX_EVENTS = 100_000
 _SEND_TIMEOUT_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
 
@@ -26,7 +25,7 @@ Receiving = tuple[int, str]
 
 
 class EventQueue:
-    """Events that a thread writes one after the other; a long queue drops progress, lifecycle events an enormous one.
+    """Events that a thread writes one after the other; a long queue drops progress, and says so in the end.
 
     Args:
         write: Writes an event as a line without its end; False if it is to be tried again.
@@ -37,36 +36,32 @@ class EventQueue:
         self._write = write
         self._events: deque[Event] = deque()
         self._changed = threading.Condition()
-        self._closed = False
+        self.closed = threading.Event()
         self._dropped = 0
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, event: Event) -> None:
         """Hand an event over, which neither fails nor waits."""
         with self._changed:
-            if self._closed:
-                return
-            if len(self._events) < (_MAX_DROPPABLE if event.droppable else _MAX_EVENTS):
+            if event.droppable and len(self._events) >= _MAX_DROPPABLE:
+                self._dropped += 1
+            elif not self.closed.is_set():
                 self._events.append(event)
                 self._changed.notify_all()
-                return
-            self._dropped += 1
-            if self._dropped == 1 or not event.droppable:
-                logger.warning("events of kind %s are dropped: %d wait to be sent", event.kind, len(self._events))
 
     def close(self, timeout_seconds: float) -> None:
         """Take no more events, and wait for a while until all are written."""
         with self._changed:
-            if self._dropped and not self._closed:
+            if self._dropped and not self.closed.is_set():
                 logger.warning("%d events were dropped", self._dropped)
-            self._closed = True
+            self.closed.set()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._events, timeout_seconds)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._events or self._closed)
+                self._changed.wait_for(lambda: self._events or self.closed.is_set())
                 if not self._events:
                     return
                 event = self._events[0]

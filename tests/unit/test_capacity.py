@@ -155,18 +155,3 @@ def test_what_is_counted_can_be_placed(made: list[tuple[int, float, float, bool]
         else:
             devices = next(found for found in left.values() if max(found) >= each - 1e-6)
             devices[devices.index(max(devices))] -= each
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1), st.booleans(), st.booleans()), max_size=10),
-    st.integers(1, 5),
-)
-def test_tpu_workers_always_fill_whole_slices(made: list[tuple[int, int, bool, bool]], most: int) -> None:
-    hosts = {
-        (name, number): host(f"s{name}", number, 4.0 * free, draining=drained) for name, number, free, drained in made
-    }
-    whole = sum(
-        all((name, n) in hosts and hosts[name, n].available["TPU"] and not hosts[name, n].draining for n in (0, 1))
-        for name in range(5)
-    )
-    assert possible_workers(list(hosts.values()), tpus(2, 2 * most)) == 2 * min(whole, most)

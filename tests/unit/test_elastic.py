@@ -31,7 +31,7 @@ from prefect_elastic_train.core.settings import CheckpointSettings, FailureSetti
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks, loop_watch
 from prefect_elastic_train.elastic.callbacks import RunCallback
-from prefect_elastic_train.elastic.checkpoints import readable, run_filesystem
+from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.loop_state import in_report, stalling, take_waits_and_stall
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
 from prefect_elastic_train.elastic.sizing import Reason
@@ -43,14 +43,7 @@ from tests.support.processes import wait_for
 from tests.unit.support import Training, begin
 
 
-@pytest.mark.parametrize("workers", [(1, 1), (2, 2), (1, 8)])
-def test_scaling_is_always_elastic_also_when_the_minimum_is_the_maximum(workers: tuple[int, int]) -> None:
-    config = scaling_config(ScalingSettings(min_workers=workers[0], max_workers=workers[1]))
-    assert config.elasticity_enabled
-    assert (config.num_workers, config.min_workers, config.max_workers) == (workers, *workers)
-
-
-def test_every_field_of_scaling_reaches_ray() -> None:
+def test_every_field_of_scaling_reaches_ray_and_it_is_elastic_also_at_a_fixed_size() -> None:
     settings = ScalingSettings(
         min_workers=2,
         max_workers=4,
@@ -68,6 +61,8 @@ def test_every_field_of_scaling_reaches_ray() -> None:
     assert config.placement_strategy == "SPREAD"
     assert config.label_selector == {"market-type": "spot"}
     assert config.accelerator_type == "A100"
+    fixed = scaling_config(ScalingSettings(min_workers=2, max_workers=2))
+    assert (fixed.num_workers, fixed.elasticity_enabled) == ((2, 2), True)
 
 
 def test_run_budgets_and_checkpoints_reach_ray() -> None:
@@ -188,9 +183,9 @@ def test_a_report_is_told_as_progress_and_a_commit_as_lifecycle_and_to_the_polic
     callback = controller.callback
     Training(controller.store, 1).upload("ckpt-1", {"model.pt": b"12345"})
     controller.report(loss=1)
-    assert (callback.take_commit(), callback.has_checkpoint) == (False, False)
+    assert (callback.take_commit(), callback.checkpoint) == (False, "")
     controller.report(checkpoint="ckpt-1", loss=0.5)
-    assert (callback.take_commit(), callback.take_commit(), callback.has_checkpoint) == (True, False, True)
+    assert (callback.take_commit(), callback.take_commit(), callback.checkpoint) == (True, False, "ckpt-1")
     first, commit = controller.heard()
     assert isinstance(first, ev.Reported)
     assert (first.metrics, first.droppable) == ({"loss": 1}, True)
@@ -342,17 +337,6 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
         controller.callback.before_controller_abort()
         controller.receiver.close()
         callbacks._current = None
-
-
-def test_a_checkpoint_on_this_machine_is_read_in_place(store: LocalRunStore) -> None:
-    begin(store)
-    Training(store, 1).upload("ckpt-1", {"model.pt": b"12345"})
-    stored = Checkpoint(f"{store.path}/ckpt-1", run_filesystem(store, 1))
-    found = readable(stored)
-    assert found is not None
-    with found.as_directory() as folder:
-        assert folder == stored.path
-    assert readable(None) is None
 
 
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others() -> None:

@@ -38,7 +38,6 @@ class _OwnConfig(JaxConfig):  # type: ignore[misc]
         (None, CPUS, (False, False)),
         (None, ScalingConfig(num_workers=2, use_gpu=True), (False, True)),
         (None, TPUS, (True, False)),
-        (JaxConfig(use_tpu=True), CPUS, (True, False)),
         (JaxConfig(), TPUS, (False, False)),
     ],
 )
@@ -48,11 +47,8 @@ def test_the_users_configuration_counts_and_else_what_the_workers_have(
     chosen = run_jax_config(given, scaling)
     assert chosen.backend_cls is RunJaxBackend
     assert (chosen.use_tpu, chosen.use_gpu) == devices
-
-
-def test_a_configuration_with_a_backend_of_its_own_is_used_as_it_is() -> None:
-    own = _OwnConfig(use_tpu=True)
-    assert run_jax_config(own, TPUS) is own
+    own = _OwnConfig()
+    assert run_jax_config(own, scaling) is own, "it has a backend of its own"
 
 
 def test_all_variables_that_ray_sets_for_several_slices_are_forgotten_for_one_and_no_others(

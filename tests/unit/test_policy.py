@@ -70,9 +70,7 @@ class Callback(SimpleNamespace):
 
     def __init__(self) -> None:
         waiting: list[WaitingForCapacity] = []
-        super().__init__(
-            start_failure=None, has_checkpoint=True, has_committed=False, waiting=waiting, tell=waiting.append
-        )
+        super().__init__(start_failure=None, checkpoint="a", has_committed=False, waiting=waiting, tell=waiting.append)
 
     def take_commit(self) -> bool:
         committed, self.has_committed = self.has_committed, False

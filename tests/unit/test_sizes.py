@@ -20,7 +20,7 @@ from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_LOG_BYTES, si
 from prefect_elastic_train.core.events import Event, Report, encode_event
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
-from prefect_elastic_train.core.settings import CheckpointSettings
+from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver.attempt import Attempt
@@ -99,7 +99,7 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     assert not isinstance(begun, Finished)
     assert driver._receiver is not None
     training = Training(driver.store, begun.attempt)
-    controller = RunCallback(driver._receiver.receiving, driver.store, begun.attempt, score_attribute=SCORE)
+    controller = RunCallback(driver._receiver.receiving, driver.store, begun.attempt, FailureSettings(), SCORE)
     controller.after_controller_start(None)
     kept = training.snapshot["checkpoint_results"]
     for index, metrics in enumerate(reports):
