@@ -126,7 +126,7 @@ def make_request(
     return request, place
 
 
-def given_blocks(given: Mapping[str, GivenBlock | None]) -> dict[str, GivenBlock]:
+def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     """Return a training's blocks by argument: as given, else by the name in the settings, else the default.
 
     All are loaded once now, so that a typing error ends nothing later.

@@ -11,7 +11,6 @@ import contextvars
 import inspect
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -149,15 +148,7 @@ def elastic_train(
     """
     check_arguments(framework, run_name, resume, resume_from, timeout_seconds)
     get_settings()  # what is wrong with them is said now, whether or not a block is looked for
-    blocks = given_blocks(
-        {
-            "scaling": scaling,
-            "failures": failures,
-            "checkpoints": checkpoints,
-            "storage": storage,
-            "cluster": cluster,
-        }
-    )
+    blocks = given_blocks(scaling=scaling, failures=failures, checkpoints=checkpoints, storage=storage, cluster=cluster)
     payload = Payload(
         train_loop, train_loop_config, datasets, dataset_config, torch_config, jax_config, validation_config
     )
@@ -200,20 +191,18 @@ def _with_budget(template: Any, training: Training) -> Any:
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
 def _elastic_train_task(training: Training) -> TrainingResult:
-    return training.attempt(threading.Event())
+    return training.attempt()
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
 async def _aelastic_train_task(training: Training) -> TrainingResult:
-    cancelled = threading.Event()
-    context = contextvars.copy_context()
-    loop = asyncio.get_running_loop()
     # A thread of its own: the loop's pool is small, and other trainings may fill it for weeks.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
-        attempt = loop.run_in_executor(thread, lambda: context.run(training.attempt, cancelled))
+        run = contextvars.copy_context().run
+        attempt = asyncio.get_running_loop().run_in_executor(thread, run, training.attempt)
         try:
             return await asyncio.shield(attempt)
         except asyncio.CancelledError:
-            cancelled.set()
+            training.cancelled.set()
             await asyncio.wait([attempt])
             raise

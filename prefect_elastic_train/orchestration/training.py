@@ -70,6 +70,8 @@ class Training:
     submitted: bool = False
 
     def __post_init__(self) -> None:
+        #: Set to have it end.
+        self.cancelled = threading.Event()
         self._asked_at = time.monotonic()
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)
         self._lock = threading.RLock()
@@ -80,7 +82,6 @@ class Training:
         self._publisher: Publisher | None = None
         self._watch: FlowRunWatch | None = None
         # Of the attempt:
-        self._cancelled = threading.Event()
         self._flows: list[FlowRunContext] = []
         self._log: RunLog
         self._log_has_failed = self._detached = False
@@ -92,11 +93,8 @@ class Training:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
         return f"<training {self.request.run_name}>"
 
-    def attempt(self, cancelled: threading.Event) -> TrainingResult:
+    def attempt(self) -> TrainingResult:
         """Run one attempt, and keep what the next one needs if it may follow.
-
-        Args:
-            cancelled: Set to have it end.
 
         Raises:
             ConfigurationError: It cannot start as configured.
@@ -106,7 +104,7 @@ class Training:
         task_run, settings = TaskRunContext.get(), get_settings()
         may_follow = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
         self._log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), settings.log_lines_per_second)
-        self._cancelled, self._flows, self._detached = cancelled, list(flows_around()), False
+        self._flows, self._detached = list(flows_around()), False
         try:
             with self._lock:
                 self._waiting = False
@@ -221,7 +219,7 @@ class Training:
     # -- what ends it from outside
 
     def _is_told_to_end(self) -> bool:
-        return self._cancelled.is_set() or interruptions() > self._interruptions or any(map(is_ending, self._flows))
+        return self.cancelled.is_set() or interruptions() > self._interruptions or any(map(is_ending, self._flows))
 
     def _stop_seen(self) -> Stop | None:
         return Stop() if self._is_told_to_end() else self._watch.stop if self._watch is not None else None
