@@ -26,7 +26,7 @@ class DriverSpec:
         storage_block: Name of the saved storage block, if it was one.
         poll_interval_seconds: How often the controller polls its workers.
         sys_path: Where the user's modules are found.
-        address_file: File that will hold the address of the local cluster, empty when joining one.
+        local_address: Address of the local cluster, which may not be up yet; empty when joining one.
         previous_end: How the attempt before ended, as far as this supervisor has seen it.
     """
 
@@ -39,7 +39,7 @@ class DriverSpec:
     storage_block: str = ""
     poll_interval_seconds: float = 0.1
     sys_path: list[str] = field(default_factory=list)
-    address_file: str = ""
+    local_address: str = ""
     previous_end: str = ""
 
 

@@ -7,8 +7,6 @@ import os
 import signal
 import socket
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import tenacity
@@ -16,8 +14,6 @@ import tenacity
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.core.spec import DriverSpec
-
-_ADDRESS_FILE_SECONDS = 600.0
 
 
 def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
@@ -97,10 +93,8 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
 def _cluster_address(spec: DriverSpec) -> str:
     if spec.cluster.is_submitted:
         return os.environ["RAY_ADDRESS"]  # Ray tells it its jobs
-    if spec.address_file:
-        return _told_address(Path(spec.address_file))
     if spec.cluster.address != "auto":
-        return spec.cluster.address
+        return spec.local_address or spec.cluster.address
     from prefect_elastic_train.elastic.cluster import find_address
 
     try:
@@ -110,19 +104,6 @@ def _cluster_address(spec: DriverSpec) -> str:
             f"address 'auto' finds no single Ray cluster on this machine ({error}); start one with "
             "`ray start --head`, set RAY_ADDRESS, or give host:port as address of the RayCluster"
         ) from error
-
-
-def _told_address(path: Path) -> str:
-    """Wait for the address of the local cluster, or what keeps it from starting."""
-    deadline = time.monotonic() + _ADDRESS_FILE_SECONDS
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise _lost("the local cluster gave no address")
-        time.sleep(0.05)
-    address = path.read_text()
-    if address.startswith("!"):
-        raise _lost(address[1:])
-    return address
 
 
 def _check_head(address: str, timeout: float) -> None:

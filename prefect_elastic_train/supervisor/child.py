@@ -112,14 +112,14 @@ class ChildDriver(Driver):
         """Take a line in, tell it, and start the local cluster once it is wanted."""
         said = super().tell(source, line)
         if isinstance(said, ClusterWanted) and self._cluster is not None:
-            self._cluster.start_aside(self.follower.settings.local_cluster_timeout_seconds)
+            self._cluster.start()
         return said
 
     def _cluster_lost(self) -> AttemptEnded | None:
         if self._cluster is None or not self._cluster.is_dead():
             return None
-        lost = self._cluster.lost_processes(self.follower.on_line)
-        return self.given_up(Outcome.CLUSTER_LOST, f"the local Ray cluster has died{lost}")
+        words = self._cluster.last_words(self.follower.on_line)
+        return self.given_up(Outcome.CLUSTER_LOST, f"the local Ray cluster has died: {words}")
 
     def _wait(self, seconds: float) -> int:
         try:

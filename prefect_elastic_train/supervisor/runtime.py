@@ -70,7 +70,9 @@ class Runtime(Follower):
             return self._jobs.run_attempt(spec)
         cluster = self._local_cluster(spec, folder, environment) if spec.cluster.is_local else None
         if cluster is not None:
-            spec = replace(spec, address_file=str(cluster.address_file))
+            patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
+            settings = spec.cluster.model_copy(update=patience)
+            spec = replace(spec, cluster=settings, local_address=cluster.address)
         _let_join(environment, spec.cluster, folder, cluster)
         spec_file, stop_file = folder / "spec", folder / STOP_FILE
         stop_file.unlink(missing_ok=True)
@@ -116,8 +118,6 @@ class Runtime(Follower):
         if self._folder is None:
             return
         end_marked(str(self._folder), _END_SECONDS)
-        if self._cluster is not None:
-            self._cluster.forget()
         if self._guard is not None and self._guard.stdin is not None:
             with suppress(OSError, subprocess.TimeoutExpired):
                 self._guard.stdin.write(DISMISSED)
@@ -146,12 +146,12 @@ class Runtime(Follower):
 
     def _local_cluster(self, spec: DriverSpec, folder: Path, environment: dict[str, str]) -> LocalCluster:
         """Return the training's local cluster, which a driver starts when it needs it."""
+        if self._cluster is not None and self._cluster.is_dead():
+            end_marked(str(folder), _END_SECONDS)
+            self._cluster = None
         if self._cluster is None:
             # Ray Data needs a CPU beside those that the workers hold.
             self._cluster = LocalCluster(spec.cluster, int(spec.request.has_datasets), folder, environment)
-        elif not self._cluster.is_alive():  # the next one is not to be mistaken for one that has died
-            end_marked(str(folder), _END_SECONDS)
-            self._cluster.forget()
         return self._cluster
 
 

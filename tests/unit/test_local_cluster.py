@@ -43,16 +43,20 @@ while True:
     listener.accept()
 """
 
-#: A driver that wants a cluster, and says which it was given.
+#: A driver that wants a cluster, says when it answers, and perhaps lingers.
 _DRIVER = """
-import pickle, sys, time
+import pickle, socket, sys, time
 from pathlib import Path
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, ClusterWanted, encode_event
-address = Path(pickle.loads(Path(sys.argv[1]).read_bytes()).address_file)
+address = pickle.loads(Path(sys.argv[1]).read_bytes()).local_address
 print(EVENT_TAG + encode_event(ClusterWanted(sequence=1)), flush=True)
-while not address.exists():
-    time.sleep(0.05)
-print("given", address.read_text(), flush=True)
+while True:
+    try:
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))).close()
+        break
+    except OSError:
+        time.sleep(0.05)
+print("joined", address, flush=True)
 if Path("lingers").exists():
     time.sleep(60)
 last = AttemptEnded(sequence=2, outcome="completed", result={})
@@ -84,25 +88,23 @@ def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_
         assert lost.message.endswith("has died: gcs_server [exit code=-9]")
         Path("lingers").unlink()
         assert runtime.run_attempt(wanted).outcome is Outcome.COMPLETED
-        assert lines[-1].startswith("given 127.0.0.1:")
+        assert lines[-1].startswith("joined 127.0.0.1:")
         assert lines[-1] != lines[0]
     finally:
         runtime.close()
     assert not [one for one in psutil.Process().children(recursive=True) if _HEAD in " ".join(one.cmdline())]
 
 
-def test_what_keeps_a_cluster_from_starting_is_told_to_the_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_keeps_a_cluster_from_starting_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalCluster, "_command", lambda *_: [sys.executable, "-c", "print('no room')"])
     lines: list[str] = []
-    runtime = Runtime(
-        ElasticTrainSettings(stop_grace_seconds=0.2), lambda event: None, lambda source, text: lines.append(text)
-    )
+    settings = ElasticTrainSettings(stop_grace_seconds=0.2)
+    runtime = Runtime(settings, lambda event: None, lambda source, text: lines.append(text))
     runtime.driver_command = (sys.executable, "-c", _DRIVER)
     try:
-        runtime.run_attempt(spec(cluster=ClusterSettings()))
+        ended = runtime.run_attempt(spec(cluster=ClusterSettings()))
     finally:
         runtime.close()
-    assert "given !the local Ray cluster did not start" in lines[0]
-    assert "no room" in lines
+    assert ended.outcome is Outcome.CLUSTER_LOST
+    assert ended.message == "the local Ray cluster has died: no room"
+    assert any(line.endswith("no room") for line in lines)
