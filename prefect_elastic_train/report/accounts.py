@@ -34,12 +34,10 @@ class Tally(Counts, ev.EventHandler):
     """
 
     attempt: int = 0
-    #: Reports of earlier attempts; and of this one the newest, the newest that a commit keeps, and the worker group's
-    #: last before it began.
+    #: Reports of earlier attempts; and of this one the newest, and the newest that a commit keeps.
     before: int = 0
     index: int = 0
     kept: int = 0
-    group_index: int = 0
     #: What the run does: sets up; waits for capacity; the loop runs and has not reported; it trains; it is done;
     #: nobody tries to train.
     phase: Literal["setup", "waiting", "first", "training", "winding", "done", "stopped"] | None = None
@@ -121,7 +119,7 @@ class Tally(Counts, ev.EventHandler):
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         self._close_group()
         self._lose_reports()
-        self.phase, self.group_index = "first", self.index
+        self.phase = "first"
         self.seconds_at_start, self.reports_at_start = self.productive, self.position
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
 

@@ -33,20 +33,21 @@ def tree(tmp_path: Path) -> Path:
 
 
 def _version_of(tree: Path) -> str:
-    """Give the version that a build of a tree has."""
+    """The version that a build of a tree has."""
     return call(sys.executable, "-W", "ignore", "-m", "setuptools_scm", folder=tree).splitlines()[-1].strip()
 
 
-def test_the_version_of_a_commit_is_its_tag(tree: Path) -> None:
+def test_the_version_of_a_commit_is_its_tag_also_in_an_archive(tree: Path, tmp_path: Path) -> None:
+    assert _version_of(tree) == "0.1.0.dev0", "git knows nothing of it"
     commit_tree(tree, TAG)
     assert _version_of(tree) == VERSION
-
-
-def test_a_commit_after_a_tag_is_a_development_version_of_the_next_release(tree: Path) -> None:
-    commit_tree(tree, TAG)
+    call("git", "archive", "--output", tmp_path / "archive.tar", TAG, folder=tree)
+    with tarfile.open(tmp_path / "archive.tar") as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert _version_of(tmp_path / "unpacked") == VERSION
     (tree / "more").touch()
     commit_tree(tree)
-    assert re.fullmatch(rf"7\.8\.{PATCH + 1}\.dev1\+g[0-9a-f]+", _version_of(tree))
+    assert re.fullmatch(rf"7\.8\.{PATCH + 1}\.dev1\+g[0-9a-f]+", _version_of(tree)), "of the next release"
 
 
 def test_a_clone_without_tags_has_a_version_before_the_first_release(tree: Path) -> None:
@@ -54,20 +55,8 @@ def test_a_clone_without_tags_has_a_version_before_the_first_release(tree: Path)
     assert re.fullmatch(r"0\.1(\.0)?\.dev1\+g[0-9a-f]+", _version_of(tree))
 
 
-def test_an_archive_of_a_tag_has_its_version_without_git(tree: Path, tmp_path: Path) -> None:
-    commit_tree(tree, TAG)
-    call("git", "archive", "--output", tmp_path / "archive.tar", TAG, folder=tree)
-    with tarfile.open(tmp_path / "archive.tar") as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
-    assert _version_of(tmp_path / "unpacked") == VERSION
-
-
-def test_a_tree_that_git_knows_nothing_of_has_the_version_that_stands_in_the_configuration(tree: Path) -> None:
-    assert _version_of(tree) == "0.1.0.dev0"
-
-
 def _said_by(package: Path, *metadata: Path) -> str:
-    """Give the version that a package in a folder says it has, in a Python without anything installed.
+    """The version that a package in a folder says it has, in a Python without anything installed.
 
     Args:
         package: The package.
@@ -99,12 +88,9 @@ def source(tmp_path: Path) -> Path:
     return package
 
 
-def test_the_version_is_that_of_the_installed_package(source: Path, another_version: Path) -> None:
+def test_the_version_is_that_of_the_installed_package_if_there_is_one(source: Path, another_version: Path) -> None:
     assert prefect_elastic_train.__version__ == version("prefect-elastic-train")
     assert _said_by(source, another_version) == "99.0"
-
-
-def test_a_source_tree_that_nobody_installed_says_so(source: Path) -> None:
     assert _said_by(source) == UNKNOWN
 
 
