@@ -10,7 +10,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
@@ -125,6 +125,10 @@ def _group(size: int) -> SimpleNamespace:
     return SimpleNamespace(workers=workers, num_workers=size, start_time=1.0)
 
 
+def _fail_to_start(failure: Exception) -> None:
+    assert RunFailurePolicy(FailureConfig()).make_decision(ControllerError(failure)) is FailureDecision.RETRY
+
+
 def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
     assert [_policy(2, 4).start(fits) for fits in (1, 2, 3, 4, 9)] == [0, 2, 3, 4, 4]
 
@@ -177,12 +181,10 @@ def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back() -> None:
     assert policy.start(4) == 4
 
 
-def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(
-    callback: Callback, later: Callable[[float], None]
-) -> None:
+def test_a_size_that_was_counted_and_not_placed_is_not_asked_for_again(later: Callable[[float], None]) -> None:
     policy = _policy(1, 4)
     assert policy.start(4) == 4
-    callback.start_failure = WorkerGroupStartupTimeoutError(4)
+    _fail_to_start(WorkerGroupStartupTimeoutError(4))
     assert policy.start(4) == 3
     assert policy.grow(4, _group(3), committed=True) is None
     later(600.0)
@@ -201,11 +203,11 @@ def test_a_start_that_fails_is_told_bounded_and_tried_again_after_a_pause(
 ) -> None:
     policy = _policy(2, 4, capacity_timeout_seconds=30)
     policy.start(2)
-    callback.start_failure = failure
+    _fail_to_start(failure)
     assert policy.start(4) == 0, "it pauses"
     later(1.0)
     assert policy.start(4) == retried, "smaller only for want of room"
-    callback.start_failure = failure
+    _fail_to_start(failure)
     later(30.0)
     with pytest.raises(CapacityTimeoutError, match=re.escape(told)):
         policy.start(4)
@@ -221,7 +223,7 @@ def test_a_restart_leaves_out_what_has_only_just_come_unless_it_is_needed() -> N
 
 
 def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(
-    callback: Callback, later: Callable[[float], None]
+    later: Callable[[float], None],
 ) -> None:
     policy, group = _policy(1, 4), _group(2)
     assert policy.grow(2, group, committed=True) is None
@@ -277,20 +279,6 @@ def test_what_goes_wrong_in_a_decision_does_not_end_the_training(monkeypatch: py
     assert isinstance(policy.make_decision_for_running_worker_group(broken, broken), NoopDecision)
 
 
-@pytest.mark.parametrize(("error", "told"), [(GetTimeoutError("late"), False), (RayActorError(), True)])
-def test_a_late_answer_about_a_reservation_is_no_warning(
-    error: Exception, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def ask(*_: Any, recompute: bool) -> None:
-        assert recompute
-        raise error
-
-    coordinator = SimpleNamespace(get_reserved_resources=SimpleNamespace(remote=ask))
-    monkeypatch.setattr(RunScalingPolicy, "_autoscaling_coordinator", coordinator)
-    assert RunScalingPolicy._get_reserved_resources(_policy(1, 1)) is None
-    assert ("No answer about reserved resources" in caplog.text) is told
-
-
 @pytest.mark.parametrize(("each", "total"), [(0.2, 4), (0.1, 4), (0.6, 3), (0.4, 8), (0.8, 16), (1.0, 3)])
 def test_what_is_asked_for_fits_also_by_a_coordinator_that_counts_in_floating_point(each: float, total: float) -> None:
     settings = ScalingSettings(resources_per_worker={"CPU": each})
@@ -313,12 +301,6 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     travelled.after_controller_start(None)
     assert asked == [("run-x", 4)]
     assert travelled._settings.wait_for_max_seconds == 5.0
-
-
-def test_why_a_group_did_not_start_reaches_the_scaling_policy(callback: Callback) -> None:
-    failure = WorkerGroupStartupFailedError("a worker died")
-    assert RunFailurePolicy(FailureConfig()).make_decision(ControllerError(failure)) is FailureDecision.RETRY
-    assert callback.start_failure is failure
 
 
 @pytest.mark.parametrize("permanent_is_first", [True, False])

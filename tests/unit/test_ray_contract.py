@@ -7,7 +7,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import ray
@@ -37,45 +37,30 @@ TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for p
 ALLOWED = ("elastic/", "core/slices.py", "supervisor/job_client.py")
 
 
-class Use(NamedTuple):
-    """A symbol of Ray that a module of ours imports."""
-
-    file: str
-    module: str
-    name: str
-
-    @property
-    def is_private(self) -> bool:
-        return any(part.startswith("_") for part in [*self.module.split("."), self.name])
-
-
-def _uses() -> Iterator[Use]:
-    """Find all imports from Ray in the package, also those inside of functions."""
+def _uses() -> Iterator[tuple[str, str, str]]:
+    """Find all imports from Ray in the package, also those inside of functions: file, module and name."""
     for file, tree in TREES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ray":
-                yield from (Use(file, node.module, alias.name) for alias in node.names)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray":
+                yield from ((file, str(node.module), alias.name) for alias in node.names)
             elif isinstance(node, ast.Import):
-                yield from (Use(file, alias.name, "") for alias in node.names if alias.name.split(".")[0] == "ray")
-
-
-USES = list(_uses())
-PRIVATE = [use for use in USES if use.is_private]
+                yield from ((file, alias.name, "") for alias in node.names if alias.name.split(".")[0] == "ray")
 
 
 def test_rays_internals_are_imported_where_that_is_allowed_only_and_each_module_says_why() -> None:
-    assert ("elastic/callbacks.py", "ray.train.v2._internal.execution.callback", "ControllerCallback") in PRIVATE
-    assert [use for use in PRIVATE if not use.file.startswith(ALLOWED)] == []
-    for file in {use.file for use in PRIVATE}:
+    private = [use for use in _uses() if any(part.startswith("_") for part in f"{use[1]}.{use[2]}".split("."))]
+    assert ("elastic/callbacks.py", "ray.train.v2._internal.execution.callback", "ControllerCallback") in private
+    for file, module, name in private:
+        assert file.startswith(ALLOWED), f"{file} imports {module}.{name}"
         assert "Uses ``ray." in (ast.get_docstring(TREES[file]) or ""), file
 
 
 def test_every_symbol_of_ray_in_use_exists() -> None:
-    for use in USES:
+    for _, module, name in _uses():
         # Importing these imports torch and jax, which takes seconds.
-        if use.module not in ("ray.train.torch", "ray.train.v2.jax"):
-            module = importlib.import_module(use.module)
-            assert not use.name or hasattr(module, use.name) or importlib.import_module(f"{use.module}.{use.name}")
+        if module not in ("ray.train.torch", "ray.train.v2.jax"):
+            found = importlib.import_module(module)
+            assert not name or hasattr(found, name) or importlib.import_module(f"{module}.{name}")
 
 
 #: Private attributes of Ray's objects and classes that are called, read, set or overridden, and where Ray has them.

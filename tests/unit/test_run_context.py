@@ -70,15 +70,10 @@ def test_a_run_elsewhere_one_begun_anew_and_one_that_starts_from_it_have_ids_of_
     assert len(set(ids)) == 5
 
 
-def test_outside_of_a_training_the_error_says_so_and_what_a_test_can_do() -> None:
-    with pytest.raises(RuntimeError, match=r"outside of a training.*use_run_context\(RunContext\(\.\.\.\)\)"):
-        run_context()
-
-
-def test_a_loop_can_be_tried_out_without_a_training() -> None:
+def test_a_loop_can_be_tried_out_without_a_training_and_the_error_says_how() -> None:
     with use_run_context(CONTEXT):
         assert run_context() == CONTEXT
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"outside of a training.*use_run_context\(RunContext\(\.\.\.\)\)"):
         run_context()
 
 

@@ -153,22 +153,10 @@ def test_every_slice_that_ray_can_reserve_is_taken() -> None:
             assert TPUAcceleratorManager.is_valid_tpu_accelerator_type(shape.pod_type)
 
 
-@pytest.mark.parametrize(
-    ("topology", "accelerator_type", "resources", "expected"),
-    [
-        ("4x4", "TPU-V6E", {}, SliceShape("4x4", "TPU-V6E", "v6e-16", 16, 4, 4)),
-        ("2x4", "v6e", {"CPU": 1, "TPU": 4}, SliceShape("2x4", "TPU-V6E", "v6e-8", 8, 2, 4)),
-        ("1x1", "TPU-V5LITEPOD", {}, SliceShape("1x1", "TPU-V5LITEPOD", "v5litepod-1", 1, 1, 1)),
-        ("2X2X2 ", " TPU-V4", {}, SliceShape("2x2x2", "TPU-V4", "v4-16", 8, 2, 4)),
-    ],
-)
-def test_the_shape_of_a_slice_is_what_ray_says(
-    topology: str, accelerator_type: str, resources: dict[str, float], expected: SliceShape
-) -> None:
-    assert slice_shape(topology, accelerator_type, resources) == expected
-
-
-def test_chips_are_counted_as_the_nodes_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shape_of_a_slice_is_what_ray_says_and_its_nodes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slice_shape("4x4", "TPU-V6E", {}) == SliceShape("4x4", "TPU-V6E", "v6e-16", 16, 4, 4)
+    assert slice_shape("2x4", "v6e", {"CPU": 1, "TPU": 4}) == SliceShape("2x4", "TPU-V6E", "v6e-8", 8, 2, 4)
+    assert slice_shape("2X2X2 ", " TPU-V4", {}) == SliceShape("2x2x2", "TPU-V4", "v4-16", 8, 2, 4)
     monkeypatch.setenv(RAY_TPU_RESOURCE_PER_CHIP_ENV_VAR, "2")
     assert slice_shape("2x2x2", "TPU-V7X", {}) == SliceShape("2x2x2", "TPU-V7X", "v7x-16", 16, 2, 8)
     assert slice_shape("2x2x2", "TPU-V7X", {"TPU": 1}).workers == 16
