@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import BaseModel
 
-from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
-from prefect_elastic_train.cli.run_tables import print_details, print_plans, print_summaries, print_verification
+from prefect_elastic_train.cli.common import (
+    age,
+    clean,
+    console,
+    errors,
+    fail,
+    metrics_in_short,
+    open_briefly,
+    print_pairs,
+    print_table,
+)
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
-from prefect_elastic_train.report.words import size
-from prefect_elastic_train.runs.inspecting import RunState, RunSummary, describe, summarize, verify
-from prefect_elastic_train.runs.pruning import RunChangedError, RunPlan, carry_out, plan_run
+from prefect_elastic_train.report.words import duration, size
+from prefect_elastic_train.runs.commits import commit_label
+from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize, verify
+from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
@@ -40,22 +50,35 @@ RunArgument = Annotated[str, typer.Argument(help="Name of the run.", metavar="RU
 RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs; default all.", metavar="[RUN]...")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
+#: The columns of `runs list`.
+_COLUMNS: dict[str, Callable[[RunSummary], str]] = {
+    "run": lambda run: run.name,
+    "state": lambda run: _state(run),
+    "attempts": lambda run: str(run.attempts),
+    "reports": lambda run: str(run.reports),
+    "metrics": lambda run: metrics_in_short(run.metrics),
+    "kept": lambda run: str(run.checkpoints),
+    "size": lambda run: size(run.size_bytes) if run.size_bytes else "",
+    "last commit": lambda run: age(run.last_commit_at, time.time()),
+    "flow run": lambda run: run.flow_run_name,
+}
+
 
 @app.command("list")
 def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
     """List the runs: where each stands, how far it has come, what it holds."""
     with errors():
         opened = open_briefly(storage)
-        summaries = _of_each(_summary, opened, opened.run_names())
+        found = _of_each(_summary, opened, opened.run_names())
         if as_json:
-            _print_json({"storage": opened.uri, "runs": [_plain(summary) for summary in summaries]})
-        elif summaries:
-            print_summaries(summaries)
+            _print_json({"storage": opened.uri, "runs": [run.model_dump(mode="json") for run in found]})
+        elif found:
+            rows = [[cell(run) for cell in _COLUMNS.values()] for run in found]
+            print_table(list(_COLUMNS), rows, right=["attempts", "reports", "kept", "size", "last commit"])
         else:
-            console().print(f"no runs in {opened.uri}", markup=False)
-        unreadable = [summary for summary in summaries if summary.state is RunState.UNREADABLE]
-        if unreadable:
-            fail(f"{len(unreadable)} of {len(summaries)} runs cannot be read: {unreadable[0].detail}")
+            _say(f"no runs in {opened.uri}")
+        if unreadable := [run.detail for run in found if run.state is RunState.UNREADABLE]:
+            fail(f"{len(unreadable)} of {len(found)} runs cannot be read: {unreadable[0]}")
 
 
 @app.command("show")
@@ -68,9 +91,9 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
         if details is None:
             raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run")
         if as_json:
-            _print_json(_plain(details))
+            _print_json(details.model_dump(mode="json"))
         else:
-            print_details(details)
+            _print_details(details)
 
 
 @app.command("verify")
@@ -83,12 +106,14 @@ def verify_runs(storage: StorageArgument, runs: RunArguments = None, as_json: Js
         opened = open_briefly(storage)
         found = _of_each(verify, opened, _chosen(opened, runs))
     if as_json:
-        _print_json({"storage": opened.uri, "runs": [_plain(one) for one in found]})
+        _print_json({"storage": opened.uri, "runs": [one.model_dump(mode="json") for one in found]})
+    elif not found:
+        _say(f"no runs in {opened.uri}")
     else:
         for one in found:
-            print_verification(one)
-        if not found:
-            console().print(f"no runs in {opened.uri}", markup=False)
+            _say(f"{one.name}: {'whole' if one.whole else 'DAMAGED'}", f"  a resume {one.resume}")
+            _say(*(f"    it would say: {repair}" for repair in one.repairs))
+            _say(*(f"  left over: {left.folder} ({size(left.size_bytes)}): {left.why}" for left in one.leftovers))
     if not all(one.whole for one in found):
         raise typer.Exit(1)
 
@@ -118,13 +143,22 @@ def prune_runs(
         opened = open_briefly(storage)
         seconds = None if older_than is None else older_than * _DAY_SECONDS
         plans = _of_each(lambda store, name: plan_run(store, name, seconds), opened, _chosen(opened, runs))
-        print_plans(opened.uri, plans)
-        wanted = [one for one in plans if one.deletions]
+        if wanted := [deletion for plan in plans for deletion in plan.deletions]:
+            rows = [[one.run, one.folder or "the whole run", size(one.size_bytes), one.reason] for one in wanted]
+            print_table(["run", "what", "size", "why"], rows, right=["size"])
+        _say(*(f"left alone: {plan.run}: {plan.kept}" for plan in plans if plan.kept))
+        if not wanted:
+            _say(f"nothing to delete in {opened.uri}")
         if dry_run or not wanted:
             return
         if not yes:
             typer.confirm("Delete this for good?", abort=True)
-        _carry_out(opened, wanted)
+        for plan in plans:
+            try:
+                for deletion in carry_out(opened.run(plan.run), plan):
+                    _say(f"deleted {deletion.run} {deletion.folder}".rstrip())
+            except RunChangedError as error:
+                _say(f"left alone: {plan.run}: {error}")
 
 
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
@@ -154,8 +188,9 @@ def _summary(store: RunStore, name: str) -> RunSummary | None:
         return RunSummary(name=name, uri=store.uri, state=RunState.UNREADABLE, detail=str(error))
 
 
-def _plain(model: BaseModel) -> Any:
-    return json.loads(model.model_dump_json())
+def _say(*lines: str) -> None:
+    for line in lines:
+        console().print(clean(line), markup=False)
 
 
 def _print_json(value: Any) -> None:
@@ -163,16 +198,53 @@ def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def _carry_out(storage: Storage, plans: Sequence[RunPlan]) -> None:
-    out = console()
-    gone = 0
-    try:
-        for one in plans:
-            try:
-                for deletion in carry_out(storage.run(one.run), one):
-                    gone += deletion.size_bytes
-                    out.print(f"deleted {deletion.run} {deletion.folder}".rstrip(), markup=False)
-            except RunChangedError as error:
-                out.print(f"left alone: {one.run}: {error}", markup=False)
-    finally:
-        out.print(f"{size(gone)} deleted", markup=False)
+def _print_details(details: RunDetails) -> None:
+    summary, accounts, run, now = details.summary, details.accounts, details.run, time.time()
+    faults = (
+        f"{accounts.worker_failures} worker failures, {accounts.preemptions} preemptions, {accounts.resizes} resizes, "
+        f"{accounts.steps_lost} reports done again, {accounts.storage_wait_seconds:.1f} s of storage waits"
+    )
+    came_from = [f"{one.run}@{one.checkpoint}{'' if one.there else ' (deleted)'}" for one in details.ancestors]
+    print_pairs(
+        [
+            ("run", summary.name),
+            ("where", summary.uri),
+            ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
+            ("created", f"{age(run.created_at, now)} ago by {run.creator.describe()}" if run is not None else ""),
+            ("started from", ", which started from ".join(came_from) or (run.resume_from if run is not None else "")),
+            ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run is not None else ""),
+            ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
+            ("faults", faults),
+            ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
+        ]
+    )
+    headings = ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"]
+    print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
+    rows = []
+    for one in details.checkpoints:
+        which = ", ".join(word for word, is_it in (("latest", one.latest), ("best", one.best)) if is_it)
+        metrics = metrics_in_short(one.metrics, 6)
+        rows.append([one.name, str(one.report_index), metrics, str(one.files), size(one.size_bytes), which])
+    print_table(["checkpoint", "report", "metrics", "files", "size", ""], rows, right=["report", "files", "size"])
+
+
+def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
+    for one in details.attempts:
+        record, ended = one.record, one.ended
+        until = ended.at if ended else now if details.summary.state is RunState.TRAINING else None
+        notes = [*(record.repairs if record else []), (ended.verdict or ended.message) if ended else ""]
+        yield [
+            str(one.number),
+            age(record.started_at if record else None, now),
+            age(record.started_at, until) if record and until else "",
+            one.outcome or ("no end" if record else "record torn"),
+            (commit_label(record.base) if record else "") or "the beginning",
+            record.owner.flow_run_name if record else "",
+            "; ".join(note.strip().partition("\n")[0] for note in notes if note),
+        ]
+
+
+def _state(summary: RunSummary) -> str:
+    if summary.state is RunState.FAILED:
+        return f"failed: {summary.outcome}"
+    return "another program's" if summary.state is RunState.FOREIGN else str(summary.state.value).replace("_", " ")
