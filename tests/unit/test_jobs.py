@@ -112,8 +112,6 @@ class Dashboard:
         answers: What is answered to a request, by method and path, in place of what would be; a number of seconds is
             a wait, None a connection that is closed without an answer.
         jobs: What the cluster knows, by submission id.
-        asked: The requests so far.
-        log: Of all drivers.
         loses: Answered to a submission that was taken.
     """
 
@@ -125,7 +123,7 @@ class Dashboard:
         self.tokens: list[str] = []
         self.log = b""
         self.is_away = False
-        self.stops_pending = True
+        self.stopped = {"RUNNING", "PENDING"}
         self.loses: tuple[int, str] | None = None
         self.on_submit: Callable[[str], None] = lambda submission_id: None
         self.on_request: Callable[[str], None] = lambda request: None
@@ -136,24 +134,15 @@ class Dashboard:
 
             def _answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                path, _, query = self.path.partition("?")
-                request = f"{self.command} {path}"
-                dashboard.asked.append(request)
-                dashboard.on_request(request)
                 dashboard.tokens.append(self.headers.get("Authorization", "").removeprefix("Bearer "))
-                found = dashboard.answers.get(request, 0.0)
-                if found is None or dashboard.is_away:
-                    self.close_connection = True
-                    return
-                if isinstance(found, float):
-                    time.sleep(found)
-                status, text = found if isinstance(found, tuple) else dashboard._do(self.command, path, query, body)
-                content = text.encode()
-                with suppress(OSError):
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(content)))
-                    self.end_headers()
-                    self.wfile.write(content)
+                answer = dashboard._answer(self.command, self.path, body)
+                self.close_connection = answer is None
+                if answer is not None:
+                    with suppress(OSError):
+                        self.send_response(answer[0])
+                        self.send_header("Content-Length", str(len(answer[1].encode())))
+                        self.end_headers()
+                        self.wfile.write(answer[1].encode())
 
             do_GET = do_POST = do_PUT = do_DELETE = _answer
 
@@ -163,13 +152,19 @@ class Dashboard:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        self.cluster = ClusterSettings(
-            address=f"http://127.0.0.1:{self._server.server_port}",
-            connect_timeout_seconds=2,
-            unreachable_timeout_seconds=10,
-        )
+        url = f"http://127.0.0.1:{self._server.server_port}"
+        self.cluster = ClusterSettings(address=url, connect_timeout_seconds=2, unreachable_timeout_seconds=10)
 
-    def _do(self, method: str, path: str, query: str, body: bytes) -> tuple[int, str]:
+    def _answer(self, method: str, target: str, body: bytes) -> tuple[int, str] | None:
+        path, _, query = target.partition("?")
+        self.asked.append(f"{method} {path}")
+        self.on_request(self.asked[-1])
+        found = self.answers.get(self.asked[-1], 0.0)
+        if found is None or self.is_away:
+            return None
+        if isinstance(found, tuple):
+            return found
+        time.sleep(found)
         if path == "/api/version":
             return 200, json.dumps({"ray_version": ray.__version__})
         if path.startswith("/api/packages/"):
@@ -178,18 +173,15 @@ class Dashboard:
         if path.startswith("/api/v0/logs/"):
             lines = int(parse_qs(query)["lines"][0])
             return 200, b"".join(self.log.splitlines(True)[-lines if lines > 0 else 0 :]).decode()
-        if path == "/api/jobs/" and method == "GET":
-            return 200, json.dumps([*self.jobs.values()])
         if path == "/api/jobs/":
-            return self._submit(json.loads(body))
+            return (200, json.dumps([*self.jobs.values()])) if method == "GET" else self._submit(json.loads(body))
         _, _, _, submission_id, *what = path.split("/")
-        if submission_id not in self.jobs:
+        job = self.jobs.get(submission_id)
+        if job is None:
             return 404, f"Job {submission_id} does not exist"
-        if what == ["stop"]:
-            if self.jobs[submission_id]["status"] in ("RUNNING", "PENDING" if self.stops_pending else ""):
-                self.jobs[submission_id]["status"] = "STOPPED"
-            return 200, '{"stopped": true}'
-        return 200, json.dumps(self.jobs[submission_id])
+        if what == ["stop"] and job["status"] in self.stopped:
+            job["status"] = "STOPPED"
+        return 200, '{"stopped": true}' if what else json.dumps(job)
 
     def _submit(self, request: dict[str, Any]) -> tuple[int, str]:
         submission_id = request["submission_id"]
@@ -204,15 +196,6 @@ class Dashboard:
         known = {"type": "SUBMISSION", "entrypoint": "true", "status": "RUNNING", "driver_node_id": "node"}
         self.jobs[submission_id] = {**known, "submission_id": submission_id, "metadata": metadata, **more}
 
-    def train(self, *events: Event, status: str = "SUCCEEDED") -> None:
-        """Have each job that is submitted tell something and end."""
-
-        def run(submission_id: str) -> None:
-            self.say(*events)
-            self.end(status)
-
-        self.on_submit = run
-
     def say(self, *events: Event) -> None:
         """Have the driver tell something."""
         self.log += b"".join(f"{EVENT_TAG}{encode_event(event)}\n".encode() for event in events)
@@ -221,6 +204,10 @@ class Dashboard:
         """Have all jobs ended."""
         for job in self.jobs.values():
             job["status"] = status
+
+    def train(self) -> None:
+        """Have each job that is submitted train well."""
+        self.on_submit = lambda submission_id: (self.say(STARTED, STATE, ENDED), self.end())[0]
 
     def statuses(self) -> list[str]:
         """The states of all jobs."""
@@ -368,7 +355,7 @@ def test_a_job_is_submitted_followed_and_told_and_its_package_lies_in_the_privat
         seen.append((len([*private.glob("*.zip")]), len([*public.rglob("*.zip")]))) if request[:3] == "PUT" else None
     )
     dashboard.log = b"a line of before\n"
-    dashboard.train(STARTED, STATE, ENDED)
+    dashboard.train()
     dashboard.cluster = dashboard.cluster.model_copy(update={"runtime_env": {"excludes": ["*.py", "spec"]}})
     flow = Flow(private)
     assert flow.train(dashboard) == ENDED
@@ -384,7 +371,7 @@ def test_a_job_is_submitted_followed_and_told_and_its_package_lies_in_the_privat
 def test_a_submission_whose_answer_is_lost_is_recognised(
     dashboard: Dashboard, flow: Flow, answer: tuple[int, str]
 ) -> None:
-    dashboard.train(STARTED, STATE, ENDED)
+    dashboard.train()
     dashboard.loses = answer
     assert flow.train(dashboard) == ENDED
     assert dashboard.asked.count("POST /api/jobs/") == 1
@@ -395,7 +382,7 @@ def test_a_submission_that_has_not_arrived_is_repeated_and_one_that_is_refused_i
     dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flow, "wait", lambda seconds: dashboard.answers.clear())
-    dashboard.train(STARTED, STATE, ENDED)
+    dashboard.train()
     dashboard.answers["POST /api/jobs/"] = (503, "busy")
     assert flow.train(dashboard) == ENDED
     assert dashboard.asked.count("POST /api/jobs/") == 2
@@ -430,7 +417,7 @@ def test_a_dashboard_that_is_away_says_nothing_about_the_job(
 @pytest.fixture
 def own_job(dashboard: Dashboard, tmp_path: Path) -> None:
     """A job of the same training runs, as another process of the flow run has submitted it."""
-    dashboard.train(STARTED, STATE, ENDED)
+    dashboard.train()
     Flow(tmp_path).train(dashboard)
     dashboard.end("RUNNING")
     dashboard.asked.clear()
@@ -565,7 +552,7 @@ def test_a_job_that_waits_for_its_start_is_ended_by_another_job(
         ended["status"] = "FAILED" if submission_id.endswith("-end") else "PENDING"
 
     dashboard.on_submit = on_submit
-    dashboard.stops_pending = False
+    dashboard.stopped = {"RUNNING"}
 
     def check_stop() -> None:
         if dashboard.jobs:
