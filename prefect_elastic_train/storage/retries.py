@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import tenacity
@@ -117,6 +117,10 @@ class Retries:
         with self._rules(what) as rules:
             answer: Answer = await tenacity.AsyncRetrying(**rules)(attempt)
             return answer
+
+    def at_most(self, seconds: float) -> Retries:
+        """Return the same for those who rather do without than wait."""
+        return replace(self, seconds=min(seconds, self.seconds))
 
     def without_secrets(self, text: str) -> str:
         """Return a text with the secrets masked."""

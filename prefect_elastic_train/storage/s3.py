@@ -25,6 +25,7 @@ _CALL_SECONDS, _SLOWEST_BYTES = 75.0, 64 * 2**10
 #: What a store may be at for minutes, sending blanks meanwhile.
 _AT_LENGTH = ("complete_multipart_upload", "copy_object", "upload_part_copy")
 _AT_LENGTH_SECONDS = 600.0
+_ABORT_SECONDS = 5.0
 #: Where botocore itself looks for a store that is not AWS.
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 #: For the metadata service of an instance, which limits how often it answers: many workers start together.
@@ -98,8 +99,9 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         return await self._repeats.call_async(what, bounded)
 
     async def _abort_mpu(self, bucket: str, key: str, mpu: str) -> None:
+        abort = super()._abort_mpu
         with suppress(Exception):  # what the upload failed with is what shall be told
-            await super()._abort_mpu(bucket, key, mpu)
+            await self._repeats.at_most(_ABORT_SECONDS).call_async(f"abort {key}", lambda: abort(bucket, key, mpu))
 
     async def _get_file(self, rpath: str, lpath: str, **_: Any) -> None:
         """Read an object in one stream, which goes on where it was cut off."""

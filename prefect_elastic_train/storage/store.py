@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,7 +63,7 @@ class RunStore(abc.ABC):
     def impatient(self, seconds: float) -> Self:
         """Return the same store for those who rather do without than wait."""
         same = copy.copy(self)
-        same.retries = replace(self.retries, seconds=min(seconds, self.retries.seconds))
+        same.retries = self.retries.at_most(seconds)
         return same
 
     def create(self, name: str, data: bytes) -> bool:

@@ -312,7 +312,7 @@ def test_an_upload_that_is_refused_in_the_middle_leaves_no_parts_and_says_what_w
     proxy.refuse("AccessDenied", when=Which(("PUT",), contains="partNumber=4"))
     for is_aborted in (True, False):
         if not is_aborted:
-            proxy.refuse("SlowDown", status=503, when=Which(("DELETE",)))
+            proxy.refuse("AccessDenied", when=Which(("DELETE",)))
         with pytest.raises(StorageFaultError, match="large") as refused:
             run.upload(str(source), "ckpt")
         assert (refused.value.kind, refused.value.permanent) == ("credentials", True)
