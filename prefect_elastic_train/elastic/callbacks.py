@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.callback import ControllerCallback, ReportCallback, WorkerGroupCallback
@@ -47,8 +47,6 @@ _TOLD_ERRORS = 10
 #: How long the last answers of a worker group that ends are waited for.
 _LAST_SECONDS = 1.0
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
 #: The callback of this controller process. Policy and callbacks are pickled one by one, so they meet here.
 _current: RunCallback | None = None
 
@@ -59,7 +57,7 @@ def current() -> RunCallback:
     return _current
 
 
-def _never_raises(method: _Method) -> _Method:
+def _never_raises(method: Callable[..., Any]) -> Callable[..., Any]:
     """Count and log what a callback raises, and go on."""
 
     @functools.wraps(method)
@@ -72,7 +70,7 @@ def _never_raises(method: _Method) -> _Method:
                 logger.warning("%s failed; training goes on", method.__name__, exc_info=True)
             return None
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]

@@ -118,19 +118,6 @@ def _while_nodes_live(handle: PlacementGroupHandle) -> Callable[[float], bool]:
     return wait_or_give_up
 
 
-class _SliceHandle(SlicePlacementGroupHandle):  # type: ignore[misc]
-    """The placement group of the workers, and those that hold the heads of its slices."""
-
-    def __init__(self, group: SlicePlacementGroup, heads: list[PlacementGroup]) -> None:
-        super().__init__(group)
-        self._heads = heads
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        for head in self._heads:
-            remove_placement_group(head)
-
-
 def _create_on_slices(demand: Demand, context: Any) -> PlacementGroupHandle:
     """Reserve slices that are whole and free, by their names."""
     shape = demand.shape
@@ -164,7 +151,8 @@ def _create_on_slices(demand: Demand, context: Any) -> PlacementGroupHandle:
         for reserved in heads:
             remove_placement_group(reserved)
         raise
-    return _SliceHandle(group, heads)
+    group._head_pgs += heads  # which it gives back with the rest
+    return SlicePlacementGroupHandle(group)
 
 
 def _free_slices(demand: Demand, slices: int) -> list[Slice]:

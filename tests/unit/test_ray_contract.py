@@ -25,6 +25,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util import tpu
 
 from prefect_elastic_train.elastic import callbacks, loop_callback, policy, trainers, worker_group
 from prefect_elastic_train.runs import layout
@@ -72,6 +73,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_create_placement_group": WorkerGroup,
     "_do_request": SubmissionClient,
     "_get_reserved_resources": scaling_policy.ElasticScalingPolicy,
+    "_head_pgs": tpu.SlicePlacementGroup,
     "_initialize_and_run_controller": DataParallelTrainer,
     "_make_and_handle_scaling_decision_for_non_running_worker_group": TrainController,
     "_maybe_send_resource_request": scaling_policy.ScalingPolicy,
