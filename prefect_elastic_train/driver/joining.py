@@ -7,9 +7,8 @@ import os
 import signal
 import socket
 import sys
+import time
 from typing import Any
-
-import tenacity
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ScalingSettings
@@ -107,33 +106,26 @@ def _cluster_address(spec: DriverSpec) -> str:
 
 
 def _check_head(address: str, timeout: float) -> None:
-    """Find out what answers at an address before Ray's client tries.
-
-    That cannot say why it fails, and ends the process if nothing listens.
-    """
+    """Find out what answers at an address: Ray's client cannot say, and ends the process if nothing listens."""
     from prefect_elastic_train.elastic.cluster import HeadAnswer, ask_head
 
     host, _, port = address.rpartition(":")
-    try:
-        for attempt in tenacity.Retrying(
-            stop=tenacity.stop_after_delay(timeout),
-            wait=tenacity.wait_exponential(multiplier=0.1, max=2.0),
-            retry=tenacity.retry_if_exception_type(OSError),
-            reraise=True,
-        ):
-            with attempt:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-    except OSError as error:
-        raise _lost(
-            f"no Ray cluster answers at {address} ({error}; tried for {timeout:g} s). Start one there with "
-            "`ray start --head`, or correct the address of the RayCluster"
-        ) from error
+    deadline, listens = time.monotonic() + timeout, False
+    while not listens:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+            listens = True
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _lost(
+                    f"no Ray cluster answers at {address} ({error}; tried for {timeout:g} s). Start one there with "
+                    "`ray start --head`, or correct the address of the RayCluster"
+                ) from error
+            time.sleep(0.1)
     answer = ask_head(address, timeout)
     if answer is HeadAnswer.REFUSED:
-        raise AttemptFailedError(
-            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
-            outcome=Outcome.INVALID,
-        )
+        message = f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster"
+        raise AttemptFailedError(message, outcome=Outcome.INVALID)
     if answer is HeadAnswer.SILENT:
         raise _lost(
             f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "

@@ -104,18 +104,12 @@ def test_a_driver_that_went_without_a_last_word_was_lost(supervisor: Supervisor,
 
 @pytest.mark.parametrize("chatter", ["time.sleep(60)", "while True: print('epoch', flush=True); time.sleep(0.01)"])
 def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervisor: Supervisor, chatter: str) -> None:
-    started = time.monotonic()
     alive = ControllerAlive(doing="SCHEDULING", seconds=1)
-    ended = supervisor.follow(_say(STARTED, alive) + chatter, liveness=0.5)
-    assert time.monotonic() - started < 10
+    code = _say(STARTED) + f"for _ in range(6):\n    time.sleep(0.1)\n    {_say(alive)}" + chatter
+    ended = supervisor.follow(code, liveness=0.5)
     assert ended.outcome is Outcome.DRIVER_LOST
     assert "no sign of life for 0.5 s, last SCHEDULING" in ended.message
-
-
-def test_signs_of_life_keep_a_driver(supervisor: Supervisor) -> None:
-    alive = _say(ControllerAlive(doing="RUNNING", seconds=1))
-    code = _say(STARTED) + f"for _ in range(6):\n    time.sleep(0.1)\n    {alive}" + _say(LAST)
-    assert supervisor.follow(code, liveness=0.5) == LAST
+    assert supervisor.events == [STARTED, *[alive] * 6], "signs of life have kept it"
 
 
 def test_a_driver_that_dies_while_something_it_started_holds_its_output_is_noticed(supervisor: Supervisor) -> None:
@@ -144,10 +138,7 @@ def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_told_to_the_drive
     assert (tmp_path / "told").read_text() == "timed_out"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [EVENT_TAG, EVENT_TAG + "{}", EVENT_TAG + '{"kind": "danced"}', "x" + EVENT_TAG + encode_event(STARTED)],
-)
-def test_a_line_that_is_no_event_is_output(supervisor: Supervisor, line: str) -> None:
-    ended = supervisor.follow(f"print({line!r})")
-    assert (supervisor.events, supervisor.lines, ended.attempt) == ([], [("driver", line)], 0)
+def test_a_line_that_is_no_event_is_output(supervisor: Supervisor) -> None:
+    lines = [EVENT_TAG, EVENT_TAG + "{}", EVENT_TAG + '{"kind": "danced"}', "x" + EVENT_TAG + encode_event(STARTED)]
+    ended = supervisor.follow("".join(f"print({line!r})\n" for line in lines))
+    assert (supervisor.events, [text for _, text in supervisor.lines], ended.attempt) == ([], lines, 0)
