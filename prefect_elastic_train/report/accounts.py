@@ -38,16 +38,15 @@ class Tally(Counts, ev.EventHandler):
     before: int = 0
     index: int = 0
     kept: int = 0
-    #: What the run does: sets up; waits for capacity; the loop runs and has not reported; it trains; it is done;
-    #: nobody tries to train.
+    #: What the run does; ``first`` before a group's first report, ``stopped`` while nobody tries to train.
     phase: Literal["setup", "waiting", "first", "training", "winding", "done", "stopped"] | None = None
     setup: Literal["startup", "restart", "resize"] = "startup"
     #: Up to when the time is spent, in seconds since the epoch.
     mark: float = 0.0
     spent: dict[str, float] = Field(default_factory=dict)
     stopped: float = 0.0
+    #: Trained and preserved, and trained since the last commit.
     productive: float = 0.0
-    #: Trained since the last commit.
     pending: float = 0.0
     commits: list[_Commit] = Field(default_factory=list)
     #: What was preserved when the worker group started, in seconds and in reports.
@@ -102,13 +101,10 @@ class Tally(Counts, ev.EventHandler):
             if event.checkpoint:  # another run's
                 self.commits.append(_Commit(checkpoint=event.checkpoint, productive=0.0))
         else:
-            self._close_attempt(event)
             was_stopped = self.phase in ("done", "stopped") or event.counted == 1
-            gap = max(0.0, began - self.mark)
-            self.mark += gap
-            self.stopped += gap if was_stopped else 0.0
-            self._spend("restart", 0.0 if was_stopped else gap)
-            self.setup = "startup" if was_stopped else "restart"
+            self._close_attempt(event, "startup" if was_stopped else "restart")
+            self.phase = "stopped" if was_stopped else "setup"
+            self._advance(began)
         self.phase = "setup"
         self._advance(event.at)
 
@@ -117,7 +113,7 @@ class Tally(Counts, ev.EventHandler):
         self._advance(event.at)
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        self._close_group()
+        self._close_group(self.setup)
         self._lose_reports()
         self.phase = "first"
         self.seconds_at_start, self.reports_at_start = self.productive, self.position
@@ -166,11 +162,11 @@ class Tally(Counts, ev.EventHandler):
         self.preemptions += isinstance(event, ev.WorkersPreempted)
         self.worker_failures += isinstance(event, ev.WorkerFailed)
         self.index = max(self.index, self.kept + event.reports_lost)
-        self._set_up("restart")
+        self._close_group("restart")
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         self.resizes += 1
-        self._set_up("resize")
+        self._close_group("resize")
 
     def on_state_changed(self, event: ev.StateChanged) -> None:
         if self.phase == "waiting" and event.state in ("SCHEDULING", "RUNNING"):
@@ -187,14 +183,10 @@ class Tally(Counts, ev.EventHandler):
             self.productive, self.pending = self.productive + self.pending, 0.0
             self.phase = "done"
         elif event.outcome.retryable and not event.final:
-            self._set_up("restart")
+            self._close_group("restart")
         else:
-            self._set_up("startup")
+            self._close_group("startup")
             self.phase = "stopped"
-
-    def _set_up(self, why: Literal["startup", "restart", "resize"]) -> None:
-        self._close_group()
-        self.phase, self.setup = "setup", why
 
     def _advance(self, at: float) -> None:
         """Spend the time up to `at` on what the run does."""
@@ -248,27 +240,24 @@ class Tally(Counts, ev.EventHandler):
         for commit in self.commits[-self.unsettled :]:
             commit.productive += trained
 
-    def _close_group(self) -> None:
-        """Give up what was trained since the last commit."""
+    def _close_group(self, then: Literal["startup", "restart", "resize"]) -> None:
+        """Give up what was trained since the last commit; what follows is setting up."""
         self._settle()
         self._spend("lost", max(0.0, self.pending))
         self.productive += min(0.0, self.pending)
         self.pending = 0.0
+        self.phase, self.setup = "setup", then
 
-    def _close_attempt(self, event: ev.AttemptStarted) -> None:
+    def _close_attempt(self, event: ev.AttemptStarted, then: Literal["startup", "restart"]) -> None:
         """Keep up to the checkpoint that the next attempt goes on from, which the last one may not have told of."""
         self._settle()
         places = [place for place, commit in enumerate(self.commits) if commit.checkpoint == event.checkpoint]
         if event.checkpoint and not places and event.checkpoint_at > self.mark - self.pending:
             self._preserve(event.checkpoint)
-        self._close_group()
-        if places:
-            del self.commits[places[0] + 1 :]
-            self._give_up(max(0.0, self.productive - self.commits[-1].productive))
-        elif not event.checkpoint:
-            self.commits.clear()
-            self._give_up(self.productive)
-        # Any other is too old to be known, or another run's: nothing tells what it preserves.
+        self._close_group(then)
+        if places or not event.checkpoint:  # else it is too old to be known: nothing tells what it preserves
+            del self.commits[places[0] + 1 if places else 0 :]
+            self._give_up(max(0.0, self.productive - (self.commits[-1].productive if places else 0.0)))
 
 
 class Accounts(Counts):
