@@ -41,8 +41,6 @@ _MAX_CAUSE = 240
 _MAX_ERROR = 100_000
 _MAX_ERRORS = 200_000
 _TINY = 200
-#: Different errors that are told apart.
-_MAX_DISTINCT = 1000
 
 
 def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[int]]]:
@@ -60,8 +58,6 @@ def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[
     room = _MAX_ERRORS
     for rank, text in sorted(errors.items()):
         key = _VARIABLE.sub("#", text)
-        if key not in first and len(first) >= _MAX_DISTINCT:
-            key = text = "other errors, which are left out"
         if key in first:
             also.setdefault(first[key], []).append(rank)
             continue

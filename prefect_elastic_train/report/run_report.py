@@ -330,12 +330,9 @@ class RunReport(BaseModel, ev.EventHandler):
         """Take the best checkpoint from the result: an asynchronous validation scores one after its commit."""
         best = ((event.result or {}).get("best_checkpoints") or [{}])[-1]
         name = str(best.get("uri", "")).rpartition("/")[2]
-        if self.best is not None and self.best.name == name:
-            return
-        known = next((made for made in self.checkpoints if made.name == name), None)
-        at, attempt, size = (known.at, known.attempt, known.size_bytes) if known is not None else (event.at, 0, 0)
-        found = self._checkpoint(name, at, attempt, size, best.get("metrics") or {})
-        self.best = found if found.score is not None else self.best
+        if self.best is None or self.best.name != name:
+            found = self._checkpoint(name, event.at, 0, 0, best.get("metrics") or {})
+            self.best = found if found.score is not None else self.best
 
     def _set_state(self, state: str, detail: str = "") -> None:
         self.state, self.detail = state, _first_line(detail)[:_MAX_TEXT]

@@ -138,10 +138,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         [*KEPT, report(130), ended(135, Outcome.USER_ERROR)],
         {"wall": 135, "productive": 70, "startup": 50, "lost": 15},
     ),
-    "or if its cluster is lost": (
-        [*KEPT, report(130), ended(135, Outcome.CLUSTER_LOST)],
-        {"wall": 135, "productive": 70, "startup": 50, "lost": 15},
-    ),
     # 15 s of preparation and ten of training to the new group's first report.
     "a worker failure costs what came after the commit and the restart": (
         [*KEPT, report(130), failed(133), group(140), *reports(165, 215), commit(225, "b"), ended(225)],
@@ -171,10 +167,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         [started(10, 0), waiting(30, 12), waiting(60, 12), state(75, "SCHEDULING"), group(80), *reports(90, 140)],
         {"wall": 140, "productive": 60, "startup": 12 + 5, "waiting_for_capacity": 63},
     ),
-    "or from when it is told, if nobody knows": (
-        [started(10, 0), waiting(30), state(75, "SCHEDULING"), group(80), *reports(90, 140)],
-        {"wall": 140, "productive": 60, "startup": 30 + 5, "waiting_for_capacity": 45},
-    ),
     "waiting after a failure is waiting and what follows is restart": (
         [*KEPT, failed(120), waiting(130, 125), state(150, "SCHEDULING"), group(160), *reports(170, 220)],
         {"wall": 220, "productive": 130, "startup": 50, "restart": 5 + 10, "waiting_for_capacity": 25},
@@ -202,7 +194,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         [*KEPT, stalled(120, 1000), started(170, 160, 2, "a", 120)],
         {"wall": 170, "startup": 50, "checkpoint_stall": 70, "restart": 50},
     ),
-    "nothing stands still before it trains": ([*STEADY[:2], stalled(25, 100)], {"wall": 25, "startup": 25}),
     "a run that is taken up again after its end was stopped in between": (
         [
             *KEPT,
@@ -217,10 +208,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
     "so was one whose driver was lost, at the first attempt of a person": (
         [*KEPT, started(1010, 1000, 2, "a", counted=1), group(1020), *reports(1030, 1080)],
         {"wall": 120 + 80, "stopped": 880, "productive": 70 + 60, "startup": 50 + 20},
-    ),
-    "and one that had failed for good": (
-        [*KEPT, ended(120, Outcome.NO_PROGRESS), started(1010, 1000, 2, "a", counted=2)],
-        {"wall": 130, "stopped": 880, "productive": 70, "startup": 60},
     ),
     "and a finished run that is asked for its result and then continued": (
         [
@@ -247,10 +234,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         [started(10, 0, 1, "x", 5), *KEPT[1:], commit(150, "b"), started(220, 210, 2, "x", 5)],
         {"wall": 220, "startup": 50, "lost": 100, "restart": 70},
     ),
-    "a checkpoint that is too old to be remembered costs no kept training": (
-        [*MANY, started(400, 390, 2, "c3")],
-        {"wall": 400, "productive": 70 + 199, "startup": 50, "restart": 81},
-    ),
     "the oldest that is remembered, the fiftieth, loses what came after": (
         [*MANY, started(400, 390, 2, "c150")],
         {"wall": 400, "productive": 70 + 150, "startup": 50, "lost": 49, "restart": 81},
@@ -258,19 +241,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
     "one commit more is too old": (
         [*MANY, started(400, 390, 2, "c149")],
         {"wall": 400, "productive": 70 + 199, "startup": 50, "restart": 81},
-    ),
-    # The usual 10 s of the 20 until the first report were training, which x preserves.
-    "commits before a report's usual time is known are right after many others": (
-        [
-            *MANY,
-            failed(319),
-            group(320),
-            commit(340, "x"),
-            commit(350, "y"),
-            commit(360, "z"),
-            started(400, 390, 2, "x"),
-        ],
-        {"wall": 400, "productive": 70 + 199 + 10, "startup": 50, "lost": 20, "restart": 1 + 10 + 40},
     ),
     "each fall-back counts against the commit that it goes on from": (
         [
@@ -283,17 +253,9 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         [started(10, 0), group(20), report(20 + 4000), report(20 + 4000 + 3600)],
         {"wall": 7620, "productive": 7200, "startup": 420},
     ),
-    "a first report that is faster than usual was all training": (
-        [started(10, 0), group(10), *reports(13, 63)],
-        {"wall": 63, "productive": 53, "startup": 10},
-    ),
     "a later group that reported once is measured by the one before": (
         [*KEPT, failed(120), group(130), report(155), failed(160)],
         {"wall": 160, "productive": 70, "startup": 50, "restart": 10 + 15, "lost": 10 + 5},
-    ),
-    "a group that never reported has not trained": (
-        [*KEPT, failed(120), group(130), failed(155), group(160), *reports(170, 220)],
-        {"wall": 220, "productive": 130, "startup": 50, "restart": 10 + 25 + 5},
     ),
     "a commit before the usual time is known keeps what came before it": (
         [started(10, 0), group(20), commit(60, "a"), report(70), failed(75)],
@@ -311,10 +273,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
     "a driver of unknown age begins with its attempt": (
         [started(10), group(20), *reports(30, 80)],
         {"wall": 80 - 10, "productive": 60, "startup": 10},
-    ),
-    "a warning before a group's first report leaves the time to it as it is": (
-        [started(10, 0), group(20), ignored(30), *reports(40, 70), ended(70)],
-        {"wall": 70, "productive": 40, "startup": 30},
     ),
     "a history that has not begun adds up to nothing": ([group(10), *reports(20, 50), failed(60)], {}),
 }

@@ -62,12 +62,11 @@ def test_an_error_is_kept_whole_up_to_a_bound_and_beyond_that_its_beginning_and_
     assert (cut[:3], cut[-7:]) == ("yyy", "the end")
 
 
-@pytest.mark.parametrize("size", [100, 30_000])
-def test_the_different_errors_of_thousands_of_ranks_are_of_a_bounded_size_and_no_rank_is_forgotten(size: int) -> None:
-    errors = {rank: "ghij"[rank // 400] * (rank % 400 + 1) + " " + "z" * size for rank in range(1300)}
+def test_the_different_errors_of_a_thousand_ranks_are_of_a_bounded_size_and_no_rank_is_forgotten() -> None:
+    errors = {rank: "ghi"[rank // 400] * (rank % 400 + 1) + " " + "z" * 10_000 for rank in range(1000)}
     texts, also = distinct(errors)
     assert sum(map(len, texts.values())) <= 400_000
-    assert all_ranks(texts, also) == list(range(1300))
+    assert all_ranks(texts, also) == list(range(1000))
 
 
 @pytest.mark.parametrize(
