@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}" \
 	UV_DEFAULT_INDEX="$${PIP_INDEX_URL}" UV_INDEX="$${PIP_EXTRA_INDEX_URL:-}" \
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP)  ## create the virtual environment and install the project with its development extras

@@ -6,7 +6,6 @@ import contextlib
 import time
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import psutil
 import pytest
@@ -16,7 +15,7 @@ from prefect.states import Cancelling
 
 from tests.support.clusters import RayHead
 from tests.support.deployments import SERVED, WORKED, Deploy, Program, process_worker
-from tests.support.processes import Start, alive, attempts, commits, read_ledger, records, titled, wait_for
+from tests.support.processes import Start, alive, attempts, commits, read_ledger, records, wait_for
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -82,26 +81,6 @@ def test_cancel_while_the_controller_waits_for_capacity(
     wait_for(lambda: not alive(processes), 15, "all processes of the training to end")
     assert head.placement_groups() == []
     assert read_ledger(ledger) == []
-
-
-@pytest.mark.full
-def test_cluster_that_waits_for_the_next_attempt_is_guarded_and_ends_with_a_cancellation(
-    start: Start, client: SyncPrefectClient, ledger: str
-) -> None:
-    flow = start(**_endless(ledger, failures={"driver_restart_delay_seconds": 300}, submit=True))
-    driver = flow.living_driver()
-    wait_for(lambda: titled(flow.marked(), "gcs_server"), 60, "its cluster")
-    driver.kill()
-    wait_for(lambda: "will start" in flow.log, 30, "the delay before the next attempt")
-    guard = flow.guard()
-    assert guard is not None
-    guard.kill()
-    wait_for(lambda: flow.guard() not in (None, guard), 10, "another guard")
-    assert flow.marked(), "the cluster waits"
-    flow_run_id = UUID(flow.flow_run_id)
-    client.set_flow_run_state(flow_run_id, Cancelling())
-    wait_for(lambda: not flow.marked(), BOUND_SECONDS, "the cluster to end")
-    wait_for(lambda: client.read_flow_run(flow_run_id).state.is_cancelled(), 10, "it to be cancelled")  # type: ignore[union-attr]
 
 
 @pytest.mark.full

@@ -17,28 +17,25 @@ _ENDINGS = {f"{PREFIX}{name}" for name in ("completed", "failed", "cancelled", "
 
 
 def artifacts_of(client: SyncPrefectClient, flow_run_id: str, kind: str) -> list[Artifact]:
-    """Give the artifacts of a type that a flow run has."""
-    return client.read_artifacts(
-        artifact_filter=ArtifactFilter(
-            flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(flow_run_id)]), type=ArtifactFilterType(any_=[kind])
-        )
-    )
+    """The artifacts of a type that a flow run has."""
+    of_run, of_kind = ArtifactFilterFlowRunId(any_=[UUID(flow_run_id)]), ArtifactFilterType(any_=[kind])
+    return client.read_artifacts(artifact_filter=ArtifactFilter(flow_run_id=of_run, type=of_kind))
 
 
 def report_of(client: SyncPrefectClient, flow_run_id: str) -> str:
-    """Give the report of a flow run's only training."""
+    """The report of a flow run's only training."""
     [artifact] = artifacts_of(client, flow_run_id, "markdown")
     return str(artifact.data)
 
 
 def incidents_of(report: str) -> list[tuple[str, str]]:
-    """Return what happened by a report, and why, the newest first."""
+    """What happened by a report, and why, the newest first."""
     section = report.split("### What happened\n\n", 1)[1].split("\n\n", 1)[0]
     return re.findall(r"^- \S+ \**(.+?)\**(?:  \n  (.+))?$", section.replace("\\", ""), re.MULTILINE)
 
 
 def run_events(client: SyncPrefectClient, flow_run_id: str = "", run_name: str = "") -> list[dict[str, Any]]:
-    """Give the events of a flow run's training, or of a run, in their order, once the last one is there."""
+    """The events of a flow run's training, or of a run, in their order, once the last one is there."""
     related = {"related": {"id": [f"prefect.flow-run.{flow_run_id}"]}} if flow_run_id else {}
     resource = {"resource": {"id": [f"elastic-train.run.{run_name}"]}} if run_name else {}
     wanted = {"event": {"prefix": [PREFIX]}, "order": "ASC", **related, **resource}
