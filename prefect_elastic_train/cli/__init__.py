@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typer
 
-from prefect_elastic_train.cli import automations, doctor, resuming, running, runs
+from prefect_elastic_train.cli import doctor, flow_runs, running, runs
 
 __all__ = ["app"]
 
@@ -22,11 +22,6 @@ app = typer.Typer(
 )
 app.command("run")(running.run_training)
 app.add_typer(runs.app, name="runs")
-app.add_typer(automations.app, name="automations")
-app.command("resume")(resuming.resume_flow_run)
+app.add_typer(flow_runs.app, name="automations")
+app.command("resume")(flow_runs.resume_flow_run)
 app.command("doctor")(doctor.examine)
-
-
-@app.callback()
-def main() -> None:
-    """Long, elastic, fault-tolerant Ray Train runs, operated from Prefect."""

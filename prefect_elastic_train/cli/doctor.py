@@ -9,12 +9,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from prefect_elastic_train.cli.common import clean, console
-from prefect_elastic_train.doctor import LEVELS, Finding
+from prefect_elastic_train.doctor import LEVELS
 
-_STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "fail": "bold red"}
+_STYLES = {"ok": "default", "warn": "yellow", "skip": "dim", "fail": "red"}
 _OTHERWISE = "[default: as the profile or the settings say, else"
 
 
@@ -48,7 +47,9 @@ def examine(
     for finding in run_checks(storage, cluster, profile, timeout):
         findings.append(finding)
         if not as_json:
-            _print(finding)
+            remedy = f"\n{'':15}to do: {clean(finding.remedy)}" if finding.remedy else ""
+            text = f"{finding.level:<5}{finding.check:<10}{clean(finding.message)}{remedy}"
+            console().print(text, markup=False, style=_STYLES[finding.level])
     seconds = round(time.monotonic() - started, 1)
     counts = Counter(finding.level for finding in findings)
     is_well = not counts["fail"]
@@ -60,11 +61,3 @@ def examine(
         console().print(f"{verdict}: {words}, in {seconds} s", markup=False)
     if not is_well:
         raise typer.Exit(1)
-
-
-def _print(finding: Finding) -> None:
-    line = Text(f"{finding.level:<5}", style=_STYLES[finding.level])
-    line.append(f"{finding.check:<10}{clean(finding.message)}", style="default")
-    console().print(line)
-    if finding.remedy:
-        console().print(Text(f"{'':15}to do: {clean(finding.remedy)}", style="default"))

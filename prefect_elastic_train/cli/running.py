@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic_core import to_json
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from prefect_elastic_train.cli.common import errors, fail, metrics_in_short, print_pairs
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError
@@ -45,7 +48,7 @@ def run_training(
     ],
     config: Annotated[
         list[Path] | None,
-        _option(_CONFIG, "YAML, JSON or TOML file with it. Several are merged, the later value counts.", "FILE"),
+        _option(_CONFIG, "YAML or JSON file with it. Several are merged, the later value counts.", "FILE"),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -85,7 +88,6 @@ def run_training(
     # Standard output is the result's: what the user's modules print on their import goes elsewhere.
     with redirect_stdout(sys.stderr), errors(_WRONG_USAGE):
         from prefect_elastic_train.blocks.lookup import chosen_blocks, saved_name
-        from prefect_elastic_train.cli.loop_config import loop_config
         from prefect_elastic_train.orchestration.arguments import check_arguments
         from prefect_elastic_train.orchestration.train_loops import absolute, check
 
@@ -189,3 +191,57 @@ def _where_to_look(flow_run: FlowRun) -> str:
     from prefect.utilities.urls import url_for
 
     return f"{flow_run.name}: {url_for('flow-run', flow_run.id) or flow_run.id}"
+
+
+def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any]:
+    """Put a config together: the files one after the other, then the settings; what comes later counts.
+
+    Args:
+        files: YAML 1.2, and so JSON. Tables in tables are merged.
+        settings: Such as ``optimizer.lr=0.1``: dots nest, and the value is what YAML 1.2 takes it for.
+
+    Raises:
+        ConfigurationError: A file or a setting cannot be used, or holds what JSON does not know.
+    """
+    config: dict[str, Any] = {}
+    for file in files:
+        try:
+            more = _yaml(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, YAMLError) as error:
+            raise ConfigurationError(f"config {file} cannot be read: {error}") from error
+        _merge(config, more or {}, f"config {file}")
+    for setting in settings:
+        path, separator, value = setting.partition("=")
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            raise ConfigurationError(f"--set {setting}: expected key=value or key.key=value")
+        try:
+            more = _yaml(value)
+        except (ValueError, YAMLError) as error:
+            raise ConfigurationError(f"--set {setting}: the value is no YAML; write text in quotes: {error}") from error
+        for key in reversed(keys):
+            more = {key: more}
+        _merge(config, more, f"--set {setting}")
+    return config
+
+
+def _yaml(text: str) -> Any:
+    # Not PyYAML, which reads YAML 1.1: 1e-3 is text there, and no and off are booleans.
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def _merge(config: dict[str, Any], more: Any, source: str) -> None:
+    if not isinstance(more, dict):
+        raise ConfigurationError(f"{source} must be a table of keys and values, got a {type(more).__name__}")
+    try:
+        # Prefect keeps it with the flow run as JSON. Tables that YAML's anchors share become tables of their own.
+        more = json.loads(json.dumps(more, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{source} is no JSON; write dates and the like as text, in quotes: {error}"
+        ) from error
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            _merge(config[key], value, source)
+        else:
+            config[key] = value

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prefect_elastic_train.cli.loop_config import loop_config
+from prefect_elastic_train.cli.running import loop_config
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
 SAME = {
     "config.json": '{"steps": 3, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "name": "no"}',
     "config.yaml": "steps: 3\noptimizer: {lr: 1e-3, betas: [0.9, 0.95]}\nname: no  # no boolean in YAML 1.2\n",
-    "config.toml": 'steps = 3\nname = "no"\n[optimizer]\nlr = 1e-3\nbetas = [0.9, 0.95]\n',
 }
 
 
@@ -81,7 +80,6 @@ def test_a_setting_that_cannot_be_used_is_refused_with_what_is_allowed(setting: 
     [
         ("none.yaml", None, "cannot be read: .*No such file"),
         ("config.json", "{", "cannot be read: .*line 1"),
-        ("config.toml", "a = ", "cannot be read"),
         ("config.yaml", "- 1", "a table of keys and values, got a list"),
         ("config.yaml", "begin: {at: 2026-01-01}", "is no JSON.*date"),
         ("config.yaml", "!!python/object/apply:os.system [exit]", "cannot be read"),

@@ -1,22 +1,63 @@
-"""``elastic-train automations``: automations that resume dead flow runs, and start evaluations."""
+"""``elastic-train resume`` and ``elastic-train automations``: dead flow runs, and what resumes them by itself."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
+from uuid import UUID
 
 import typer
 
-from prefect_elastic_train.cli.common import console, errors, fail
+from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
+from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 
 app = typer.Typer(help="Automations that resume dead flow runs, and start evaluations.", no_args_is_help=True)
-
-#: Three of Prefect's heartbeat intervals (180 s) and some.
-_HEARTBEAT_TIMEOUT_SECONDS = 600.0
 
 Deployments = Annotated[
     list[str] | None, typer.Argument(help="Deployments, as flow/deployment.", metavar="[DEPLOYMENT]...")
 ]
 Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this tag. May be given several times.")]
+
+
+def resume_flow_run(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="Id of the flow run, or name of a run of its trainings, which is looked for in the storages.",
+            metavar="FLOW_RUN_ID|RUN",
+        ),
+    ],
+    storages: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--storage",
+            help="Storage of its trainings, to look for the run and for a driver that lives. May be given several "
+            "times. [default: that of the settings, else ~/elastic_train_runs]",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Do not look for signs of life.")] = False,
+) -> None:
+    """Resume a flow run whose machine was lost, and which looks running ever since.
+
+    Refuses while the run shows a sign of life: a process on this machine, a recent heartbeat, a living driver. A dead
+    Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled.
+    """
+    from prefect.client.orchestration import get_client
+
+    from prefect_elastic_train.core.operator_settings import default_block_name
+    from prefect_elastic_train.orchestration import dead_runs
+
+    with errors(), get_client(sync_client=True) as client:
+        if not storages:
+            default = default_block_name("storage")
+            storages = [default or DEFAULT_STORAGE] if default or Path(DEFAULT_STORAGE).expanduser().is_dir() else []
+        opened = [open_briefly(text) for text in storages]
+        try:
+            flow_run_id = UUID(run)
+        except ValueError:
+            flow_run_id = dead_runs.flow_run_of(run, opened)
+        for line in dead_runs.resume(client, flow_run_id, opened, force=force):
+            console().print(line, markup=False)
 
 
 @app.command("create")
@@ -28,7 +69,7 @@ def create_automations(
         float,
         # Prefect's heartbeats come at most every 30 s.
         typer.Option(min=60, help="Seconds without a heartbeat after which a run counts as crashed."),
-    ] = _HEARTBEAT_TIMEOUT_SECONDS,
+    ] = 600.0,  # three of Prefect's heartbeat intervals and some
     evaluate_with: Annotated[
         str, typer.Option(metavar="DEPLOYMENT", help="Start this one with checkpoints: checkpoint_uri and storage.")
     ] = "",
