@@ -19,6 +19,7 @@ from prefect_elastic_train.core.bounds import bounded_metrics
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.records import EndedRecord
 from prefect_elastic_train.core.result import RunResult, bounded
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.endings import classify, end_by_error, taken_over
@@ -26,7 +27,7 @@ from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Begun, Finished, begin_attempt, end_attempt, peek
+from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, host_id, process_start
@@ -111,7 +112,7 @@ class Attempt:
             try_from_nodes(probe, resources_per_worker(scaling))
         trying.close()
         begun = self.begin()
-        if isinstance(begun, Finished):
+        if isinstance(begun, EndedRecord):
             return self.finish(begun)
         assert self._receiver is not None
         teller.doing("making the datasets")
@@ -126,7 +127,7 @@ class Attempt:
         time.sleep(0.1)
         return self.complete()
 
-    def begin(self) -> Begun | Finished:
+    def begin(self) -> Begun | EndedRecord:
         """Take the fence and say so."""
         notes: list[str] = []
 
@@ -136,7 +137,7 @@ class Attempt:
 
         self.teller.doing("looking for where to resume")
         begun = begin_attempt(self.store, self.spec, seed=seed)
-        if isinstance(begun, Finished):
+        if isinstance(begun, EndedRecord):
             return begun
         self.teller.attempt = begun.attempt
         impatient = self.store.impatient(HEARTBEAT_SECONDS)
@@ -191,10 +192,10 @@ class Attempt:
         ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self.teller.attempt)
         return ended.model_copy(update={"result": self._result(ended).model_dump(mode="json")})
 
-    def finish(self, finished: Finished) -> AttemptEnded:
+    def finish(self, finished: EndedRecord) -> AttemptEnded:
         """The end of an attempt with nothing to do: the result that the run has had since an earlier one."""
         self.teller.recall(self.spec)
-        found = finished.ended.result
+        found = finished.result
         # Another version may have written it, with another bound or none.
         result = bounded(RunResult.model_validate(found), self._score) if found else self._result()
         return AttemptEnded(

@@ -28,12 +28,11 @@ from prefect_elastic_train.storage.store import RunStore
 
 #: Bound of the take-over loop. It turns again only when somebody else took a step in between.
 _MAX_TURNS = 20
-#: How much of an attempt's last words goes into the error that says why no other follows.
-_CAUSE_CHARACTERS = 1000
-#: How much of them is recorded.
+#: How much of an attempt's last words is recorded, and goes into the error that says why no other follows.
 _MESSAGE_BYTES = 4000
 #: An attempt that ended so may be followed by another one without a person's doing.
 _COUNTED = {outcome.value for outcome in Outcome if outcome.retryable or outcome is Outcome.SUPERSEDED}
+_VERSIONS = {"ray": version("ray"), "prefect-elastic-train": __version__, "python": sys.version.split()[0]}
 
 
 @dataclass(frozen=True)
@@ -55,26 +54,13 @@ class Begun:
     run_id: str
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The run is complete and was this flow run's: nothing is left to do.
-
-    Attributes:
-        attempt: The attempt that completed it.
-        ended: How that ended.
-    """
-
-    attempt: int
-    ended: EndedRecord
-
-
 def begin_attempt(
     store: RunStore,
     spec: DriverSpec,
     *,
     seed: Callable[[], None] | None = None,
     watch_seconds: float | None = None,
-) -> Begun | Finished:
+) -> Begun | EndedRecord:
     """Take the run over, or say why not.
 
     Args:
@@ -84,7 +70,7 @@ def begin_attempt(
         watch_seconds: How long another flow run's attempt is watched for a sign of life; see :func:`is_alive`.
 
     Returns:
-        The attempt, which holds the fence; or what the finished run left behind.
+        The attempt, which holds the fence; or how the run was finished before, so that nothing is left to do.
 
     Raises:
         AttemptFailedError: With outcome ``invalid``: the run is another flow run's, or is not the same
@@ -104,14 +90,13 @@ def begin_attempt(
         last = run.newest_attempt
         if last is not None:
             notes += _end_old_driver(last, request)
-        counted, without_progress = _spent(run, request)
-        _check_budgets(store, spec.failures, last, counted, without_progress)
+        counted, idle = _spent(run, request)
+        _check_budgets(store, spec.failures, last, counted, idle)
         if seed is not None and newest is None:
             seed()
             seed = None
             continue
-        point = run.resume_point
-        attempt = run.next_number
+        point, attempt = run.resume_point, run.next_number
         record = AttemptRecord(
             attempt=attempt,
             run_id=run.record.id,
@@ -121,7 +106,7 @@ def begin_attempt(
             base=point.base,
             dropped=point.dropped,
             repairs=point.repairs,
-            versions=_versions(),
+            versions=_VERSIONS,
         )
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # somebody else began this attempt: look again at who holds the run
@@ -141,8 +126,8 @@ def begin_attempt(
     )
 
 
-def peek(store: RunStore, spec: DriverSpec, watch_seconds: float | None = None) -> Finished | None:
-    """Return what the run left behind if it is finished for this flow run. Nothing is begun.
+def peek(store: RunStore, spec: DriverSpec, watch_seconds: float | None = None) -> EndedRecord | None:
+    """Return how the run was finished if it is, for this flow run. Nothing is begun.
 
     Takes the arguments of :func:`begin_attempt`.
 
@@ -162,47 +147,40 @@ def end_attempt(
     void: bool = False,
 ) -> None:
     """Record how an attempt ended; the first record stays."""
-    record = EndedRecord(
-        attempt=attempt, outcome=outcome, message=cut(message, _MESSAGE_BYTES), result=result, void=void
-    )
+    message = cut(message, _MESSAGE_BYTES)
+    record = EndedRecord(attempt=attempt, outcome=outcome, message=message, result=result, void=void)
     store.create(layout.ended_name(attempt), encode(record))
-
-
-def _versions() -> dict[str, str]:
-    """Versions in use, for the records."""
-    return {"ray": version("ray"), "prefect-elastic-train": __version__, "python": sys.version.split()[0]}
 
 
 def _refused(why: str, outcome: Outcome = Outcome.INVALID) -> AttemptFailedError:
     return AttemptFailedError(why, outcome=outcome)
 
 
-def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float | None) -> Finished | None:
-    """Return what a finished run of the flow run left behind; None if there is something to do and it may be done.
+def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float | None) -> EndedRecord | None:
+    """Return how the flow run's own run was finished; None if there is something to do and it may be done.
 
     Raises:
         AttemptFailedError: The run is not the flow run's to take, or is not the same training.
     """
     record, last, owner, name = run.record, run.newest_attempt, run.owner, request.run_name
-    is_free = record is None and last is None
-    if is_free and not request.resume and _is_foreign(run):
-        raise _refused(
-            f"{run.uri} holds a run that another program wrote with Ray Train; give another run_name, or resume=True "
-            "to continue it"
-        )
     is_own = owner is not None and owner.flow_run_id == request.owner.flow_run_id
-    if not is_own and not is_free:
+    if record is None and last is None:
+        if run.is_foreign and not request.resume:
+            raise _refused(
+                f"{run.uri} holds a run that another program wrote with Ray Train; give another run_name, or "
+                "resume=True to continue it"
+            )
+    elif not is_own:
         _check_takeover(run, request, watch_seconds)
     if record is not None and request.resume_from and record.resume_from != request.resume_from:
         raise _refused(
             f"run {name!r} exists and did not start from {request.resume_from!r}; resume_from starts a new run, so "
             "give it a new run_name"
         )
-    finished = None
-    if is_own and last is not None and last.ended is not None and last.outcome == Outcome.COMPLETED.value:
+    finished = last.ended if is_own and last is not None and last.outcome == Outcome.COMPLETED.value else None
+    if request.resume and last is not None:  # which trains on, unless it was the same that has finished
         before = last.record.fingerprint if last.record is not None else None
-        if not request.resume or (before is not None and not before.differences(request.fingerprint)):
-            finished = Finished(last.number, last.ended)
+        finished = finished if before is not None and not before.differences(request.fingerprint) else None
     differences = record.fingerprint.differences(request.fingerprint) if record is not None else []
     if differences and not request.resume and (finished is not None or not request.named):
         raise _refused(
@@ -244,15 +222,11 @@ def _check_takeover(run: RunDirectory, request: RunRequest, watch_seconds: float
         )
 
 
-def _is_foreign(run: RunDirectory) -> bool:
-    """Whether Ray Train alone has written a run."""
-    return run.read(layout.SNAPSHOT) is not None and run.read(layout.RUN) is None
-
-
 def _claim(store: RunStore, run: RunDirectory, request: RunRequest) -> list[str]:
     """Create the record of a run, or write it anew where it is lost; return what there is to say of it."""
     begun = [attempt.record for attempt in run.attempts if attempt.record is not None]
-    notes = adopt_snapshot(store) if _is_foreign(run) and run.newest_attempt is None else []
+    is_lost = run.read(layout.RUN) is not None or run.newest_attempt is not None
+    notes = adopt_snapshot(store) if run.is_foreign and not is_lost else []
     record = RunRecord(
         name=request.run_name,
         id=begun[-1].run_id if begun else uuid.uuid4().hex,
@@ -261,13 +235,13 @@ def _claim(store: RunStore, run: RunDirectory, request: RunRequest) -> list[str]
         fingerprint=(begun[-1].fingerprint if begun else None) or request.fingerprint,
         resume_from=request.resume_from,
         part=request.part,
-        versions=_versions(),
+        versions=_VERSIONS,
     )
     if run.read(layout.RUN) is not None:
         store.replace(layout.RUN, encode(record))
     elif not store.create(layout.RUN, encode(record)):
         return []
-    if run.read(layout.RUN) is not None or run.newest_attempt is not None:
+    if is_lost:
         notes.append("run.json was torn or missing and was written anew")
     elif request.resume and not notes:
         notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
@@ -281,7 +255,7 @@ def _spent(run: RunDirectory, request: RunRequest) -> tuple[int, int]:
     starts with fresh budgets.
     """
     progressed = {attempt for attempt, _ in lineage(run)}
-    counted = without_progress = 0
+    counted = idle = 0
     in_a_row = True
     for attempt in reversed(run.attempts):
         if attempt.record is not None and attempt.record.owner.flow_run_id != request.owner.flow_run_id:
@@ -293,24 +267,20 @@ def _spent(run: RunDirectory, request: RunRequest) -> tuple[int, int]:
         if attempt.ended is not None and (attempt.ended.final or attempt.outcome not in _COUNTED):
             break
         counted += 1
-        without_progress += in_a_row
-    return counted, without_progress
+        idle += in_a_row
+    return counted, idle
 
 
-def _check_budgets(
-    store: RunStore, failures: FailureSettings, last: Attempt | None, counted: int, without_progress: int
-) -> None:
+def _check_budgets(store: RunStore, failures: FailureSettings, last: Attempt | None, counted: int, idle: int) -> None:
     """Refuse another attempt when a budget is used up, and record that as the run's verdict."""
-    if last is None:
-        return
-    if without_progress >= failures.max_attempts_without_progress:
+    if last is not None and idle >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
         message = (
-            f"{without_progress} attempts in a row ended without a new checkpoint, so another one would too. Mend "
-            "what ends them and retry the flow run, or raise max_attempts_without_progress (now "
+            f"{idle} attempts in a row ended without a new checkpoint, so another one would too. Mend what ends them "
+            "and retry the flow run, or raise max_attempts_without_progress (now "
             f"{failures.max_attempts_without_progress}) of the FailureBudget"
         )
-    elif counted > failures.driver_restarts:
+    elif last is not None and counted > failures.driver_restarts:
         outcome = Outcome.DRIVER_LOST
         message = (
             f"the driver restarts of this flow run are used up: {counted} attempts began, 1 + driver_restarts "
@@ -321,7 +291,7 @@ def _check_budgets(
         return
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="it just died")
     store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"final": True, "verdict": message})))
-    message += f". The last of them ended as {ended.outcome}: {ended.message[:_CAUSE_CHARACTERS]}"
+    message += f". The last of them ended as {ended.outcome}: {cut(ended.message, _MESSAGE_BYTES // 4)}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
 
 

@@ -32,19 +32,14 @@ _LOOKS = 3
 
 
 class RunState(str, enum.Enum):
-    """Where a run stands, by its newest attempt."""
+    """Where a run stands, by its newest attempt; one without an end is by what can be told of its driver."""
 
-    #: Its driver lives.
     TRAINING = "training"
-    COMPLETED = "completed"
-    #: It ended with another outcome; a driver that was lost may be followed by another one.
-    FAILED = "failed"
-    #: A person stopped it.
-    CANCELLED = "cancelled"
-    #: It has no end, and its driver shows no sign of life.
     DIED = "died"
-    #: It has no end, and nothing tells whether its driver lives.
     UNKNOWN = "unknown"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
     #: A flow run has claimed it, and no attempt has begun.
     NOT_BEGUN = "not_begun"
     #: Ray Train wrote it, for another program.
@@ -75,23 +70,21 @@ class RunSummary(_View):
     name: str
     uri: str
     state: RunState
-    #: How the newest attempt ended; empty if it has not.
+    #: Of the newest attempt; empty if it has not ended.
     outcome: str = ""
-    #: What can be told of its driver; null once it has ended.
+    #: Of its driver; null once it has ended.
     life: Life | None = None
     #: Why it is in this state, in words.
     detail: str = ""
-    #: Attempts that ever began.
     attempts: int = 0
-    #: Reports up to the newest commit, over all attempts.
+    #: Up to the newest commit, over all attempts.
     reports: int = 0
     #: What was reported with the newest checkpoint.
     metrics: dict[str, Any] = Field(default_factory=dict)
-    #: Checkpoints that the newest commit keeps, and the size of their files in bytes as it lists them.
+    #: Those that the newest commit keeps, and the size of their files in bytes as it lists them.
     checkpoints: int = 0
     size_bytes: int = 0
     last_commit_at: float | None = None
-    #: The newest of all times in its newest records.
     last_activity_at: float | None = None
     flow_run_id: str = ""
     flow_run_name: str = ""
@@ -109,18 +102,17 @@ class Ancestor(_View):
 
 
 class CheckpointView(_View):
-    """A checkpoint that the newest commit keeps."""
+    """A checkpoint that the newest commit keeps; the best one by the score of the policy, without one the newest."""
 
     name: str
     uri: str
     #: Which report of the run brought it, counted from 0.
     report_index: int
-    metrics: dict[str, Any] = Field(default_factory=dict)
-    files: int = 0
-    size_bytes: int = 0
-    latest: bool = False
-    #: By the score of the checkpoint policy; without one the newest.
-    best: bool = False
+    metrics: dict[str, Any]
+    files: int
+    size_bytes: int
+    latest: bool
+    best: bool
 
 
 class RunDetails(_View):
@@ -138,7 +130,7 @@ class RunDetails(_View):
     #: The newest one that counts, as ``<attempt>-<sequence>``.
     commit: str
     checkpoints: list[CheckpointView]
-    #: The result of a completed run, without its history.
+    #: Of a completed run, without its history.
     result: dict[str, Any] | None
 
 
@@ -147,7 +139,7 @@ class Verification(_View):
 
     name: str
     uri: str
-    #: A resume finds all that it needs as it was written.
+    #: It finds all that it needs as it was written.
     whole: bool = False
     #: What it would do, in words; the checkpoint and the commit that it would start from, if any.
     resume: str = ""
@@ -174,40 +166,38 @@ def summarize(store: RunReader, name: str, now: float | None = None) -> RunSumma
     is_foreign = not run.is_begun
     if is_foreign and run.read(layout.SNAPSHOT) is None:
         return None
-    snapshot = run.mirror if is_foreign else commit.snapshot if commit is not None else None
-    times = [commit.at if commit is not None else None]
+    snapshot = (run.mirror if is_foreign else commit.snapshot if commit is not None else None) or {}
     owner = record.creator if record is not None else None
-    found: dict[str, Any] = {"state": RunState.NOT_BEGUN, "detail": "no attempt has begun"}
-    if is_foreign:
-        found = {"state": RunState.FOREIGN, "detail": "Ray Train wrote it for another program"}
-    elif attempt is None:
-        times.append(record.created_at if record is not None else None)
-    else:
-        owner = attempt.record.owner if attempt.record is not None else owner
-        times.append(attempt.record.started_at if attempt.record is not None else None)
-        if attempt.ended is not None:
-            detail = (attempt.ended.verdict or attempt.ended.message).strip().partition("\n")[0]
-            state = _STATES.get(attempt.outcome, RunState.FAILED)
-            found = {"state": state, "outcome": attempt.outcome, "detail": detail}
-            times.append(attempt.ended.at)
-        else:
-            sign = look_for_life(run, attempt.number, attempt.record, time.time() if now is None else now)
-            found = {"state": _STATES[sign.life], "life": sign.life, "detail": sign.words}
-            times.append(sign.at or None)
-        if attempt.is_pruner:
-            found["state"] = RunState.DELETING
+    times = [commit.at if commit is not None else 0.0]
+    found: dict[str, Any] = {"state": RunState.FOREIGN, "detail": "Ray Train wrote it for another program"}
+    if attempt is not None and attempt.ended is not None:
+        detail = (attempt.ended.verdict or attempt.ended.message).strip().partition("\n")[0]
+        found = {"outcome": attempt.outcome, "state": _STATES.get(attempt.outcome, RunState.FAILED), "detail": detail}
+        times.append(attempt.ended.at)
+    elif attempt is not None:
+        sign = look_for_life(run, attempt.number, attempt.record, time.time() if now is None else now)
+        found = {"life": sign.life, "state": _STATES[sign.life], "detail": sign.words}
+        times.append(sign.at)
+    elif not is_foreign:
+        found = {"state": RunState.NOT_BEGUN, "detail": "no attempt has begun"}
+        times.append(record.created_at if record is not None else 0.0)
+    if attempt is not None and attempt.record is not None:
+        owner = attempt.record.owner
+        times.append(attempt.record.started_at)
+    if attempt is not None and attempt.is_pruner:
+        found["state"] = RunState.DELETING
     if owner is not None:
         found |= owner.model_dump(include={"flow_run_id", "flow_run_name", "flow_name"})
     return RunSummary(
         name=name,
         uri=run.uri,
         attempts=len(all_attempts(run)),
-        reports=(snapshot or {}).get("current_report_index", 0),
+        reports=snapshot.get("current_report_index", 0),
         metrics=(latest_checkpoint(snapshot) or {}).get("metrics") or {},
-        checkpoints=len((snapshot or {}).get("checkpoint_results", [])),
+        checkpoints=len(snapshot.get("checkpoint_results", [])),
         size_bytes=sum(sum(files.values()) for files in commit.manifest.values()) if commit is not None else 0,
         last_commit_at=commit.at if commit is not None else None,
-        last_activity_at=max((at for at in times if at), default=None),
+        last_activity_at=max(times) or None,
         **found,
     )
 
@@ -234,7 +224,7 @@ def describe(storage: Storage, name: str) -> RunDetails | None:
         summary=summary,
         run=run.record,
         ancestors=_ancestors(storage, name),
-        attempts=[_without_result(attempt) for attempt in run.attempts],
+        attempts=[one.without_result for one in run.attempts],
         accounts=accounts.model_copy(update={"history": [], "last_metrics": {}}),
         goodput=accounts.time.goodput,
         commit=commit_label((commit.attempt, commit.sequence)) if commit is not None else "",
@@ -294,7 +284,7 @@ def make_result(
     latest = latest_checkpoint(snapshot)
     kept = snapshot.get("checkpoint_results", [])
     left_out = accounts.reports - len(accounts.history)
-    counted = {"worker_failures", "preemptions", "resizes", "steps_lost", "storage_wait_seconds"}
+    same = {"worker_failures", "preemptions", "resizes", "steps_lost", "storage_wait_seconds", "world_sizes", "history"}
     result = RunResult(
         run_name=run_name,
         run_uri=store.uri,
@@ -304,14 +294,12 @@ def make_result(
             BestCheckpoint(uri=f"{store.uri}/{item['checkpoint_dir_name']}", metrics=item["metrics"]) for item in kept
         ],
         attempts=max(accounts.attempts, 1),
-        world_sizes=accounts.world_sizes,
         goodput=accounts.time.goodput,
         time=accounts.time,
         storage_block=storage_block,
         started_from=run.started_from,
-        history=accounts.history,
         left_out={"history": left_out} if left_out else {},
-        **accounts.model_dump(include=counted),
+        **accounts.model_dump(include=same),
     )
     return bounded(result, score)
 
@@ -331,31 +319,25 @@ def _ancestors(storage: Storage, name: str) -> list[Ancestor]:
     return found
 
 
-def _without_result(attempt: Attempt) -> Attempt:
-    ended = attempt.ended.model_copy(update={"result": None}) if attempt.ended is not None else None
-    return attempt.model_copy(update={"ended": ended})
-
-
 def _checkpoints(run: RunDirectory) -> list[CheckpointView]:
     commit = run.newest_commit
     snapshot = commit.snapshot if commit is not None else run.mirror
     if snapshot is None:
         return []
     latest = (latest_checkpoint(snapshot) or {}).get("checkpoint_dir_name")
-    views = []
-    for index, result in reported(snapshot):
-        name = result["checkpoint_dir_name"]
-        files = commit.manifest.get(name, {}) if commit is not None else {}
-        views.append(
-            CheckpointView(
-                name=loop_name(name),
-                uri=f"{run.uri}/{name}",
-                report_index=index,
-                metrics=result.get("metrics") or {},
-                files=len(files),
-                size_bytes=sum(files.values()),
-                latest=name == latest,
-                best=result is snapshot["checkpoint_results"][-1],
-            )
+    results = reported(snapshot)
+    listed = commit.manifest if commit is not None else {}
+    files = {result["checkpoint_dir_name"]: listed.get(result["checkpoint_dir_name"], {}) for _, result in results}
+    return [
+        CheckpointView(
+            name=loop_name(name := result["checkpoint_dir_name"]),
+            uri=f"{run.uri}/{name}",
+            report_index=index,
+            metrics=result.get("metrics") or {},
+            files=len(files[name]),
+            size_bytes=sum(files[name].values()),
+            latest=name == latest,
+            best=result is snapshot["checkpoint_results"][-1],
         )
-    return views
+        for index, result in results
+    ]

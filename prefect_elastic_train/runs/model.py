@@ -54,6 +54,12 @@ class Attempt(BaseModel):
         return self.ended.outcome if self.ended is not None else ""
 
     @property
+    def without_result(self) -> Attempt:
+        """The same without the training's result, which may be large."""
+        ended = self.ended.model_copy(update={"result": None}) if self.ended is not None else None
+        return self.model_copy(update={"ended": ended})
+
+    @property
     def is_pruner(self) -> bool:
         """Whether it holds the run while that is deleted."""
         return self.record is not None and self.record.owner.flow_run_id == PRUNER
@@ -146,6 +152,11 @@ class RunDirectory(RunView):
     def is_begun(self) -> bool:
         """Whether anything of ours is there."""
         return bool(all_attempts(self) or all_commits(self) or self.read(layout.RUN) is not None)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether Ray Train has written it, and nothing says what it is to us."""
+        return self.read(layout.SNAPSHOT) is not None and self.read(layout.RUN) is None
 
     @property
     def attempts(self) -> list[Attempt]:

@@ -21,7 +21,7 @@ from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Begun, Finished, begin_attempt
+from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.seeding import seed_from_source
@@ -95,7 +95,7 @@ def begin(store: RunStore, wanted: DriverSpec | RunRequest | None = None, **argu
     """Begin an attempt that must not find the run finished."""
     wanted = spec(wanted) if isinstance(wanted, RunRequest) else wanted or claim()
     begun = begin_attempt(store, wanted, **arguments)
-    assert not isinstance(begun, Finished)
+    assert isinstance(begun, Begun)
     return begun
 
 

@@ -19,7 +19,7 @@ import pytest
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, Heartbeat, RunRecord, decode, encode
 from prefect_elastic_train.runs import layout, liveness
-from prefect_elastic_train.runs.attempts import Finished, begin_attempt, end_attempt, peek
+from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.commits import all_attempts, read_attempt
 from prefect_elastic_train.runs.liveness import HeartbeatWriter, host_id, is_alive, process_start
 from prefect_elastic_train.storage.store import LocalRunStore
@@ -103,8 +103,8 @@ def test_a_finished_run_gives_its_result_and_begins_nothing(store: LocalRunStore
     end_attempt(store, 1, "completed", result={"goodput": 0.5})
     end_attempt(store, 1, "driver_lost", "the first record of an end stays")
     for finished in (peek(store, claim()), begin_attempt(store, claim())):
-        assert isinstance(finished, Finished)
-        assert (finished.attempt, finished.ended.result) == (1, {"goodput": 0.5})
+        assert isinstance(finished, EndedRecord)
+        assert (finished.attempt, finished.result) == (1, {"goodput": 0.5})
     assert all_attempts(store) == [1]
 
 
@@ -288,7 +288,7 @@ def test_a_retry_after_the_success_of_a_resumed_run_trains_on_only_with_another_
     end_attempt(store, begin(store, wanted).attempt, "completed")
     again = claim(OTHER_FLOW_RUN, config=config, resume=True)
     assert (peek(store, again) is None) is trains_on
-    assert isinstance(begin_attempt(store, again), Finished) is not trains_on
+    assert isinstance(begin_attempt(store, again), EndedRecord) is not trains_on
 
 
 def test_what_the_user_has_mistaken_is_said(store: LocalRunStore) -> None:

@@ -28,7 +28,7 @@ from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Finished, peek
+from prefect_elastic_train.runs.attempts import Begun, peek
 from prefect_elastic_train.supervisor.attempt import AttemptAccount
 from prefect_elastic_train.supervisor.child import read_lines
 from tests.unit.support import Training, private_folder, spec
@@ -82,7 +82,7 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     supervisor = Supervisor(folder)
     driver = supervisor.driver
     begun = driver.begin()
-    assert not isinstance(begun, Finished)
+    assert isinstance(begun, Begun)
     assert driver._receiver is not None
     training = Training(driver.store, begun.attempt)
     controller = RunCallback(driver._receiver.receiving, driver.store, begun.attempt, FailureSettings(), SCORE)
