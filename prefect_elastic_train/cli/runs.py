@@ -22,11 +22,13 @@ from prefect_elastic_train.cli.common import (
     print_pairs,
     print_table,
 )
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.report.words import duration, size
 from prefect_elastic_train.runs.commits import commit_label
 from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize, verify
 from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
+from prefect_elastic_train.runs.snapshots import latest_checkpoint, reported
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
@@ -87,7 +89,7 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
     with errors():
         opened = open_briefly(storage)
         [name] = _chosen(opened, [run])
-        details = describe(opened, name)
+        details = describe(opened.run(name), name)
         if details is None:
             raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run")
         if as_json:
@@ -113,7 +115,7 @@ def verify_runs(storage: StorageArgument, runs: RunArguments = None, as_json: Js
         for one in found:
             _say(f"{one.name}: {'whole' if one.whole else 'DAMAGED'}", f"  a resume {one.resume}")
             _say(*(f"    it would say: {repair}" for repair in one.repairs))
-            _say(*(f"  left over: {left.folder} ({size(left.size_bytes)}): {left.why}" for left in one.leftovers))
+            _say(*(f"  left over: {folder} ({size(size_bytes)})" for folder, size_bytes in one.leftovers.items()))
     if not all(one.whole for one in found):
         raise typer.Exit(1)
 
@@ -143,8 +145,8 @@ def prune_runs(
         opened = open_briefly(storage)
         seconds = None if older_than is None else older_than * _DAY_SECONDS
         plans = _of_each(lambda store, name: plan_run(store, name, seconds), opened, _chosen(opened, runs))
-        if wanted := [deletion for plan in plans for deletion in plan.deletions]:
-            rows = [[one.run, one.folder or "the whole run", size(one.size_bytes), one.reason] for one in wanted]
+        if wanted := [(plan.run, deletion) for plan in plans for deletion in plan.deletions]:
+            rows = [[run, one.folder or "the whole run", size(one.size_bytes), one.reason] for run, one in wanted]
             print_table(["run", "what", "size", "why"], rows, right=["size"])
         _say(*(f"left alone: {plan.run}: {plan.kept}" for plan in plans if plan.kept))
         if not wanted:
@@ -156,7 +158,7 @@ def prune_runs(
         for plan in plans:
             try:
                 for deletion in carry_out(opened.run(plan.run), plan):
-                    _say(f"deleted {deletion.run} {deletion.folder}".rstrip())
+                    _say(f"deleted {plan.run} {deletion.folder}".rstrip())
             except RunChangedError as error:
                 _say(f"left alone: {plan.run}: {error}")
 
@@ -204,14 +206,13 @@ def _print_details(details: RunDetails) -> None:
         f"{accounts.worker_failures} worker failures, {accounts.preemptions} preemptions, {accounts.resizes} resizes, "
         f"{accounts.steps_lost} reports done again, {accounts.storage_wait_seconds:.1f} s of storage waits"
     )
-    came_from = [f"{one.run}@{one.checkpoint}{'' if one.there else ' (deleted)'}" for one in details.ancestors]
     print_pairs(
         [
             ("run", summary.name),
             ("where", summary.uri),
             ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
             ("created", f"{age(run.created_at, now)} ago by {run.creator.describe()}" if run is not None else ""),
-            ("started from", ", which started from ".join(came_from) or (run.resume_from if run is not None else "")),
+            ("started from", details.started_from or (run.resume_from if run is not None else "")),
             ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run is not None else ""),
             ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
             ("faults", faults),
@@ -221,10 +222,13 @@ def _print_details(details: RunDetails) -> None:
     headings = ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"]
     print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
     rows = []
-    for one in details.checkpoints:
-        which = ", ".join(word for word, is_it in (("latest", one.latest), ("best", one.best)) if is_it)
-        metrics = metrics_in_short(one.metrics, 6)
-        rows.append([one.name, str(one.report_index), metrics, str(one.files), size(one.size_bytes), which])
+    snapshot, manifest = (details.commit.snapshot, details.commit.manifest) if details.commit is not None else ({}, {})
+    which = {"latest": latest_checkpoint(snapshot), "best": (snapshot.get("checkpoint_results") or [None])[-1]}
+    for index, one in reported(snapshot) if snapshot else []:
+        name, metrics = one["checkpoint_dir_name"], metrics_in_short(one["metrics"] or {}, 6)
+        files = manifest.get(name, {})
+        words = ", ".join(word for word, checkpoint in which.items() if one == checkpoint)
+        rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
     print_table(["checkpoint", "report", "metrics", "files", "size", ""], rows, right=["report", "files", "size"])
 
 

@@ -32,7 +32,7 @@ from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_att
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, host_id, process_start
 from prefect_elastic_train.runs.model import RunDirectory
-from prefect_elastic_train.runs.seeding import choose_source, note_completed, seed_from_source
+from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.preflight import Probe, preflight
 

@@ -171,8 +171,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
         self._store.abandon_uploads()
         if removed:
-            told = ", ".join(f"{loop_name(name)} ({why})" for name, why in removed.items())
-            logger.warning("Removed checkpoints that no commit needs: %s", told)
+            logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
 
     @_never_raises
     def after_worker_group_start(self, worker_group: Any) -> None:

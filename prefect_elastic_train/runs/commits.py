@@ -15,15 +15,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import written_by
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, decode, encode
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.layout import RunReader, RunView
 from prefect_elastic_train.runs.snapshots import checkpoint_names, fits_together, parse_snapshot, without_checkpoints
-from prefect_elastic_train.runs.view import RunReader, RunView
 from prefect_elastic_train.storage.store import RunStore
 
 #: Commits of one attempt that are kept; older ones only matter if the newest are damaged.
@@ -123,29 +123,14 @@ class ReadCommit:
     Attributes:
         number: Attempt and sequence.
         record: What was committed; None if that is torn.
-        gone: Checkpoints that attempts have dropped since or that a newer commit lost, each with the reason.
-        damaged: The others that are not as they were committed, each with what is wrong; empty if nobody asked.
+        damaged: Checkpoints that are not as they were committed and were not given up before, each with what is wrong.
+        usable: What was committed without the checkpoints that cannot be used; None if none is left.
     """
 
     number: tuple[int, int]
     record: CommitRecord | None
-    gone: dict[str, str]
-    damaged: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def lost(self) -> dict[str, str]:
-        """Checkpoints that cannot be used, each with the reason."""
-        return {**self.gone, **self.damaged}
-
-    @property
-    def usable(self) -> CommitRecord | None:
-        """What was committed without the checkpoints that cannot be used; None if none is left."""
-        lost = self.lost
-        snapshot = without_checkpoints(self.record.snapshot, lost) if self.record is not None else None
-        if self.record is None or snapshot is None:
-            return None
-        manifest = {name: files for name, files in self.record.manifest.items() if name not in lost}
-        return self.record.model_copy(update={"snapshot": snapshot, "manifest": manifest})
+    damaged: dict[str, str]
+    usable: CommitRecord | None
 
 
 def newest_commit(store: RunReader, attempt: int | None = None, *, whole: bool = False) -> CommitRecord | None:
@@ -153,7 +138,7 @@ def newest_commit(store: RunReader, attempt: int | None = None, *, whole: bool =
 
     See :func:`read_lineage` for the arguments.
     """
-    return next((usable for read in read_lineage(store, attempt, whole=whole) if (usable := read.usable)), None)
+    return next((read.usable for read in read_lineage(store, attempt, whole=whole) if read.usable is not None), None)
 
 
 def read_lineage(store: RunReader, attempt: int | None = None, *, whole: bool = False) -> Iterator[ReadCommit]:
@@ -166,19 +151,24 @@ def read_lineage(store: RunReader, attempt: int | None = None, *, whole: bool = 
         whole: Tell also which checkpoints are damaged; else nobody looks at their files.
     """
     view = store if isinstance(store, RunView) else RunView(store)
-    before = None if attempt is None else attempt + 1
-    attempts = [number for number in all_attempts(view) if before is None or number < before]
-    gone: dict[str, str] = {}
-    for number in lineage(view, before):
-        record = read_commit(view, number)
+    attempts = [number for number in all_attempts(view) if attempt is None or number <= attempt]
+    lost: set[str] = set()
+    for number in lineage(view, None if attempt is None else attempt + 1):
         while attempts and attempts[-1] > number[0]:
-            gone = {**dropped_by(view, attempts.pop()), **gone}
-        names = checkpoint_names(record.snapshot) if record is not None and whole else []
-        manifest = record.manifest if record is not None else {}
-        damage = {name: damage_of(view, name, manifest.get(name, {})) for name in names if name not in gone}
+            later = read_attempt(view, attempts.pop())
+            lost.update(later.dropped if later is not None else [])
+        record = read_commit(view, number)
+        if record is None:
+            yield ReadCommit(number, None, {}, None)
+            continue
+        names = [name for name in checkpoint_names(record.snapshot) if whole and name not in lost]
+        damage = {name: damage_of(view, name, record.manifest.get(name, {})) for name in names}
         damaged = {name: why for name, why in damage.items() if why}
-        yield ReadCommit(number, record, gone, damaged)
-        gone = {**gone, **damaged}
+        lost.update(damaged)
+        snapshot = without_checkpoints(record.snapshot, lost)
+        manifest = {name: files for name, files in record.manifest.items() if name not in lost}
+        update = {"snapshot": snapshot, "manifest": manifest}
+        yield ReadCommit(number, record, damaged, record.model_copy(update=update) if snapshot is not None else None)
 
 
 def read_commit(store: RunReader, number: tuple[int, int]) -> CommitRecord | None:
@@ -188,21 +178,8 @@ def read_commit(store: RunReader, number: tuple[int, int]) -> CommitRecord | Non
     return record if is_own else None
 
 
-def dropped_by(store: RunReader, attempt: int) -> dict[str, str]:
-    """Return the checkpoints that an attempt has given up as damaged, each with words that say so."""
-    record = read_attempt(store, attempt)
-    names = record.dropped if record is not None else []
-    return dict.fromkeys(names, f"it was damaged, and attempt {attempt} gave it up")
-
-
 def damage_of(store: RunReader, checkpoint: str, manifest: dict[str, int]) -> str:
-    """What is wrong with a checkpoint's files; empty for nothing.
-
-    Args:
-        store: The run directory.
-        checkpoint: Its folder.
-        manifest: Path and size in bytes of each file, as committed.
-    """
+    """What is wrong with a checkpoint's files, of which the manifest has path and size; empty for nothing."""
     files = store.file_sizes(checkpoint) or {}
     missing = sorted(manifest.keys() - files.keys())
     if missing:
@@ -228,13 +205,7 @@ class CommitLog:
         self._lock = threading.Lock()
 
     def commit(self, data: bytes) -> CommitRecord:
-        """Make Ray's snapshot durable together with the files that its checkpoints consist of.
-
-        Args:
-            data: The snapshot as Ray writes it.
-
-        Returns:
-            What was committed.
+        """Make Ray's snapshot, as Ray writes it, durable together with the files that its checkpoints consist of.
 
         Raises:
             FencedOffError: Another attempt has taken over. If the commit was already written, it counts for
@@ -247,9 +218,15 @@ class CommitLog:
         with self._lock:
             check_fence(self._store, self._attempt)
             last = self._last or newest_commit(self._store, self._attempt)
-            manifest = self._complete_manifest(snapshot, last.manifest if last is not None else {})
+            manifest = self._list_files(snapshot, last.manifest if last is not None else {})
             own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
-            record = self._create(snapshot, manifest, max(own, default=0) + 1)
+            record = CommitRecord(
+                attempt=self._attempt, sequence=max(own, default=0), snapshot=snapshot, manifest=manifest
+            )
+            is_new = False
+            while not is_new:  # a listing may be behind
+                record = record.model_copy(update={"sequence": record.sequence + 1})
+                is_new = self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record))
             check_fence(self._store, self._attempt)
             self._store.replace(layout.SNAPSHOT, data)
             self._last = record
@@ -257,27 +234,16 @@ class CommitLog:
                 self._store.delete(layout.commit_name(self._attempt, sequence))
         return record
 
-    def _complete_manifest(
-        self, snapshot: dict[str, Any], known: dict[str, dict[str, int]]
-    ) -> dict[str, dict[str, int]]:
-        """List the files of all checkpoints, those of earlier ones as the previous commit did."""
+    def _list_files(self, snapshot: dict[str, Any], known: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+        """Return the manifest of all checkpoints, of earlier ones as the previous commit had it."""
         manifest = {}
         names = checkpoint_names(snapshot)
         for name in names:
             # A loop that places its checkpoints itself may have written over the newest.
             is_final = name != names[-1] or written_by(name) is not None
             files = known.get(name) if is_final else None
-            if files is None:
-                files = self._store.file_sizes(name)
+            files = self._store.file_sizes(name) if files is None else files
             if files is None:
                 raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
             manifest[name] = files
         return manifest
-
-    def _create(self, snapshot: dict[str, Any], manifest: dict[str, dict[str, int]], sequence: int) -> CommitRecord:
-        """Write the commit under that number or the next one that is free: the listing may be behind."""
-        while True:
-            record = CommitRecord(attempt=self._attempt, sequence=sequence, snapshot=snapshot, manifest=manifest)
-            if self._store.create(layout.commit_name(self._attempt, sequence), encode(record)):
-                return record
-            sequence += 1

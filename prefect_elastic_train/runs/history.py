@@ -19,7 +19,7 @@ from prefect_elastic_train.core.events import (
     encode_event,
 )
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.view import RunReader
+from prefect_elastic_train.runs.layout import RunReader
 from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger(__name__)

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import enum
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import RunRecord
+from prefect_elastic_train.core.records import CommitRecord, RunRecord
 from prefect_elastic_train.core.result import BestCheckpoint, RunResult, bounded
 from prefect_elastic_train.report.accounts import Accounts, add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import all_attempts, commit_label, lineage, newest_commit
 from prefect_elastic_train.runs.history import read_history
+from prefect_elastic_train.runs.layout import RunReader
 from prefect_elastic_train.runs.liveness import Life, look_for_life
-from prefect_elastic_train.runs.model import Attempt, Leftover, RunDirectory
-from prefect_elastic_train.runs.snapshots import latest_checkpoint, reported
-from prefect_elastic_train.runs.view import RunReader
+from prefect_elastic_train.runs.model import Attempt, RunDirectory
+from prefect_elastic_train.runs.snapshots import latest_checkpoint
 
-if TYPE_CHECKING:
-    from prefect_elastic_train.storage.opening import Storage
-
-#: More nights than anybody looks back, each of which is a request.
-_MAX_ANCESTORS = 100
 #: A run that is being trained goes on while it is looked at: then it is looked at anew, so often.
 _LOOKS = 3
 
@@ -91,45 +86,19 @@ class RunSummary(_View):
     flow_name: str = ""
 
 
-class Ancestor(_View):
-    """A checkpoint that a run started from, itself or by way of other runs."""
-
-    run: str
-    checkpoint: str
-    uri: str
-    #: Whether its run is still there.
-    there: bool
-
-
-class CheckpointView(_View):
-    """A checkpoint that the newest commit keeps; the best one by the score of the policy, without one the newest."""
-
-    name: str
-    uri: str
-    #: Which report of the run brought it, counted from 0.
-    report_index: int
-    metrics: dict[str, Any]
-    files: int
-    size_bytes: int
-    latest: bool
-    best: bool
-
-
 class RunDetails(_View):
-    """All that there is to know of a run."""
+    """All that there is to know of a run: its records, each null if it is lost, and what its history adds up to."""
 
     summary: RunSummary
-    #: Null if that is lost.
     run: RunRecord | None
-    #: The checkpoints that it comes from, the nearest first.
-    ancestors: list[Ancestor]
+    #: URI of the checkpoint of another run that it started from, empty for none; that may be gone by now.
+    started_from: str
     attempts: list[Attempt]
-    #: What the history adds up to, without its rows.
+    #: The newest one that counts, without checkpoints that were dropped since.
+    commit: CommitRecord | None
+    #: Without the rows of the history.
     accounts: Accounts
     goodput: float
-    #: The newest one that counts, as ``<attempt>-<sequence>``.
-    commit: str
-    checkpoints: list[CheckpointView]
     #: Of a completed run, without its history.
     result: dict[str, Any] | None
 
@@ -147,20 +116,12 @@ class Verification(_View):
     commit: str = ""
     #: What it would repair or drop to get there, in words.
     repairs: list[str] = Field(default_factory=list)
-    leftovers: list[Leftover] = Field(default_factory=list)
+    #: Folders that no commit needs, and the size of their files in bytes.
+    leftovers: dict[str, int] = Field(default_factory=dict)
 
 
 def summarize(store: RunReader, name: str, now: float | None = None) -> RunSummary | None:
-    """Return where a run stands, by about six requests to its storage.
-
-    Args:
-        store: The run directory.
-        name: Name of the run.
-        now: Seconds since the epoch.
-
-    Returns:
-        None if the folder holds no run.
-    """
+    """Return where a run stands, by about six requests to its storage; None if the folder holds no run."""
     run = RunDirectory(store)
     commit, attempt, record = run.newest_commit, run.newest_attempt, run.record
     is_foreign = not run.is_begun
@@ -202,43 +163,33 @@ def summarize(store: RunReader, name: str, now: float | None = None) -> RunSumma
     )
 
 
-def describe(storage: Storage, name: str) -> RunDetails | None:
-    """Return all about a run.
-
-    Returns:
-        None if the folder holds no run.
-    """
-    run = RunDirectory(storage.run(name))
+def describe(store: RunReader, name: str) -> RunDetails | None:
+    """Return all about a run; None if the folder holds none."""
+    run = RunDirectory(store)
     summary = summarize(run, name)
     if summary is None:
         return None
-    commit, newest = run.newest_commit, run.newest_attempt
     events = list(read_history(run))
     if events and summary.state in (RunState.DIED, RunState.FAILED, RunState.CANCELLED):
         last = events[-1]
         if not isinstance(last, AttemptEnded):  # what it trained since its last commit is nobody's
             events.append(AttemptEnded(at=last.at, attempt=last.attempt, outcome=Outcome.DRIVER_LOST, final=True))
-    accounts = add_up(events)
+    accounts, newest = add_up(events), run.newest_attempt
     result = newest.ended.result if newest is not None and newest.ended is not None else None
     return RunDetails(
         summary=summary,
         run=run.record,
-        ancestors=_ancestors(storage, name),
+        started_from=run.started_from,
         attempts=[one.without_result for one in run.attempts],
+        commit=run.newest_commit,
         accounts=accounts.model_copy(update={"history": [], "last_metrics": {}}),
         goodput=accounts.time.goodput,
-        commit=commit_label((commit.attempt, commit.sequence)) if commit is not None else "",
-        checkpoints=_checkpoints(run),
         result={key: value for key, value in result.items() if key != "history"} if result is not None else None,
     )
 
 
 def verify(store: RunReader, name: str) -> Verification | None:
-    """Resume a run without doing it: check all that a resume needs, and say what it would do.
-
-    Returns:
-        None if the folder holds no run of ours.
-    """
+    """Resume a run without doing it: check all that a resume needs, and say what it would do; None if there is none."""
     found = None
     for _ in range(_LOOKS):
         run = RunDirectory(store)
@@ -302,42 +253,3 @@ def make_result(
         **accounts.model_dump(include=same),
     )
     return bounded(result, score)
-
-
-def _ancestors(storage: Storage, name: str) -> list[Ancestor]:
-    """Return what a run started from, what that one's run started from, and so on."""
-    found: list[Ancestor] = []
-    seen = {name}
-    record = RunDirectory(storage.run(name)).record
-    while record is not None and record.source and len(found) < _MAX_ANCESTORS:
-        run, _, checkpoint = record.source.partition("@")
-        source = RunDirectory(storage.run(run))
-        record = source.record if run not in seen else None  # the name was used again
-        seen.add(run)
-        uri = f"{source.uri}/{checkpoint}"
-        found.append(Ancestor(run=run, checkpoint=loop_name(checkpoint), uri=uri, there=record is not None))
-    return found
-
-
-def _checkpoints(run: RunDirectory) -> list[CheckpointView]:
-    commit = run.newest_commit
-    snapshot = commit.snapshot if commit is not None else run.mirror
-    if snapshot is None:
-        return []
-    latest = (latest_checkpoint(snapshot) or {}).get("checkpoint_dir_name")
-    results = reported(snapshot)
-    listed = commit.manifest if commit is not None else {}
-    files = {result["checkpoint_dir_name"]: listed.get(result["checkpoint_dir_name"], {}) for _, result in results}
-    return [
-        CheckpointView(
-            name=loop_name(name := result["checkpoint_dir_name"]),
-            uri=f"{run.uri}/{name}",
-            report_index=index,
-            metrics=result.get("metrics") or {},
-            files=len(files[name]),
-            size_bytes=sum(files[name].values()),
-            latest=name == latest,
-            best=result is snapshot["checkpoint_results"][-1],
-        )
-        for index, result in results
-    ]

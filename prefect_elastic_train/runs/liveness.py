@@ -8,15 +8,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from prefect_elastic_train.core.records import AttemptRecord, Heartbeat, Owner, decode, encode
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import newest_attempt
-from prefect_elastic_train.runs.view import RunReader
+from prefect_elastic_train.runs.layout import RunReader
 from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,7 @@ class Life(str, enum.Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Sign:
+class Sign(NamedTuple):
     """What was found: what it means, what it is for people, and when that was, in seconds since the epoch."""
 
     life: Life
@@ -155,16 +154,10 @@ def is_alive(store: RunReader, owner: Owner | None, watch_seconds: float | None 
 
 
 def look_for_life(store: RunReader, attempt: int, record: AttemptRecord | None, now: float) -> Sign:
-    """Look at once whether the driver of an attempt that has not ended lives.
+    """Look at once whether the driver of an attempt that has not ended lives; its record may be torn.
 
     On the driver's own machine its process is looked up. Elsewhere its last sign of life is held against this machine's
     clock, which proves nothing if one of the two is wrong; :func:`is_alive` does.
-
-    Args:
-        store: The run directory.
-        attempt: The attempt.
-        record: Its record, None if that is torn.
-        now: Seconds since the epoch.
     """
     beat = decode(Heartbeat, store.read(layout.HEARTBEAT))
     beat = beat if beat is not None and beat.attempt == attempt else None

@@ -28,8 +28,8 @@ from prefect_elastic_train.runs.commits import (
     read_lineage,
 )
 from prefect_elastic_train.runs.history import read_history
+from prefect_elastic_train.runs.layout import RunReader, RunView
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
-from prefect_elastic_train.runs.view import RunReader, RunView
 
 #: Attempt and number of the commit that a run begins with that starts from another's checkpoint.
 SEED_COMMIT = (0, 0)
@@ -100,21 +100,6 @@ class ResumePoint:
         """What was reported with the checkpoint if it is another run's and was copied; else nothing."""
         latest = latest_checkpoint(self.snapshot) if self.base == SEED_COMMIT else None
         return (latest["metrics"] or {}) if latest else {}
-
-
-class Leftover(BaseModel):
-    """A checkpoint's folder that no commit needs.
-
-    Attributes:
-        folder: Its name.
-        why: ``upload interrupted``, ``no longer kept`` (its deletion did not come to its end) or ``damaged`` (given up
-            by an attempt).
-        size_bytes: Of its files.
-    """
-
-    folder: str
-    why: str
-    size_bytes: int
 
 
 class RunDirectory(RunView):
@@ -210,27 +195,28 @@ class RunDirectory(RunView):
         return ResumePoint(None, dropped, repairs)
 
     @property
-    def leftovers(self) -> list[Leftover]:
-        """Checkpoints' folders that no commit needs, by name.
+    def leftovers(self) -> dict[str, int]:
+        """Checkpoints' folders that no commit needs, and the size of their files in bytes.
 
-        While something is broken, whatever any commit or Ray's file names is needed; while the newest commit cannot be
-        read, everything is.
+        These are interrupted uploads, and what was dropped or is not kept any more. While something is broken, whatever
+        any commit or Ray's file names is needed; while the newest commit cannot be read, everything is.
 
         Raises:
             AttemptFailedError: See :attr:`resume_point`.
         """
         newest = next(read_lineage(self, self._attempt), None)
         if newest is not None and newest.record is None:
-            return []
-        kept = checkpoint_names(self.newest_commit.snapshot) if self.newest_commit is not None else []
+            return {}
+        kept = checkpoint_names(newest.usable.snapshot) if newest is not None and newest.usable is not None else []
         folders = [folder for folder in self._folders() if not _overlaps(folder, kept)]
         needed = self._needed() if folders else []
-        found = {folder: self._why_left(folder) for folder in folders if not _overlaps(folder, needed)}
-        return [
-            Leftover(folder=folder, why=why, size_bytes=sum((self.file_sizes(folder) or {}).values()))
-            for folder, why in found.items()
-            if why
-        ]
+        commits = (read_commit(self, number) for number in all_commits(self) if folders)
+        ours = {name for commit in commits if commit is not None for name in commit.manifest}
+        return {
+            folder: sum((self.file_sizes(folder) or {}).values())
+            for folder in folders
+            if not _overlaps(folder, needed) and (written_by(folder) is not None or folder in ours)
+        }
 
     def _read_attempt(self, number: int) -> Attempt:
         ended = decode(EndedRecord, self.read(layout.ended_name(number)))
@@ -244,15 +230,6 @@ class RunDirectory(RunView):
                 continue
             inner = list(self._folders(folder, depth - 1)) if depth and written_by(folder) is None else []
             yield from [one for one in inner if written_by(one) is not None] or [folder]
-
-    def _why_left(self, folder: str) -> str:
-        """Say why nobody needs a folder; empty if nothing tells whose it is."""
-        if any(folder in one.record.dropped for one in self.attempts if one.record is not None):
-            return "damaged"
-        commits = (read_commit(self, number) for number in all_commits(self))
-        if any(folder in commit.manifest for commit in commits if commit is not None):
-            return "no longer kept"
-        return "upload interrupted" if written_by(folder) is not None else ""
 
     def _needed(self) -> list[str]:
         """Return the checkpoints that a resume may want."""
@@ -273,15 +250,11 @@ class RunDirectory(RunView):
         if not left:
             return
         shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
-        trust = (
-            f", move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, which is readable"
-            if self.mirror is not None
-            else ""
-        )
         raise AttemptFailedError(
             f"no commit of {self.uri} is left or readable, and it holds {len(left)} folders that may be checkpoints "
             f"({shown}). Nothing was touched. Either bring the files in {layout.COMMITS} back, move the folders away "
-            f"to begin anew{trust}, or give another run_name",
+            f"to begin anew, move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, if there is "
+            "one, or give another run_name",
             outcome=Outcome.INVALID,
         )
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
@@ -31,18 +32,9 @@ class RunChangedError(ElasticTrainError):
     """A run is not what it was when it was looked at, so that nothing more of it is deleted."""
 
 
-@dataclass(frozen=True)
-class Deletion:
-    """Something to delete.
+class Deletion(NamedTuple):
+    """A folder of a run to delete, empty for the whole run; the size of its files; and why nobody needs it."""
 
-    Attributes:
-        run: Name of the run.
-        folder: Of the run; empty for the whole run.
-        size_bytes: Of its files.
-        reason: Why nobody needs it.
-    """
-
-    run: str
     folder: str
     size_bytes: int
     reason: str
@@ -77,39 +69,37 @@ def plan_run(
         name: Name of the run.
         older_than_seconds: Take the whole run if it has ended and its last activity is longer ago. None: never.
         now: Seconds since the epoch.
-
-    Raises:
-        StorageFaultError: The storage refuses.
     """
     now = time.time() if now is None else now
     run = RunDirectory(store)
     seen = RunPlan(name, newest_attempt=newest_attempt(run), newest_commit=next(lineage(run), None))
-    summary = summarize(run, name, now)
+    summary, newest = summarize(run, name, now), run.newest_attempt
     if summary is None:
         return seen
     kept, reason = _why_kept(summary, now), _why_whole(summary, older_than_seconds, now)
-    if kept:
-        return replace(seen, kept=kept)
-    if not reason:
-        return _plan_leftovers(run, seen)
-    newest = run.newest_attempt
-    owner = newest.record.owner if newest is not None and newest.record is not None else None
-    # Somebody else's clock may be wrong: before a run is taken from a driver, its heartbeat is watched.
-    if newest is not None and newest.ended is None and is_alive(store, owner):
-        return replace(seen, kept="it is being trained: its heart beats")
-    return replace(seen, deletions=[Deletion(name, "", sum((run.file_sizes("") or {}).values()), reason)])
+    if reason and not kept:
+        owner = newest.record.owner if newest is not None and newest.record is not None else None
+        # Somebody else's clock may be wrong: before a run is taken from a driver, its heartbeat is watched.
+        if newest is not None and newest.ended is None and is_alive(store, owner):
+            kept = "it is being trained: its heart beats"
+        all_of_it = Deletion("", sum((run.file_sizes("") or {}).values()), reason)
+        return replace(seen, kept=kept, deletions=[] if kept else [all_of_it])
+    try:
+        leftovers = {} if kept else run.leftovers
+    except AttemptFailedError as error:
+        return replace(seen, kept=str(error))
+    if leftovers and newest is not None and newest.ended is None:
+        kept = f"attempt {newest.number} has no end: resume the run, which removes leftovers, or delete it whole"
+        leftovers = {}
+    deletions = [Deletion(folder, size, "no commit needs it") for folder, size in leftovers.items()]
+    return replace(seen, kept=kept, deletions=deletions)
 
 
 def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
     """Delete what was planned, and yield each thing when it is gone.
 
-    Args:
-        store: The run directory.
-        planned: What goes of it.
-
     Raises:
         RunChangedError: Somebody has begun to train the run, or goes on with it. What was not yielded yet stays.
-        StorageFaultError: The storage refuses.
     """
 
     def check() -> None:
@@ -150,27 +140,17 @@ def _why_whole(summary: RunSummary, older_than_seconds: float | None, now: float
     return f"{summary.state.value.replace('_', ' ')}, last activity {age / 86400:.1f} days ago" if is_old else ""
 
 
-def _plan_leftovers(run: RunDirectory, seen: RunPlan) -> RunPlan:
-    try:
-        leftovers = run.leftovers
-    except AttemptFailedError as error:
-        return replace(seen, kept=str(error))
-    newest = run.newest_attempt
-    if leftovers and newest is not None and newest.ended is None:
-        why = f"attempt {newest.number} has no end: resume the run, which removes what is left over, or delete it whole"
-        return replace(seen, kept=why)
-    return replace(seen, deletions=[Deletion(seen.run, one.folder, one.size_bytes, one.why) for one in leftovers])
-
-
 def _check_unchanged(store: RunStore, planned: RunPlan) -> None:
     if newest_attempt(store) != planned.newest_attempt or next(lineage(store), None) != planned.newest_commit:
         raise RunChangedError(f"run {planned.run} has gone on meanwhile")
 
 
-def _take_fence(store: RunStore, planned: RunPlan) -> int:
-    """Begin an attempt that trains nothing, as :func:`begin_attempt` does: create it, then look again."""
-    number = RunDirectory(store).next_number
-    pid = os.getpid()
+def _delete_run(store: RunStore, planned: RunPlan) -> None:
+    """Delete a run, what holds it last: whoever begins meanwhile finds that it belongs to somebody else.
+
+    It is held by an attempt that trains nothing, begun as any is: created, then looked again.
+    """
+    number, pid = RunDirectory(store).next_number, os.getpid()
     owner = Owner(
         flow_run_id=PRUNER, flow_run_name=PRUNER, host=host_id(), pid=pid, process_started_at=process_start(pid)
     )
@@ -180,12 +160,6 @@ def _take_fence(store: RunStore, planned: RunPlan) -> int:
     if newest_attempt(store) != number or next(lineage(store, before=number), None) != planned.newest_commit:
         store.delete(layout.attempt_name(number))
         raise RunChangedError(f"run {planned.run} has gone on meanwhile")
-    return number
-
-
-def _delete_run(store: RunStore, planned: RunPlan) -> None:
-    """Delete a run, what holds it last: whoever begins meanwhile finds that it belongs to somebody else."""
-    number = _take_fence(store, planned)
 
     def check() -> None:
         if newest_attempt(store) != number:

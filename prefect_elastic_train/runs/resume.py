@@ -1,17 +1,32 @@
-"""What a resume writes: the newest whole commit put back as Ray's file, the first commit, and leftovers removed."""
+"""What an attempt starts from, and what has to be written for that.
+
+It is the newest whole commit, put back as Ray's file; of a new run the copy of another run's checkpoint, which stays
+untouched; or what raw Ray Train has written.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
+from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import CommitRecord, encode
+from prefect_elastic_train.core.records import CommitRecord, CompletedRuns, Owner, RunRecord, decode, encode
+from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import check_fence, newest_commit
+from prefect_elastic_train.runs.commits import check_fence, damage_of, newest_commit
+from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name
 from prefect_elastic_train.runs.model import SEED_COMMIT, ResumePoint, RunDirectory
-from prefect_elastic_train.runs.snapshots import checkpoint_names, is_same, without_checkpoints
+from prefect_elastic_train.runs.snapshots import checkpoint_names, is_same, seed_snapshot, without_checkpoints
+from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
+
+#: Completed runs that are remembered of each training of a deployment; all but the newest stand in for it.
+_REMEMBERED = 20
 
 
 def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
@@ -55,18 +70,17 @@ def adopt_snapshot(store: RunStore) -> list[str]:
     missing = [name for name in names if not run.file_sizes(name)]
     usable = without_checkpoints(snapshot, missing) if snapshot is not None else None
     if usable is None:
-        raise AttemptFailedError(
+        raise _invalid(
             f"{store.uri} holds a run that another program wrote with Ray Train, and its {layout.SNAPSHOT} is torn or "
-            "names no checkpoint that is still there; remove that file to begin anew there, or give another run_name",
-            outcome=Outcome.INVALID,
+            "names no checkpoint that is still there; remove that file to begin anew there, or give another run_name"
         )
-    write_first_commit(store, usable)
+    _write_first_commit(store, usable)
     notes = [f"checkpoint {name} was dropped: its folder is missing or empty" for name in missing]
     adopted = len(names) - len(missing)
     return [f"the run was written by Ray Train alone; {adopted} of its checkpoints were adopted", *notes]
 
 
-def write_first_commit(store: RunStore, snapshot: dict[str, Any]) -> None:
+def _write_first_commit(store: RunStore, snapshot: dict[str, Any]) -> None:
     """Make a snapshot whose checkpoints are in place the first commit of a run, unless it has one."""
     manifest = {name: store.file_sizes(name) or {} for name in checkpoint_names(snapshot)}
     attempt, sequence = SEED_COMMIT
@@ -74,17 +88,10 @@ def write_first_commit(store: RunStore, snapshot: dict[str, Any]) -> None:
     store.create(layout.commit_name(*SEED_COMMIT), encode(record))
 
 
-def remove_interrupted_uploads(store: RunStore, attempt: int) -> dict[str, str]:
-    """Remove checkpoint folders that no commit needs: interrupted uploads, and what was to be deleted.
+def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
+    """Remove checkpoint folders that no commit needs, before an attempt starts workers; return their names.
 
-    No worker may be running.
-
-    Args:
-        store: The run directory.
-        attempt: The attempt that is about to start workers; what later ones upload is left alone.
-
-    Returns:
-        By the names of the folders, why each was there and not needed.
+    What later attempts upload is left alone.
 
     Raises:
         FencedOffError: Another attempt has taken over; nothing that it needs was removed.
@@ -94,5 +101,170 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> dict[str, str]:
         check_fence(store, attempt)
 
     check()
-    leftovers = RunDirectory(store, attempt).leftovers
-    return {one.folder: one.why for one in leftovers if store.delete_folder(one.folder, check)}
+    return [folder for folder in RunDirectory(store, attempt).leftovers if store.delete_folder(folder, check)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A whole checkpoint that a new run starts from, by its run and folder; none of both is the beginning.
+
+    Attributes:
+        metrics: What was reported with it.
+        manifest: Path and size in bytes of its files.
+        notes: What the user should know of the choice, in words.
+    """
+
+    run: str = ""
+    folder: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def parse_source(resume_from: str) -> tuple[str, str]:
+    """Return run name and choice of ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``.
+
+    Without a choice it is the newest checkpoint of a run that is named, and the best one of ``"latest"``.
+
+    Raises:
+        ConfigurationError: The run's name is not one.
+    """
+    name, _, choice = resume_from.partition("@")
+    return check_run_name(name), choice or ("best" if name == LATEST_RUN else "latest")
+
+
+def choose_source(storage: Storage, request: RunRequest) -> Source:
+    """Choose the checkpoint that a new run starts from. Nothing is written.
+
+    Raises:
+        AttemptFailedError: A run was named that has no such checkpoint, or what tells the newest run is torn; outcome
+            ``invalid``.
+    """
+    name, choice = parse_source(request.resume_from)
+    try:
+        source = _newest_run(storage, request, choice) if name == LATEST_RUN else _choose(storage, name, choice)
+    except AttemptFailedError as error:
+        raise _invalid(f"resume_from={request.resume_from!r}: {error}") from error
+    return replace(source, notes=[f"resume_from={request.resume_from!r}: {note}" for note in source.notes])
+
+
+def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) -> list[str]:
+    """Copy the checkpoint that a new run starts from into it, as its first commit.
+
+    The copy has a name of its own each time, and is no checkpoint until it was checked and committed.
+
+    Args:
+        storage: Where both runs are.
+        request: What the new run's driver wants; its record exists.
+        target: The new run.
+
+    Returns:
+        What the user should know, in words.
+
+    Raises:
+        AttemptFailedError: There is no such checkpoint, or it could not be copied.
+    """
+    record = decode(RunRecord, target.read(layout.RUN))
+    # A run that is taken over starts from what it was to start from.
+    resume_from = request.resume_from or (record.resume_from if record is not None else "")
+    if record is None or not resume_from:
+        return []
+    source = choose_source(storage, replace(request, resume_from=resume_from))
+    chosen = f"{source.run}@{source.folder}" if source.run else ""
+    folder = physical_name(f"from-{source.run}", attempt=0, report=time.time_ns())
+    if chosen:
+        target.copy_folder(f"{storage.run(source.run).path}/{source.folder}", folder)
+        if damage := damage_of(target, folder, source.manifest):
+            raise AttemptFailedError(
+                f"resume_from={chosen!r}: the copy of the checkpoint is not whole: {damage}; retry the flow run",
+                outcome=Outcome.STORAGE_ERROR,
+            )
+    target.replace(layout.RUN, encode(record.model_copy(update={"source": chosen})))
+    if chosen:
+        _write_first_commit(target, seed_snapshot(folder, source.metrics, version("ray")))
+    return source.notes
+
+
+def note_completed(storage: Storage, name: str) -> None:
+    """Note that a run has completed, for those that start from the newest one.
+
+    Two runs of the same training that complete in the same instant may forget one another; the later one stays.
+    """
+    record = decode(RunRecord, storage.run(name).read(layout.RUN))
+    if record is None:
+        return
+    pointers, pointer = _pointer(storage, record.creator, record.part)
+    known = decode(CompletedRuns, pointers.read(pointer))
+    runs = [record, *(one for one in (known.runs if known is not None else []) if one.name != name)]
+    runs.sort(key=lambda one: one.created_at, reverse=True)
+    pointers.replace(pointer, encode(CompletedRuns(runs=runs[:_REMEMBERED])))
+
+
+def _newest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
+    """Choose among the completed runs of the same training by earlier flow runs, the newest first."""
+    marks = request.fingerprint
+    pointers, pointer = _pointer(storage, request.owner, request.part)
+    known = decode(CompletedRuns, data := pointers.read(pointer))
+    if known is None and data is not None:
+        raise _invalid(
+            f"{pointers.uri}/{pointer}, which names the completed runs, is torn; name the run to start from, or remove "
+            "that file"
+        )
+    notes: list[str] = []
+    for record in known.runs if known is not None else []:
+        if record.creator.flow_run_id == request.owner.flow_run_id or not record.fingerprint.may_be_loop_of(marks):
+            continue
+        try:
+            source = _choose(storage, record.name, choice, record)
+        except AttemptFailedError as error:
+            notes.append(str(error))
+            continue
+        if differences := record.fingerprint.differences(marks):
+            notes.append(f"run {record.name!r} had another configuration: {'; '.join(differences)}")
+        return replace(source, notes=[*notes, *source.notes])
+    nothing = (
+        f"{storage.uri} holds no completed run with a checkpoint of training {request.part!r} (train loop "
+        f"{marks.loop!r}) of this deployment or flow; it trains from the beginning"
+    )
+    return Source(notes=[*notes, nothing])
+
+
+def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | None = None) -> Source:
+    """Return a whole checkpoint of a run: ``latest``, ``best``, or one by the loop's name or its folder's.
+
+    Raises:
+        AttemptFailedError: It is being deleted, has no such checkpoint, or is not that completed run any more.
+    """
+    run = RunDirectory(storage.run(name))
+    newest = run.newest_attempt
+    is_completed = newest is not None and newest.outcome == Outcome.COMPLETED.value
+    if newest is not None and newest.is_pruner:
+        raise _invalid(f"run {name!r} is being deleted")
+    if completed is not None and (run.record is None or run.record.id != completed.id or not is_completed):
+        raise _invalid(f"run {name!r} is gone, or is not completed any more")
+    point = run.resume_point
+    if point.commit is None:
+        raise _invalid("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
+    results: list[dict[str, Any]] = point.commit.snapshot["checkpoint_results"]
+    folders = [result["checkpoint_dir_name"] for result in results]
+    alike = [choice] if choice in folders else [folder for folder in folders if loop_name(folder) == choice]
+    if choice in ("latest", "best"):
+        alike = [point.checkpoint] if choice == "latest" else folders[-1:]
+    if not alike:
+        names = ", ".join(sorted(map(loop_name, folders)))
+        raise _invalid("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))
+    folder = max(alike, key=age_of)
+    metrics = results[folders.index(folder)]["metrics"] or {}
+    notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
+    return Source(name, folder, metrics, point.commit.manifest.get(folder, {}), notes)
+
+
+def _pointer(storage: Storage, owner: Owner, part: str) -> tuple[RunStore, str]:
+    """Return the file that names the completed runs of a training of a deployment, or of a flow without one."""
+    of = f"deployment {owner.deployment_id}" if owner.deployment_id else f"flow {owner.flow_name}"
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (of, part)]
+    return storage.folder(f"{storage.settings.root}/{layout.STATE_FOLDER}"), f"completed/{'/'.join(digests)}.json"
+
+
+def _invalid(why: str) -> AttemptFailedError:
+    return AttemptFailedError(why, outcome=Outcome.INVALID)

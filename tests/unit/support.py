@@ -24,7 +24,7 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.seeding import seed_from_source
+from prefect_elastic_train.runs.resume import seed_from_source
 from prefect_elastic_train.runs.snapshots import parse_snapshot
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage

@@ -24,7 +24,7 @@ from prefect_elastic_train.runs.commits import all_commits, newest_attempt
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.inspecting import describe
 from prefect_elastic_train.runs.model import PRUNER, RunDirectory
-from prefect_elastic_train.runs.seeding import Source, choose_source, note_completed, parse_source, seed_from_source
+from prefect_elastic_train.runs.resume import Source, choose_source, note_completed, parse_source, seed_from_source
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.support import Training, begin, spec
@@ -278,28 +278,22 @@ def test_a_copy_that_is_not_whole_is_no_first_commit_and_is_removed(
         nights.start(wanted)
     assert error.value.outcome is Outcome.STORAGE_ERROR
     assert all_commits(store) == []
-    [left] = RunDirectory(store).leftovers
-    assert left.why == "upload interrupted"
+    assert len(RunDirectory(store).leftovers) == 1
     monkeypatch.undo()
     begun, _ = nights.start(wanted)
     assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of checkpoint_0"
 
 
-def test_lineage_over_many_nights_is_shown_and_names_of_copies_do_not_grow(nights: Nights) -> None:
+def test_each_night_shows_what_it_started_from_and_names_of_copies_do_not_grow(nights: Nights) -> None:
     nights.add("night-0")
-    for number in range(1, 6):  # none of which trains anything better
+    for number in (1, 2):  # neither of which trains anything better
         begun, _ = nights.start(nights.claim(f"night-{number}"))
         assert loop_name(begun.point.checkpoint) == f"from-night-{number - 1}"
         end_attempt(nights.storage.run(f"night-{number}"), 1, "completed")
         note_completed(nights.storage, f"night-{number}")
-        time.sleep(0.01)
-    nights.storage.run("night-0").delete_folder("")
-    details = describe(nights.storage, "night-5")
+    details = describe(nights.storage.run("night-2"), "night-2")
     assert details is not None
-    assert [(one.run, one.there) for one in details.ancestors] == [(f"night-{n}", n > 0) for n in (4, 3, 2, 1, 0)]
-    assert os.path.isfile(f"{details.ancestors[0].uri}/model.pt")
-    shown = CliRunner().invoke(app, ["runs", "show", nights.storage.uri, "night-5"]).stdout
-    assert "started from: night-4@from-night-3, which started from night-3@" in shown
-    assert "which started from 2 more" in shown
-    last = CliRunner().invoke(app, ["runs", "show", nights.storage.uri, "night-1"]).stdout
-    assert "night-0@checkpoint_0 (deleted)" in last
+    assert loop_name(details.started_from) == f"{nights.storage.uri}/night-1/from-night-0"
+    assert os.path.isfile(f"{details.started_from}/model.pt")
+    shown = CliRunner().invoke(app, ["runs", "show", nights.storage.uri, "night-1"]).stdout
+    assert f"started from: {nights.storage.uri}/night-0/checkpoint_0" in shown

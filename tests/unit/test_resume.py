@@ -88,7 +88,7 @@ def _tear_inner_snapshot(store: RunStore, name: str) -> None:
 @pytest.mark.parametrize("damage", [tear, _tear_inner_snapshot])
 def test_a_torn_commit_is_passed_over_and_told(store: RunStore, training: Training, damage: Any) -> None:
     damage(store, layout.commit_name(1, 3))
-    assert remove_interrupted_uploads(store, 1) == {}, "something was removed while nothing tells what is needed"
+    assert remove_interrupted_uploads(store, 1) == [], "something was removed while nothing tells what is needed"
     begun = begin(store)
     assert (begun.point.base, begun.point.checkpoint) == ((1, 2), "b")
     assert begun.notes == ["commit 0001-000003 is torn and was passed over"]
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_dropped_and_the_one_before_is_used(
     record = json.loads(store.read(layout.attempt_name(2)) or b"")
     assert (record["repairs"], record["dropped"], record["base"]) == (begun.notes, ["c"], [1, 3])
     removed = remove_interrupted_uploads(store, begun.attempt)
-    assert removed == ({"c": "damaged"} if removed else {})
+    assert removed == (["c"] if removed else [])
     assert "c" not in store.folders()
     # The next ones know that it was given up, and go on from what was repaired.
     Training(store, begun.attempt).report("d")
@@ -188,7 +188,7 @@ def test_folders_of_the_user_do_not_block_a_run_that_has_not_committed_yet(store
     store.create("tensorboard/events", b"1")
     second = begin(store)
     assert second.point.checkpoint == ""
-    assert remove_interrupted_uploads(store, second.attempt) == {upload: "upload interrupted"}
+    assert remove_interrupted_uploads(store, second.attempt) == [upload]
     assert store.file_sizes("tensorboard") == {"events": 1}
 
 
@@ -273,11 +273,11 @@ def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunSto
     attempt = begin(store).attempt
     later = physical_name("a", attempt + 1)
     store.create(f"{later}/file", b"")
-    assert remove_interrupted_uploads(store, attempt) == dict.fromkeys(interrupted, "upload interrupted")
+    assert remove_interrupted_uploads(store, attempt) == interrupted
     folders = [name for name in store.folders() if store.file_sizes(name)]
     assert folders == [layout.STATE_FOLDER, "a", later, "b", "c", "epochs", "unnamed"]
     assert store.file_sizes("epochs") == {"notes.txt": 11}
-    assert remove_interrupted_uploads(store, attempt) == {}
+    assert remove_interrupted_uploads(store, attempt) == []
 
 
 def test_an_upload_of_the_loops_name_is_not_taken_for_a_committed_checkpoint(store: RunStore) -> None:

@@ -178,7 +178,7 @@ def test_a_commit_torn_under_a_living_attempt_does_not_cost_its_checkpoint(store
     begun, _ = _resume(store)
     for commit in ((1, 1), (begun.attempt, 1)):  # its base, then its own
         _rewrite(layout.commit_name(*commit), _half)(store)
-        assert remove_interrupted_uploads(store, begun.attempt) == {}
+        assert remove_interrupted_uploads(store, begun.attempt) == []
         assert store.file_sizes(EPOCHS[0])
 
 
@@ -199,7 +199,6 @@ def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_i
         begin(trained)
     assert refused.value.outcome is Outcome.INVALID
     assert "move the folders away to begin anew" in str(refused.value)
-    assert ("give resume=True to trust Ray's snapshot" in str(refused.value)) is has_mirror
     assert {name: trained.file_sizes(name) for name in EPOCHS} == before
     assert trained.read(layout.SNAPSHOT) == snapshot
     for name in EPOCHS:
