@@ -5,6 +5,7 @@ Events travel as tagged JSON lines on the driver's standard output, between what
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -274,13 +275,9 @@ def _fitting(value: Any) -> Any:
         return cut(value, MAX_EVENT_BYTES // 50)
     if not isinstance(value, dict | list):
         return value
-    kept, room = [], MAX_EVENT_BYTES // 8
-    for item in value.items() if isinstance(value, dict) else value:
-        room -= size_of(item)
-        if room < 0:
-            break
-        kept.append(item)
-    return type(value)(kept)
+    items = list(value.items()) if isinstance(value, dict) else value
+    sizes = itertools.accumulate(map(size_of, items))
+    return type(value)(item for item, size in zip(items, sizes, strict=True) if size <= MAX_EVENT_BYTES // 8)
 
 
 def decode_event(text: str | bytes) -> Event | None:

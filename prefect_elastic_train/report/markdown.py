@@ -27,17 +27,16 @@ TIME_PARTS: Sequence[tuple[str, str]] = (
 
 
 def headline(report: RunReport) -> str:
-    """Say in a few words what the run does and how far it is."""
+    """What the run does and how far it is, in a few words."""
     words = report.state[:1].upper() + report.state[1:]
-    if report.progress is None:
-        return words
-    fraction = f"{report.progress.fraction:.1%}"
-    is_told = report.progress.words == fraction or not report.is_live
-    return f"{words}: {report.progress.words}" + ("" if is_told else f" ({fraction})")
+    if report.progress is not None:
+        fraction = f" ({report.progress.fraction:.1%})"
+        words += f": {report.progress.words}" + (fraction if report.is_live and "of" in report.progress.words else "")
+    return words
 
 
 def summary_line(report: RunReport, now: float) -> str:
-    """Say in one line of text where the run stands."""
+    """Where the run stands, in one line of text."""
     return " · ".join([headline(report), *_facts(report, now)])
 
 
@@ -97,13 +96,9 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         yield f"last checkpoint {duration(age)} ago" if report.is_live else f"{report.checkpoints_made} checkpoints"
     elif report.reports:
         yield "no checkpoint yet"
-    counts = {
-        "worker failure": tally.worker_failures,
-        "preemption": tally.preemptions,
-        "driver restart": report.driver_restarts,
-        "resize": tally.resizes,
-    }
-    told = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count]
+    names = ("worker failure", "preemption", "driver restart", "resize")
+    counts = (tally.worker_failures, tally.preemptions, report.driver_restarts, tally.resizes)
+    told = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in zip(names, counts, strict=True) if count]
     yield ", ".join(told) or "no failures"
     yield f"goodput {tally.account(now if report.is_live else None).goodput:.1%}"
 

@@ -29,11 +29,9 @@ WORTH_TELLING_SECONDS = 3.0
 
 #: Metrics that tell how far the training is rather than how good, in the order in which they are asked, with those
 #: that tell the whole: a ``step`` beside a ``global_step`` begins anew with each epoch.
-COUNTERS: Mapping[str, tuple[str, ...]] = {
-    "global_step": ("total_steps", "max_steps", "num_steps"),
-    "iteration": ("total_iterations", "max_iterations", "num_iterations"),
-    "step": ("total_steps", "max_steps", "num_steps"),
-    "epoch": ("total_epochs", "max_epochs", "num_epochs"),
+COUNTERS: Mapping[str, list[str]] = {
+    counter: [f"{whole}_{counter.removeprefix('global_')}s" for whole in ("total", "max", "num")]
+    for counter in ("global_step", "iteration", "step", "epoch")
 }
 TOTALS = frozenset(name for names in COUNTERS.values() for name in names)
 _NO_CURVE = {"progress", *COUNTERS, *TOTALS}
@@ -74,11 +72,9 @@ class Checkpoint(BaseModel):
 
 
 class Progress(BaseModel):
-    """How far the training is."""
+    """How far the training is: from 0 to 1, and in words such as ``step 300 of 1,000``."""
 
-    #: 0 to 1.
     fraction: float
-    #: In the loop's own words, such as ``step 300 of 1000``.
     words: str
     #: At the pace since the last restart; None while that is not known.
     remaining_seconds: float | None = None
@@ -168,10 +164,9 @@ class RunReport(BaseModel, ev.EventHandler):
             setattr(self, name, getattr(recalled, name))
 
     def on_controller_alive(self, event: ev.ControllerAlive) -> None:
-        waiting = "waiting for the storage"
-        if event.doing == waiting:
-            self.detail = f"{waiting} for {event.seconds:.0f} s"
-        elif self.detail.startswith(waiting):
+        if event.doing == "waiting for the storage":
+            self.detail = f"{event.doing} for {event.seconds:.0f} s"
+        elif self.detail.startswith("waiting for the storage"):
             self.detail = ""
 
     def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
@@ -223,12 +218,9 @@ class RunReport(BaseModel, ev.EventHandler):
         self._tell(event.at, "storage", what, f"{event.tries} requests failed and were repeated; last: {event.last}")
 
     def on_state_changed(self, event: ev.StateChanged) -> None:
-        if event.state == "SCHEDULING":
-            self._set_state("starting workers")
-        elif event.state == "PREEMPTING":
-            self._set_state("draining", "a node is about to go")
-        elif event.state == "SHUTTING_DOWN" and self.state == "training":
-            self._set_state("winding up")
+        states = {"SCHEDULING": "starting workers", "PREEMPTING": "draining", "SHUTTING_DOWN": "winding up"}
+        if event.state in states and (event.state != "SHUTTING_DOWN" or self.state == "training"):
+            self._set_state(states[event.state])
 
     def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
         lacking = f"{event.possible_workers} of at least {event.min_workers} workers fit"
@@ -264,12 +256,12 @@ class RunReport(BaseModel, ev.EventHandler):
         self._offer(made)
 
     def on_group_failed(self, event: ev.GroupFailed) -> None:
-        preempted = isinstance(event, ev.WorkersPreempted)
-        what = "preemption" if preempted else "worker failure"
+        kind: Kind = "preemption" if isinstance(event, ev.WorkersPreempted) else "failure"
+        what = "worker failure" if kind == "failure" else kind
         then = "the workers are restarted" if event.retried else event.gives_up
         lost = f"; {event.reports_lost} reports are done again" if event.reports_lost else ""
-        why = "; ".join(causes(event.errors, event.also)) or ("a node was drained or reclaimed" if preempted else "")
-        self._tell(event.at, "preemption" if preempted else "failure", f"{what}: {then}{lost}", why)
+        why = "; ".join(causes(event.errors, event.also)) or "a node was drained or reclaimed"
+        self._tell(event.at, kind, f"{what}: {then}{lost}", why)
         self._set_world(event.at, 0)
         self._set_state("restarting workers", why)
 
@@ -286,16 +278,16 @@ class RunReport(BaseModel, ev.EventHandler):
         self._set_state("resizing", sizes)
 
     def _see_progress(self, at: float) -> None:
-        found = _fraction(self.metrics)
+        found = _progress(self.metrics)
         if found is None:
             return
-        done, words = found
-        self.paced_from = self.paced_from or (at, done)
-        seconds, gained = at - self.paced_from[0], done - self.paced_from[1]
-        remaining = self.progress.remaining_seconds if self.progress is not None else None
+        self.paced_from = self.paced_from or (at, found.fraction)
+        seconds, gained = at - self.paced_from[0], found.fraction - self.paced_from[1]
         if seconds > 0 and gained > 0:
-            remaining = (1 - done) * seconds / gained
-        self.progress = Progress(fraction=done, words=words, remaining_seconds=remaining)
+            found.remaining_seconds = (1 - found.fraction) * seconds / gained
+        elif self.progress is not None:
+            found.remaining_seconds = self.progress.remaining_seconds
+        self.progress = found
 
     def _roll_back(self, checkpoint: str) -> None:
         """Forget the checkpoints after the one that an attempt goes on from: they were damaged, or never whole."""
@@ -377,14 +369,15 @@ def _bounded(metrics: Mapping[str, Any], most: int) -> dict[str, Any]:
     }
 
 
-def _fraction(metrics: Mapping[str, Any]) -> tuple[float, str] | None:
-    """Find how far a training is, from 0 to 1 and in words: ``progress``, or a counter with its total."""
+def _progress(metrics: Mapping[str, Any]) -> Progress | None:
+    """Find how far a training is: by ``progress``, or by a counter with its total."""
     progress = _number(metrics.get("progress"))
     if progress is not None and 0 <= progress <= 1:
-        return progress, f"{progress:.1%}"
+        return Progress(fraction=progress, words=f"{progress:.1%}")
     for counter, totals in COUNTERS.items():
         done = _number(metrics.get(counter))
-        total = next((found for name in totals if (found := _number(metrics.get(name)))), None)
-        if done is not None and total is not None and math.isfinite(done) and total > 0 and math.isfinite(total):
-            return min(1.0, max(0.0, done / total)), f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f}"
+        total = next((found for name in totals if (found := _number(metrics.get(name)))), math.nan)
+        if done is not None and math.isfinite(done) and 0 < total < math.inf:
+            words = f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f}"
+            return Progress(fraction=min(1.0, max(0.0, done / total)), words=words)
     return None
