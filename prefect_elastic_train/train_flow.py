@@ -24,8 +24,8 @@ from prefect_elastic_train.blocks import (
 )
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import load_saved, saved_name
+from prefect_elastic_train.orchestration.arguments import LOOP_PATTERN, named_loop
 from prefect_elastic_train.orchestration.task import elastic_train
-from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, named_loop
 
 AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 

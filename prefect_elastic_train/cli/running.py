@@ -88,8 +88,7 @@ def run_training(
     # Standard output is the result's: what the user's modules print on their import goes elsewhere.
     with redirect_stdout(sys.stderr), errors(_WRONG_USAGE):
         from prefect_elastic_train.blocks.lookup import chosen_blocks, saved_name
-        from prefect_elastic_train.orchestration.arguments import check_arguments
-        from prefect_elastic_train.orchestration.train_loops import absolute, check
+        from prefect_elastic_train.orchestration.arguments import absolute, check_arguments, check_named_loop
 
         check_arguments(framework, run_name or None, resume, resume_from or None, timeout)
         parameters: dict[str, Any] = {
@@ -101,7 +100,7 @@ def run_training(
             "resume_from": resume_from,
             "timeout_seconds": timeout or 0.0,
         }
-        check(parameters["train_loop"])
+        check_named_loop(parameters["train_loop"])
         named = {"scaling": scaling, "failures": failures, "checkpoints": checkpoints}
         blocks = chosen_blocks({**named, "storage": storage, "cluster": cluster}, profile)
         if workers:

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -61,16 +60,14 @@ class Publisher:
     """Takes a training's events, and shows what they add up to in Prefect.
 
     Args:
-        report: The state to begin with.
+        report: The state to begin with, and as of the newest event from then on.
         interval_seconds: Between updates of the report, at least 5.
         storage_block: The saved storage block, for whoever reads the checkpoints.
-        flow_run_id: Of the flow run that trains; empty outside of flows.
-        task_run_id: Of the task run that trains, if there is one.
+        flow_run_id: Of the flow run that trains; empty outside of flows, as is that of the task run.
         related: Resources that the events relate to besides those that Prefect finds itself.
         on_trouble: Called once with why nothing can be written, when that begins.
 
     Attributes:
-        report: The state as of the newest event.
         errors: How often something went wrong and was passed over.
     """
 
@@ -88,14 +85,12 @@ class Publisher:
         self.errors = 0
         self._interval = max(ARTIFACT_SECONDS, interval_seconds)
         self._common: Mapping[str, Any] = {"storage_block": storage_block}
-        self._flow_run_id = flow_run_id
-        self._task_run_id = task_run_id
-        self._related = related
+        self._flow_run_id, self._task_run_id, self._related = flow_run_id, task_run_id, related
         self._on_trouble = on_trouble
         self._lock = threading.Lock()
         self._events: deque[RunEvent] = deque(maxlen=_MAX_WAITING_EVENTS)
-        #: By name: an event that may come often and waits, and how many before it were left out; when one was told.
-        self._frequent: dict[str, tuple[RunEvent, int]] = {}
+        #: By name: the newest of those that may come often and wait, and when one was told.
+        self._frequent: dict[str, RunEvent] = {}
         self._told_at: dict[str, float] = {}
         #: Attempt and number of the newest event, since a job's log may be read once more.
         self._newest = (0, 0)
@@ -123,8 +118,7 @@ class Publisher:
                 self._urgent = self._urgent or not isinstance(event, _STEADY)
                 for said in [] if told else translate(event, self.report, self._common):
                     if said.name in _FREQUENT:
-                        left_out = self._frequent[said.name][1] + 1 if said.name in self._frequent else 0
-                        self._frequent[said.name] = said, left_out
+                        self._frequent[said.name] = said
                     else:
                         self._events.append(said)
         except Exception as error:  # noqa: BLE001 - a report is no reason to end a training
@@ -136,7 +130,8 @@ class Publisher:
             now = time.time()
             with self._lock:
                 self.report.end(now, state, why)
-                self._events.extend(map(self._take_frequent, [*self._frequent]))
+                self._events.extend(self._frequent.values())
+                self._frequent.clear()
                 if not told:
                     self._events.append(ending(self.report, state.replace(" ", "-"), now, why, self._common))
         except Exception as error:  # noqa: BLE001 - see take()
@@ -192,13 +187,9 @@ class Publisher:
         with self._lock:
             due = [one for one in self._frequent if now - self._told_at.get(one, -now) >= _FREQUENT_SECONDS]
             self._told_at.update(dict.fromkeys(due, now))
-            self._events.extend(map(self._take_frequent, due))
+            self._events.extend(map(self._frequent.pop, due))
         while self._events:
             send(self._events.popleft(), self.report.run_name, self._flow_run_id, self._related)
-
-    def _take_frequent(self, name: str) -> RunEvent:
-        event, left_out = self._frequent.pop(name)
-        return replace(event, payload={**event.payload, "left_out": left_out})
 
     def _write(self, client: SyncPrefectClient, ended: bool) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from prefect.utilities.callables import parameter_schema
 
 from prefect_elastic_train import ElasticScaling, RayCluster, train_flow
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.orchestration.train_loops import LOOP_PATTERN, absolute, check, named_loop
+from prefect_elastic_train.orchestration.arguments import LOOP_PATTERN, absolute, check_named_loop, named_loop
 from tests.unit.support import python
 
 
@@ -43,7 +43,7 @@ def test_a_script_that_ends_the_program_is_refused(folder: Path, name: str) -> N
     file = f"{name.partition(':')[0].removesuffix('.py')}.py"
     (folder / file).write_text("import sys\n\n\ndef train_loop():\n    pass\n\n\nsys.exit(0)\n")
     with pytest.raises(ConfigurationError, match=r"ends the program while it is imported .exit code 0.*__main__"):
-        check(name)
+        check_named_loop(name)
 
 
 def test_a_form_takes_both_ways_to_name_a_loop_and_nothing_else() -> None:
