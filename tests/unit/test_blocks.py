@@ -71,18 +71,10 @@ def test_prefect_block_register_finds_exactly_the_seven_blocks_under_their_slugs
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_the_text_of_a_block_never_holds_its_secret(block: Block) -> None:
-    for text in (repr(block), str(block), str(block.model_dump()), block.model_dump_json()):
-        assert "hush" not in text
-
-
-@pytest.mark.parametrize(
-    "block",
-    [CheckpointPolicy(), ElasticScaling(), FailureBudget(), FsspecStorage(url="gs://bucket/runs"), RayCluster()],
-    ids=lambda block: type(block).__name__,
-)
-def test_a_block_comes_back_from_the_json_of_a_flow_run_as_it_was(block: Block) -> None:
-    assert type(block).model_validate_json(block.model_dump_json()) == block
+def test_the_text_of_a_block_never_holds_its_secret_and_without_one_it_is_the_block(block: Block) -> None:
+    texts = (repr(block), str(block), str(block.model_dump()), block.model_dump_json())
+    assert "hush" not in "".join(texts)
+    assert type(block).model_validate_json(texts[-1]) == block or "****" in texts[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
