@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prefect_elastic_train.core.slices import SliceShape
 from prefect_elastic_train.elastic.capacity import (
@@ -125,33 +123,3 @@ def test_a_slice_whose_hosts_lack_another_resource_does_not_count() -> None:
 
 def test_what_is_missing_is_said_in_one_line() -> None:
     assert describe_missing([node("a")], gpus(low=4), 1) == "3 more worker(s) with GPU=1 each"
-
-
-nodes_of_gpus = st.lists(
-    st.builds(
-        lambda number, total, share, draining: (number, total, round(total * share, 4), draining),
-        st.integers(0, 10**6),
-        st.sampled_from([1.0, 2.0, 4.0, 8.0, 0.5]),
-        st.sampled_from([0.0, 0.25, 0.5, 1.0]),
-        st.booleans(),
-    ),
-    max_size=12,
-    unique_by=lambda made: made[0],
-)
-
-
-@given(nodes_of_gpus, st.sampled_from([0.1, 0.3, 0.5, 1.0, 2.0]), st.integers(1, 20))
-def test_what_is_counted_can_be_placed(made: list[tuple[int, float, float, bool]], each: float, most: int) -> None:
-    nodes = [node(str(number), free, total, draining) for number, total, free, draining in made]
-    count = possible_workers(nodes, gpus(each, 1, most))
-    assert 0 <= count <= most
-    # Of each node, whole devices and one that is used in part.
-    left = {n.id: [1.0] * int(n.available["GPU"]) + [n.available["GPU"] % 1] for n in nodes if not n.draining}
-    for _ in range(count):
-        if each >= 1:
-            devices = next(found for found in left.values() if found.count(1.0) >= each)
-            for _ in range(int(each)):
-                devices.remove(1.0)
-        else:
-            devices = next(found for found in left.values() if max(found) >= each - 1e-6)
-            devices[devices.index(max(devices))] -= each

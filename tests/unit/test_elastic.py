@@ -37,6 +37,7 @@ from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolic
 from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import run_config, scaling_config
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs.commits import newest_commit
 from prefect_elastic_train.storage.retries import Waits
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -173,6 +174,25 @@ def test_an_answer_that_is_an_error_does_not_keep_the_others_from_being_told(
     )
 
 
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_a_new_group_is_told_with_its_ranks_and_its_checkpoint_and_compared_with_this_runs_metrics(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, is_seeded: bool
+) -> None:
+    Training(controller.store, 1).report("ckpt-1", {"step": 8})
+    commit = newest_commit(controller.store, 1)
+    assert commit is not None
+    if is_seeded:
+        monkeypatch.setattr(callbacks, "SEED_COMMIT", (commit.attempt, commit.sequence))
+    worker = SimpleNamespace(
+        metadata=SimpleNamespace(node_ip="10.0.0.1", pid=7), distributed_context=SimpleNamespace(world_rank=0)
+    )
+    controller.callback.after_worker_group_start(SimpleNamespace(get_workers=lambda: [worker]))
+    (started,) = controller.heard()
+    assert (started.world_size, started.checkpoint, started.ranks) == (1, "ckpt-1", {"10.0.0.1:7": 0})
+    assert controller.callback.checkpoint == "ckpt-1"
+    assert controller.callback._loops._before == ({} if is_seeded else {"step": 8})
+
+
 def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller) -> None:
     for state in (RunningState(), RunningState(), InitializingState(), RunningState()):
         controller.callback.after_controller_state_update(InitializingState(), state)
@@ -221,16 +241,15 @@ def test_a_failure_is_told_once_with_the_errors_of_the_ranks_and_what_it_costs(c
     assert sum(isinstance(event, ev.WorkerFailed) for event in controller.events) == 1
 
 
-@pytest.mark.parametrize(
-    ("permanent", "why"), [(True, "the storage refuses for good"), (False, "the budget is used up")]
-)
+@pytest.mark.parametrize(("permanent", "why"), [(True, "the storage refuses for good"), (False, "the budget is used")])
 def test_a_failure_that_ends_the_training_is_told_with_the_reason(
     controller: Controller, permanent: bool, why: str
 ) -> None:
     controller.poll({0: ValueError("nan"), 3: StorageFaultError("expired", kind="credentials", permanent=permanent)})
     controller.callback.before_controller_execute_failure_decision(FailureDecision.RAISE)
     failure = controller.heard()[-1]
-    assert (failure.retried, failure.gives_up) == (False, why)
+    assert not failure.retried
+    assert failure.gives_up.startswith(why)
 
 
 @pytest.mark.parametrize(("draining", "decision"), [(True, FailureDecision.RETRY), (False, FailureDecision.RAISE)])
@@ -299,18 +318,6 @@ def test_what_no_commit_needs_is_gone_before_a_worker_group_starts_and_told_by_w
     assert "no commit needs: half, old" in caplog.text
 
 
-class Tensor:
-    """Numbers as torch gives them: one number has an item, several refuse."""
-
-    def __init__(self, *values: float) -> None:
-        self._values = values
-
-    def item(self) -> float:
-        if len(self._values) != 1:
-            raise RuntimeError("a Tensor with more than one element cannot be converted to Scalar")
-        return self._values[0]
-
-
 def test_metrics_are_plain_numbers_or_short_text() -> None:
     import numpy as np
 
@@ -318,9 +325,9 @@ def test_metrics_are_plain_numbers_or_short_text() -> None:
     plain = plain_metrics(same | {"numpy": np.float32(0.25), "one": np.array([3]), "many": np.arange(3)})
     assert plain == same | {"numpy": 0.25, "one": 3, "many": "[0 1 2]"}
     assert type(plain["numpy"]) is float
-    others: dict[Any, Any] = {"tensor": Tensor(0.75), "tensors": Tensor(1, 2), "object": [1] * 1000, 7: 8}
+    others: dict[Any, Any] = {"object": [1] * 1000, 7: 8}
     plain = plain_metrics(others)
-    assert (plain["tensor"], plain["7"], type(plain["tensors"])) == (0.75, 8, str)
+    assert plain["7"] == 8
     assert len(plain["object"]) <= 200
 
 

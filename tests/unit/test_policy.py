@@ -295,11 +295,18 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     settings, asked = ScalingSettings(max_workers=4, wait_for_max_seconds=5), []
     travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(scaling_config(settings), "run-x", settings)))
     client = policy.TrainAutoscalingCoordinatorClient
-    monkeypatch.setattr(
-        client, "send_resource_request", lambda self, config, workers: asked.append((self._requester_id, workers))
-    )
+
+    def reserved(requester: str, recompute: bool) -> str:
+        asked.append((requester, recompute))
+        return "an answer"
+
+    coordinator = SimpleNamespace(get_reserved_resources=SimpleNamespace(remote=reserved))
+    monkeypatch.setattr(client, "_autoscaling_coordinator", coordinator)
+    monkeypatch.setattr(policy.ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(client, "send_resource_request", lambda self, config, size: asked.append(self._requester_id))
     travelled.after_controller_start(None)
-    assert asked == [("run-x", 4)]
+    assert travelled._get_reserved_resources() == "an answer"
+    assert asked == ["run-x", ("run-x", True)]
     assert travelled._settings.wait_for_max_seconds == 5.0
 
 

@@ -29,92 +29,48 @@ SLICES = {
     "max_workers": 8,
 }
 
-#: One worker that is alone on its slice.
-ALONE = {"min_workers": 1, "max_workers": 1}
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "max-not-whole-slices": (
+def tpus(**resources: float) -> dict[str, Any]:
+    """Those slices, for workers that hold such resources."""
+    return SLICES | {"resources_per_worker": resources}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
         SLICES | {"max_workers": 6},
-        "max_workers (6) must be multiples of 4, the workers with TPU 4 that fill a slice of TPU-V6E 4x4",
+        "max_workers (6) must be multiples of 4, the workers with TPU 4 that fill a slice of",
     ),
-    "min-not-whole-slices-of-small-workers": (
-        SLICES | {"min_workers": 12, "max_workers": 16, "resources_per_worker": {"TPU": 2}},
-        "must be multiples of 8, the workers with TPU 2",
-    ),
-    "unknown-type": (
-        SLICES | {"accelerator_type": "A100"},
-        "'A100' is no TPU type that Ray knows; use one of TPU-V2, ",
-    ),
-    "turned-topology": (SLICES | {"topology": "8x4", "min_workers": 8}, "topology '8x4' does not exist for TPU-V6E"),
-    "no-tpu-per-worker": (
-        SLICES | {"resources_per_worker": {"CPU": 1, "TPU": 0}},
-        "says TPU 0, and accelerator is 'tpu'; correct one of them",
-    ),
-    "more-tpus-than-a-host": (
-        SLICES | {"resources_per_worker": {"TPU": 8}},
-        "asks for TPU 8, and a host of TPU-V6E 4x4 has 4; use a number that fills it evenly, or leave TPU out",
-    ),
-    "three-tpus-of-one-worker": (
+    (tpus(TPU=2) | {"min_workers": 12, "max_workers": 16}, "must be multiples of 8, the workers with TPU 2"),
+    (SLICES | {"accelerator_type": "A100"}, "'A100' is no TPU type that Ray knows; use one of TPU-V2, "),
+    (SLICES | {"topology": "8x4", "min_workers": 8}, "topology '8x4' does not exist for TPU-V6E; use one of 1x1, "),
+    (tpus(TPU=8), "asks for TPU 8, and a host of TPU-V6E 4x4 has 4; use a number that fills it evenly"),
+    (tpus(CPU=1, TPU=0), "says TPU 0, and accelerator is 'tpu'; correct one of them"),
+    (
         {"accelerator": "tpu", "resources_per_worker": {"TPU": 3}},
         "asks for TPU 3; Ray gives a worker one of 1, 2, 4, 8",
     ),
-    "several-workers-without-a-type": (
-        SLICES | {"accelerator_type": ""},
-        "needs both topology (such as '4x4') and accelerator_type (such as 'TPU-V6E'), got '4x4' and ''",
-    ),
-    "topology-without-a-type": (
-        {"accelerator": "tpu", "topology": "2x2"},
-        "got '2x2' and ''",
-    ),
-    "label-selector-on-slices": (
-        SLICES | {"label_selector": {"zone": "a"}},
-        "label_selector ({'zone': 'a'}) cannot be combined with topology ('4x4')",
-    ),
-    "topology-of-gpus": (
-        SLICES | {"accelerator": "gpu"},
-        "topology ('4x4') is the shape of a TPU slice, and accelerator is 'gpu'",
-    ),
-    "tpus-of-cpu-workers": (
-        {"resources_per_worker": {"TPU": 4}},
-        "says TPU 4, and accelerator is 'cpu'",
-    ),
-    "no-gpu-per-gpu-worker": (
-        {"accelerator": "gpu", "resources_per_worker": {"CPU": 1, "GPU": 0}},
-        "says GPU 0, and accelerator is 'gpu'",
-    ),
-    "one-and-a-half-gpus": (
-        {"accelerator": "gpu", "resources_per_worker": {"GPU": 1.5}},
-        "GPU 1.5 is neither a share of one GPU nor a whole number",
-    ),
-    "nothing-at-all": ({"resources_per_worker": {"CPU": 0}}, "a worker must hold some resource"),
-}
+    (SLICES | {"accelerator_type": ""}, "needs both topology (such as '4x4') and accelerator_type"),
+    ({"accelerator": "tpu", "topology": "2x2"}, "got '2x2' and ''"),
+    (SLICES | {"label_selector": {"zone": "a"}}, "label_selector ({'zone': 'a'}) cannot be combined with topology"),
+    (SLICES | {"accelerator": "gpu"}, "topology ('4x4') is the shape of a TPU slice, and accelerator is 'gpu'"),
+    ({"resources_per_worker": {"TPU": 4}}, "says TPU 4, and accelerator is 'cpu'"),
+    ({"accelerator": "gpu", "resources_per_worker": {"CPU": 1, "GPU": 0}}, "says GPU 0, and accelerator is 'gpu'"),
+    ({"accelerator": "gpu", "resources_per_worker": {"GPU": 1.5}}, "GPU 1.5 is neither a share of one GPU nor a whole"),
+    ({"resources_per_worker": {"CPU": 0}}, "a worker must hold some resource"),
+]
 
 #: What is taken, and what a worker then gets.
-TAKEN: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
-    "no-accelerators-said-aloud": ({"resources_per_worker": {"CPU": 2, "GPU": 0, "TPU": 0}}, {"CPU": 2}),
-    "gpu": ({"accelerator": "gpu", "max_workers": 7}, {"GPU": 1}),
-    "slices-of-four-hosts": (SLICES, {"CPU": 1, "TPU": 4, "accelerator_type:TPU-V6E": 0.001}),
-    "type-as-google-spells-it": (
-        SLICES | {"accelerator_type": "v6e", "topology": " 4X4"},
-        {"CPU": 1, "TPU": 4, "accelerator_type:TPU-V6E": 0.001},
-    ),
-    "slices-without-a-word-on-tpus": (
-        SLICES | {"resources_per_worker": {"CPU": 0.5, "memory": 1e9}},
-        {"CPU": 0.5, "TPU": 4, "memory": 1e9, "accelerator_type:TPU-V6E": 0.001},
-    ),
-    "one-host-with-eight-chips": (
-        SLICES | ALONE | {"topology": "2x4", "max_workers": 3},
-        {"CPU": 1, "TPU": 8, "accelerator_type:TPU-V6E": 0.001},
-    ),
-    "cube": (
-        SLICES | {"topology": "2x2x2", "accelerator_type": "tpu7x", "min_workers": 2},
-        {"CPU": 1, "TPU": 4, "accelerator_type:TPU-V7X": 0.001},
-    ),
-    "one-tpu-anywhere": ({"accelerator": "tpu"}, {"TPU": 1}),
-}
+TAKEN: list[tuple[dict[str, Any], dict[str, float]]] = [
+    ({"resources_per_worker": {"CPU": 2, "GPU": 0, "TPU": 0}}, {"CPU": 2}),
+    ({"accelerator": "gpu", "max_workers": 7}, {"GPU": 1}),
+    ({"accelerator": "tpu"}, {"TPU": 1}),
+    (SLICES | {"accelerator_type": "v6e", "topology": " 4X4"}, {"CPU": 1, "TPU": 4, "accelerator_type:TPU-V6E": 0.001}),
+    (tpus(CPU=0.5, memory=1e9), {"CPU": 0.5, "TPU": 4, "memory": 1e9, "accelerator_type:TPU-V6E": 0.001}),
+    (SLICES | {"topology": "2x4", "min_workers": 1}, {"CPU": 1, "TPU": 8, "accelerator_type:TPU-V6E": 0.001}),
+]
 
 
-@pytest.mark.parametrize(("values", "says"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("values", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_ray_could_not_place_is_refused_with_what_to_do(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ScalingSettings(**values)
@@ -122,7 +78,7 @@ def test_what_ray_could_not_place_is_refused_with_what_to_do(values: dict[str, A
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(("values", "resources"), TAKEN.values(), ids=TAKEN.keys())
+@pytest.mark.parametrize(("values", "resources"), TAKEN)
 def test_what_ray_can_place_is_taken_and_completed(values: dict[str, Any], resources: dict[str, float]) -> None:
     assert resources_per_worker(ScalingSettings(**values)) == resources
     # The worker actors of Ray Train are made of these; a bad amount is refused only there.
