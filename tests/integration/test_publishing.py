@@ -31,7 +31,6 @@ from tests.support.reports import artifacts_of, report_of, run_events
 pytestmark = pytest.mark.usefixtures("api")
 
 Make = Callable[..., Publisher]
-FAILED = WorkerFailed(sequence=7, attempt=1, errors={"1": "ValueError: nan"}, retried=True)
 
 
 @flow
@@ -70,6 +69,10 @@ def _begin(publisher: Publisher, workers: int = 2, told: bool = False) -> Publis
     ranks = {f"10.0.0.1:{rank}": rank for rank in range(workers)}
     publisher.take(WorkerGroupStarted(sequence=2, attempt=1, world_size=workers, ranks=ranks), told=told)
     return publisher
+
+
+def _failed(sequence: int) -> Event:
+    return WorkerFailed(sequence=sequence, attempt=1, errors={"1": "ValueError: nan"}, retried=True)
 
 
 def _report(index: int, total: int = 1000, checkpoint: str = "") -> Event:
@@ -112,10 +115,12 @@ def test_events_relate_to_what_their_training_belongs_to_and_are_one_however_oft
     make: Make, client: SyncPrefectClient, name: str
 ) -> None:
     nightly = {"prefect.resource.id": "prefect.deployment.nightly", "prefect.resource.role": "deployment"}
-    for _ in range(2):
-        publisher = _begin(make(related=[nightly]))
-        publisher.take(FAILED)
-        publisher.end("completed")
+    failed, first = _failed(7), _begin(make(related=[nightly]))
+    first.take(failed)
+    first.close()
+    again = _begin(make(related=[nightly]))
+    again.take(failed)
+    again.end("completed")
     told = run_events(client, run_name=name)
     assert sorted(_names(client, name)) == ["completed", "started", "worker-failed", "workers-started"]
     assert all(nightly in event["related"] for event in told)
@@ -140,7 +145,7 @@ def test_end_is_told_after_an_error_of_the_api(
         patch.setattr(Publisher, "_put", lambda *arguments: 1 / 0)
         wait_for(lambda: publisher.errors, 10, "an error")
     for sequence in range(3, 300):
-        publisher.take(FAILED.model_copy(update={"sequence": sequence}))
+        publisher.take(_failed(sequence))
     publisher.end("failed", "the disk is full")
     # After an error nobody waits for the API longer than a second; the thread goes on.
     ended = lambda: "## Failed" in "".join(str(one.data) for one in artifacts_of(client, flow_run_id, "markdown"))  # noqa: E731
@@ -153,10 +158,10 @@ def test_end_is_told_after_an_error_of_the_api(
 def test_past_events_count_once_for_the_report_and_are_not_told(
     make: Make, client: SyncPrefectClient, flow_run_id: str, name: str
 ) -> None:
-    publisher = make()
+    publisher, failed = make(), _failed(7)
     for _ in range(2):
         _begin(publisher, told=True)
-        publisher.take(FAILED, told=True)
+        publisher.take(failed, told=True)
     publisher.end("cancelled", "enough")
     assert _names(client, name) == ["cancelled"]
     assert "1 worker failure" in report_of(client, flow_run_id)
