@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -174,9 +175,10 @@ class FaultProxy:
 
     Args:
         upstream: URL of the server.
+        certificate: File with a certificate and its key, for TLS.
     """
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, certificate: Path | None = None) -> None:
         self._upstream = upstream
         self.reset_counters()
         self.calm()
@@ -185,7 +187,8 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
-        self.endpoint_url = f"http://127.0.0.1:{self._do(self._listen())}"
+        port = self._do(self._listen(certificate))
+        self.endpoint_url = f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
 
     def faults(
         self,
@@ -289,7 +292,7 @@ class FaultProxy:
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
-    async def _listen(self) -> int:
+    async def _listen(self, certificate: Path | None) -> int:
         self._writing = asyncio.Lock()
         self._session = aiohttp.ClientSession(
             auto_decompress=False,
@@ -300,8 +303,10 @@ class FaultProxy:
         application.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if certificate else None
+        if context and certificate:
+            context.load_cert_chain(certificate)
+        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=context).start()
         return int(self._runner.addresses[0][1])
 
     async def _reset_all(self) -> None:
