@@ -23,7 +23,7 @@ _INDEX = {"PIP_INDEX_URL": "UV_DEFAULT_INDEX", "PIP_EXTRA_INDEX_URL": "UV_INDEX"
 
 
 def call(*command: str | Path, folder: Path, environment: dict[str, str] | None = None, timeout: float = 120) -> str:
-    """Run a command in a folder, and give what it says; it must succeed."""
+    """Run a command in a folder, which must succeed, and return what it says."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=folder,
@@ -39,7 +39,7 @@ def call(*command: str | Path, folder: Path, environment: dict[str, str] | None 
 
 
 def files_of_tree() -> list[str]:
-    """Give the files of this tree: those that git knows, and new ones that it does not ignore."""
+    """The files of this tree: those that git knows, and new ones that it does not ignore."""
     listed = call("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", folder=ROOT)
     return sorted(name for name in listed.split("\0") if name and (ROOT / name).is_file())
 
@@ -62,26 +62,26 @@ def commit_tree(folder: Path, tag: str = "") -> None:
 
 
 def build(tree: Path, into: Path) -> str:
-    """Build the sdist of a tree, and the wheel from that sdist; give what the build says."""
+    """Build the sdist of a tree, and the wheel from that sdist; returns what the build says."""
     with_uv = {**_kept(), **uv_settings(), "PATH": os.pathsep.join([str(_SCRIPTS), os.environ["PATH"]])}
     command = [sys.executable, "-m", "build", "--installer", "uv", "--outdir", into]
     return call(*command, folder=tree, environment=with_uv, timeout=300)
 
 
 def _kept() -> dict[str, str]:
-    """Give what of this process's environment has nothing to do with Python and these tests."""
+    """What of this process's environment has nothing to do with Python and these tests."""
     foreign = ("PIP_", "PREFECT_", "PYTEST_", "PYTHON", "RAY_", "UV_", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
 def uv_settings() -> dict[str, str]:
-    """Give the settings by which uv finds packages where pip does, and keeps them where it always does."""
+    """The settings by which uv finds packages where pip does, and keeps them where it always does."""
     cache = call(_SCRIPTS / "uv", "cache", "dir", folder=ROOT).strip()
     return {"UV_CACHE_DIR": cache} | {uv: os.environ[pip] for pip, uv in _INDEX.items() if pip in os.environ}
 
 
 def bare_environment(folder: Path) -> dict[str, str]:
-    """Give the environment of somebody who has Python and uv and knows nothing of this tree.
+    """The environment of somebody who has Python and uv and knows nothing of this tree.
 
     Args:
         folder: Their home, and the programs that they find besides the system's.
