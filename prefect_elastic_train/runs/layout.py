@@ -64,10 +64,17 @@ class RunView:
         self.names: Callable[[str], list[str]] = cache(store.names)
         self.folders: Callable[..., list[str]] = cache(store.folders)
         self._files = cache(lambda: _by_folder(store.file_sizes("") or {}))
+        if not getattr(store, "has_folders", True):
+            self.folders = self._folders_with_files
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
         """See :meth:`RunStore.file_sizes`; the run is listed once as a whole, and a folder without a file is none."""
         return self._files().get(folder)
+
+    def _folders_with_files(self, folder: str = "") -> list[str]:
+        """Return the folders in a folder, without asking for each anew what is in it."""
+        below = (name.rpartition("/") for name in self._files() if name)
+        return sorted(name for parent, _, name in below if parent == folder)
 
 
 def _by_folder(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
