@@ -26,9 +26,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
     NoopDecision,
     ResizeDecision,
     ScalingDecision,
-)
-from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
-    TrainAutoscalingCoordinatorClient,
+    autoscaling_coordinator_client,
 )
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
@@ -46,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at the cluster while no worker group runs: Ray's control loop does not rest by itself then.
 _REST_SECONDS = 0.5
+#: Seconds that a reservation outlives its last renewal, one each 20 s; with Ray's 180, others wait for a killed run.
+_RESERVED_SECONDS = 60
 #: A wait is told of when it has lasted so long (what a lost group held is given back sooner), and then so often.
 _WORTH_TELLING_SECONDS = 2.0
 _REPORT_WAITING_SECONDS = 10.0
@@ -56,7 +56,7 @@ _HAIR = 1e-9
 
 def release_reservation(requester_id: str) -> None:
     """Give back what a run reserves, in place of its controller; others would wait until it lapses."""
-    TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
+    autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
 
 
 @dataclass
@@ -96,7 +96,8 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
         self._requester_id = self._run_requester_id
-        self._coordinator_client = TrainAutoscalingCoordinatorClient(self._requester_id)
+        autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS
+        self._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(self._requester_id)
         self._send_resource_request()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:

@@ -172,9 +172,10 @@ def test_the_maximum_has_its_time_to_come_before_training_starts_smaller_but_not
     assert policy.start(1) == 1
 
 
-def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back() -> None:
+def test_a_restart_waits_a_moment_for_what_the_lost_group_gives_back(callback: Callback) -> None:
     policy = _policy(2, 4)
     assert policy.start(4) == 4
+    assert callback.counted_on == {"n0", "n1", "n2", "n3"}
     policy.taken = (0, 1)
     assert policy.start(4) == 0
     policy.taken = ()
@@ -294,7 +295,8 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
 ) -> None:
     settings, asked = ScalingSettings(max_workers=4, wait_for_max_seconds=5), []
     travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(scaling_config(settings), "run-x", settings)))
-    client = policy.TrainAutoscalingCoordinatorClient
+    client = policy.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient
+    monkeypatch.setattr(policy.autoscaling_coordinator_client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
 
     def reserved(requester: str, recompute: bool) -> str:
         asked.append((requester, recompute))
@@ -307,6 +309,7 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     travelled.after_controller_start(None)
     assert travelled._get_reserved_resources() == "an answer"
     assert asked == ["run-x", ("run-x", True)]
+    assert policy.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
     assert travelled._settings.wait_for_max_seconds == 5.0
 
 

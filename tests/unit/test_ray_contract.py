@@ -203,7 +203,9 @@ def test_fit_hands_policy_and_callbacks_by_name_to_the_controller_that_its_modul
 def test_the_policy_asks_the_coordinator_as_rays_own_does() -> None:
     call, *_ = _calls(_tree(scaling_policy.ElasticScalingPolicy._get_reserved_resources), "remote")
     assert ast.unparse(call) == "self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id)"
-    assert client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 180
+    (sent,) = _calls(_tree(client.TrainAutoscalingCoordinatorClient.send_resource_request), "remote")
+    assert "expire_after_s=AUTOSCALING_REQUESTS_EXPIRE_TIME_S" in ast.unparse(sent)
+    assert 2 * client.AUTOSCALING_REQUESTS_INTERVAL_S < policy._RESERVED_SECONDS
 
 
 def test_ray_writes_its_snapshot_through_the_filesystem_before_it_deletes_checkpoints() -> None:
