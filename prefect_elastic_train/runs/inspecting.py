@@ -9,21 +9,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import CommitRecord, RunRecord
 from prefect_elastic_train.core.result import BestCheckpoint, RunResult, bounded
 from prefect_elastic_train.report.accounts import Accounts, add_up
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, commit_label, lineage, newest_commit
+from prefect_elastic_train.runs.commits import all_attempts, commit_label, newest_commit
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.layout import RunReader
 from prefect_elastic_train.runs.liveness import Life, look_for_life
 from prefect_elastic_train.runs.model import Attempt, RunDirectory
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
-
-#: A run that is being trained goes on while it is looked at: then it is looked at anew, so often.
-_LOOKS = 3
 
 
 class RunState(str, enum.Enum):
@@ -99,8 +95,6 @@ class RunDetails(_View):
     #: Without the rows of the history.
     accounts: Accounts
     goodput: float
-    #: Of a completed run, without its history.
-    result: dict[str, Any] | None
 
 
 class Verification(_View):
@@ -169,37 +163,23 @@ def describe(store: RunReader, name: str) -> RunDetails | None:
     summary = summarize(run, name)
     if summary is None:
         return None
-    events = list(read_history(run))
-    if events and summary.state in (RunState.DIED, RunState.FAILED, RunState.CANCELLED):
-        last = events[-1]
-        if not isinstance(last, AttemptEnded):  # what it trained since its last commit is nobody's
-            events.append(AttemptEnded(at=last.at, attempt=last.attempt, outcome=Outcome.DRIVER_LOST, final=True))
-    accounts, newest = add_up(events), run.newest_attempt
-    result = newest.ended.result if newest is not None and newest.ended is not None else None
+    accounts = add_up(read_history(run))
     return RunDetails(
         summary=summary,
         run=run.record,
         started_from=run.started_from,
-        attempts=[one.without_result for one in run.attempts],
+        attempts=run.attempts,
         commit=run.newest_commit,
         accounts=accounts.model_copy(update={"history": [], "last_metrics": {}}),
         goodput=accounts.time.goodput,
-        result={key: value for key, value in result.items() if key != "history"} if result is not None else None,
     )
 
 
 def verify(store: RunReader, name: str) -> Verification | None:
     """Resume a run without doing it: check all that a resume needs, and say what it would do; None if there is none."""
-    found = None
-    for _ in range(_LOOKS):
-        run = RunDirectory(store)
-        found = _dry_resume(run, name) if run.is_begun else None
-        if next(lineage(store), None) == next(lineage(run), None):
-            break
-    return found
-
-
-def _dry_resume(run: RunDirectory, name: str) -> Verification:
+    run = RunDirectory(store)
+    if not run.is_begun:
+        return None
     try:
         point, leftovers = run.resume_point, run.leftovers
     except AttemptFailedError as error:

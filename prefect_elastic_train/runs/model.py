@@ -54,12 +54,6 @@ class Attempt(BaseModel):
         return self.ended.outcome if self.ended is not None else ""
 
     @property
-    def without_result(self) -> Attempt:
-        """The same without the training's result, which may be large."""
-        ended = self.ended.model_copy(update={"result": None}) if self.ended is not None else None
-        return self.model_copy(update={"ended": ended})
-
-    @property
     def is_pruner(self) -> bool:
         """Whether it holds the run while that is deleted."""
         return self.record is not None and self.record.owner.flow_run_id == PRUNER

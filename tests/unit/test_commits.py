@@ -34,7 +34,6 @@ from tests.unit.support import (
     Wrapped,
     begin,
     claim,
-    empty_snapshot,
     examples,
     private_folder,
     tear,
@@ -198,21 +197,6 @@ def test_foreign_objects_are_no_attempts_and_no_commits_and_numbers_beyond_the_p
         store.create(f"{layout.COMMITS}/{name}", b"{}")
     assert all_attempts(store) == [9999, 10000]
     assert all_commits(store) == [(9999, 999_999), (9999, 1_000_000)]
-
-
-def test_commits_of_an_attempt_whose_record_was_removed_by_hand_still_count(store: RunStore) -> None:
-    Training(store, begin(store).attempt).report("a")
-    store.delete(layout.attempt_name(1))
-    assert list(lineage(store)) == [(1, 1)]
-
-
-def test_a_snapshot_without_any_checkpoint_is_no_reason_to_fail(store: RunStore) -> None:
-    attempt = begin(store).attempt
-    Training(store, attempt).log.commit(json.dumps(empty_snapshot()).encode())
-    begun = begin(store)
-    assert begun.point.checkpoint == ""
-    Training(store, begun.attempt).report("a")
-    assert begin(store).point.checkpoint == "a"
 
 
 @st.composite

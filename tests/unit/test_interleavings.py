@@ -364,14 +364,6 @@ def test_nothing_committed_is_lost_or_mixed_whoever_overlaps_and_dies(schedule: 
     play(schedule, drivers=3, workload=workload)
 
 
-@examples(10)
-@given(schedule=schedules(drivers=1, max_turns=12), workload=workloads(3))
-def test_nothing_committed_is_lost_when_attempts_die_one_after_the_other(
-    schedule: list[Turn], workload: Workload
-) -> None:
-    play(schedule, drivers=1, workload=workload)
-
-
 @examples(15)
 @given(holder=st.integers(1, 30), successor=st.integers(1, 40), dies=st.booleans(), workload=workloads(3))
 def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(

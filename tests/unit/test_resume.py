@@ -14,7 +14,7 @@ from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, encode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, all_attempts
+from prefect_elastic_train.runs.commits import FencedOffError, all_attempts, all_commits
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.resume import adopt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.storage.opening import Storage
@@ -222,6 +222,37 @@ def test_a_trace_of_lost_commits_is_enough_to_begin_nothing_anew(store: RunStore
     assert store.file_sizes("folder")
 
 
+@pytest.mark.parametrize("has_mirror", [False, True])
+@pytest.mark.parametrize("lose", [RunStore.delete, tear], ids=["removed", "torn"])
+def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_it_is(
+    store: RunStore, training: Training, lose: Any, has_mirror: bool
+) -> None:
+    for commit in all_commits(store):
+        lose(store, layout.commit_name(*commit))
+    _event(store)
+    if not has_mirror:
+        store.delete(layout.SNAPSHOT)
+    before = store.file_sizes("")
+    words = r"3 folders that may be checkpoints \(a, b, c\).*move the folders away to begin anew.*resume=True to trust"
+    with pytest.raises(AttemptFailedError, match=words) as refused:
+        begin(store)
+    assert refused.value.outcome is Outcome.INVALID
+    assert store.file_sizes("") == before
+    for name in "abc":
+        store.delete_folder(name)
+    assert begin(store).point.checkpoint == ""
+
+
+@pytest.mark.parametrize("lose", [RunStore.delete, tear], ids=["removed", "torn"])
+@pytest.mark.parametrize("name", [layout.RUN, layout.attempt_name(1)])
+def test_other_records_are_not_needed_to_resume(store: RunStore, training: Training, lose: Any, name: str) -> None:
+    lose(store, name)
+    begun = begin(store)
+    assert begun.point.checkpoint == _ray_resumes(store) == "c"
+    assert begun.notes == (["run.json was torn or missing and was written anew"] if name == layout.RUN else [])
+    assert begin(store).notes == [], "what was repaired already was told again"
+
+
 # runs of raw Ray Train
 
 
@@ -278,19 +309,6 @@ def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunSto
     assert folders == [layout.STATE_FOLDER, "a", later, "b", "c", "epochs", "unnamed"]
     assert store.file_sizes("epochs") == {"notes.txt": 11}
     assert remove_interrupted_uploads(store, attempt) == []
-
-
-def test_an_upload_of_the_loops_name_is_not_taken_for_a_committed_checkpoint(store: RunStore) -> None:
-    first = Training(store, begin(store).attempt)
-    first.report(physical_name("epoch-3", 1))
-    folder = physical_name("epoch-4", 1)
-    first.report(folder)
-    store.replace(f"{folder}/model.pt", b"0")
-    second = begin(store)
-    # Rank 0 uploads its part of the new epoch-4, of the same size as before, then the cluster goes.
-    Training(store, second.attempt).upload(physical_name("epoch-4", second.attempt), {"model.pt": b"weights"})
-    begun = begin(store)
-    assert (begun.point.checkpoint, begun.notes) == (physical_name("epoch-3", 1), [])
 
 
 def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: RunStore) -> None:

@@ -120,11 +120,6 @@ def test_ray_loads_every_repaired_snapshot(data: st.DataObject, tmp_path_factory
     ]
 
 
-def test_nothing_dropped_is_the_same_snapshot() -> None:
-    snapshot = with_result(empty_snapshot(), "a", {})
-    assert without_checkpoints(snapshot, []) is snapshot
-
-
 @pytest.mark.parametrize("data", [None, b"", b"{", b"[]", b"null", b"\xff\xfe", b"{}", b'"snapshot"'])
 def test_what_is_no_snapshot_is_none(data: bytes | None) -> None:
     assert parse_snapshot(data) is None
