@@ -9,7 +9,7 @@ from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.core.operator_settings import default_block_name, naming_the_setting
+from prefect_elastic_train.core.operator_settings import default_block_name, variable_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import plain
 from prefect_elastic_train.core.storage_settings import (
@@ -132,8 +132,10 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBl
     if profile and (block := find_saved(kinds, profile)):
         return block
     if default := default_block_name(argument):
-        with naming_the_setting(argument):
+        try:
             return load_saved(kinds, default)
+        except ConfigurationError as error:  # say who names it: nobody has typed it just now
+            raise ConfigurationError(f"{variable_of(f'default_{argument}')}={default!r}: {error}") from error
     return blocks.LocalStorage(path=DEFAULT_STORAGE) if argument == "storage" else kinds[0]()
 
 

@@ -21,11 +21,7 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this ta
 
 def resume_flow_run(
     run: Annotated[
-        str,
-        typer.Argument(
-            help="Id of the flow run, or name of a run of its trainings, which is looked for in the storages.",
-            metavar="FLOW_RUN_ID|RUN",
-        ),
+        str, typer.Argument(help="Id of the flow run, or name of a run in the storages.", metavar="FLOW_RUN_ID|RUN")
     ],
     storages: Annotated[
         list[str] | None,

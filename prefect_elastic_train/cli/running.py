@@ -39,12 +39,7 @@ _SavedBlock = Annotated[str, _option(_BLOCKS, "Saved block.", "NAME")]
 
 def run_training(
     loop: Annotated[
-        str,
-        typer.Argument(
-            metavar="LOOP",
-            help="The train loop: package.module:function, looked for in the current folder too, or "
-            "path/to/file.py:function.",
-        ),
+        str, typer.Argument(metavar="LOOP", help="Train loop: package.module:function or path/to/file.py:function.")
     ],
     config: Annotated[
         list[Path] | None,
@@ -202,45 +197,34 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
     Raises:
         ConfigurationError: A file or a setting cannot be used, or holds what JSON does not know.
     """
-    config: dict[str, Any] = {}
-    for file in files:
-        try:
-            more = _yaml(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, YAMLError) as error:
-            raise ConfigurationError(f"config {file} cannot be read: {error}") from error
-        _merge(config, more or {}, f"config {file}")
+    parts: list[tuple[str, Path | str, list[str]]] = [(f"config {file}", file, []) for file in files]
     for setting in settings:
         path, separator, value = setting.partition("=")
         keys = path.strip().split(".")
         if not separator or not all(keys):
             raise ConfigurationError(f"--set {setting}: expected key=value or key.key=value")
+        parts.append((f"--set {setting}", value, keys))
+    config: dict[str, Any] = {}
+    for source, text, keys in parts:
         try:
-            more = _yaml(value)
-        except (ValueError, YAMLError) as error:
-            raise ConfigurationError(f"--set {setting}: the value is no YAML; write text in quotes: {error}") from error
+            # Not PyYAML, which reads YAML 1.1: 1e-3 is text there, and no and off are booleans. And Prefect keeps the
+            # config with the flow run as JSON, which also makes tables of their own of those that anchors share.
+            more = json.loads(json.dumps(YAML(typ="safe", pure=True).load(text), allow_nan=False))
+        except (OSError, TypeError, ValueError, YAMLError) as error:
+            raise ConfigurationError(
+                f"{source} is no YAML that JSON can hold (write dates and the like in quotes, as text): {error}"
+            ) from error
         for key in reversed(keys):
             more = {key: more}
-        _merge(config, more, f"--set {setting}")
+        if not isinstance(more, dict | None):
+            raise ConfigurationError(f"{source} must be a table of keys and values, got a {type(more).__name__}")
+        _merge(config, more or {})
     return config
 
 
-def _yaml(text: str) -> Any:
-    # Not PyYAML, which reads YAML 1.1: 1e-3 is text there, and no and off are booleans.
-    return YAML(typ="safe", pure=True).load(text)
-
-
-def _merge(config: dict[str, Any], more: Any, source: str) -> None:
-    if not isinstance(more, dict):
-        raise ConfigurationError(f"{source} must be a table of keys and values, got a {type(more).__name__}")
-    try:
-        # Prefect keeps it with the flow run as JSON. Tables that YAML's anchors share become tables of their own.
-        more = json.loads(json.dumps(more, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{source} is no JSON; write dates and the like as text, in quotes: {error}"
-        ) from error
+def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
-            _merge(config[key], value, source)
+            _merge(config[key], value)
         else:
             config[key] = value

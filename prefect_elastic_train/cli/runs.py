@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,12 +40,7 @@ _THREADS = 16
 _DAY_SECONDS = 86400.0
 
 StorageArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A directory (./runs, /mnt/runs), a URL (s3://bucket/runs, with the ambient credentials), or a saved "
-        "storage block (training-storage-s3/prod, or prod).",
-        metavar="STORAGE",
-    ),
+    str, typer.Argument(help="Directory (./runs), URL (s3://…, ambient credentials) or saved block.", metavar="STORAGE")
 ]
 RunArgument = Annotated[str, typer.Argument(help="Name of the run.", metavar="RUN")]
 RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs; default all.", metavar="[RUN]...")]
@@ -125,13 +119,7 @@ def prune_runs(
     storage: StorageArgument,
     runs: RunArguments = None,
     older_than: Annotated[
-        float | None,
-        typer.Option(
-            "--older-than",
-            min=0,
-            metavar="DAYS",
-            help="Delete also whole runs that nobody trains and whose last activity is so many days ago.",
-        ),
+        float | None, typer.Option(min=0, metavar="DAYS", help="Also whole runs without any activity for so long.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
@@ -168,9 +156,7 @@ def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
     known = storage.run_names()
     for run in runs or []:
         if run not in known:
-            similar = difflib.get_close_matches(run, known, n=3)
-            hint = f"; is {' or '.join(similar)} meant?" if similar else ""
-            raise ConfigurationError(f"there is no run {run!r} in {storage.uri}{hint}")
+            raise ConfigurationError(f"there is no run {run!r} in {storage.uri}; see `elastic-train runs list`")
     return list(dict.fromkeys(runs)) if runs else known
 
 

@@ -6,8 +6,6 @@ imports Prefect's settings, so nothing that drivers load imports this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, ClassVar
 
@@ -110,13 +108,3 @@ def default_block_name(argument: str) -> str:
     """Return the name of the saved block that stands for an argument of ``elastic_train``; empty if none does."""
     name: str = getattr(get_settings(), f"default_{argument}")
     return name
-
-
-@contextmanager
-def naming_the_setting(argument: str) -> Iterator[None]:
-    """Have what is wrong with a default block say which setting names it: nobody has typed it just now."""
-    try:
-        yield
-    except ConfigurationError as error:
-        name = default_block_name(argument)
-        raise ConfigurationError(f"{variable_of(f'default_{argument}')}={name!r}: {error}") from error

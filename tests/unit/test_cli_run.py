@@ -61,7 +61,7 @@ def _planned(*arguments: str) -> dict[str, Any]:
         (["broken.py:loop"], ["broken.py cannot be imported", "no_such_module"]),
         (["LOOP", "--framework", "tensorflow"], ["'tensorflow'", "'torch', 'jax', 'none'"]),
         (["LOOP", "--set", "steps"], ["--set steps", "key=value"]),
-        (["LOOP", "--config", "none.yaml"], ["none.yaml cannot be read"]),
+        (["LOOP", "--config", "none.yaml"], ["none.yaml", "No such file"]),
         (["LOOP", "--workers", "many"], ["--workers many", "a number (4) or a range (1:8)"]),
         (["LOOP", "--workers", "8:1"], ["min_workers (8) must be at most max_workers (1)"]),
         (["LOOP", "--timeout", "0"], ["timeout_seconds=0", "above 0"]),

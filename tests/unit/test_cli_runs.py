@@ -260,7 +260,7 @@ def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage) ->
     for command in ("list", "verify", "prune"):
         assert "there is no directory /nowhere" in _refused(command, "/nowhere")
     assert "there is no run 'mnits'" in _refused("show", storage.uri, "mnits")
-    assert "is mnist or notes meant?" in _refused("verify", storage.uri, "mnits")
+    assert "runs list" in _refused("verify", storage.uri, "mnits")
     assert "there is no run '..'" in _refused("prune", storage.uri, "..", "--yes")
     assert "expected protocol://bucket/prefix" in _refused("list", "gs://")
 
