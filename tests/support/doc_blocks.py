@@ -26,7 +26,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from tests.support.processes import ROOT, wait_for
+from tests.support.processes import ROOT
 
 PYTHON = ("python",)
 SHELL = ("bash", "sh", "shell", "console")
@@ -41,8 +41,6 @@ TEXT = ("", "text")
 LANGUAGES = (*PYTHON, *SHELL, *DATA, *TEXT)
 
 _MARKER = re.compile(r"<!-- not run: (?P<reason>.*) -->")
-#: Programs that run until they are ended, and what they say when they are up.
-_STAYING = {"python -m flows.serve": "polling for scheduled runs"}
 _SHELL_SECONDS = 90.0
 
 
@@ -158,25 +156,21 @@ def run_block(block: DocBlock, folder: Path, api_url: str) -> None:
             file.write_text(block.code)
             runpy.run_path(str(file), run_name="__main__")
         else:
-            commands = _commands(block)
-            together = not any(map(_up, commands))
-            for command in ["\n".join(commands)] if together else commands:
-                _run_command(command, folder, folder / f"line_{block.line}.log", api_url)
+            _run_shell("\n".join(_commands(block)), folder, folder / f"line_{block.line}.log", api_url)
     except (Exception, SystemExit) as error:
         raise AssertionError(f"the block at {block} fails: {error}") from error
 
 
-def _run_command(command: str, folder: Path, log: Path, api_url: str) -> None:
+def _run_shell(commands: str, folder: Path, log: Path, api_url: str) -> None:
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PREFECT_API_URL": api_url,
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),  # as in a checkout
-        "PYTHONUNBUFFERED": "1",
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            ["bash", "-e", "-c", command],
+            ["bash", "-e", "-c", commands],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -184,21 +178,12 @@ def _run_command(command: str, folder: Path, log: Path, api_url: str) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    up = _up(command)
-
-    def is_done() -> bool:
-        ended, said = process.poll() is not None, log.read_text(errors="replace")
-        assert not ended or (up is None and process.returncode == 0), f"exit code {process.returncode}:\n{said[-3000:]}"
-        return ended if up is None else up in said
-
     try:
-        wait_for(is_done, _SHELL_SECONDS, command)
+        code = process.wait(_SHELL_SECONDS)
+        assert code == 0, f"exit code {code}:\n{log.read_text(errors='replace')[-3000:]}"
     finally:
-        # All that it has started in its session goes with it.
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(20)
+        with contextlib.suppress(ProcessLookupError):  # what it has started in its session goes with it
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _commands(block: DocBlock) -> list[str]:
@@ -207,8 +192,3 @@ def _commands(block: DocBlock) -> list[str]:
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return [line for line in lines if line.strip()]
-
-
-def _up(command: str) -> str | None:
-    """What a command says when it is up, if it runs until it is ended."""
-    return next((told for program, told in _STAYING.items() if command.startswith(program)), None)
