@@ -242,6 +242,11 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         [*MANY, started(400, 390, 2, "c149")],
         {"wall": 400, "productive": 70 + 199, "startup": 50, "restart": 81},
     ),
+    # The usual 10 s of the 40 until the first report were training, which a preserves.
+    "so does a commit before a report's usual time is known": (
+        [started(10, 0), group(20), commit(60, "a"), commit(70, "b"), report(80), started(170, 160, 2, "a")],
+        {"wall": 170, "productive": 10, "startup": 50, "lost": 10 + 10, "restart": 90},
+    ),
     "each fall-back counts against the commit that it goes on from": (
         [
             *(*KEPT, commit(150, "b"), started(170, 160, 2, "a")),  # 30 s are lost

@@ -113,6 +113,7 @@ def test_deaths_and_what_the_loop_raised_are_told_rather_than_what_the_survivors
     assert causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm"
     assert len(causes(errors, {})) == 2
     assert own_errors({"0": CONNECTION, "1": DEATH}) == {}
+    assert causes({"0": CONNECTION, "1": f"{EXIT}connection reset by peer"}, {}) == ["rank 1: connection reset by peer"]
     assert own_errors({"0": CONNECTION}) == {"0": CONNECTION}, "unless nothing else is said"
 
 
