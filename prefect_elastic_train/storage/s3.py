@@ -6,7 +6,6 @@ Overrides methods of s3fs that begin with an underscore. Figures are in ``benchm
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import suppress
 from typing import Any
 
@@ -26,8 +25,6 @@ _CALL_SECONDS, _SLOWEST_BYTES = 75.0, 64 * 2**10
 _AT_LENGTH = ("complete_multipart_upload", "copy_object", "upload_part_copy")
 _AT_LENGTH_SECONDS = 600.0
 _ABORT_SECONDS = 5.0
-#: Where botocore itself looks for a store that is not AWS.
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 #: For the metadata service of an instance, which limits how often it answers: many workers start together.
 _METADATA = {"metadata_service_num_attempts": 4, "metadata_service_timeout": 2}
 
@@ -40,11 +37,10 @@ def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
         "read_timeout": 60,
         "max_pool_connections": 32,
     }
-    elsewhere = settings.endpoint_url or any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
-    if settings.addressing_style != "auto" or elsewhere:
+    if settings.addressing_style != "auto" or settings.endpoint_url:
         style = "path" if settings.addressing_style == "auto" else settings.addressing_style
         config["s3"] = {"addressing_style": style}
-    if elsewhere:
+    if settings.endpoint_url:
         # Many stores do not know the checksums that botocore adds by itself for AWS; they verify its signature.
         config |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     session = AioSession()

@@ -280,16 +280,12 @@ class LocalRunStore(RunStore):
         path = self._root / name
         if not path.is_dir():
             return False
-        for sweeps_left in reversed(range(_SWEEPS)):
-            try:
-                shutil.rmtree(path)
+        for _ in range(_SWEEPS):  # others may delete it, too, and a writer that was stopped may write into it still
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.exists():
                 break
-            except FileNotFoundError:  # others delete it, too
-                if not path.exists():
-                    break
-            except OSError as error:  # a writer that was stopped until now may have created a file since it was swept
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not sweeps_left:
-                    raise
+        else:
+            shutil.rmtree(path)
         _sync_folder(path.parent)
         return True
 

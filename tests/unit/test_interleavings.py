@@ -23,7 +23,7 @@ from pyarrow import fs
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError
-from prefect_elastic_train.elastic.run_filesystem import RunFilesystem
+from prefect_elastic_train.elastic.checkpoints import RunFilesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import newest_attempt

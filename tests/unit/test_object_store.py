@@ -29,8 +29,7 @@ from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
-from prefect_elastic_train.elastic.checkpoints import run_filesystem
-from prefect_elastic_train.elastic.run_filesystem import StoreFilesystem
+from prefect_elastic_train.elastic.checkpoints import StoreFilesystem, run_filesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, all_commits
 from prefect_elastic_train.runs.model import RunDirectory
@@ -604,16 +603,6 @@ def test_ray_commits_resumes_and_keeps_so_many_checkpoints(run: RunStore) -> Non
     second.report("c")
     assert (RunDirectory(run).resume_point.base, RunDirectory(run).resume_point.checkpoint) == ((2, 1), "c")
     assert run.file_sizes("c") == {"model.pt": 1, "rank-0/optim.pt": 2}
-
-
-@on_s3
-def test_a_commit_whose_answer_was_lost_is_made_once(run: RunStore, proxy: FaultProxy) -> None:
-    training = Training(run, begin(run).attempt)
-    training.upload("a")
-    proxy.lose_answer_of("PUT", layout.COMMITS)
-    training.commit("a")
-    assert proxy.faults_given == {"lost_answer": 1}
-    assert all_commits(run) == [(1, 1)]
 
 
 @on_s3

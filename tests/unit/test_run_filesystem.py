@@ -159,5 +159,5 @@ def test_a_checkpoint_whose_deletion_failed_goes_before_the_next_workers_start(
     assert store.folders() == [layout.STATE_FOLDER, PING, PONG]
     begun = begin(store)
     assert (begun.point.checkpoint, begun.notes) == (PONG, [])
-    assert remove_interrupted_uploads(store, begun.attempt) == {PING: "no longer kept"}
+    assert remove_interrupted_uploads(store, begun.attempt) == [PING]
     assert store.folders() == [layout.STATE_FOLDER, PONG]
