@@ -19,32 +19,22 @@ from prefect_elastic_train.storage.retries import Waits, take_waits
 
 @dataclass
 class LoopState:
-    """What the loop of this worker process has done so far.
-
-    Attributes:
-        asked: It has asked for its checkpoint.
-        opened: It has looked into that.
-        stalled: Seconds that it has stood still for its checkpoints since that was asked last.
-    """
+    """What the loop of this worker process has done with the checkpoint that it was offered."""
 
     asked: bool = False
     opened: bool = False
+    #: Seconds that it has stood still for its own checkpoints since that was asked last.
     stalled: float = 0.0
 
 
 #: Of this worker process, which Ray starts for one loop.
 _state = LoopState()
-_lock = threading.Lock()
 #: Whether this thread is the loop's, in a report.
 _thread = threading.local()
 
 
 def note_checkpoints(context: Any) -> None:
-    """Note from now on whether the loop of this worker asks for a checkpoint.
-
-    Args:
-        context: Ray's ``TrainContext``.
-    """
+    """Note from now on whether the loop of this worker asks Ray's ``TrainContext`` for a checkpoint."""
     get_checkpoint, get_all = context.get_checkpoint, context.get_all_reported_checkpoints
 
     def noted_checkpoint() -> Any:
@@ -81,8 +71,7 @@ def stalling() -> Iterator[None]:
         yield
     finally:
         if getattr(_thread, "reports", False):
-            with _lock:
-                _state.stalled += time.monotonic() - began
+            _state.stalled += time.monotonic() - began
 
 
 # What the controller runs in a worker.
@@ -95,8 +84,7 @@ def loop_state() -> LoopState:
 
 def take_waits_and_stall() -> tuple[Waits, float]:
     """Return what this worker has waited for since this was asked last: for the storage, and for checkpoints."""
-    with _lock:
-        stalled, _state.stalled = _state.stalled, 0.0
+    stalled, _state.stalled = _state.stalled, 0.0
     return take_waits(), stalled
 
 
