@@ -10,17 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from prefect_elastic_train.cli.common import (
-    age,
-    clean,
-    console,
-    errors,
-    fail,
-    metrics_in_short,
-    open_briefly,
-    print_pairs,
-    print_table,
-)
+from prefect_elastic_train.cli import common
+from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.report.words import duration, size
@@ -52,10 +43,10 @@ _COLUMNS: dict[str, Callable[[RunSummary], str]] = {
     "state": lambda run: _state(run),
     "attempts": lambda run: str(run.attempts),
     "reports": lambda run: str(run.reports),
-    "metrics": lambda run: metrics_in_short(run.metrics),
+    "metrics": lambda run: common.metrics_in_short(run.metrics),
     "kept": lambda run: str(run.checkpoints),
     "size": lambda run: size(run.size_bytes) if run.size_bytes else "",
-    "last commit": lambda run: age(run.last_commit_at, time.time()),
+    "last commit": lambda run: common.age(run.last_commit_at, time.time()),
     "flow run": lambda run: run.flow_run_name,
 }
 
@@ -70,7 +61,7 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
             _print_json({"storage": opened.uri, "runs": [run.model_dump(mode="json") for run in found]})
         elif found:
             rows = [[cell(run) for cell in _COLUMNS.values()] for run in found]
-            print_table(list(_COLUMNS), rows, right=["attempts", "reports", "kept", "size", "last commit"])
+            common.print_table(list(_COLUMNS), rows, right=["attempts", "reports", "kept", "size", "last commit"])
         else:
             _say(f"no runs in {opened.uri}")
         if unreadable := [run.detail for run in found if run.state is RunState.UNREADABLE]:
@@ -135,7 +126,7 @@ def prune_runs(
         plans = _of_each(lambda store, name: plan_run(store, name, seconds), opened, _chosen(opened, runs))
         if wanted := [(plan.run, deletion) for plan in plans for deletion in plan.deletions]:
             rows = [[run, one.folder or "the whole run", size(one.size_bytes), one.reason] for run, one in wanted]
-            print_table(["run", "what", "size", "why"], rows, right=["size"])
+            common.print_table(["run", "what", "size", "why"], rows, right=["size"])
         _say(*(f"left alone: {plan.run}: {plan.kept}" for plan in plans if plan.kept))
         if not wanted:
             _say(f"nothing to delete in {opened.uri}")
@@ -178,7 +169,7 @@ def _summary(store: RunStore, name: str) -> RunSummary | None:
 
 def _say(*lines: str) -> None:
     for line in lines:
-        console().print(clean(line), markup=False)
+        console().print(common.clean(line), markup=False)
 
 
 def _print_json(value: Any) -> None:
@@ -192,12 +183,15 @@ def _print_details(details: RunDetails) -> None:
         f"{accounts.worker_failures} worker failures, {accounts.preemptions} preemptions, {accounts.resizes} resizes, "
         f"{accounts.steps_lost} reports done again, {accounts.storage_wait_seconds:.1f} s of storage waits"
     )
-    print_pairs(
+    common.print_pairs(
         [
             ("run", summary.name),
             ("where", summary.uri),
             ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
-            ("created", f"{age(run.created_at, now)} ago by {run.creator.describe()}" if run is not None else ""),
+            (
+                "created",
+                f"{common.age(run.created_at, now)} ago by {run.creator.describe()}" if run is not None else "",
+            ),
             ("started from", details.started_from or (run.resume_from if run is not None else "")),
             ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run is not None else ""),
             ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
@@ -206,16 +200,18 @@ def _print_details(details: RunDetails) -> None:
         ]
     )
     headings = ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"]
-    print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
+    common.print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
     rows = []
     snapshot, manifest = (details.commit.snapshot, details.commit.manifest) if details.commit is not None else ({}, {})
     which = {"latest": latest_checkpoint(snapshot), "best": (snapshot.get("checkpoint_results") or [None])[-1]}
     for index, one in reported(snapshot) if snapshot else []:
-        name, metrics = one["checkpoint_dir_name"], metrics_in_short(one["metrics"] or {}, 6)
+        name, metrics = one["checkpoint_dir_name"], common.metrics_in_short(one["metrics"] or {}, 6)
         files = manifest.get(name, {})
         words = ", ".join(word for word, checkpoint in which.items() if one == checkpoint)
         rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
-    print_table(["checkpoint", "report", "metrics", "files", "size", ""], rows, right=["report", "files", "size"])
+    common.print_table(
+        ["checkpoint", "report", "metrics", "files", "size", ""], rows, right=["report", "files", "size"]
+    )
 
 
 def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
@@ -225,8 +221,8 @@ def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
         notes = [*(record.repairs if record else []), (ended.verdict or ended.message) if ended else ""]
         yield [
             str(one.number),
-            age(record.started_at if record else None, now),
-            age(record.started_at, until) if record and until else "",
+            common.age(record.started_at if record else None, now),
+            common.age(record.started_at, until) if record and until else "",
             one.outcome or ("no end" if record else "record torn"),
             (commit_label(record.base) if record else "") or "the beginning",
             record.owner.flow_run_name if record else "",

@@ -183,8 +183,7 @@ class FailureSettings(SettingsModel):
         default=0.0, description="No report for so long is a failure of the worker group. 0: off."
     )
     ignored_checkpoint: Literal["warn", "fail"] = Field(
-        default="warn",
-        description="What happens when a restarted loop begins again although a checkpoint is there.",
+        default="warn", description="What happens when a restarted loop begins again although a checkpoint is there."
     )
 
 

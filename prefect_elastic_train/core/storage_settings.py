@@ -127,8 +127,7 @@ class S3StorageSettings(_StorageSettings):
     )
     region: str = Field(default="", description="Region of the bucket. Empty: as the environment says.")
     access_key_id: SecretStr = Field(
-        default=SecretStr(""),
-        description="Empty, together with the secret: the ambient AWS credentials of each node.",
+        default=SecretStr(""), description="Empty, together with the secret: the ambient AWS credentials of each node."
     )
     secret_access_key: SecretStr = Field(default=SecretStr(""), description="Of the key id.")
     session_token: SecretStr = Field(

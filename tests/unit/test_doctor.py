@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.doctor import Finding, fail, ok
 from prefect_elastic_train.doctor.clusters import check_cluster
 from prefect_elastic_train.doctor.examination import begin, check_storage, check_versions
 from prefect_elastic_train.doctor.prefect_server import check_server
-from tests.support.processes import free_port
 from tests.unit import support
 
 
@@ -101,16 +99,6 @@ def test_nothing_is_left_in_a_storage_that_was_tried_nor_of_its_folder(tmp_path:
     assert [path.name for path in tmp_path.rglob("*")] == ["runs", "mnist"]
 
 
-def test_an_endpoint_that_is_down_is_told_with_what_was_asked() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    keys = {"access_key_id": SecretStr("A" * 20), "secret_access_key": SecretStr("s")}
-    settings = S3StorageSettings(bucket_path="bucket/runs", endpoint_url=url, region="eu-central-1", **keys)
-    [found] = begin("storage", lambda: check_storage(settings, 0.6), 6)()
-    assert found.level == "fail"
-    for part in ("s3://bucket/runs", "cannot write", url, "Is it up and reachable from this machine?"):
-        assert part in found.message
-
-
 @pytest.mark.parametrize(
     ("answers", "parts"),
     [
@@ -157,8 +145,4 @@ def test_without_a_server_the_rest_is_skipped_with_which_setting_to_change(tmp_p
     assert "fail server    ValueError: No Prefect API URL provided. Please set PREFECT_API_URL" in shown.stdout
     assert "trainings cannot run like this: " in shown.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("wrong", [["--timeout", "600"], ["--timeout", "soon"], ["--no-such-option"]])
-def test_wrong_usage_has_an_exit_code_of_its_own(wrong: list[str]) -> None:
-    assert CliRunner().invoke(app, ["doctor", *wrong]).exit_code == 2
+    assert CliRunner().invoke(app, ["doctor", "--timeout", "600"]).exit_code == 2, "wrong usage"

@@ -78,47 +78,6 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
 # code blocks
 
 
-SAMPLE = """
-# A page
-
-<!-- not run: needs several machines -->
-```bash
-ray start --head
-```
-
-<!-- not run: stands too far away -->
-
-```python title="loop.py"
-print(1)
-```
-
-1. In a list:
-
-   ```console
-   $ echo one \\
-       two
-   one two
-   ```
-
-~~~
-a diagram
-~~~
-"""
-
-
-def test_blocks_are_found_with_language_line_and_the_reason_for_not_running_them() -> None:
-    found = blocks_of(ROOT / "docs/page.md", SAMPLE)
-    assert [(block.line, block.language, block.not_run) for block in found] == [
-        (5, "bash", "needs several machines"),
-        (11, "python", None),
-        (17, "console", None),
-        (23, "", None),
-    ]
-    assert [block.is_run for block in found] == [False, True, True, False]
-    assert str(found[0]) == "docs/page.md:5"
-    assert found[2].code == "$ echo one \\\n    two\none two\n"
-
-
 @pytest.mark.parametrize(
     ("language", "code"),
     [("python", "raise ValueError('of the block')"), ("bash", "ls\nls /of/the/block\necho not reached")],
