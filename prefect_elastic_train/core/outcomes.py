@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
     from prefect.tasks import Task
 
-#: Prefect accepts at most this many entries in a list of retry delays.
-_PREFECT_MAX_DELAYS = 50
 _MAX_DELAY_SECONDS = 300.0
 
 
@@ -115,7 +113,6 @@ def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> boo
     return isinstance(error, AttemptFailedError) and error.retryable
 
 
-def restart_delays(restarts: int, first_delay_seconds: float) -> list[float]:
-    """Return the delay before each driver restart, in seconds: doubled each time, up to 300."""
-    cap = max(_MAX_DELAY_SECONDS, first_delay_seconds)
-    return [min(cap, first_delay_seconds * 2.0**n) for n in range(min(restarts, _PREFECT_MAX_DELAYS))]
+def restart_delay(restart: int, first_delay_seconds: float) -> float:
+    """Return the delay before a driver restart, counted from 1, in seconds: doubled each time, up to 300."""
+    return min(max(_MAX_DELAY_SECONDS, first_delay_seconds), first_delay_seconds * 2.0 ** min(restart - 1, 50))

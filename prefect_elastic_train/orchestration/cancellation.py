@@ -131,21 +131,21 @@ class FlowRunWatch:
     Args:
         flow_run_ids: The flow run, and those that it is called from up to the root; none outside of flows.
         interval_seconds: Time between two looks.
-        on_look: Called before each.
 
     Attributes:
         stop: Why the training shall end, by the outermost flow run that says so; None as long as it shall not.
         is_executed_again: The outermost was begun once more since the first look, by another process.
     """
 
-    def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float, on_look: Callable[[], None]) -> None:
+    def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
         self.stop: Stop | None = None
         self.is_executed_again = False
         self._executions: int | None = None
-        self._flow_run_ids, self._interval, self._on_look = flow_run_ids, interval_seconds, on_look
+        self._flow_run_ids, self._interval = flow_run_ids, interval_seconds
         self._closed = threading.Event()
         context = contextvars.copy_context()  # Prefect's settings and client
-        threading.Thread(target=context.run, args=(self._run,), name="elastic-train-flow-run", daemon=True).start()
+        if flow_run_ids:
+            threading.Thread(target=context.run, args=(self._run,), name="elastic-train-flow-run", daemon=True).start()
 
     def close(self) -> None:
         """Look no more; a look that is under way is not waited for."""
@@ -154,10 +154,8 @@ class FlowRunWatch:
     def _run(self) -> None:
         while not self._closed.wait(self._interval):
             try:
-                self._on_look()
-                if self._flow_run_ids:
-                    with get_client(sync_client=True) as client:
-                        self._look(client)
+                with get_client(sync_client=True) as client:
+                    self._look(client)
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 logger.debug("cannot read the state of the flow run: %s", error)
 

@@ -26,7 +26,7 @@ from typing_extensions import ParamSpec
 from prefect_elastic_train.blocks import CheckpointPolicy, ElasticScaling, FailureBudget, RayCluster
 from prefect_elastic_train.blocks.lookup import StorageBlock
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry, restart_delays
+from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry
 from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.orchestration.arguments import check_arguments, given_blocks, load_given, make_request
@@ -181,12 +181,8 @@ def _with_budget(template: Any, training: Training) -> Any:
     """Return the task with the retries that the failure budget asks for; Prefect fixes them before it runs."""
     failures = load_given("failures", training.blocks["failures"])
     assert isinstance(failures, FailureBudget)
-    return template.with_options(
-        task_run_name=training.request.run_name,
-        retries=failures.driver_restarts,
-        retry_delay_seconds=restart_delays(failures.driver_restarts, failures.driver_restart_delay_seconds) or 0,
-        retry_jitter_factor=0.2 if failures.driver_restart_delay_seconds else None,
-    )
+    training.restart_delay_seconds = failures.driver_restart_delay_seconds
+    return template.with_options(task_run_name=training.request.run_name, retries=failures.driver_restarts)
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from uuid import UUID
 
@@ -17,7 +18,13 @@ from prefect.logging import get_logger, get_run_logger
 
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
+from prefect_elastic_train.core.outcomes import (
+    AttemptFailedError,
+    ConfigurationError,
+    Outcome,
+    TrainingTimeoutError,
+    restart_delay,
+)
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
@@ -60,6 +67,7 @@ class Training:
         blocks: Its blocks by argument; those given by name are loaded anew at each attempt.
         place: Which training of which flow run it is.
         timeout_seconds: After so many seconds from now it is ended; None for no bound.
+        restart_delay_seconds: Before the first new driver; doubled before each one after it.
         submitted: Its caller holds a future.
     """
 
@@ -67,6 +75,7 @@ class Training:
     blocks: Mapping[str, GivenBlock]
     place: Place
     timeout_seconds: float | None = None
+    restart_delay_seconds: float = 0.0
     submitted: bool = False
 
     def __post_init__(self) -> None:
@@ -74,10 +83,6 @@ class Training:
         self.cancelled = threading.Event()
         self._asked_at = time.monotonic()
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)
-        self._lock = threading.RLock()
-        #: Between two attempts, and what the state of the flow run has said then.
-        self._waiting = False
-        self._stopped: Stop | None = None
         self._runtime: Runtime | None = None
         self._publisher: Publisher | None = None
         self._watch: FlowRunWatch | None = None
@@ -87,7 +92,7 @@ class Training:
         self._log_has_failed = self._detached = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Training, (self.request, self.blocks, self.place, self.timeout_seconds, self.submitted)
+        return Training, tuple(getattr(self, field.name) for field in fields(self))
 
     def __repr__(self) -> str:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
@@ -101,23 +106,22 @@ class Training:
             AttemptFailedError: It failed; its ``outcome`` says how.
             Stop: It was told to end.
         """
-        task_run, settings = TaskRunContext.get(), get_settings()
-        may_follow = task_run is not None and task_run.task_run.run_count <= int(task_run.task.retries or 0)
-        self._log = RunLog(get_run_logger() if task_run else get_logger("elastic_train"), settings.log_lines_per_second)
+        context, settings = TaskRunContext.get(), get_settings()
+        run_count, retries = (context.task_run.run_count, context.task.retries) if context is not None else (1, 0)
+        self._log = RunLog(get_run_logger() if context else get_logger("elastic_train"), settings.log_lines_per_second)
         self._flows, self._detached = list(flows_around()), False
+        self._watch = self._watch or FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
+        if self._runtime is None:
+            self._runtime = Runtime(settings, self._take, self._take_line, self._check_stop, self._note)
+            self._runtime.on_past_event = lambda event: self._take(event, told=True)
+            self._runtime.detaches, self._runtime.followed_until = self._leaves_job, self._followed_until
         try:
-            with self._lock:
-                self._waiting = False
-                if self._stopped is not None:
-                    raise self._stopped
-                if self._watch is None:
-                    ids, seconds = self.place.flow_run_ids, settings.flow_run_check_seconds
-                    self._watch = FlowRunWatch(ids, seconds, self._look_after_wait)
-            ended = self._run_driver()
+            if run_count > 1:
+                self._pause(run_count - 1)
+            ended = self._run_driver(self._runtime)
         except BaseException as error:
             self._write(self._log.close)
-            if may_follow and isinstance(error, AttemptFailedError) and error.retryable:
-                self._waiting = True
+            if run_count <= retries and isinstance(error, AttemptFailedError) and error.retryable:
                 raise
             self._end(ending_of(error, self._detached, self._is_end_wanted))
             told = self._said_of(error) if isinstance(error, Stop) and error.flow_run_id else error
@@ -128,24 +132,16 @@ class Training:
         return TrainingResult.model_validate(ended.result)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End what was kept for an attempt that did not come, as when a retry delay was interrupted.
-
-        Args:
-            error: What ended the wait, as far as that is known.
-        """
-        reason = self._stopped or error or Stop()
-        with self._lock:
-            if self._waiting:
-                self._end_waiting(reason)
-            if self._runtime is not None or self._publisher is not None:
-                self._end(ending_of(reason, self._detached, self._is_end_wanted))
+        """End what was kept for an attempt that did not come, as when a signal came between two."""
+        reason = error or Stop()
+        if self._runtime is not None or self._publisher is not None:
+            self._end_unfollowed(reason)
+            self._end(ending_of(reason, self._detached, self._is_end_wanted))
 
     def _end(self, ending: tuple[End, str] | None, told: bool = False) -> None:
-        with self._lock:
-            self._waiting = False
-            if self._watch is not None:
-                self._watch.close()
-            runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
+        if self._watch is not None:
+            self._watch.close()
+        runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
         if runtime is not None:
             runtime.close()
         if publisher is not None and ending is not None:
@@ -153,16 +149,28 @@ class Training:
         elif publisher is not None:
             publisher.abandon()  # another process shows the training now
 
+    def _pause(self, restart: int) -> None:
+        """Wait for the next driver, and look after the cluster; Prefect's own delay would look after nothing."""
+        assert self._runtime is not None
+        seconds = restart_delay(restart, self.restart_delay_seconds) * random.uniform(1.0, 1.2)
+        self._note(f"The next driver starts in {seconds:.0f} s")
+        try:
+            self._runtime.wait(seconds)
+        except BaseException as reason:
+            self._end_unfollowed(reason)
+            raise
+
+    def _end_unfollowed(self, reason: BaseException) -> None:
+        """End a job that the attempt before may have lost sight of, which the next one would have found."""
+        if self._runtime is not None and not self._may_detach(reason):
+            self._runtime.end_jobs()
+
     # -- an attempt
 
-    def _run_driver(self) -> AttemptEnded:
+    def _run_driver(self, runtime: Runtime) -> AttemptEnded:
         """Start a driver and follow it until it has completed the run."""
         self._check_stop()
         settings, name = get_settings(), self.request.run_name
-        if self._runtime is None:
-            self._runtime = Runtime(settings, self._take, self._take_line, self._check_stop, self._note)
-            self._runtime.on_past_event = lambda event: self._take(event, told=True)
-            self._runtime.detaches, self._runtime.followed_until = self._leaves_job, self._followed_until
         try:
             spec = driver_spec(self.request, self.blocks, self._publisher.report.last_end if self._publisher else "")
         except ConfigurationError:
@@ -184,7 +192,7 @@ class Training:
                 related=self.place.related,
                 on_trouble=self._note,
             )
-        ended = self._runtime.run_attempt(spec)
+        ended = runtime.run_attempt(spec)
         if self._publisher is not None and not ended.sequence:
             # The driver could not say so itself. The time since it spoke last is nobody's work.
             at = self._publisher.report.last_event_at or ended.at
@@ -241,30 +249,6 @@ class Training:
                 "has committed is kept, and a retry of the flow run goes on from there",
                 outcome=Outcome.TIMED_OUT,
             )
-
-    def _look_after_wait(self) -> None:
-        """Look after a cluster that waits for the next attempt, and end it when no attempt is to follow.
-
-        Nothing can be done about the delay itself: the training's task sleeps in it.
-        """
-        with self._lock:
-            stop = (self._stop_seen() or (Stop() if self._is_out_of_time() else None)) if self._waiting else None
-            if stop is not None:
-                self._end_waiting(stop)
-            elif self._waiting and self._runtime is not None:
-                self._runtime.keep_guarded()
-        if stop is not None and stop.flow_run_id:
-            self._stopped = stop
-            if not (watched_by_runner() and self._is_of_the_root(stop)):
-                self._mark_cancelled(stop)
-
-    def _end_waiting(self, reason: BaseException) -> None:
-        self._waiting = False
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            if not self._may_detach(reason):
-                runtime.end_jobs()  # an attempt may have lost sight of one, which the next would have found
-            runtime.close()
 
     def _leaves_job(self, reason: BaseException) -> bool:
         self._detached = self._may_detach(reason)

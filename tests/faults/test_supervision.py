@@ -281,6 +281,21 @@ def test_cancel_of_a_flow_that_no_runner_watches_ends_its_training(
         wait_for(lambda: all(state and state.is_final() for state in states()), 20, "nothing to look running")
 
 
+def test_cancel_in_the_pause_before_a_new_driver_ends_the_training(
+    start: Start, client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    budget = {"driver_restarts": 1, "driver_restart_delay_seconds": 300}
+    script = Script(tmp_path, [{"train": 1}, "kill"])
+    flow = start(script=str(script.path), failures=budget, submit=True)
+    flow.wait_for(lambda: "The next driver starts in" in flow.log, 60, "the pause")
+    client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
+    flow.process.wait(60)
+    state = client.read_flow_run(UUID(flow.flow_run_id)).state
+    assert state is not None
+    assert state.is_cancelled()
+    assert (len(script.drivers()), flow.marked()) == (1, [])
+
+
 def _subflows(client: SyncPrefectClient, flow_run_id: UUID) -> list[Any]:
     below = FlowRunFilter.model_validate({"parent_flow_run_id": {"any_": [flow_run_id]}})
     return client.read_flow_runs(flow_run_filter=below)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
 from prefect.exceptions import Abort, TerminationSignal
 
-from prefect_elastic_train.core.events import AttemptStarted
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import task
+from prefect_elastic_train.orchestration import training as training_of
 from prefect_elastic_train.orchestration.cancellation import End, SilentEndError, Stop, ending_of
+from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.training import Training
@@ -86,36 +90,58 @@ class _Runtime(Counter[str]):
 def _waiting(runtime: _Runtime, **arguments: Any) -> Any:
     """A training whose first attempt has ended, and whose cluster waits for the next one."""
     training: Any = elastic_train.ask(_loop, **arguments)
-    training._runtime, training._waiting = runtime, True
+    training._runtime, training._log = runtime, RunLog(logging.getLogger("run"), 20)
     return training
 
 
-def test_a_cluster_that_waits_is_guarded_until_the_training_is_out_of_time() -> None:
-    runtime = _Runtime()
-    training = _waiting(runtime, timeout_seconds=100)
-    training._look_after_wait()
-    assert runtime == {"keep_guarded": 1}
-    training._asked_at -= 101
-    for _ in range(2):
-        training._look_after_wait()
-    training.end()
-    assert runtime == {"keep_guarded": 1, "end_jobs": 1, "close": 1}
-
-
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of(goes_on: bool) -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of(goes_on: bool, between: bool) -> None:
     runtime = _Runtime()
     training = _waiting(runtime)
     training._may_detach = lambda reason: goes_on
-    training.end(KeyboardInterrupt())
-    assert runtime == ({"close": 1} if goes_on else {"end_jobs": 1, "close": 1})
+    if between:
+        training.end(KeyboardInterrupt())
+        assert runtime == ({"close": 1} if goes_on else {"end_jobs": 1, "close": 1})
+        return
+    runtime.wait = lambda seconds: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        training._pause(2)
+    assert runtime == ({} if goes_on else {"end_jobs": 1})
+
+
+def test_a_driver_that_is_lost_is_followed_by_another_after_a_pause_on_the_same_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, waits, run_counts = _Runtime(), [], iter([1, 2])
+    lost = AttemptEnded(attempt=1, outcome=Outcome.DRIVER_LOST, message="killed")
+    completed = AttemptEnded(
+        attempt=2, outcome=Outcome.COMPLETED, result={"run_name": "mnist", "run_uri": "/r/mnist", "status": "completed"}
+    )
+    ends = iter([lost, completed])
+    runtime.run_attempt, runtime.wait = lambda spec: next(ends), waits.append
+    training = _waiting(runtime)
+    training.restart_delay_seconds = 40
+    monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
+
+    def context() -> Any:
+        return SimpleNamespace(task_run=SimpleNamespace(run_count=next(run_counts)), task=SimpleNamespace(retries=3))
+
+    monkeypatch.setattr(training_of.TaskRunContext, "get", context)
+    _show(training, RunReport(run_name="mnist"))
+    with pytest.raises(AttemptFailedError, match="driver_lost: killed"):
+        training.attempt()
+    assert (runtime, waits) == ({}, [])
+    assert training.attempt().run_name == "mnist"
+    assert 40 <= waits[0] <= 48
+    assert runtime == {"close": 1}
 
 
 def test_a_training_that_is_sent_to_another_process_begins_anew_there() -> None:
     training: Training = _waiting(_Runtime(), run_name="mnist")
     sent = pickle.loads(cloudpickle.dumps(training))
     assert sent.request == training.request
-    assert (sent._runtime, sent._waiting) == (None, False)
+    assert sent._runtime is None
 
 
 def _show(training: Training, report: RunReport) -> None:
@@ -137,14 +163,6 @@ def test_what_ended_the_wait_for_an_attempt_is_told_where_the_training_was_calle
     with pytest.raises(KeyboardInterrupt):
         elastic_train(_loop)
     assert report.state == "cancelled"
-
-
-def test_a_wait_that_the_state_of_the_flow_run_has_ended_is_cancelled() -> None:
-    training, report = elastic_train.ask(_loop), RunReport(run_name="mnist", attempt=1)
-    _show(training, report)
-    training._stopped = Stop("1")
-    training.end(TerminationSignal(signal=15))
-    assert (report.state, training._publisher) == ("cancelled", None)
 
 
 def test_a_log_that_fails_is_told_of_once_and_the_report_gets_its_events(caplog: pytest.LogCaptureFixture) -> None:

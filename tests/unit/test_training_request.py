@@ -113,15 +113,11 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
 
 
 @pytest.mark.parametrize("template", [_elastic_train_task, _aelastic_train_task])
-@pytest.mark.parametrize(
-    ("restarts", "first", "delays", "jitter"), [(4, 100, [100, 200, 300, 300], 0.2), (0, 0, 0, None)]
-)
-def test_the_task_has_the_retries_and_delays_of_the_budget(
-    template: Any, restarts: int, first: float, delays: Any, jitter: Any
-) -> None:
-    failures = FailureBudget(driver_restarts=restarts, driver_restart_delay_seconds=first)
-    task = _with_budget(template, elastic_train.ask(train_loop=loop, failures=failures, run_name="mnist"))
-    assert (task.retries, task.retry_delay_seconds, task.retry_jitter_factor) == (restarts, delays, jitter)
+def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay(template: Any) -> None:
+    failures = FailureBudget(driver_restarts=4, driver_restart_delay_seconds=100)
+    training = elastic_train.ask(train_loop=loop, failures=failures, run_name="mnist")
+    task = _with_budget(template, training)
+    assert (task.retries, task.retry_delay_seconds, training.restart_delay_seconds) == (4, 0, 100)
     assert (task.retry_condition_fn, task.task_run_name) == (may_retry, "mnist")
 
 
