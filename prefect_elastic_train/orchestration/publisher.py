@@ -17,6 +17,7 @@ from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
+from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 
 from prefect_elastic_train.core import events as ev
@@ -63,7 +64,7 @@ class Publisher:
         report: The state to begin with, and as of the newest event from then on.
         interval_seconds: Between updates of the report, at least 5.
         storage_block: The saved storage block, for whoever reads the checkpoints.
-        flow_run_id: Of the flow run that trains; empty outside of flows, as is that of the task run.
+        flow_run_id: Of the flow run that trains; empty outside of flows.
         related: Resources that the events relate to besides those that Prefect finds itself.
         on_trouble: Called once with why nothing can be written, when that begins.
 
@@ -77,7 +78,6 @@ class Publisher:
         interval_seconds: float = 10.0,
         storage_block: str = "",
         flow_run_id: str = "",
-        task_run_id: str = "",
         related: Sequence[Mapping[str, str]] = (),
         on_trouble: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -85,7 +85,7 @@ class Publisher:
         self.errors = 0
         self._interval = max(ARTIFACT_SECONDS, interval_seconds)
         self._common: Mapping[str, Any] = {"storage_block": storage_block}
-        self._flow_run_id, self._task_run_id, self._related = flow_run_id, task_run_id, related
+        self._flow_run_id, self._task, self._related = flow_run_id, TaskRunContext.get(), related
         self._on_trouble = on_trouble
         self._lock = threading.Lock()
         self._events: deque[RunEvent] = deque(maxlen=_MAX_WAITING_EVENTS)
@@ -235,7 +235,7 @@ class Publisher:
                 data=data,
                 description=description,
                 flow_run_id=uuid.UUID(self._flow_run_id) if self._flow_run_id else None,
-                task_run_id=uuid.UUID(self._task_run_id) if self._task_run_id else None,
+                task_run_id=self._task.task_run.id if self._task else None,
             )
         )
         self._artifacts[kind] = created.id

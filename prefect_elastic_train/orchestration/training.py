@@ -182,13 +182,12 @@ class Training:
                 outcome=Outcome.DRIVER_LOST,
             ) from error
         if self._publisher is None and settings.reporting:
-            task_run, score = TaskRunContext.get(), spec.checkpoints
+            score = spec.checkpoints
             self._publisher = Publisher(
                 RunReport(run_name=name, score_attribute=score.score_attribute, score_order=score.score_order),
                 interval_seconds=settings.report_interval_seconds,
                 storage_block=spec.storage_block,
                 flow_run_id=next(iter(self.place.flow_run_ids), ""),
-                task_run_id=str(task_run.task_run.id) if task_run is not None else "",
                 related=self.place.related,
                 on_trouble=self._note,
             )

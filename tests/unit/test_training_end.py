@@ -122,13 +122,13 @@ def test_a_driver_that_is_lost_is_followed_by_another_after_a_pause_on_the_same_
     runtime.run_attempt, runtime.wait = lambda spec: next(ends), waits.append
     training = _waiting(runtime)
     training.restart_delay_seconds = 40
+    _show(training, RunReport(run_name="mnist"))
     monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
 
     def context() -> Any:
         return SimpleNamespace(task_run=SimpleNamespace(run_count=next(run_counts)), task=SimpleNamespace(retries=3))
 
     monkeypatch.setattr(training_of.TaskRunContext, "get", context)
-    _show(training, RunReport(run_name="mnist"))
     with pytest.raises(AttemptFailedError, match="driver_lost: killed"):
         training.attempt()
     assert (runtime, waits) == ({}, [])
