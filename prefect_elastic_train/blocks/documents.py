@@ -68,16 +68,6 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
         ConfigurationError: There is no Prefect API; a name or a combination of blocks is not allowed; or secrets that
             only the server has do not fit to what the code says.
         httpx.HTTPError: The API does not answer, or refuses.
-
-    Example:
-        Keep the blocks of a profile in a file, and bring the server up to date with it::
-
-            from prefect_elastic_train import ElasticScaling, FailureBudget
-            from prefect_elastic_train.blocks.documents import apply
-
-            changes = apply({"lab": [ElasticScaling(max_workers=4), FailureBudget(driver_restarts=10)]})
-            for change in changes:
-                print(*change.lines(), sep="\\n")
     """
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL

@@ -59,33 +59,29 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
         specs.append(driver_spec(request, blocks))
         yield ok(f"a training takes {', '.join(saved_name(one) or type(one).__name__ for one in blocks.values())}")
 
-    yield from begin("versions", lambda: check_versions(requires(_PACKAGE) or []), _QUICK_SECONDS)()
-    yield from begin("settings", _settings, _QUICK_SECONDS)()
-    server = begin("server", check_server, _QUICK_SECONDS)()
+    yield from run_check("versions", lambda: check_versions(requires(_PACKAGE) or []), _QUICK_SECONDS)
+    yield from run_check("settings", _settings, _QUICK_SECONDS)
+    server = run_check("server", check_server, _QUICK_SECONDS)
     yield from server
     if all(one.level != "fail" for one in server):
-        yield from begin("blocks", check_blocks, seconds)()
+        yield from run_check("blocks", check_blocks, seconds)
     else:
         yield skip("cannot be looked at without the server", check="blocks")
-    looks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "storage": lambda: check_storage(specs[0].storage, seconds),
-        "cluster": lambda: check_cluster(specs[0], seconds),
-    }
-    nothing = [skip("which one to try is not known without the blocks")]
-    for finish in [begin(name, look if specs else lambda: nothing, seconds) for name, look in looks.items()]:
-        yield from finish()
+    if specs:
+        yield from run_check("storage", lambda: check_storage(specs[0].storage, seconds), seconds)
+        yield from run_check("cluster", lambda: check_cluster(specs[0], seconds), seconds)
+    else:
+        for name in ("storage", "cluster"):
+            yield skip("which one to try is not known without the blocks", check=name)
 
 
-def begin(name: str, look: Callable[[], Iterable[Finding]], seconds: float) -> Callable[[], list[Finding]]:
-    """Begin a check in a thread, which is left to itself when its time is up.
+def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) -> list[Finding]:
+    """Run a check in a thread, which is left to itself when its time is up; return what it has found, no password.
 
     Args:
         name: Of the check.
         look: Yields what it finds; must end by itself what it has started.
         seconds: How long it may take.
-
-    Returns:
-        What waits for the check, and returns what it has found, without any password.
     """
     found: list[Finding] = []
 
@@ -101,14 +97,10 @@ def begin(name: str, look: Callable[[], Iterable[Finding]], seconds: float) -> C
     # Prefect's settings live in context variables.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=f"doctor-{name}", daemon=True)
     thread.start()
-
-    def finish() -> list[Finding]:
-        thread.join(seconds)
-        if thread.is_alive():
-            found.append(fail(f"no answer within {seconds:g} s", "see what is slow, or give more --timeout"))
-        return [replace(one, check=name, message=_clean(one.message), remedy=_clean(one.remedy)) for one in [*found]]
-
-    return finish
+    thread.join(seconds)
+    if thread.is_alive():
+        found.append(fail(f"no answer within {seconds:g} s", "see what is slow, or give more --timeout"))
+    return [replace(one, check=name, message=_clean(one.message), remedy=_clean(one.remedy)) for one in [*found]]
 
 
 def check_versions(requirements: Iterable[str]) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.doctor import Finding, fail, ok
 from prefect_elastic_train.doctor.clusters import check_cluster
-from prefect_elastic_train.doctor.examination import begin, check_storage, check_versions
+from prefect_elastic_train.doctor.examination import check_storage, check_versions, run_check
 from prefect_elastic_train.doctor.prefect_server import check_server
 from tests.unit import support
 
@@ -55,7 +55,7 @@ def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_withou
         yield fail("http://me:secret@host/api\nis away", "ask s3://k:s@bucket")
         raise KeyError("gone")
 
-    assert begin("mine", check, 5)() == [
+    assert run_check("mine", check, 5) == [
         Finding("fail", "http://***@host/api is away", "ask s3://***@bucket", "mine"),
         Finding("fail", "KeyError: 'gone'", check="mine"),
     ]
@@ -68,7 +68,7 @@ def test_a_check_that_hangs_is_a_finding_when_its_time_is_up() -> None:
         yield ok("so far")
         release.wait(30)
 
-    found = begin("mine", check, 0.1)()
+    found = run_check("mine", check, 0.1)
     release.set()
     assert [(one.level, one.message) for one in found] == [("ok", "so far"), ("fail", "no answer within 0.1 s")]
 
@@ -121,7 +121,7 @@ def test_a_cluster_with_another_ray_is_told_with_both_versions() -> None:
     answers = {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []}
     with _answering(answers) as url:
         spec = support.spec(cluster=ClusterSettings(address=url))
-        [found] = begin("cluster", lambda: check_cluster(spec, 10), 10)()
+        [found] = run_check("cluster", lambda: check_cluster(spec, 10), 10)
     assert found.level == "fail"
     for part in (url, "runs Ray 2.40.0", f"the flow Ray {version('ray')}", "use the same minor version"):
         assert part in found.message
