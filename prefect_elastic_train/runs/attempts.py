@@ -37,20 +37,16 @@ _VERSIONS = {"ray": version("ray"), "prefect-elastic-train": __version__, "pytho
 
 @dataclass(frozen=True)
 class Begun:
-    """An attempt that holds the fence.
-
-    Attributes:
-        attempt: Its number in the run directory.
-        point: What it resumes from.
-        counted: How many attempts of this flow run there were, this one included.
-        notes: What the user should know: repairs, changed configuration, a driver that was ended.
-        run_id: Id of the run, the same in all attempts.
-    """
+    """An attempt that holds the fence."""
 
     attempt: int
+    #: What it resumes from.
     point: ResumePoint
+    #: How many attempts of this flow run there were, this one included.
     counted: int
+    #: What the user should know: repairs, changed configuration, a driver that was ended.
     notes: list[str]
+    #: The same in all attempts.
     run_id: str
 
 

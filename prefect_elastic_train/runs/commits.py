@@ -94,12 +94,8 @@ def all_commits(store: RunReader) -> list[tuple[int, int]]:
 def lineage(store: RunReader, before: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield the commits that count, newest first.
 
-    These are the commits of the newest attempt, then those up to its base, and so on. What an attempt
-    committed after its successor had confirmed its base is passed over.
-
-    Args:
-        store: The run directory.
-        before: Look at attempts below this number only; default all.
+    These are the commits of the newest attempt (below a number, if that is given), then those up to its base, and so
+    on. What an attempt committed after its successor had confirmed its base is passed over.
     """
     commits = [commit for commit in all_commits(store) if before is None or commit[0] < before]
     # An attempt's record may have been removed by hand; its commits still tell that it was there.
@@ -118,18 +114,14 @@ def lineage(store: RunReader, before: int | None = None) -> Iterator[tuple[int, 
 
 @dataclass(frozen=True)
 class ReadCommit:
-    """A commit that counts, and what of it can be used.
-
-    Attributes:
-        number: Attempt and sequence.
-        record: What was committed; None if that is torn.
-        damaged: Checkpoints that are not as they were committed and were not given up before, each with what is wrong.
-        usable: What was committed without the checkpoints that cannot be used; None if none is left.
-    """
+    """A commit that counts, and what of it can be used."""
 
     number: tuple[int, int]
+    #: None if it is torn.
     record: CommitRecord | None
+    #: Checkpoints that are not as they were committed and were not given up before, each with what is wrong.
     damaged: dict[str, str]
+    #: Without the checkpoints that cannot be used; None if none is left.
     usable: CommitRecord | None
 
 

@@ -200,12 +200,9 @@ def verify(store: RunReader, name: str) -> Verification | None:
 def make_result(
     store: RunReader, run_name: str, accounts: Accounts, storage_block: str = "", score: str = ""
 ) -> RunResult:
-    """The result of a run from its newest commit and its accounts, in a bounded size.
+    """The result of a run from its newest whole commit and what its history adds up to, in a bounded size.
 
     Args:
-        store: The run directory.
-        run_name: Name of the run.
-        accounts: What its history adds up to.
         storage_block: Name of the saved storage block, empty for an inline one.
         score: Name of the metric that checkpoints are ranked by.
     """

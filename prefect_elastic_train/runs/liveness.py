@@ -133,11 +133,8 @@ def driver_process(owner: Owner) -> psutil.Process | None:
 def is_alive(store: RunReader, owner: Owner | None, watch_seconds: float | None = None) -> bool:
     """Whether an attempt that has not ended shows a sign of life; no clocks are compared.
 
-    Args:
-        store: The run directory.
-        owner: Whose it is: on the driver's own machine its process is looked up, elsewhere, and where that cannot be
-            told any more, the heartbeat is watched for a change.
-        watch_seconds: For how long; default three of its intervals.
+    On the driver's own machine its process is looked up; elsewhere, and where nothing tells whose it is, the heartbeat
+    is watched for a change, by default for three of its intervals.
     """
     if owner is not None and owner.host == host_id():
         return driver_process(owner) is not None

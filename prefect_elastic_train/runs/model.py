@@ -61,16 +61,13 @@ class Attempt(BaseModel):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What an attempt starts from.
+    """What an attempt starts from."""
 
-    Attributes:
-        commit: The commit, as far as it is whole; None for the beginning.
-        dropped: Names of damaged checkpoints on the way there.
-        repairs: What was repaired or dropped to get there, in words.
-    """
-
+    #: As far as it is whole; None for the beginning.
     commit: CommitRecord | None = None
+    #: Names of damaged checkpoints on the way there.
     dropped: list[str] = field(default_factory=list)
+    #: What was repaired or dropped to get there, in words.
     repairs: list[str] = field(default_factory=list)
 
     @property

@@ -42,18 +42,11 @@ class Deletion(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is deleted of a run.
-
-    Attributes:
-        run: Its name.
-        deletions: What is deleted.
-        kept: Why it is left alone, in words; empty if it is not, or if there is nothing to delete.
-        newest_attempt: Its newest attempt when it was looked at, 0 if none has begun.
-        newest_commit: The newest commit that counted then.
-    """
+    """What is deleted of a run, and what its newest attempt and commit were when it was looked at."""
 
     run: str
     deletions: list[Deletion] = field(default_factory=list)
+    #: Why it is left alone, in words; empty if it is not, or if there is nothing to delete.
     kept: str = ""
     newest_attempt: int = 0
     newest_commit: tuple[int, int] | None = None
@@ -62,14 +55,7 @@ class RunPlan:
 def plan_run(
     store: RunStore, name: str, older_than_seconds: float | None = None, *, now: float | None = None
 ) -> RunPlan:
-    """Find what can be deleted of a run; nothing is written.
-
-    Args:
-        store: The run directory.
-        name: Name of the run.
-        older_than_seconds: Take the whole run if it has ended and its last activity is longer ago. None: never.
-        now: Seconds since the epoch.
-    """
+    """Find what can be deleted of a run: the whole, if it has ended and its last activity is longer ago than that."""
     now = time.time() if now is None else now
     run = RunDirectory(store)
     seen = RunPlan(name, newest_attempt=newest_attempt(run), newest_commit=next(lineage(run), None))
@@ -151,6 +137,7 @@ def _delete_run(store: RunStore, planned: RunPlan) -> None:
     It is held by an attempt that trains nothing, begun as any is: created, then looked again.
     """
     number, pid = RunDirectory(store).next_number, os.getpid()
+    _check_unchanged(store, planned)
     owner = Owner(
         flow_run_id=PRUNER, flow_run_name=PRUNER, host=host_id(), pid=pid, process_started_at=process_start(pid)
     )

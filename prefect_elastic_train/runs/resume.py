@@ -36,11 +36,7 @@ def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
 
 
 def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
-    """Put the resume point back as Ray's file.
-
-    Returns:
-        What was wrong with Ray's file, in words; empty if it was what it should be.
-    """
+    """Put the resume point back as Ray's file; return in words what was wrong with that."""
     run = RunDirectory(store)
     is_there = run.read(layout.SNAPSHOT) is not None
     if point.snapshot is None:
@@ -56,10 +52,7 @@ def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
 
 
 def adopt_snapshot(store: RunStore) -> list[str]:
-    """Make the state of a run that raw Ray Train has written the first commit.
-
-    Returns:
-        What was adopted and what was dropped, in words.
+    """Make the state of a run that raw Ray Train has written the first commit; return in words what that is.
 
     Raises:
         AttemptFailedError: Its snapshot is torn, or no checkpoint that it names is left; outcome ``invalid``.
@@ -106,18 +99,13 @@ def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """A whole checkpoint that a new run starts from, by its run and folder; none of both is the beginning.
-
-    Attributes:
-        metrics: What was reported with it.
-        manifest: Path and size in bytes of its files.
-        notes: What the user should know of the choice, in words.
-    """
+    """A whole checkpoint that a new run starts from, by its run and folder; none of both is the beginning."""
 
     run: str = ""
     folder: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, int] = field(default_factory=dict)
+    #: What the user should know of the choice, in words.
     notes: list[str] = field(default_factory=list)
 
 
@@ -151,15 +139,8 @@ def choose_source(storage: Storage, request: RunRequest) -> Source:
 def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) -> list[str]:
     """Copy the checkpoint that a new run starts from into it, as its first commit.
 
-    The copy has a name of its own each time, and is no checkpoint until it was checked and committed.
-
-    Args:
-        storage: Where both runs are.
-        request: What the new run's driver wants; its record exists.
-        target: The new run.
-
-    Returns:
-        What the user should know, in words.
+    The copy has a name of its own each time, and is no checkpoint until it was checked and committed. The new run's
+    record exists. What the user should know is returned in words.
 
     Raises:
         AttemptFailedError: There is no such checkpoint, or it could not be copied.

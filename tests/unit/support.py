@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,35 @@ def neighbour(store: RunStore, name: str) -> RunStore:
         return LocalRunStore(f"{store.path}-{name}")
     assert isinstance(store, ObjectRunStore)
     return ObjectRunStore(f"{store.path}-{name}", store.retries, store.client)
+
+
+class SteppedStore(LocalRunStore):
+    """A disk where something is called before each operation, and before each file of a folder that is deleted."""
+
+    _OPERATIONS = {"names": "list", "file_sizes": "list", "delete_folder": "delete", "upload": "copy"} | {
+        name: name for name in ("create", "replace", "read", "folders", "delete")
+    }
+
+    def __init__(self, path: str, before: Callable[[str], object]) -> None:
+        super().__init__(path)
+        self.before = before
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in SteppedStore._OPERATIONS:
+            return found
+
+        def stepped(*arguments: Any, **more: Any) -> Any:
+            self.before(f"{SteppedStore._OPERATIONS[name]} {arguments[0] if arguments else ''}")
+            return found(*arguments, **more)
+
+        return stepped
+
+    def _delete_folder(self, name: str) -> bool:
+        for file in self._file_sizes(name) or {}:
+            self.before("unlink")
+            self._delete(f"{name}/{file}")
+        return super()._delete_folder(name)
 
 
 class Wrapped:

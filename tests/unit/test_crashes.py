@@ -7,7 +7,6 @@ and always the same size, so a mixture of two attempts cannot be seen by sizes; 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from prefect_elastic_train.runs.commits import all_commits, lineage
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore
-from tests.unit.support import Training, begin, claim, examples, private_folder, tear
+from tests.unit.support import SteppedStore, Training, begin, claim, examples, private_folder, tear
 
 RANKS = 2
 
@@ -44,58 +43,22 @@ class Died(BaseException):
     """The attempt was killed."""
 
 
-class MortalStore(LocalRunStore):
+class MortalStore(SteppedStore):
     """A store at whose n-th operation, counted from some moment on, the attempt dies."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(path)
+        super().__init__(path, self._live)
         self._left: int | None = None
 
     def die_after(self, operations: int) -> None:
         """Let so many more operations happen."""
         self._left = operations
 
-    def _live(self) -> None:
+    def _live(self, operation: str) -> None:
         if self._left is not None:
             self._left -= 1
             if self._left < 0:
                 raise Died
-
-    def create(self, name: str, data: bytes) -> bool:
-        self._live()
-        return super().create(name, data)
-
-    def replace(self, name: str, data: bytes) -> None:
-        self._live()
-        super().replace(name, data)
-
-    def read(self, name: str) -> bytes | None:
-        self._live()
-        return super().read(name)
-
-    def names(self, folder: str) -> list[str]:
-        self._live()
-        return super().names(folder)
-
-    def file_sizes(self, folder: str) -> dict[str, int] | None:
-        self._live()
-        return super().file_sizes(folder)
-
-    def delete(self, name: str) -> None:
-        self._live()
-        super().delete(name)
-
-    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        self._live()
-        return super().delete_folder(name, check)
-
-    def _unlink(self, name: str, handle: int) -> None:
-        self._live()
-        super()._unlink(name, handle)
-
-    def _remove_empty(self, path: Path) -> None:
-        self._live()
-        super()._remove_empty(path)
 
 
 @dataclass(frozen=True)

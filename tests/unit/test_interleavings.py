@@ -30,7 +30,7 @@ from prefect_elastic_train.runs.commits import newest_attempt
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore
-from tests.unit.support import claim, empty_snapshot, examples, private_folder, with_result
+from tests.unit.support import SteppedStore, claim, empty_snapshot, examples, private_folder, with_result
 
 Chain = tuple[str, ...]
 """The uploads that training went through, oldest first; each has a name of its own."""
@@ -98,56 +98,6 @@ class Driver:
         assert self._stands.acquire(timeout=20), "an attempt hangs"
 
 
-class SteppedStore(LocalRunStore):
-    """A store whose every operation waits for its turn."""
-
-    def __init__(self, path: str, driver: Driver) -> None:
-        super().__init__(path)
-        self.turn = driver.turn
-
-    def create(self, name: str, data: bytes) -> bool:
-        self.turn(f"create {name}")
-        return super().create(name, data)
-
-    def replace(self, name: str, data: bytes) -> None:
-        self.turn(f"replace {name}")
-        super().replace(name, data)
-
-    def read(self, name: str) -> bytes | None:
-        self.turn(f"read {name}")
-        return super().read(name)
-
-    def names(self, folder: str) -> list[str]:
-        self.turn(f"list {folder}")
-        return super().names(folder)
-
-    def folders(self, folder: str = "") -> list[str]:
-        self.turn("folders")
-        return super().folders(folder)
-
-    def file_sizes(self, folder: str) -> dict[str, int] | None:
-        self.turn(f"list {folder}")
-        return super().file_sizes(folder)
-
-    def delete(self, name: str) -> None:
-        self.turn(f"delete {name}")
-        super().delete(name)
-
-    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        self.turn(f"delete {name}")
-        return super().delete_folder(name, check)
-
-    def _delete_folder(self, name: str) -> bool:
-        for file in self._file_sizes(name) or {}:
-            self.turn("unlink")
-            self._delete(f"{name}/{file}")
-        return super()._delete_folder(name)
-
-    def upload(self, source: str, name: str) -> None:
-        self.turn("copy")
-        super().upload(source, name)
-
-
 @dataclass
 class Ledger:
     """What the attempts have seen and reached."""
@@ -189,7 +139,7 @@ class Workload:
 
 def drive(driver: Driver, ledger: Ledger, label: str, workload: Workload) -> None:
     """Do what a driver and Ray Train do in one attempt; a fenced-off one may fail in any way."""
-    store = SteppedStore(ledger.path, driver)
+    store = SteppedStore(ledger.path, driver.turn)
     begun = begin_attempt(store, claim(driver_restarts=1000, max_attempts_without_progress=1000))
     assert isinstance(begun, Begun)
     try:
@@ -203,7 +153,7 @@ def _train(store: SteppedStore, driver: Driver, ledger: Ledger, begun: Begun, la
     chain = ledger.chain(begun.point.checkpoint)
     ledger.begun.append((begun, chain))
     filesystem = RunFilesystem(store, begun.attempt)
-    loaded = _load_snapshot(filesystem)
+    loaded = _load_snapshot(filesystem, driver)
     assert (loaded or None) == begun.point.snapshot, "Ray would start from another snapshot"
     snapshot = loaded or empty_snapshot()
     ledger.check_whole(snapshot)
@@ -244,10 +194,10 @@ def _upload(filesystem: RunFilesystem, folder: str, chain: Chain, files: tuple[s
             filesystem.upload_folder(f"{local}/{file}", f"{path}/{file}")
 
 
-def _load_snapshot(filesystem: RunFilesystem) -> dict[str, Any] | None:
+def _load_snapshot(filesystem: RunFilesystem, driver: Driver) -> dict[str, Any] | None:
     """Load Ray's file as Ray does: through the filesystem that it was handed."""
     path = f"{filesystem.store.path}/{layout.SNAPSHOT}"
-    filesystem.store.turn("load")
+    driver.turn("load")
     if filesystem.get_file_info([path])[0].type == fs.FileType.NotFound:
         return None
     with filesystem.open_input_stream(path) as stream:
