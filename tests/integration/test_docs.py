@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from prefect_elastic_train.storage.store import LocalRunStore
 from prefect_elastic_train.train_flow import train
 from tests.support.deployments import deployment_id
 from tests.support.doc_blocks import PYTHON, blocks_of, pages, run_block
+from tests.support.processes import ROOT
 from tests.unit.support import Training, begin, claim, empty_snapshot, with_result
 
 pytestmark = pytest.mark.full
@@ -155,7 +157,8 @@ def test_functions_that_no_block_calls_are_right_in_names_imports_and_arguments(
     settings = "plugins=pydantic.mypy\nignore_missing_imports=true\ncheck_untyped_defs=true\nfollow_imports=silent\n"
     (tmp_path / "mypy.ini").write_text(f"[mypy]\n{settings}")
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", *files]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout
+    there = {**os.environ, "MYPYPATH": str(ROOT)}
+    said = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=300).stdout
     assert f"(checked {len(files)} source files)" in said, said
     wrong = re.compile(r"\[(call-arg|name-defined)\]|Module .* has no attribute")
     assert [line for line in said.splitlines() if wrong.search(line)] == []

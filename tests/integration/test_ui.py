@@ -148,7 +148,8 @@ def ui(api_url: str, tmp_path: Path) -> Iterator[PrefectUI]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE * 1000)
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.set_default_timeout(PATIENCE * 1000)
-        ui = PrefectUI(page, api_url, Path(os.environ.get(OUTPUT_VARIABLE, tmp_path)))
+        (output := Path(os.environ.get(OUTPUT_VARIABLE, tmp_path))).mkdir(parents=True, exist_ok=True)
+        ui = PrefectUI(page, api_url, output)
         yield ui
         ui.screenshot("last")
         browser.close()
