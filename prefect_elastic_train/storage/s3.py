@@ -14,7 +14,7 @@ from aiobotocore.session import AioSession
 from fsspec.asyn import sync_wrapper
 
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
-from prefect_elastic_train.storage.faults import local_disk
+from prefect_elastic_train.storage.faults import diagnose, local_disk
 from prefect_elastic_train.storage.retries import Retries
 
 _READ_BYTES = 2**18
@@ -25,6 +25,8 @@ _CALL_SECONDS, _SLOWEST_BYTES = 75.0, 64 * 2**10
 _AT_LENGTH = ("complete_multipart_upload", "copy_object", "upload_part_copy")
 _AT_LENGTH_SECONDS = 600.0
 _ABORT_SECONDS = 5.0
+#: Faults of stores that do not take the checksums of the parts of an upload.
+_NO_CHECKSUMS = ("not supported", "refused (InvalidRequest)", "refused (InvalidArgument)")
 #: For the metadata service of an instance, which limits how often it answers: many workers start together.
 _METADATA = {"metadata_service_num_attempts": 4, "metadata_service_timeout": 2}
 
@@ -77,11 +79,19 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
     def __init__(self, *, repeats: Retries, **options: Any) -> None:
         super().__init__(**options)
         self._repeats = repeats
+        #: Whether parts are sent with their checksums, which the store verifies; and those, by upload and number.
+        self._sends_checksums = True
+        self._checksums: dict[str, dict[int, str]] = {}
 
     async def _call_s3(self, method: str, *more: Any, **arguments: Any) -> Any:
         seconds = _AT_LENGTH_SECONDS if method in _AT_LENGTH else _CALL_SECONDS
         seconds += len(arguments.get("Body", b"")) / _SLOWEST_BYTES
-        call = super()._call_s3
+        call, checksums = super()._call_s3, self._checksums.get(arguments.get("UploadId", ""), {})
+        if method == "upload_part" and arguments["UploadId"] in self._checksums:
+            arguments["ChecksumAlgorithm"] = "CRC32"
+        elif method == "complete_multipart_upload":
+            for part in arguments["MultipartUpload"]["Parts"] if checksums else []:
+                part["ChecksumCRC32"] = checksums[part["PartNumber"]]
 
         async def bounded() -> Any:
             try:
@@ -89,10 +99,30 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
             except asyncio.TimeoutError as error:  # in whose place fsspec would raise one without words
                 raise ConnectionError(f"no answer to {method} within {seconds:.0f} s") from error
 
-        if method != "upload_part":
-            return await bounded()
-        what = f"upload part {arguments['PartNumber']} of {arguments['Bucket']}/{arguments['Key']}"
-        return await self._repeats.call_async(what, bounded)
+        if method == "upload_part":
+            what = f"upload part {arguments['PartNumber']} of {arguments['Bucket']}/{arguments['Key']}"
+            answer = await self._repeats.call_async(what, bounded)
+            checksums[arguments["PartNumber"]] = answer.get("ChecksumCRC32", "")
+            return answer
+        answer = await bounded()
+        if method == "create_multipart_upload" and "ChecksumAlgorithm" in arguments:
+            self._checksums[answer["UploadId"]] = {}
+        elif method in ("complete_multipart_upload", "abort_multipart_upload"):
+            self._checksums.pop(arguments["UploadId"], None)
+        return answer
+
+    async def _put_file(self, lpath: str, rpath: str, **more: Any) -> None:
+        put = super()._put_file
+        if self._sends_checksums:
+            try:
+                await put(lpath, rpath, ChecksumAlgorithm="CRC32", **more)
+                return
+            except OSError as error:
+                fault = diagnose(error)
+                if fault is None or fault.kind not in _NO_CHECKSUMS:
+                    raise
+                self._sends_checksums = False
+        await put(lpath, rpath, **more)
 
     async def _abort_mpu(self, bucket: str, key: str, mpu: str) -> None:
         abort = super()._abort_mpu

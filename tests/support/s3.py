@@ -130,24 +130,28 @@ class SeenRequest:
         method: HTTP method.
         path: Bucket and key with the query, not quoted.
         access_key: Whose request it is; empty for an anonymous one.
+        has_checksum: Whether a header announces or gives one.
         fault: What was done to it: a kind of `FaultProxy.faults_given`, empty for nothing.
     """
 
     method: str
     path: str
     access_key: str = ""
+    has_checksum: bool = False
     fault: str = ""
 
 
 class Which(NamedTuple):
-    """Tells which requests something is about: HTTP methods, and what path and query contain; empty takes all."""
+    """Tells which requests something is about: HTTP methods, what path and query contain, and only with checksums."""
 
     methods: tuple[str, ...] = ()
     contains: str = ""
+    checksum: bool = False
 
     def takes(self, request: SeenRequest) -> bool:
         """Return whether a request is one of them."""
-        return (not self.methods or request.method in self.methods) and self.contains in request.path
+        is_of_these = (not self.methods or request.method in self.methods) and self.contains in request.path
+        return is_of_these and (request.has_checksum or not self.checksum)
 
 
 class _Refusal(NamedTuple):
@@ -332,7 +336,8 @@ class FaultProxy:
     def _judge(self, request: web.Request) -> tuple[SeenRequest, _Refusal | None, float]:
         """Decide about a request: what it is and has done to it, how it is refused, how many seconds it waits."""
         scope = request.headers.get("Authorization", "").partition("Credential=")[2]
-        seen = SeenRequest(request.method, unquote(request.raw_path), scope.split("/")[0])
+        has_checksum = any("checksum" in name.lower() for name in request.headers)
+        seen = SeenRequest(request.method, unquote(request.raw_path), scope.split("/")[0], has_checksum)
         refusal = next((refusal for refusal in self._refusals if refusal.when.takes(seen)), None)
         if self._keys is not None and seen.access_key not in self._keys:
             refusal = _WRONG_KEY if seen.access_key else _NO_KEY

@@ -5,6 +5,7 @@ Each storage is the one of a whole session, so tests look at a run directory of 
 
 from __future__ import annotations
 
+import base64
 import errno
 import io
 import os
@@ -12,6 +13,7 @@ import pickle
 import socket
 import threading
 import uuid
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -302,6 +304,28 @@ def test_a_part_that_fails_is_sent_again_and_no_other(
     sent = [arguments["PartNumber"] for method, arguments in asked if method == "upload_part"]
     assert sorted(sent) == [1, 2, 3, 3, 4, 5]
     assert content(run, "ckpt") == {"large": (source / "large").read_bytes()}
+
+
+@on_s3
+@pytest.mark.parametrize(("where", "code"), [("?uploads", "NotImplemented"), ("partNumber=", "InvalidRequest")])
+def test_parts_are_sent_with_their_checksums_and_without_to_a_store_that_takes_none(
+    run: RunStore, source: Path, proxy: FaultProxy, small_parts: None, on_request: Any, where: str, code: str
+) -> None:
+    large = (source / "large").read_bytes()
+    expected = [zlib.crc32(large[begin : begin + 64 * KIB]) for begin in range(0, len(large), 64 * KIB)]
+    asked, _ = on_request
+    run.upload(str(source), "first")
+    (ended,) = [arguments for method, arguments in asked if method == "complete_multipart_upload"]
+    sums = [base64.b64decode(part["ChecksumCRC32"]) for part in ended["MultipartUpload"]["Parts"]]
+    assert [int.from_bytes(one, "big") for one in sums] == expected
+    files_of(run)._sends_checksums = True  # the client is the one of all tests
+    proxy.refuse(code, status=501 if code == "NotImplemented" else 400, when=Which(contains=where, checksum=True))
+    for name in ("second", "third"):
+        proxy.reset_counters()
+        run.upload(str(source), name)
+        assert bool(proxy.faults_given["refused"]) == (name == "second"), "it is remembered"
+        assert content(run, name) == read_tree(source)
+    files_of(run)._sends_checksums = True
 
 
 @on_s3
