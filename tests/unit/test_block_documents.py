@@ -13,7 +13,6 @@ from prefect_elastic_train import (
     ConfigurationError,
     ElasticScaling,
     FailureBudget,
-    LocalStorage,
     RayCluster,
     S3Storage,
 )
@@ -42,7 +41,6 @@ ENVIRONMENT = {
             ["max_workers: 2 -> 4", 'resources_per_worker: {"CPU": 2.0} -> {}'],
         ),
         (CheckpointPolicy(keep=3), {}, ["keep: null -> 3"]),
-        (LocalStorage(path="/runs"), {"path": "/old"}, ['path: "/old" -> "/runs"']),
         # What the UI leaves out or stores in its own form is no difference.
         (
             ElasticScaling(max_workers=4, resources_per_worker={"CPU": 2}),
@@ -122,7 +120,6 @@ def test_every_profile_makes_its_blocks_from_the_variables_that_it_needs_or_says
 @pytest.mark.parametrize(
     ("profile", "environment", "why"),
     [
-        ("spot-gpu", {}, "profile spot-gpu: set ELASTIC_TRAIN_SPOT_GPU_ADDRESS"),
         ("spot-gpu", {"ELASTIC_TRAIN_SPOT_GPU_ADDRESS": "nowhere"}, "profile spot-gpu has a bad value: address: "),
         ("desktop", {}, "there is no profile 'desktop'; profiles are laptop, spot-gpu, tpu-v6e, s3"),
     ],

@@ -36,7 +36,6 @@ SETTINGS: dict[str, tuple[str, Any, Any]] = {
 REFUSED = [
     ("poll_interval_seconds", "-1", "greater than or equal to 0"),
     ("stop_grace_seconds", "soon", "valid number"),
-    ("flow_run_check_seconds", "0", "greater than 0"),
     ("reporting", "perhaps", "valid boolean"),
     ("report_interval_seconds", "4.9", "greater than or equal to 5"),
     ("default_storage", "s3://bucket/runs", "match pattern"),
@@ -96,7 +95,6 @@ def test_a_bad_value_is_refused_by_name_value_and_rule(
     [
         ("prefect.toml", b"[elastic_train\n"),
         ("prefect.toml", b"elastic_train = 5\n"),
-        ("pyproject.toml", b"tool = 5\n"),
         ("profiles.toml", b"active = 'mine'\n[profiles]\nmine = 5\n"),
         (".env", b"A=\xff\n"),
     ],
