@@ -37,7 +37,7 @@ from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolic
 from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import run_config, scaling_config
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import newest_commit
+from prefect_elastic_train.runs.commits import FencedOffError, newest_commit
 from prefect_elastic_train.storage.retries import Waits
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -316,6 +316,24 @@ def test_what_no_commit_needs_is_gone_before_a_worker_group_starts_and_told_by_w
     assert controller.callback.errors == 0
     assert controller.store.folders() == [layout.STATE_FOLDER, physical_name("new", 1)]
     assert "no commit needs: half, old" in caplog.text
+
+
+def test_an_attempt_that_was_overtaken_starts_no_group_and_abandons_no_upload_of_its_successor(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(store: Any, attempt: int) -> list[str]:
+        begin(controller.store)  # meanwhile
+        return []
+
+    monkeypatch.setattr(callbacks, "remove_interrupted_uploads", remove)
+    callback, abandoned = controller.callback, list[str]()
+    monkeypatch.setattr(callback._store, "abandon_uploads", lambda: abandoned.append("all"))
+    callback.before_worker_group_start(None)
+    assert abandoned == []
+    with pytest.raises(FencedOffError):
+        callback.before_controller_execute_resize_decision(ResizeDecision(2, {"CPU": 1}))
+    with pytest.raises(FencedOffError):
+        callback.before_controller_execute_failure_decision(FailureDecision.RETRY)
 
 
 def test_metrics_are_plain_numbers_or_short_text() -> None:
