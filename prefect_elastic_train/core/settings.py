@@ -27,19 +27,18 @@ from prefect_elastic_train.core.masking import without_credentials
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
+_AtLeastOne = Annotated[Count, Field(ge=1)]
+_OrUnlimited = Annotated[Count, Field(ge=-1)]
+
 
 class ScalingSettings(SettingsModel):
     """How many workers to run and what each of them gets. See :class:`ElasticScaling`."""
 
-    min_workers: Count = Field(
-        default=1,
-        ge=1,
-        description="Training runs only with at least this many workers; below it, it waits for capacity.",
+    min_workers: _AtLeastOne = Field(
+        default=1, description="Training runs only with at least this many workers; below it, it waits for capacity."
     )
-    max_workers: Count = Field(
-        default=1,
-        ge=1,
-        description="The number of workers asked for; the group grows up to it when capacity comes back.",
+    max_workers: _AtLeastOne = Field(
+        default=1, description="The number of workers asked for; the group grows up to it when capacity comes back."
     )
     accelerator: Literal["cpu", "gpu", "tpu"] = Field(
         default="cpu",
@@ -146,15 +145,11 @@ def _check_tpu(scaling: ScalingSettings) -> None:
 class FailureSettings(SettingsModel):
     """How much may fail before the training does. See :class:`FailureBudget`."""
 
-    max_failures: Count = Field(
-        default=3,
-        ge=-1,
-        description="Worker-group failures recovered inside the cluster, per driver attempt. -1: unlimited.",
+    max_failures: _OrUnlimited = Field(
+        default=3, description="Worker-group failures recovered inside the cluster, per driver attempt. -1: unlimited."
     )
-    max_preemption_failures: Count = Field(
-        default=-1,
-        ge=-1,
-        description="Preemptions recovered inside the cluster, counted apart from failures. -1: unlimited.",
+    max_preemption_failures: _OrUnlimited = Field(
+        default=-1, description="Preemptions recovered inside the cluster, counted apart from failures. -1: unlimited."
     )
     driver_restarts: Count = Field(
         default=3,
@@ -174,10 +169,8 @@ class FailureSettings(SettingsModel):
         default=False,
         description="Let healthy ranks commit a just-in-time checkpoint without the ranks being preempted.",
     )
-    max_attempts_without_progress: Count = Field(
-        default=2,
-        ge=1,
-        description="Driver attempts in a row without a new checkpoint after which the training gives up.",
+    max_attempts_without_progress: _AtLeastOne = Field(
+        default=2, description="Driver attempts in a row without a new checkpoint after which the training gives up."
     )
     stall_timeout_seconds: NonNegativeFloat = Field(
         default=0.0, description="No report for so long is a failure of the worker group. 0: off."
