@@ -154,8 +154,12 @@ def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) ->
     chosen = f"{source.run}@{source.folder}" if source.run else ""
     folder = physical_name(f"from-{source.run}", attempt=0, report=time.time_ns())
     if chosen:
-        target.copy_folder(f"{storage.run(source.run).path}/{source.folder}", folder)
-        if damage := damage_of(target, folder, source.manifest):
+        try:
+            target.copy_folder(f"{storage.run(source.run).path}/{source.folder}", folder)
+            damage = damage_of(target, folder, source.manifest)
+        except FileNotFoundError:
+            damage = "it was deleted meanwhile"
+        if damage:
             raise AttemptFailedError(
                 f"resume_from={chosen!r}: the copy of the checkpoint is not whole: {damage}; retry the flow run",
                 outcome=Outcome.STORAGE_ERROR,

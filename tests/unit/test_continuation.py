@@ -260,27 +260,30 @@ def test_a_run_that_is_taken_over_before_its_first_commit_starts_from_what_it_wa
     assert loop_name(begun.point.checkpoint) == "from-night-1"
 
 
+@pytest.mark.parametrize("why", [r"model\.pt has 4 bytes", "it was deleted meanwhile"])
 def test_a_copy_that_is_not_whole_is_no_first_commit_and_is_removed(
-    nights: Nights, monkeypatch: pytest.MonkeyPatch
+    nights: Nights, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
+    nights.add("night-0")
     nights.add("night-1")
     copy_folder = LocalRunStore.copy_folder
 
     def lose_some(self: LocalRunStore, source: str, name: str) -> None:
+        if "deleted" in why:
+            nights.storage.run("night-1").delete_folder("")
         copy_folder(self, source, name)
         Path(self.path, name, "model.pt").write_bytes(b"half")
 
     monkeypatch.setattr(LocalRunStore, "copy_folder", lose_some)
     wanted = nights.claim("night-2")
     store = nights.storage.run("night-2")
-    words = r"the copy of the checkpoint is not whole: model\.pt has 4 bytes"
-    with pytest.raises(AttemptFailedError, match=words) as error:
+    with pytest.raises(AttemptFailedError, match=f"the copy of the checkpoint is not whole: {why}") as error:
         nights.start(wanted)
-    assert error.value.outcome is Outcome.STORAGE_ERROR
-    assert all_commits(store) == []
-    assert len(RunDirectory(store).leftovers) == 1
+    assert (error.value.outcome, all_commits(store)) == (Outcome.STORAGE_ERROR, [])
+    assert len(RunDirectory(store).leftovers) == ("deleted" not in why)
     monkeypatch.undo()
     begun, _ = nights.start(wanted)
+    assert loop_name(begun.point.checkpoint) == ("from-night-0" if "deleted" in why else "from-night-1")
     assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of checkpoint_0"
 
 
