@@ -123,13 +123,7 @@ def begin_attempt(
 
 
 def peek(store: RunStore, spec: DriverSpec, watch_seconds: float | None = None) -> EndedRecord | None:
-    """Return how the run was finished if it is, for this flow run. Nothing is begun.
-
-    Takes the arguments of :func:`begin_attempt`.
-
-    Raises:
-        AttemptFailedError: :func:`begin_attempt` would refuse because the run is another flow run's or training.
-    """
+    """Return how the run was finished if it is, for this flow run. Nothing is begun, and the same is refused."""
     return _find_finished(RunDirectory(store), spec.request, watch_seconds)
 
 
@@ -245,11 +239,7 @@ def _claim(store: RunStore, run: RunDirectory, request: RunRequest) -> list[str]
 
 
 def _spent(run: RunDirectory, request: RunRequest) -> tuple[int, int]:
-    """Count this flow run's attempts, and those in a row without a commit, since the last verdict.
-
-    A verdict is an end that no automatic restart follows: only a person's retry gets past it, and that
-    starts with fresh budgets.
-    """
+    """Count this flow run's attempts, and those in a row without a commit, since the last end that nobody restarts."""
     progressed = {attempt for attempt, _ in lineage(run)}
     counted = idle = 0
     in_a_row = True

@@ -19,12 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Call(NamedTuple):
-    """A call of a subflow.
-
-    Attributes:
-        flow_name: Name of the subflow.
-        number: Which of its calls in the calling flow run that is, counted from 1.
-    """
+    """A call of a subflow, and which of its calls in the calling flow run that is, counted from 1."""
 
     flow_name: str
     number: str
@@ -68,10 +63,7 @@ def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequ
 
 
 def training_part(flow_name: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
-    """Return which training of its flow run a training is: its default name without what tells flow runs apart.
-
-    Takes the arguments of :func:`default_run_name`.
-    """
+    """Return which training of its flow run a training is: its default name without what tells flow runs apart."""
     return "".join(_parts(flow_name, ordinal, calls))
 
 

@@ -96,10 +96,7 @@ class ResumePoint:
 class RunDirectory(RunView):
     """A run directory as it was when it was first asked for each thing. Nothing is written.
 
-    Args:
-        store: The run directory.
-        attempt: Take the run as this attempt found it when it began, and what it has done since; later attempts are
-            not looked at. Default: all.
+    If an attempt is given, it is as that found it when it began, with what it has done since.
     """
 
     def __init__(self, store: RunReader, attempt: int | None = None) -> None:

@@ -348,6 +348,14 @@ def test_one_that_was_stopped_for_a_while_does_not_touch_what_its_successor_need
             play([*holder_commits, holder_is_stopped, successor_does, holder_goes_on], drivers=2, workload=workload)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_commit_between_the_looks_of_a_successor_is_not_lost_though_that_dies(dies: bool) -> None:
+    about_to_commit, about_to_begin = Turn(0, COMMIT), Turn(1, f"create {layout.ATTEMPTS}")
+    commits, looks_again = Turn(0, "copy"), Turn(1, f"list {layout.COMMITS}", dies=dies)
+    schedule = [about_to_commit, about_to_begin, commits, looks_again, Turn(1, "load")]
+    play(schedule, drivers=2, workload=Workload(reports=3, keep=1))
+
+
 def test_two_that_begin_at_once_do_not_hold_the_same_attempt() -> None:
     both_are_about_to_begin = [Turn(who, f"create {layout.ATTEMPTS}") for who in (0, 1)]
     both_begin = [Turn(who, "copy") for who in (0, 1)]
