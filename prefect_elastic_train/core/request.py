@@ -103,7 +103,9 @@ def _user_modules() -> tuple[list[ModuleType], list[ModuleType]]:
     hidden, scripts = [], []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if not file or file.startswith(installed) or name == "__main__" or getattr(module, "__name__", "") != name:
+        if not isinstance(module, ModuleType) or not file or file.startswith(installed):
+            continue
+        if name == "__main__" or module.__name__ != name:
             continue
         if not _is_importable(name, file):
             hidden.append(module)
