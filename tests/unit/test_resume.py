@@ -87,12 +87,16 @@ def _tear_inner_snapshot(store: RunStore, name: str) -> None:
 
 @pytest.mark.parametrize("damage", [tear, _tear_inner_snapshot])
 def test_a_torn_commit_is_passed_over_and_told(store: RunStore, training: Training, damage: Any) -> None:
-    damage(store, layout.commit_name(1, 3))
+    folder = physical_name("d", 1)
+    training.report(folder)
+    damage(store, layout.commit_name(1, 4))
+    store.delete(layout.SNAPSHOT)
     assert remove_interrupted_uploads(store, 1) == [], "something was removed while nothing tells what is needed"
     begun = begin(store)
-    assert (begun.point.base, begun.point.checkpoint) == ((1, 2), "b")
-    assert begun.notes == ["commit 0001-000003 is torn and was passed over"]
-    assert _ray_resumes(store) == "b"
+    assert (begun.point.base, begun.point.checkpoint) == ((1, 3), "c")
+    assert begun.notes == ["commit 0001-000004 is torn and was passed over"]
+    assert remove_interrupted_uploads(store, begun.attempt) == [folder]
+    assert _ray_resumes(store) == "c"
 
 
 @pytest.mark.parametrize(
