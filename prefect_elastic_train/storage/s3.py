@@ -11,12 +11,15 @@ from typing import Any
 
 import s3fs
 from aiobotocore.session import AioSession
+from botocore.loaders import create_loader
 from fsspec.asyn import sync_wrapper
 
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
 from prefect_elastic_train.storage.faults import diagnose, local_disk
 from prefect_elastic_train.storage.retries import Retries
 
+#: Of the descriptions of AWS, which take a third of a second to read.
+_LOADER = create_loader()
 _READ_BYTES = 2**18
 #: A request may take so long, and longer by its body at so many bytes a second. botocore bounds the wait for an answer
 #: only from when the body is sent, which a store may never read.
@@ -46,6 +49,7 @@ def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
         # Many stores do not know the checksums that botocore adds by itself for AWS; they verify its signature.
         config |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     session = AioSession()
+    session.register_component("data_loader", _LOADER)
     for name, value in _METADATA.items():
         session.set_config_variable(name, value)
     client: dict[str, Any] = {"region_name": settings.region or None}
