@@ -293,7 +293,7 @@ def test_cancel_in_the_pause_before_a_new_driver_ends_the_training(
     state = client.read_flow_run(UUID(flow.flow_run_id)).state
     assert state is not None
     assert state.is_cancelled()
-    assert (len(script.drivers()), flow.marked()) == (1, [])
+    assert len(script.drivers()) == 1, "and no other follows"
 
 
 def _subflows(client: SyncPrefectClient, flow_run_id: UUID) -> list[Any]:
