@@ -187,7 +187,6 @@ class RunFilesystem(StoreFilesystem):
         name = self.name(path)
         if name == layout.SNAPSHOT:
             return pa.PythonFile(_Spooled(lambda file: self.log.commit(file.read())), mode="w")
-        self._check_fence()
         return pa.PythonFile(_Spooled(lambda file: self.upload_folder(file.name, path)), mode="w")
 
     def upload_folder(self, source: str, target: str) -> None:
