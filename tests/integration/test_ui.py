@@ -167,7 +167,9 @@ def _make_scaling_block(ui: PrefectUI) -> None:
     ui.open("Blocks")
     # The button with the plus comes before the other way to the catalog.
     ui.main.locator("a[href$='/blocks/catalog']").first.click()
+    expect(ui.main.get_by_text("Catalog", exact=True)).to_be_visible()
     ui.main.get_by_role("textbox", name="Search blocks").fill("Elastic Scaling")
+    expect(ui.main.get_by_role("heading", name="Elastic Scaling", exact=True)).to_be_visible()
     expect(ui.main.get_by_text("1 Block", exact=True)).to_be_visible()
     ui.main.get_by_role("link", name="Create", exact=True).click()
     ui.page.get_by_role("textbox", name="Name").fill(RUN)
