@@ -176,7 +176,7 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
     _, failure, restart, resize, _ = [why for _, why in happened]
     assert "rank 1: its process was killed or has crashed" in failure
     assert "was ended by signal 9 (SIGKILL)" in restart
-    assert "there is room for 3 workers" in resize
+    assert "s for a checkpoint" in resize
     told = run_events(client, training.flow.flow_run_id)
     payloads = {event["event"].removeprefix("elastic-train.run."): event["payload"] for event in told}
     troubles = ["worker-failed", "preempted", "driver-restarted", "resized", "waiting-for-capacity", "storage-waited"]
