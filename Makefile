@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# More test processes than cores, as most tests wait; a file's tests stay together, for the clusters that they share, and
-# the slow fault tests come first.
+# A file's tests stay together, for the clusters that they share, and the slow fault tests come first. Unit tests run in
+# more processes than there are cores, as many of them wait.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 # What only `make test-all` runs: second cases of a kind, pages of the docs, the browser, the wheel, random faults.
 QUICK := -m "not full and not soak"
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}" \
-	UV_DEFAULT_INDEX="$${PIP_INDEX_URL}" UV_INDEX="$${PIP_EXTRA_INDEX_URL:-}" \
+	$(if $(PIP_INDEX_URL),UV_DEFAULT_INDEX="$(PIP_INDEX_URL)") UV_INDEX="$(PIP_EXTRA_INDEX_URL)" \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -39,16 +39,16 @@ unit: $(STAMP)
 	$(PYTEST) -n 4 tests/unit
 
 integration: $(STAMP)
-	$(PYTEST) -n 3 $(QUICK) tests/integration
+	$(PYTEST) -n 2 $(QUICK) tests/integration
 
 faults: $(STAMP)
-	$(PYTEST) -n 3 $(QUICK) tests/faults
+	$(PYTEST) -n 2 $(QUICK) tests/faults
 
 quick: $(STAMP)
-	$(PYTEST) -n 3 $(QUICK) tests
+	$(PYTEST) -n 2 $(QUICK) tests
 
 every: $(STAMP)
-	$(PYTEST) -n 3 tests
+	$(PYTEST) -n 2 tests
 
 check: $(STAMP)  ## lint, types and unit tests, in a minute and a half
 	$(TOGETHER) lint types unit

@@ -17,7 +17,7 @@ from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
 from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy
-from prefect_elastic_train.elastic.worker_group import RunController
+from prefect_elastic_train.elastic.worker_group import TrainController
 from prefect_elastic_train.loop.context import RunContext
 
 
@@ -44,7 +44,7 @@ class _ElasticTrainerMixin:
             "scaling_policy": RunScalingPolicy(self.scaling_config, setup.requester_id, setup.scaling),
             "failure_policy": RunFailurePolicy(self.run_config.failure_config),
         }
-        data_parallel_trainer.TrainController = RunController
+        data_parallel_trainer.TrainController = TrainController
         return super()._initialize_and_run_controller(**controller_arguments | policies)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:

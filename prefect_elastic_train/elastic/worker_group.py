@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.controller import TrainController as RaysTrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
     PlacementGroupHandle,
@@ -78,10 +78,11 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return handle
 
 
-class RunController(TrainController):  # type: ignore[misc]
+class TrainController(RaysTrainController):  # type: ignore[misc]
     """Ray's controller with our worker groups, which gives up what a lost one held before it decides about the next.
 
-    Ray moves the bundles of a lost node to another one, where the run would have to wait for itself.
+    Ray moves the bundles of a lost node to another one, where the run would have to wait for itself. The name is that
+    of Ray's own, by which its process and its lines in the log are known.
     """
 
     worker_group_cls = RunWorkerGroup

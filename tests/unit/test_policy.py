@@ -28,7 +28,7 @@ from prefect_elastic_train.elastic.failures import CapacityTimeoutError, decisiv
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import scaling_config
-from prefect_elastic_train.elastic.worker_group import RunController, RunWorkerGroup
+from prefect_elastic_train.elastic.worker_group import RunWorkerGroup, TrainController
 from prefect_elastic_train.loop.notice import announce
 
 
@@ -339,7 +339,7 @@ def test_a_lost_group_gives_back_what_it_holds_before_the_next_is_decided(
         if fails:
             raise RuntimeError("the cluster does not answer")
 
-    controller = RunController.__new__(RunController)
+    controller = TrainController.__new__(TrainController)
     controller._worker_group = SimpleNamespace(shutdown=shut_down)
     controller._scaling_policy = SimpleNamespace(
         make_decision_for_non_running_worker_group=lambda: said.append("decided") or NoopDecision()

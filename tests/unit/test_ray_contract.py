@@ -146,7 +146,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         loop_callback.LoopCallback,
         loop_callback.NoDatasetsCallback,
         worker_group.RunWorkerGroup,
-        worker_group.RunController,
+        worker_group.TrainController,
     ],
 )
 def test_every_hook_of_ours_is_one_that_ray_calls_with_the_same_arguments(owner: type) -> None:
