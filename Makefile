@@ -10,6 +10,8 @@ QUICK := -m "not full and not soak"
 # Lint, types and tests beside each other.
 TOGETHER := +$(MAKE) --no-print-directory -j3
 STAMP := $(VENV)/.installed
+# Some hundred processes import the same: what one has compiled is kept, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install check lint types unit integration faults quick every test test-all soak api bench demo clean
 
