@@ -32,7 +32,10 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_no_boolean)]
+#: Behind the bounds of a number, or the forms would not know them.
+WHOLE = BeforeValidator(_no_boolean)
+
+Count = Annotated[int, WHOLE]
 JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
 Amounts = Annotated[dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]], BeforeValidator(_unwrap_ui_json)]
 Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]

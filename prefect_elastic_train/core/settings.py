@@ -22,13 +22,13 @@ from pydantic import (
     model_validator,
 )
 
-from prefect_elastic_train.core.fields import Amounts, Count, JsonDict, Labels, SettingsModel, Text
+from prefect_elastic_train.core.fields import WHOLE, Amounts, Count, JsonDict, Labels, SettingsModel, Text
 from prefect_elastic_train.core.masking import without_credentials
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
-_AtLeastOne = Annotated[Count, Field(ge=1)]
-_OrUnlimited = Annotated[Count, Field(ge=-1)]
+_AtLeastOne = Annotated[int, Field(ge=1), WHOLE]
+_OrUnlimited = Annotated[int, Field(ge=-1), WHOLE]
 
 
 class ScalingSettings(SettingsModel):
@@ -183,8 +183,8 @@ class FailureSettings(SettingsModel):
 class CheckpointSettings(SettingsModel):
     """Which checkpoints are kept. See :class:`CheckpointPolicy`."""
 
-    keep: Count | None = Field(
-        default=None, ge=1, description="How many checkpoints to keep, the best or the newest ones. Empty: all."
+    keep: _AtLeastOne | None = Field(
+        default=None, description="How many checkpoints to keep, the best or the newest ones. Empty: all."
     )
     score_attribute: str = Field(
         default="", description="The reported metric that ranks checkpoints. Empty: the newest are the best."
