@@ -171,7 +171,7 @@ def test_a_flow_process_that_is_ended_leaves_nothing_running(tmp_path: Path, num
             for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 guard.send_signal(other)  # what ends a flow must not end its guard
             flow.send_signal(number)
-            wait_for(lambda: not marked_processes(str(private)), 10, "the end of all marked processes")
+            wait_for(lambda: not marked_processes(str(private)), 20, "the end of all marked processes")
             wait_for(lambda: not private.exists(), 5, "the end of the folder")
             wait_for(lambda: not guard.is_running() or not _lives(guard), 5, "the guard to go")
             assert in_order.exists(), "the driver was asked first"
