@@ -118,7 +118,7 @@ def test_digits_deployment_learns_to_read_and_its_best_checkpoints_are_evaluated
 ) -> None:
     _automate(client, "digits/digits", "best-checkpoint")
     run = client.create_flow_run_from_deployment(deployment_id(client, "digits/digits"), parameters={"epochs": 4})
-    _completed(client, run.id, 240)
+    assert end_of(client, run.id, 240).is_completed()
     [matrix] = [one for one in artifacts_of(client, str(run.id), "markdown") if one.key == "digits-confusion-matrix"]
     assert "data:image/svg+xml;base64," in str(matrix.data)
     told = run_events(client, str(run.id))
