@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, SecretStr, model_validator
@@ -88,9 +89,9 @@ class _StorageSettings(SettingsModel):
     )
 
     @property
+    @abstractmethod
     def uri(self) -> str:
         """Where runs are, for people and other programs."""
-        raise NotImplementedError
 
     @property
     def root(self) -> str:
