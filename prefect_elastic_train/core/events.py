@@ -141,8 +141,6 @@ class WorkerGroupResized(Event):
     waited_seconds: float = 0.0
     #: Reports since the last checkpoint, which are done again.
     reports_lost: int = 0
-    #: Seconds of work since the last checkpoint, which are done again.
-    seconds_lost: float = 0.0
 
 
 class GroupFailed(Event):

@@ -105,7 +105,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._failures: dict[int, Exception] = {}
         #: What the workers have been asked for, until all have answered.
         self._asked: list[Any] = []
-        self._committed_at, self._has_committed = 0.0, False
+        self._has_committed = False
         self._reports_since_checkpoint = 0
         self.errors = 0
         self.start_failure: Exception | None = None
@@ -177,7 +177,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Report size and ranks of the new worker group."""
         self._workers, self._asked = worker_group.get_workers(), []
-        self._reports_since_checkpoint, self._committed_at, self._has_committed = 0, time.time(), False
+        self._reports_since_checkpoint, self._has_committed = 0, False
         commit = newest_commit(self._store, self._attempt)
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
         self.checkpoint = latest["checkpoint_dir_name"] if latest else ""
@@ -232,7 +232,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self.tell(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
-        self.checkpoint, self._committed_at, self._has_committed = name, time.time(), True
+        self.checkpoint, self._has_committed = name, True
         self._reports_since_checkpoint = 0
         size = self._size_of(name) or 0
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
@@ -296,7 +296,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 reason=reason.value if reason is not None else "",
                 waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
                 reports_lost=self._reports_since_checkpoint,
-                seconds_lost=time.time() - self._committed_at,
             )
         )
 

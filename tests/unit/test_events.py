@@ -37,9 +37,7 @@ EVENTS: list[ev.Event] = [
         possible_workers=1, min_workers=2, resources_per_worker={"GPU": 1.0}, missing="1 GPU", since=1200.5, **BASE
     ),
     ev.WorkerGroupStarted(world_size=4, checkpoint="a", ranks={"10.0.0.1:77": 0}, **BASE),
-    ev.WorkerGroupResized(
-        old_size=2, new_size=4, reason="patience", waited_seconds=12.5, reports_lost=3, seconds_lost=7.5, **BASE
-    ),
+    ev.WorkerGroupResized(old_size=2, new_size=4, reason="patience", waited_seconds=12.5, reports_lost=3, **BASE),
     ev.WorkerFailed(
         errors={"0": "Traceback\n…\nValueError: ü"},
         also={"0": [1]},
