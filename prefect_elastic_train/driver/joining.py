@@ -107,7 +107,9 @@ def _cluster_address(spec: DriverSpec) -> str:
 
 def _check_head(address: str, timeout: float) -> None:
     """Find out what answers at an address: Ray's client cannot say, and ends the process if nothing listens."""
-    from prefect_elastic_train.elastic.cluster import HeadAnswer, ask_head
+    from ray.exceptions import AuthenticationError
+
+    from prefect_elastic_train.elastic.cluster import ask_head
 
     host, _, port = address.rpartition(":")
     deadline, listens = time.monotonic() + timeout, False
@@ -122,15 +124,15 @@ def _check_head(address: str, timeout: float) -> None:
                     "`ray start --head`, or correct the address of the RayCluster"
                 ) from error
             time.sleep(0.1)
-    answer = ask_head(address, timeout)
-    if answer is HeadAnswer.REFUSED:
+    problem = ask_head(address, timeout)
+    if isinstance(problem, AuthenticationError):
         message = f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster"
         raise AttemptFailedError(message, outcome=Outcome.INVALID)
-    if answer is HeadAnswer.SILENT:
+    if problem is not None:
         raise _lost(
             f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "
             "of the head's GCS (`ray start --head --port=…`) as address of the RayCluster"
-        )
+        ) from problem
 
 
 def _lost(message: str) -> AttemptFailedError:

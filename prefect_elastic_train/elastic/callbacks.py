@@ -288,12 +288,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def _tell_resize(self, resize_decision: ResizeDecision) -> None:
         if not self._workers:
             return
-        reason = getattr(resize_decision, "reason", None)
         self.tell(
             ev.WorkerGroupResized(
                 old_size=len(self._workers),
                 new_size=resize_decision.num_workers,
-                reason=reason.value if reason is not None else "",
+                reason=getattr(resize_decision, "reason", ""),
                 waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
                 reports_lost=self._reports_since_checkpoint,
             )

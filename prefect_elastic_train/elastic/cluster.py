@@ -8,19 +8,17 @@ says nothing, and does not tell what it takes for the address ``"auto"``.
 
 from __future__ import annotations
 
-import enum
 import logging
 import socket
 import threading
 from collections.abc import Mapping
 
 import ray
-from ray.exceptions import AuthenticationError
 from ray.train.v2.api.config import ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from prefect_elastic_train.core.slices import slice_shape
-from prefect_elastic_train.elastic.capacity import Demand, Node
+from prefect_elastic_train.elastic.sizing import Demand, Node
 from prefect_elastic_train.storage.preflight import Probe
 
 logger = logging.getLogger("prefect_elastic_train.driver")
@@ -31,33 +29,26 @@ _ASK_SECONDS = 5
 _TRY_SECONDS = 30.0
 
 
-class HeadAnswer(enum.Enum):
-    """What the head at an address says."""
+def ask_head(address: str, timeout_seconds: float) -> Exception | None:
+    """Ask the head at ``host:port``, with the token of this process, and wait so long; return why it does not answer.
 
-    WELCOME = "welcome"
-    REFUSED = "refused"
-    SILENT = "silent"
-
-
-def ask_head(address: str, timeout_seconds: float) -> HeadAnswer:
-    """Ask the head at ``host:port``, with the token of this process, and wait so long for an answer."""
+    An ``AuthenticationError`` of Ray's says that it refused the token.
+    """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-    answers: list[HeadAnswer] = []
+    answers: list[Exception | None] = []
 
     def ask() -> None:
         try:
             GcsClient(address=address).internal_kv_keys(b"session_name", timeout=_ASK_SECONDS)
-            answers.append(HeadAnswer.WELCOME)
-        except AuthenticationError:
-            answers.append(HeadAnswer.REFUSED)
+            answers.append(None)
         except Exception as error:  # noqa: BLE001 - whatever else it says is no welcome
-            logger.debug("no head at %s: %s", address, error)
+            answers.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout_seconds)
-    return answers[0] if answers else HeadAnswer.SILENT
+    return answers[0] if answers else TimeoutError("it says nothing")
 
 
 def find_address() -> str:

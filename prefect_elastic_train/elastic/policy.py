@@ -3,7 +3,7 @@
 Uses ``ray.train.v2._internal``, since Ray has no public way to bring a scaling policy: the coordinator would
 hold the reservation of a killed driver for 180 seconds under an id that nobody knows, its view of the cluster is
 up to 20 seconds old, and a healthy group that grows would lose all work since its last checkpoint. What counts and
-what is decided is in :mod:`.capacity` and :mod:`.sizing`; here they meet Ray.
+what is decided is in :mod:`.sizing`; here it meets Ray.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, Wo
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.capacity import Node, describe_missing, possible_workers
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
 from prefect_elastic_train.elastic.failures import CapacityTimeoutError, why_never_again
-from prefect_elastic_train.elastic.sizing import Growth, Reason, Stability, Start
+from prefect_elastic_train.elastic.sizing import Growth, Node, Stability, Start, describe_missing, possible_workers
 from prefect_elastic_train.loop.notice import announce
 
 logger = logging.getLogger(__name__)
@@ -61,10 +60,10 @@ def release_reservation(requester_id: str) -> None:
 
 @dataclass
 class GrowthDecision(ResizeDecision):  # type: ignore[misc]
-    """A growth of a healthy worker group, and why it happens now."""
+    """A growth of a healthy worker group, why it happens now, and how long it has waited for that."""
 
-    reason: Reason = Reason.COMMIT
-    waited_seconds: float = 0.0
+    reason: str
+    waited_seconds: float
 
 
 class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
@@ -108,18 +107,22 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         Raises:
             CapacityTimeoutError: ``min_workers`` did not fit for longer than they may be waited for.
         """
-        now, workers = time.monotonic(), 0
+        now, workers, possible, missing = time.monotonic(), 0, 0, "an answer of the cluster"
         try:
             self._take_in_the_last_start(now)
             self._maybe_send_resource_request()
-            workers = self._workers_to_start_with(now)
-        except CapacityTimeoutError:
-            raise
+            nodes, possible, stable = self._look(now, {})
+            workers = self._start.size(now, possible, stable)
+            missing = self._why_not
+            if possible < self._demand.min_workers:
+                missing = describe_missing(nodes, self._demand, possible)
         except Exception:
             logger.warning("No decision about a start; it is tried again", exc_info=True)
         if workers:
             self._asked_for = workers
             return ResizeDecision(workers, self._demand.resources)
+        if missing:
+            self._tell_wait(now, possible, missing)
         time.sleep(_REST_SECONDS)
         return NoopDecision()
 
@@ -151,23 +154,15 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             self._start.failed(now)
             self._why_not = f"a start that succeeds (the last one: {str(failure).partition(chr(10))[0]})"
 
-    def _workers_to_start_with(self, now: float) -> int:
-        """Return how many workers to start, 0 to go on waiting."""
-        nodes, possible, stable = self._look(now, {})
-        workers, least = self._start.size(now, possible, stable), self._settings.min_workers
-        if workers or (possible >= least and not self._why_not):
-            return workers
-        if nodes is None:
-            missing = "an answer of the cluster"
-        else:
-            missing = self._why_not if possible >= least else describe_missing(nodes, self._demand, possible)
+    def _tell_wait(self, now: float, possible: int, missing: str) -> None:
+        """Say now and then what a start waits for, and end the training if it has done so for too long."""
         waited, bound = self._start.waited(now), self._settings.capacity_timeout_seconds
         if waited >= _WORTH_TELLING_SECONDS and now - self._told_at >= _REPORT_WAITING_SECONDS:
             self._told_at = now
             callbacks.current().tell(
                 WaitingForCapacity(
                     possible_workers=possible,
-                    min_workers=least,
+                    min_workers=self._demand.min_workers,
                     resources_per_worker=dict(self._demand.resources),
                     missing=missing,
                     since=time.time() - waited,
@@ -175,61 +170,51 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             )
         if bound and waited >= bound:
             raise CapacityTimeoutError(
-                f"{least} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): {missing} lacking. "
-                "Add capacity, lower min_workers or raise capacity_timeout_seconds"
+                f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "
+                f"{missing} lacking. Add capacity, lower min_workers or raise capacity_timeout_seconds"
             )
-        return 0
 
     def _decide_growth(self, group: Any, status: Any) -> ScalingDecision:
-        now, callback = time.monotonic(), callbacks.current()
+        now, callback, growth = time.monotonic(), callbacks.current(), self._growth
         if group.start_time != self._group_started_at:
             self._group_started_at, self._commit_to_use = group.start_time, False
-            self._growth = Growth(self._settings.resize_patience_seconds)
+            growth = self._growth = Growth(self._settings.resize_patience_seconds)
         committed = callback.take_commit() or self._commit_to_use
         # The ranks stand still since they have saved: that is used as soon as the cluster answers.
-        self._commit_to_use = committed and self._growth.target > 0
-        if not all(worker.running for worker in status.worker_statuses.values()):
+        self._commit_to_use = committed and growth.target > 0
+        is_due = growth.due(now, committed, bool(callback.checkpoint))
+        if not all(worker.running for worker in status.worker_statuses.values()) or not (
+            is_due or now >= self._next_look
+        ):
             return NoopDecision()
-        if now < self._next_look and self._growth.due(now, committed, bool(callback.checkpoint)) is None:
-            return NoopDecision()
-        nodes, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
-        if nodes is None:
-            return NoopDecision()
-        self._commit_to_use = False
         self._next_look = now + self._settings.resize_check_interval_seconds
-        if self._growth.look(now, group.num_workers, min(stable, self._start.limit(now))):
-            self._growths += self._growth.target > 0
+        _, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
+        self._commit_to_use = False
+        if growth.look(now, group.num_workers, min(stable, self._start.limit(now))):
+            self._growths += growth.target > 0
             for worker in group.workers:
-                worker.execute_async(announce, self._growths if self._growth.target else 0)
-        reason, waited = self._growth.due(now, committed, bool(callback.checkpoint)), self._growth.waited_seconds(now)
-        if reason is None:
+                worker.execute_async(announce, self._growths if growth.target else 0)
+        reason = growth.due(now, committed, bool(callback.checkpoint))
+        if not reason:
             return NoopDecision()
-        self._asked_for = self._growth.target
-        return GrowthDecision(self._asked_for, self._demand.resources, reason, waited)
+        self._asked_for = growth.target
+        return GrowthDecision(growth.target, self._demand.resources, reason, growth.waited_seconds(now))
 
-    def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node] | None, int, int]:
+    def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node], int, int]:
         """Look at the cluster: its nodes, the workers that fit, and those that fit on nodes to be relied on."""
-        by_node = self._get_reserved_resources()
-        if by_node is None:
-            return None, 0, 0
-        nodes, reserved = cluster_nodes(), by_node.values()
+        reserved, nodes = self._get_reserved_resources().values(), cluster_nodes()
         callbacks.current().counted_on = frozenset(node.id for node in nodes if not node.draining)
         reliable = self._stability.observe(now, [node.id for node in nodes])
         stable = [node for node in nodes if node.id in reliable]
         possible = possible_workers(nodes, self._demand, held, reserved)
         return nodes, possible, possible_workers(stable, self._demand, held, reserved)
 
-    def _get_reserved_resources(self) -> dict[str, dict[str, float]] | None:
+    def _get_reserved_resources(self) -> dict[str, dict[str, float]]:
         """Return what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""
-        try:
-            reserved: dict[str, dict[str, float]] = ray.get(
-                self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True),
-                timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
-            )
-        except Exception as error:
-            if not isinstance(error, ray.exceptions.GetTimeoutError):  # on a busy machine a late answer is no fault
-                logger.warning("No answer about reserved resources for %s", self._requester_id, exc_info=True)
-            return None
+        reserved: dict[str, dict[str, float]] = ray.get(
+            self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True),
+            timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
+        )
         return reserved
 
 

@@ -26,8 +26,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.capacity import Demand, Slice, head_resource, slices_of
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
+from prefect_elastic_train.elastic.sizing import Demand, Slice, head_resource, slices_of
 
 #: Seconds for slices that the group before has just given back to become free.
 _RELEASE_SECONDS = 15.0

@@ -34,7 +34,6 @@ from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.loop_state import in_report, stalling, take_waits_and_stall
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
-from prefect_elastic_train.elastic.sizing import Reason
 from prefect_elastic_train.elastic.translate import run_config, scaling_config
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, newest_commit
@@ -270,7 +269,7 @@ def test_what_fails_while_a_node_is_drained_is_charged_to_the_drain(
 
 
 def test_a_resize_is_told_of_a_group_that_trains_with_its_reason_and_its_cost(controller: Controller) -> None:
-    callback, growth = controller.callback, GrowthDecision(4, {"CPU": 1}, reason=Reason.PATIENCE, waited_seconds=90.0)
+    callback, growth = controller.callback, GrowthDecision(4, {"CPU": 1}, reason="patience", waited_seconds=90.0)
     callback.before_controller_execute_resize_decision(ResizeDecision(2, {"CPU": 1}))
     callback._workers = [Worker(), Worker()]
     controller.report(times=3)

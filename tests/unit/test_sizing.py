@@ -1,4 +1,4 @@
-"""With how many workers a group starts, and when a healthy one grows."""
+"""How many workers fit, with how many a group starts, and when a healthy one grows: over plain values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,128 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.elastic.sizing import Growth, Reason, Stability, Start
+from prefect_elastic_train.core.slices import SliceShape
+from prefect_elastic_train.elastic.sizing import (
+    Demand,
+    Growth,
+    Node,
+    Stability,
+    Start,
+    describe_missing,
+    head_resource,
+    possible_workers,
+)
+
+PAIR = SliceShape("2x4", "TPU-V6E", "v6e-8", chips=8, workers=2, chips_per_worker=4)
+SINGLE = SliceShape("2x2", "TPU-V6E", "v6e-4", chips=4, workers=1, chips_per_worker=4)
+
+
+def node(name: str, free: float = 1.0, total: float = 1.0, draining: bool = False, **labels: str) -> Node:
+    return Node(name, {"GPU": total}, {"GPU": free}, labels, draining)
+
+
+def host(
+    slice_name: str, number: int, free: float = 4, shape: SliceShape = PAIR, draining: bool = False, head: float = 1
+) -> Node:
+    labels = {
+        "ray.io/tpu-slice-name": slice_name,
+        "ray.io/tpu-worker-id": str(number),
+        "ray.io/tpu-pod-type": shape.pod_type,
+    }
+    total, available = {"TPU": 4.0, "CPU": 8.0}, {"TPU": free, "CPU": 8.0}
+    if number == 0:
+        total[head_resource(shape.pod_type)], available[head_resource(shape.pod_type)] = 1.0, head
+    return Node(f"{slice_name}-{number}", total, available, labels, draining)
+
+
+def gpus(each: float = 1.0, low: int = 1, high: int = 100, strategy: str = "PACK", **labels: str) -> Demand:
+    return Demand({"GPU": each}, low, high, labels, strategy)
+
+
+def tpus(low: int = 2, high: int = 8, shape: SliceShape = PAIR) -> Demand:
+    return Demand({"TPU": 4.0, "CPU": 1.0}, low, high, shape=shape)
+
+
+def test_what_others_hold_does_not_count_nor_a_drained_node_and_what_the_run_itself_holds_does() -> None:
+    nodes = [node("a", free=1, total=4), node("b", free=0, total=4), node("c", total=4, free=4, draining=True)]
+    assert possible_workers(nodes, gpus()) == 1
+    assert possible_workers(nodes, gpus(), held={"a": 2, "b": 4, "c": 1, "gone": 4}) == 7
+
+
+def test_strict_strategies_count_what_can_be_placed() -> None:
+    nodes = [node("a", 3, 4), node("b", 2, 4), node("c", 0, 4)]
+    found = [possible_workers(nodes, gpus(strategy=name)) for name in ("PACK", "STRICT_SPREAD", "STRICT_PACK")]
+    assert found == [5, 2, 3]
+
+
+def test_several_resources_are_all_needed_and_workers_that_need_nothing_always_fit() -> None:
+    nodes = [Node("a", {"GPU": 4, "CPU": 8}, {"GPU": 4, "CPU": 3}), Node("b", {"GPU": 4}, {"GPU": 4})]
+    assert possible_workers(nodes, Demand({"GPU": 1, "CPU": 1.5}, 1, 100)) == 2
+    assert possible_workers([], Demand({"CPU": 0.0}, 1, 7), reserved=[]) == 7
+
+
+@pytest.mark.parametrize(
+    ("selector", "fitting"), [("spot", 1), ("!spot", 2), ("in(spot, on-demand)", 2), ("!in(spot,on-demand)", 1)]
+)
+def test_only_nodes_with_the_wanted_labels_count(selector: str, fitting: int) -> None:
+    nodes = [node("a", market="spot"), node("b", market="on-demand"), node("c")]
+    assert possible_workers(nodes, gpus(market=selector)) == fitting
+
+
+@pytest.mark.parametrize(
+    ("each", "total", "workers"),
+    [(0.1, 1, 10), (0.3, 1, 3), (0.7, 4, 4), (0.4, 2, 4), (0.5, 2, 4), (1.0, 4, 4), (2.0, 5, 2)],
+)
+def test_a_share_of_a_gpu_comes_from_one_gpu_and_is_counted_exactly(each: float, total: float, workers: int) -> None:
+    assert possible_workers([node("n", total, total)], gpus(each)) == workers
+    of_cpus = possible_workers([Node("n", {"CPU": total}, {"CPU": total})], Demand({"CPU": each}, 1, 100))
+    assert of_cpus == round(total * 10) // round(each * 10), "of a CPU it may come from two"
+
+
+def test_the_arbiter_between_trainings_has_the_last_word() -> None:
+    nodes = [node("a", 4, 4)]
+    assert possible_workers(nodes, gpus(), reserved=[{"GPU": 3.0}]) == 3
+    assert possible_workers(nodes, gpus(high=2), reserved=[{"GPU": 3.0}]) == 2
+    assert possible_workers(nodes, gpus(), reserved=[{"GPU": 1.5}, {"GPU": 1.5}, {"CPU": 1.0}]) == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "held", "workers", "problem"),
+    [
+        ([host("s1", 0), host("s1", 1)], {}, 2, ""),
+        ([host("s1", 0)], {}, 0, "s1: 4 of 8 chips are there"),
+        ([host("s1", 1), host("s1", 2)], {}, 0, "s1: held by another job, or without TPU=4, CPU=1"),  # no host 0
+        ([host("s1", 0), host("s1", 1, draining=True)], {}, 0, "s1: a host of it is being drained"),
+        ([host("s1", 0, free=2), host("s1", 1)], {}, 0, "s1: held by another job"),
+        ([host("s1", 0), host("s1", 1, free=0)], {"s1-1": 1}, 2, ""),  # the run itself gives way
+        ([host("s1", 0, head=0), host("s1", 1)], {}, 0, "s1: held by another job"),  # reserved by its head
+        ([host("s1", 0, free=0, head=0), host("s1", 1, free=0)], {"s1-0": 1, "s1-1": 1}, 2, ""),
+        ([host("s1", number, shape=SINGLE) for number in (0, 1)], {}, 0, "none other is there"),  # of another kind
+    ],
+)
+def test_only_a_slice_that_is_whole_and_free_counts(
+    hosts: list[Node], held: dict[str, int], workers: int, problem: str
+) -> None:
+    assert possible_workers(hosts, tpus(), held) == workers
+    assert possible_workers([*hosts, host("s2", 0), host("s2", 1)], tpus(), held) == workers + 2
+    if problem:
+        missing = describe_missing(hosts, tpus(low=4), 0)
+        assert missing.startswith("2 more whole slice(s) TPU-V6E 2x4 of 2 worker(s) each (")
+        assert problem in missing
+
+
+def test_slices_of_a_single_host_count_one_by_one() -> None:
+    nodes = [host("s0", 0, free=0, shape=SINGLE), *(host(f"s{n}", 0, shape=SINGLE) for n in (1, 2))]
+    assert possible_workers(nodes, tpus(1, 8, SINGLE)) == 2
+
+
+def test_a_slice_whose_hosts_lack_another_resource_does_not_count() -> None:
+    hungry = Demand({"TPU": 4.0, "CPU": 9.0}, 2, 8, shape=PAIR)
+    assert "CPU=9" in describe_missing([host("s1", 0), host("s1", 1)], hungry, 0)
+
+
+def test_what_is_missing_is_said_in_one_line() -> None:
+    assert describe_missing([node("a")], gpus(low=4), 1) == "3 more worker(s) with GPU=1 each"
 
 
 def test_nodes_of_the_first_look_are_relied_on_at_once_and_later_ones_after_the_delay_without_a_gap() -> None:
@@ -21,24 +142,24 @@ def test_nodes_of_the_first_look_are_relied_on_at_once_and_later_ones_after_the_
 
 def test_a_growth_waits_for_a_commit_and_not_for_ever() -> None:
     growth = Growth(600)
-    assert growth.due(0, committed=True, has_checkpoint=True) is None, "nothing is decided"
+    assert growth.due(0, committed=True, has_checkpoint=True) == "", "nothing is decided"
     assert growth.look(0, current=2, possible=3)
-    assert growth.due(1, committed=True, has_checkpoint=False) is Reason.COMMIT
+    assert growth.due(1, committed=True, has_checkpoint=False) == "commit"
     assert not growth.look(500, current=2, possible=4), "a larger one does not begin the wait anew"
     assert (growth.target, growth.waited_seconds(500)) == (4, 500)
-    assert growth.due(599, committed=False, has_checkpoint=True) is None
-    assert growth.due(600, committed=False, has_checkpoint=False) is None, "it would throw away all work"
-    assert growth.due(600, committed=False, has_checkpoint=True) is Reason.PATIENCE
+    assert growth.due(599, committed=False, has_checkpoint=True) == ""
+    assert growth.due(600, committed=False, has_checkpoint=False) == "", "it would throw away all work"
+    assert growth.due(600, committed=False, has_checkpoint=True) == "patience"
     endless = Growth(0)
     endless.look(0, current=2, possible=3)
-    assert endless.due(1e9, committed=False, has_checkpoint=True) is None
+    assert endless.due(1e9, committed=False, has_checkpoint=True) == ""
 
 
 def test_a_growth_that_is_not_possible_any_more_is_called_off() -> None:
     growth = Growth(600)
     growth.look(0, current=2, possible=3)
     assert growth.look(1, current=2, possible=2)
-    assert growth.due(2, committed=True, has_checkpoint=True) is None
+    assert growth.due(2, committed=True, has_checkpoint=True) == ""
     assert growth.look(700, current=2, possible=3)
     assert growth.waited_seconds(701) == 1
 
