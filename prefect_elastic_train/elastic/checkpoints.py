@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -45,29 +44,26 @@ from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 _READ_BYTES = 8 * 2**20
 
 
-class StoreFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
-    """pyarrow filesystem handler that reads what is below a folder of a storage.
+class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
+    """pyarrow filesystem handler of one attempt, which may change the run as long as no other has taken over.
 
     Args:
-        store: The folder.
+        store: The run directory, or a checkpoint in it to read.
+        attempt: The attempt that holds the fence; 0 to read only.
     """
 
-    attempt = 0
-
-    def __init__(self, store: RunStore) -> None:
+    def __init__(self, store: RunStore, attempt: int = 0) -> None:
         self.store = store
+        self.attempt = attempt
+        self.log = CommitLog(store, attempt)
+        #: Checkpoints of the snapshot that Ray was handed: all were there when the attempt began.
+        self._handed: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.store,)
+        return type(self), (self.store, self.attempt)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and hash(other) == hash(self)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((self.store.uri, self.attempt))
+        return isinstance(other, RunFilesystem) and (self.store.uri, self.attempt) == (other.store.uri, other.attempt)
 
     def get_type_name(self) -> str:
         """Name of the filesystem in Ray's messages."""
@@ -77,9 +73,20 @@ class StoreFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         """Return the path, which is as stores write it."""
         return path
 
+    def name(self, path: str) -> str:
+        """Return a path relative to the run directory; empty for itself.
+
+        Raises:
+            ElasticTrainError: It is not inside of it.
+        """
+        root, parts = PurePosixPath(self.store.path), PurePosixPath(path)
+        if not parts.is_relative_to(root) or ".." in parts.parts:
+            raise ElasticTrainError(f"{path} is not in {self.store.uri}")
+        return "" if parts == root else parts.relative_to(root).as_posix()
+
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
         """Describe some paths."""
-        return [self.describe(path) for path in paths]
+        return [self._describe(path) for path in paths]
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
         """Describe what a selector finds."""
@@ -93,65 +100,6 @@ class StoreFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
                 found[str(parent)] = fs.FileInfo(path, type=fs.FileType.Directory)
             found[name] = fs.FileInfo(f"{selector.base_dir}/{name}", type=fs.FileType.File, size=size)
         return [info for name, info in found.items() if selector.recursive or "/" not in name]
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open a file for reading from its beginning."""
-        return self.open_input_file(path)
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open a file for reading anywhere."""
-        name = self.name(path)
-        if not isinstance(self.store, ObjectRunStore):
-            return fs.LocalFileSystem().open_input_file(path)
-        size = self.store.size(name)
-        if size is None:
-            raise FileNotFoundError(f"{self.store.uri}/{name}: there is no such object")
-        return pa.PythonFile(_Reader(self.store, name, block_size=_READ_BYTES, size=size), mode="r")
-
-    def name(self, path: str) -> str:
-        """Return a path relative to the folder; empty for itself.
-
-        Raises:
-            ElasticTrainError: It is not inside of it.
-        """
-        root, parts = PurePosixPath(self.store.path), PurePosixPath(path)
-        if not parts.is_relative_to(root) or ".." in parts.parts:
-            raise ElasticTrainError(f"{path} is not in {self.store.uri}")
-        return "" if parts == root else parts.relative_to(root).as_posix()
-
-    def describe(self, path: str) -> fs.FileInfo:
-        """Describe a path."""
-        name = self.name(path)
-        size = self.store.size(name) if name else None
-        if size is not None:
-            return fs.FileInfo(path, type=fs.FileType.File, size=size)
-        is_folder = not name or self.store.file_sizes(name) is not None
-        return fs.FileInfo(path, type=fs.FileType.Directory if is_folder else fs.FileType.NotFound)
-
-    def _refuse(self, *arguments: Any, **more: Any) -> Any:
-        raise io.UnsupportedOperation("files of a run are written whole, not moved, copied or appended to")
-
-    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
-    move = copy_file = open_output_stream = open_append_stream = _refuse
-
-
-class RunFilesystem(StoreFilesystem):
-    """pyarrow filesystem handler of one attempt, which may change the run as long as no other has taken over.
-
-    Args:
-        store: The run directory.
-        attempt: The attempt that holds the fence.
-    """
-
-    def __init__(self, store: RunStore, attempt: int) -> None:
-        super().__init__(store)
-        self.attempt = attempt
-        self.log = CommitLog(store, attempt)
-        #: Checkpoints of the snapshot that Ray was handed: all were there when the attempt began.
-        self._handed: set[str] = set()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.store, self.attempt)
 
     def create_dir(self, path: str, recursive: bool) -> None:
         """Create a folder, unless another attempt has taken over."""
@@ -168,26 +116,34 @@ class RunFilesystem(StoreFilesystem):
         if not self.store.delete_folder(name, self._check_fence):
             raise FileNotFoundError(f"{path}: there is no such folder")
 
-    def delete_file(self, path: str) -> None:
-        """Delete a file, unless another attempt has taken over."""
-        self._check_fence()
-        self.store.delete(self.name(path))
+    def open_input_stream(self, path: str) -> pa.NativeFile:
+        """Open a file for reading from its beginning."""
+        return self.open_input_file(path)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open a file for reading anywhere; for Ray's snapshot, what this attempt goes on from."""
-        if self.name(path) != layout.SNAPSHOT:
-            return super().open_input_file(path)
-        data = self._snapshot()
-        if data is None:
-            raise FileNotFoundError(f"{path}: attempt {self.attempt} starts from the beginning")
-        return pa.PythonFile(io.BytesIO(data), mode="r")
-
-    def open_output_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
-        """Open a file for writing, whole or not at all; Ray's snapshot becomes a commit when the stream is closed."""
         name = self.name(path)
         if name == layout.SNAPSHOT:
-            return pa.PythonFile(_Spooled(lambda file: self.log.commit(file.read())), mode="w")
-        return pa.PythonFile(_Spooled(lambda file: self.upload_folder(file.name, path)), mode="w")
+            data = self._snapshot()
+            if data is None:
+                raise FileNotFoundError(f"{path}: attempt {self.attempt} starts from the beginning")
+            return pa.PythonFile(io.BytesIO(data), mode="r")
+        if not isinstance(self.store, ObjectRunStore):
+            return fs.LocalFileSystem().open_input_file(path)
+        size = self.store.size(name)
+        if size is None:
+            raise FileNotFoundError(f"{self.store.uri}/{name}: there is no such object")
+        return pa.PythonFile(_Reader(self.store, name, block_size=_READ_BYTES, size=size), mode="r")
+
+    def open_output_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
+        """Open a small file for writing, whole or not at all; Ray's snapshot becomes a commit when it is closed."""
+        name = self.name(path)
+
+        def keep(data: bytes) -> None:
+            self._check_fence()
+            self.store.replace(name, data)
+
+        return pa.PythonFile(_Written(self.log.commit if name == layout.SNAPSHOT else keep), mode="w")
 
     def upload_folder(self, source: str, target: str) -> None:
         """Copy a folder or a file of this machine's disk into the run directory, with all below it; durable on return.
@@ -208,16 +164,23 @@ class RunFilesystem(StoreFilesystem):
             self._check_fence()
             raise
 
-    def describe(self, path: str) -> fs.FileInfo:
-        """Describe a path."""
+    def _refuse(self, *arguments: Any, **more: Any) -> Any:
+        raise io.UnsupportedOperation("files of a run are written whole, not moved, copied, deleted or appended to")
+
+    delete_dir_contents = delete_root_dir_contents = delete_file = move = copy_file = open_append_stream = _refuse
+
+    def _describe(self, path: str) -> fs.FileInfo:
         name = self.name(path)
-        if name == layout.SNAPSHOT:
-            data = self._snapshot()
-            kind = fs.FileType.NotFound if data is None else fs.FileType.File
-            return fs.FileInfo(path, type=kind, size=len(data or b""))
-        if name in self._handed:  # Ray asks for each of them when it starts, and does not look into them
+        if not name or name in self._handed:  # Ray asks for each of them when it starts, and does not look into them
             return fs.FileInfo(path, type=fs.FileType.Directory)
-        return super().describe(path)
+        if name == layout.SNAPSHOT:
+            size = len(data) if (data := self._snapshot()) is not None else None
+        else:
+            size = self.store.size(name)
+        if size is not None:
+            return fs.FileInfo(path, type=fs.FileType.File, size=size)
+        is_folder = self.store.file_sizes(name) is not None
+        return fs.FileInfo(path, type=fs.FileType.Directory if is_folder else fs.FileType.NotFound)
 
     def _snapshot(self) -> bytes | None:
         snapshot = attempt_snapshot(self.store, self.attempt)
@@ -225,6 +188,8 @@ class RunFilesystem(StoreFilesystem):
         return None if snapshot is None else json.dumps(snapshot).encode()
 
     def _check_fence(self) -> None:
+        if not self.attempt:
+            raise io.UnsupportedOperation("this checkpoint can be read only")
         check_fence(self.store, self.attempt)
 
 
@@ -236,36 +201,25 @@ class _Reader(AbstractBufferedFile):  # type: ignore[misc]
         return data
 
 
-class _Spooled(io.RawIOBase):
-    """Collects what is written on this machine's disk, for something to be done with it when it is closed."""
+class _Written(io.BytesIO):
+    """What is written to a file, for something to be done with it when that is closed."""
 
-    def __init__(self, use: Callable[[Any], object]) -> None:
+    def __init__(self, use: Callable[[bytes], object]) -> None:
+        super().__init__()
         self._use = use
-        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed with this one
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
 
     def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
-        with self._file as file:
-            file.seek(0)
-            self._use(file)
+        if not self.closed:
+            data = self.getvalue()
+            super().close()
+            self._use(data)
 
     def __del__(self) -> None:
-        self._file.close()  # and not the base's, which would use it: a copy that failed is dropped without a word
+        """Not the base's, which closes it: what failed half-way is dropped without a word."""
 
 
-def run_filesystem(store: RunStore, attempt: int) -> fs.PyFileSystem:
-    """Return the filesystem that Ray is handed for one attempt on a run directory."""
+def run_filesystem(store: RunStore, attempt: int = 0) -> fs.PyFileSystem:
+    """Return the filesystem that Ray is handed for one attempt on a run directory, or one to read only."""
     return fs.PyFileSystem(RunFilesystem(store, attempt))
 
 
@@ -280,21 +234,20 @@ class RunStorageContext(StorageContext):  # type: ignore[misc]
         self.__dict__.update(original.__dict__)
 
     def persist_current_checkpoint(self, checkpoint: Checkpoint, checkpoint_dir_name: str) -> Checkpoint:
-        """Write a checkpoint into the run directory.
+        """Write a checkpoint into the run directory, from this machine's disk or from another filesystem.
 
         Raises:
-            FileNotFoundError: There is no such checkpoint on this machine's disk.
+            FileNotFoundError: There is no such checkpoint.
             FencedOffError: Another attempt has taken over.
             StorageFaultError: The storage refuses, or was away for too long.
         """
-        handler = getattr(self.storage_filesystem, "handler", None)
-        if not isinstance(handler, RunFilesystem) or not isinstance(checkpoint.filesystem, fs.LocalFileSystem):
-            return super().persist_current_checkpoint(checkpoint, checkpoint_dir_name)
-        if not os.path.exists(checkpoint.path):
-            raise FileNotFoundError(f"the checkpoint to report is not there: {checkpoint.path}")
         path = self.build_checkpoint_path_from_name(checkpoint_dir_name)
-        handler.create_dir(path, recursive=True)
-        handler.upload_folder(checkpoint.path, path)
+        handler: RunFilesystem = self.storage_filesystem.handler
+        with checkpoint.as_directory() as folder:
+            if not os.path.exists(folder):
+                raise FileNotFoundError(f"the checkpoint to report is not there: {folder}")
+            handler.create_dir(path, recursive=True)
+            handler.upload_folder(folder, path)
         return RunCheckpoint(path, self.storage_filesystem)
 
 
@@ -329,14 +282,12 @@ class RunCheckpoint(Checkpoint):  # type: ignore[misc]
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Copy the checkpoint to a directory, by default one that the readers on a machine share, and return that."""
-        handler = getattr(self.filesystem, "handler", None)
-        if not isinstance(handler, StoreFilesystem):
-            return str(super().to_directory(path))
+        handler: RunFilesystem = self.filesystem.handler
         name = handler.name(self.path)
         if path is not None:
             handler.store.download(name, os.path.normpath(os.path.expanduser(os.fspath(path))))
             return os.fspath(path)
-        shared = self._get_temporary_checkpoint_dir()
+        shared = str(self._get_temporary_checkpoint_dir())
         with TempFileLock(shared):
             if not os.path.isdir(shared):
                 partial = f"{shared}.partial"
@@ -344,17 +295,16 @@ class RunCheckpoint(Checkpoint):  # type: ignore[misc]
                 os.makedirs(partial, mode=0o700)
                 handler.store.download(name, partial)
                 os.rename(partial, shared)
-        return str(shared)
+        return shared
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
         """Yield the checkpoint as a directory to read from, which is gone after the ``with`` unless it is its own."""
-        store = getattr(getattr(self.filesystem, "handler", None), "store", None)
-        if isinstance(store, LocalRunStore) and os.path.isdir(self.path):
+        if isinstance(self.filesystem.handler.store, LocalRunStore) and os.path.isdir(self.path):
             yield self.path
-            return
-        with super().as_directory() as folder:
-            yield folder
+        else:
+            with super().as_directory() as folder:
+                yield folder
 
 
 class _OfferedCheckpoint(RunCheckpoint):
@@ -369,11 +319,9 @@ class _OfferedCheckpoint(RunCheckpoint):
 
 def readable(checkpoint: Checkpoint | None) -> Checkpoint | None:
     """Return the checkpoint that a worker starts from in the form that its loop reads best."""
-    handler = getattr(checkpoint.filesystem, "handler", None) if checkpoint is not None else None
-    if checkpoint is None or not isinstance(handler, RunFilesystem):
-        return checkpoint
-    is_here = isinstance(handler.store, LocalRunStore) and os.path.isdir(checkpoint.path)
-    found = _OfferedCheckpoint(checkpoint.path, fs.LocalFileSystem() if is_here else checkpoint.filesystem)
+    if checkpoint is None:
+        return None
+    found = _OfferedCheckpoint(checkpoint.path, checkpoint.filesystem)
     found._uuid = checkpoint._uuid  # one for all ranks, by which those of a machine share what they fetch
     return found
 
@@ -388,4 +336,4 @@ def open_checkpoint(uri: str, settings: StorageSettings) -> Checkpoint:
     if isinstance(settings, LocalStorageSettings):
         return Checkpoint(uri)
     path = uri.partition("://")[2].rstrip("/")
-    return RunCheckpoint(path, fs.PyFileSystem(StoreFilesystem(open_storage(settings).folder(path))))
+    return RunCheckpoint(path, run_filesystem(open_storage(settings).folder(path)))

@@ -31,7 +31,7 @@ from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
-from prefect_elastic_train.elastic.checkpoints import StoreFilesystem, run_filesystem
+from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError, all_commits
 from prefect_elastic_train.runs.model import RunDirectory
@@ -175,7 +175,7 @@ def test_the_runs_of_a_storage_are_its_folders_but_hidden_ones_and_travel_to_oth
     for pickler in (pickle, cloudpickle):
         copy = pickle.loads(pickler.dumps(run))
         assert (copy.uri, copy.retries, copy.read("a")) == (run.uri, run.retries, b"x")
-        for filesystem in (run_filesystem(run, 1), fs.PyFileSystem(StoreFilesystem(run))):
+        for filesystem in (run_filesystem(run, 1), run_filesystem(run)):
             assert pickle.loads(pickler.dumps(filesystem)) == filesystem
     assert run_filesystem(run, 1) != run_filesystem(run, 2)
 
@@ -250,7 +250,7 @@ def test_a_folder_comes_back_as_it_was(run: RunStore, source: Path, tmp_path: Pa
     assert content(run, "ckpt") == files
     run.download("ckpt", str(tmp_path / "target"))
     assert read_tree(tmp_path / "target") == files
-    filesystem = fs.PyFileSystem(StoreFilesystem(run))
+    filesystem = run_filesystem(run)
     fs.copy_files(f"{run.path}/ckpt", str(tmp_path / "by-pyarrow"), filesystem, fs.LocalFileSystem())
     assert read_tree(tmp_path / "by-pyarrow") == files
     run.upload(str(source / "large"), "ckpt/again")

@@ -92,7 +92,6 @@ Change = Callable[[Any, str], None]
 CHANGES: dict[str, Change] = {
     "delete a folder": lambda filesystem, run: filesystem.delete_dir(f"{run}/a"),
     "delete the run": lambda filesystem, run: filesystem.delete_dir(run),
-    "delete a file": lambda filesystem, run: filesystem.delete_file(f"{run}/a/model.pt"),
     "write": lambda filesystem, run: _write(filesystem, f"{run}/a/model.pt"),
     "write another": lambda filesystem, run: _write(filesystem, f"{run}/a/another.pt"),
     "create a folder": lambda filesystem, run: filesystem.create_dir(f"{run}/a/folder"),
@@ -103,6 +102,7 @@ REFUSED: dict[str, Change] = {
     "empty all": lambda filesystem, run: filesystem.delete_dir_contents("", accept_root_dir=True),
     "move": lambda filesystem, run: filesystem.move(f"{run}/a", f"{run}/b"),
     "copy": lambda filesystem, run: filesystem.copy_file(f"{run}/a/model.pt", f"{run}/a/copy"),
+    "delete a file": lambda filesystem, run: filesystem.delete_file(f"{run}/a/model.pt"),
     "append": lambda filesystem, run: filesystem.open_append_stream(f"{run}/a/model.pt"),
     "delete the run": lambda filesystem, run: filesystem.delete_dir(run),
     "delete the records": lambda filesystem, run: filesystem.delete_dir(f"{run}/{layout.COMMITS}"),
