@@ -322,25 +322,25 @@ class Follower:
     """Does with each line of a driver's output what `elastic_train` does, and takes the time of it."""
 
     def __init__(self, log: RunLog, publisher: Publisher) -> None:
-        from prefect_elastic_train.supervisor.attempt import AttemptAccount
-
         self.work = dict.fromkeys(("decode", "log", "report"), 0.0)
-        self._account = AttemptAccount()
         self._log = log
         self._publisher = publisher
 
     def take(self, line: bytes) -> None:
         """Take a line in."""
+        from prefect_elastic_train.core.events import EVENT_TAG, decode_event
+
         began = time.thread_time()
-        said = self._account.take(line)
+        text = line.decode(errors="replace").rstrip("\n")
+        event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
         began = self._spent("decode", began)
-        if isinstance(said, str):
-            self._log.line("driver", said)
+        if event is None:
+            self._log.line("driver", text)
             self._spent("log", began)
             return
-        self._log.event(said)
+        self._log.event(event)
         began = self._spent("log", began)
-        self._publisher.take(said)
+        self._publisher.take(event)
         self._spent("report", began)
 
     def _spent(self, what: str, began: float) -> float:

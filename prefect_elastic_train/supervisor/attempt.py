@@ -27,65 +27,6 @@ TURN_SECONDS = 0.2
 _LAST_WORDS, _LAST_WORD_BYTES = 30, 1000
 
 
-class AttemptAccount:
-    """What is known of an attempt from its driver's output so far.
-
-    Attributes:
-        attempt: Its number in the run directory, 0 until it is begun.
-        ended: Its last word, None until that was said.
-        ended_at: When that came, by the monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        self.attempt = 0
-        self.ended: AttemptEnded | None = None
-        self.ended_at = float("inf")
-        self._alive_at = time.monotonic()
-        self._doing = "starting"
-        #: What the driver itself has written last.
-        self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
-
-    def take(self, line: bytes) -> Event | str:
-        """Take a line in, and return the event that it is, or its text."""
-        text = line.decode(errors="replace").rstrip("\n")
-        event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
-        if event is None:
-            words = without_marks(text)
-            if words and not WORKER_LINE.match(words):
-                self._last_words.append(cut(words, _LAST_WORD_BYTES))
-            return text
-        if isinstance(event, AttemptStarted):
-            self.attempt = event.attempt
-            self.seen_alive()
-        elif isinstance(event, ControllerAlive):
-            self.seen_alive()
-            self._doing = event.doing
-        elif isinstance(event, AttemptEnded):
-            self.ended, self.ended_at = event, time.monotonic()
-        return event
-
-    def seen_alive(self) -> None:
-        """Count the time without a sign of life from now."""
-        self._alive_at = time.monotonic()
-
-    def hung(self, limit_seconds: float) -> AttemptEnded | None:
-        """The end of an attempt that gave no sign of life for so long, else None."""
-        if time.monotonic() - self._alive_at <= limit_seconds:
-            return None
-        silence = f"{limit_seconds:g} s, last {self._doing}"
-        message = f"the driver and Ray Train's controller gave no sign of life for {silence}"
-        return self.given_up(Outcome.DRIVER_LOST, message)
-
-    def given_up(self, outcome: Outcome, message: str) -> AttemptEnded:
-        """The end of an attempt that did not say how it ended."""
-        return AttemptEnded(attempt=self.attempt, outcome=outcome, message=message)
-
-    def last_error(self) -> str:
-        """Return the error that the driver itself wrote last, as the end of a message; empty if it wrote none."""
-        cause = last_cause(self._last_words)
-        return f": {cause}" if cause else ""
-
-
 @dataclass(eq=False)
 class Follower:
     """Follows drivers, one at a time: what is done with what they say, and who may end them.
@@ -121,50 +62,109 @@ class Follower:
             self.turn()
             time.sleep(TURN_SECONDS)
 
-    def follow(self, driver: Driver) -> AttemptEnded | None:
-        """Follow a driver to its end, or until it is given up; None as :meth:`Driver.outcome`."""
-        while not driver.has_gone():
-            self.turn()
-            given_up = driver.look()
-            if given_up is not None:
-                return given_up
-            looked_at = time.monotonic()
-            for source, line in driver.lines():
-                driver.tell(source, line)
-                if time.monotonic() - looked_at > TURN_SECONDS:
-                    looked_at = time.monotonic()
-                    self.turn()
-        return driver.outcome()
+    def follow(self, driver: Driver) -> AttemptEnded:
+        """Follow a driver to its end, or until it is given up, and return how the attempt ended."""
+        try:
+            driver.start()
+            while (ended := driver.look()) is None:
+                self.turn()
+                looked_at = time.monotonic()
+                for source, line in driver.lines():
+                    driver.take(source, line)
+                    if time.monotonic() - looked_at > TURN_SECONDS:
+                        looked_at = time.monotonic()
+                        self.turn()
+            return ended
+        except BaseException as reason:
+            driver.leave(reason)
+            raise
+        finally:
+            driver.close()
 
 
-class Driver(AttemptAccount, ABC):
-    """A driver that was started, wherever it runs, and who follows it."""
+class Driver(ABC):
+    """A driver, wherever it runs, who follows it, and what is known of its attempt from its output so far."""
 
     def __init__(self, follower: Follower) -> None:
-        super().__init__()
         self.follower = follower
+        #: Its number in the run directory, 0 until it is begun.
+        self._attempt = 0
+        self._ended: AttemptEnded | None = None
+        self._ended_at = float("inf")
+        self._alive_at = time.monotonic()
+        self._doing = "starting"
+        #: What the driver itself has written last.
+        self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+
+    @abstractmethod
+    def start(self) -> None:
+        """Have it run, and be ready for its output."""
 
     @abstractmethod
     def lines(self) -> Iterator[tuple[str, bytes]]:
         """What it has written since the last time, with where it came from; a little while is waited for it."""
 
     @abstractmethod
-    def has_gone(self) -> bool:
-        """Whether it has ended and all its output was taken."""
-
-    @abstractmethod
     def look(self) -> AttemptEnded | None:
-        """How the attempt ended, if the driver has to be given up."""
+        """How the attempt ended, once the driver has gone and its output was taken, or it has to be given up."""
 
     @abstractmethod
-    def outcome(self) -> AttemptEnded | None:
-        """How the attempt of a driver that has gone ended; None if it ended well without a word of that."""
+    def leave(self, reason: BaseException) -> None:
+        """Prepare for the end of the following, by what was raised, before the driver has gone."""
 
-    def tell(self, source: str, line: bytes) -> Event | str:
-        """Take a line in, tell it, and return the event that it is, or its text."""
-        said = self.take(line)
-        if isinstance(said, str):
-            self.follower.on_line(source, said)
-        else:
-            self.follower.on_event(said)
-        return said
+    @abstractmethod
+    def close(self) -> None:
+        """Follow it no longer."""
+
+    def take(self, source: str, line: bytes) -> None:
+        """Take a line in, and tell the event that it is, or its text."""
+        text = line.decode(errors="replace").rstrip("\n")
+        event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
+        if event is None:
+            words = without_marks(text)
+            if words and not WORKER_LINE.match(words):
+                self._last_words.append(cut(words, _LAST_WORD_BYTES))
+            self.tell_line(source, text)
+            return
+        if isinstance(event, AttemptStarted):
+            self._attempt = event.attempt
+            self.seen_alive()
+        elif isinstance(event, ControllerAlive):
+            self._doing = event.doing
+            self.seen_alive()
+        elif isinstance(event, AttemptEnded):
+            self._ended, self._ended_at = event, time.monotonic()
+        self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """Hand an event on."""
+        self.follower.on_event(event)
+
+    def tell_line(self, source: str, text: str) -> None:
+        """Hand a line on that is no event."""
+        self.follower.on_line(source, text)
+
+    def seen_alive(self) -> None:
+        """Count the time without a sign of life from now."""
+        self._alive_at = time.monotonic()
+
+    def hung(self) -> AttemptEnded | None:
+        """The end of an attempt that gave no sign of life for too long, else None."""
+        limit = self.follower.settings.liveness_timeout_seconds
+        if time.monotonic() - self._alive_at <= limit:
+            return None
+        silence = f"{limit:g} s, last {self._doing}"
+        return self.lost(f"the driver and Ray Train's controller gave no sign of life for {silence}")
+
+    def lost(self, message: str, outcome: Outcome = Outcome.DRIVER_LOST) -> AttemptEnded:
+        """The end of an attempt that did not say how it ended."""
+        return AttemptEnded(attempt=self._attempt, outcome=outcome, message=message)
+
+    def lost_last_word(self) -> AttemptEnded:
+        """The end of an attempt whose driver ended well without a word."""
+        return self.lost("the driver ended well, but its last word was lost: the next one finds the result")
+
+    def last_error(self) -> str:
+        """Return the error that the driver itself wrote last, as the end of a message; empty if it wrote none."""
+        cause = last_cause(self._last_words)
+        return f": {cause}" if cause else ""

@@ -1,203 +1,334 @@
-"""Running an attempt as a Ray job: found again or submitted, followed, and stopped, over HTTP."""
+"""A driver as a Ray job: found again or submitted, followed by its status and its log, and stopped, over HTTP.
+
+Only the job's own end ends an attempt. A dashboard that does not answer says nothing about it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tenacity
 from ray.job_submission import JobDetails
 
-from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.bounds import whole_lines
+from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import DriverSpec
-from prefect_elastic_train.supervisor.attempt import Follower
+from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
-from prefect_elastic_train.supervisor.job_driver import JobDriver, stop
-from prefect_elastic_train.supervisor.job_package import ENTRYPOINT, job_package, make_runtime_env
+from prefect_elastic_train.supervisor.job_package import ENTRYPOINT, end_pending, job_package
 
 _T = TypeVar("_T")
 
-#: How long a dashboard that has answered is asked again.
-_ASK_SECONDS = 60.0
-#: A submission is tried so often; a job that needs another one at once is followed by so many.
-_SUBMISSIONS, _MOST_JOBS = 5, 20
-_RUN, _STORAGE, _OWNER = "elastic_train_run", "elastic_train_storage", "elastic_train_owner"
+#: How long a submission is repeated that does not arrive.
+_SUBMIT_SECONDS = 60.0
+#: After so long without an answer or a start a note says so.
+NOTE_SECONDS = 30.0
+#: How often a job is asked after while the dashboard answers, and while it does not.
+_ASK_SECONDS, _SELDOM_SECONDS = 1.0, 5.0
+#: How long the rest of the log of a job that has ended is tried to be read, and a job may take from its driver's last
+#: word to its end.
+_LAST_LINES_SECONDS, _LEAVE_SECONDS = 60.0, 30.0
+_STOP_SECONDS = 20.0
+#: How long a job that is stopped may be pending before it is ended in another way, and how late one may arrive whose
+#: submission was cut short.
+_STOP_PENDING_SECONDS, _STOP_UNKNOWN_SECONDS = 1.5, 5.0
+#: How many lines before its end a log is read from at least.
+_LEAST_LINES = 100
 
 
-class JobLauncher:
-    """Runs attempts of one training as jobs, one at a time, and packs them in its private folder."""
+class JobDriver(Driver):
+    """A driver inside a cluster.
 
-    def __init__(self, follower: Follower, folder: Path) -> None:
-        self._follower = follower
+    Args:
+        follower: Who follows it.
+        spec: What it is told, if it does not run already.
+        folder: Private folder of the training, where its package is made.
+        before: The job of the attempt before, in this process.
+    """
+
+    def __init__(self, follower: Follower, spec: DriverSpec, folder: Path, before: JobDriver | None) -> None:
+        super().__init__(follower)
+        self._spec = spec
         self._folder = folder
-        self._reached = False
-        #: Up to which event the jobs were told of, in seconds since the epoch.
-        self._told_until = 0.0
-        #: A job that may go on although nobody follows it, and where.
-        self._unfollowed: tuple[ClusterSettings, str] | None = None
+        self._client = JobClient(spec.cluster)
+        #: Whether a dashboard was there: then it is away, and not misspelt.
+        self._is_known: bool = before is not None and before._is_known
+        #: Id of a job that may go on although nobody follows it.
+        self._left: str = before._left if before is not None else ""
+        #: Up to where jobs were told of, in seconds since the epoch.
+        self._told_until: float = before._told_until if before is not None else 0.0
+        self._is_past = self._is_gone = self._log_is_complete = False
+        self._problem, self._noted = "no answer", ""
+        self._over_at = float("inf")
 
-    def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
-        """Follow the run's job to its end, the one that runs already or a new one.
+    def start(self) -> None:
+        """Look for the run's job, and submit one if none is there that is not over.
 
         Raises:
             AttemptFailedError: The cluster cannot be reached, or cannot run the driver.
         """
-        client = JobClient(spec.cluster)
-        try:
-            for _ in range(_MOST_JOBS):
-                ended = self._run_job(client, spec)
-                if ended is not None:
-                    return ended
-            return AttemptEnded(outcome=Outcome.DRIVER_LOST, message="one job after the other ended without a result")
-        except UnreachableError as error:
-            raise AttemptFailedError(
-                f"the dashboard does not answer any more: {error}", outcome=Outcome.CLUSTER_LOST
-            ) from error
-        except BaseException as reason:
-            if self._unfollowed is not None and (not isinstance(reason, Exception) or isinstance(reason, TimeoutError)):
-                if not self._follower.detaches(reason):
-                    self.end_unfollowed()
-                else:
-                    self._follower.on_note(
-                        f"The flow process ends, and job {self._unfollowed[1]} goes on in the cluster: the flow run "
-                        "follows it again when it is resumed"
-                    )
-            raise
+        request, cluster = self._spec.request, self._spec.cluster
+        self._is_known = self._is_known or request.resumed
+        metadata = {
+            "elastic_train_run": request.run_name,
+            "elastic_train_storage": _digest(self._spec.storage.uri)[:16],
+            "elastic_train_owner": request.owner.flow_run_id,
+        }
+        limit = cluster.unreachable_timeout_seconds if self._is_known else cluster.connect_timeout_seconds
+        jobs = self._ask(self._client.jobs, limit)
+        own = [job for job in jobs if metadata.items() <= (job.metadata or {}).items()]
+        found = next((job for job in own if not job.status.is_terminal()), None)
+        self._was_found = found is not None
+        if found is not None:
+            self.job, is_running = found, " already, which is followed from now on"
+            self._told_until = self._told_until or self.follower.followed_until()
+        else:
+            prefix = f"elastic-train-{request.run_name}-{_digest(json.dumps(metadata, sort_keys=True))[:8]}-"
+            number = max((int(job.submission_id.removeprefix(prefix)) for job in own), default=0) + 1
+            self.job, is_running = self._submit(f"{prefix}{number}", metadata), ""
+            self._told_until = 0.0
+        self._is_past = self._told_until > 0
+        self._id: str = self.job.submission_id
+        self._left = self._id
+        self._ask_at = self._began = self._heard_at = time.monotonic()
+        log = f"{self._client.address}/#/jobs/{self._id}"
+        self.follower.on_note(f"The training runs as job {self._id}{is_running}; its log: {log}")
+        self._log = JobLog(self._client)
 
-    def end_unfollowed(self) -> None:
-        """Stop a job that may go on, or whose submission is on its way, although nobody follows it."""
-        if self._unfollowed is None:
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        """Ask after the job, when it is time for that, and read what has come to its log."""
+        if time.monotonic() < self._ask_at:
+            time.sleep(TURN_SECONDS)
             return
-        cluster, submission_id = self._unfollowed
+        pause = _ASK_SECONDS
         try:
-            stop(JobClient(cluster), submission_id)
-            self._unfollowed = None
+            found = self._client.job(self._id)
+            self._heard_at = time.monotonic()
+            self._is_gone = found is None
+            self.job = found or self.job
+            if found is not None and found.driver_node_id:
+                has_ended = found.status.is_terminal()
+                for line in self._log.read(found, to_the_end=has_ended):
+                    yield "driver", line
+                self._log_is_complete = has_ended
+        except (UnreachableError, RefusedError) as error:  # what is known of the job stays what it is
+            self._problem, pause = str(error), _SELDOM_SECONDS
+            self.seen_alive()  # or dead: nobody can say
+        self._ask_at = time.monotonic() + pause
+
+    def look(self) -> AttemptEnded | None:
+        """How the attempt ended: the job has ended or is gone, its driver hangs, or nobody has seen it for too long."""
+        now, unreachable_seconds = time.monotonic(), self._spec.cluster.unreachable_timeout_seconds
+        if self.job.status.is_terminal():
+            self._left = ""
+            self._over_at = min(self._over_at, now)
+            is_read = self._log_is_complete or not self.job.driver_node_id
+            return self._outcome() if is_read or now - self._over_at > _LAST_LINES_SECONDS else None
+        if self._is_gone:
+            self._left = ""
+        if self._ended is not None and (self._is_gone or now - self._ended_at > _LEAVE_SECONDS):
+            return self._outcome()  # a cluster may be gone as soon as its job is done
+        if self._is_gone:
+            message = f"job {self._id}: the cluster does not know it any more; it was started anew"
+            return self.lost(message, Outcome.CLUSTER_LOST)
+        blind = now - self._heard_at
+        if blind > unreachable_seconds:
+            return self.lost(
+                f"the dashboard at {self._client.address} did not answer for {unreachable_seconds:g} s "
+                f"({self._problem}); job {self._id} may go on, and the next attempt looks for it",
+                Outcome.CLUSTER_LOST,
+            )
+        note = ""
+        if blind > NOTE_SECONDS:
+            note = f"The dashboard has not answered for {NOTE_SECONDS:g} s: job {self._id} may go on unseen, and is "
+            note += f"asked after again and again ({self._problem})"
+        elif self.job.status == "PENDING" and now - self._began > NOTE_SECONDS:
+            note = f"Job {self._id} has not started yet: {self.job.message}"
+        if note and note != self._noted:
+            self.follower.on_note(note)
+        self._noted = note
+        if self.job.status != "RUNNING":
+            self.seen_alive()
+        hung = self.hung() if self._ended is None else None
+        if hung is not None:
+            self.end()
+        return hung
+
+    def leave(self, reason: BaseException) -> None:
+        """Stop the job if the flow run was told to stop, unless the job shall go on without us."""
+        if not self._left or (isinstance(reason, Exception) and not isinstance(reason, TimeoutError)):
+            return
+        if not self.follower.detaches(reason):
+            self.end()
+            return
+        self.follower.on_note(
+            f"The flow process ends, and job {self._left} goes on in the cluster: the flow run follows it again when "
+            "it is resumed"
+        )
+
+    def close(self) -> None:
+        """A job holds nothing here."""
+
+    def end(self) -> None:
+        """Stop a job that may go on, or whose submission is on its way."""
+        if not self._left:
+            return
+        try:
+            self._stop(self._left)
+            self._left = ""
         except (UnreachableError, RefusedError) as error:
-            self._follower.on_note(
-                f"Job {submission_id} could not be stopped ({error}); stop it with `ray job stop {submission_id}` when "
-                "the cluster answers again"
+            self.follower.on_note(
+                f"Job {self._left} could not be stopped ({error}); stop it with `ray job stop {self._left}` when the "
+                "cluster answers again"
             )
 
-    def _list(self, client: JobClient, spec: DriverSpec) -> list[JobDetails]:
-        """Wait until the cluster answers, and return its jobs.
+    def tell(self, event: Event) -> None:
+        """Hand an event on, unless an earlier process of the flow run has told it."""
+        self._is_past = self._is_past and event.at <= self._told_until
+        self._told_until = max(self._told_until, event.at)
+        (self.follower.on_past_event if self._is_past else self.follower.on_event)(event)
 
-        Raises:
-            AttemptFailedError: It does not, or it refuses us.
-        """
-        cluster, is_known = spec.cluster, self._reached or spec.request.resumed
-        limit = cluster.unreachable_timeout_seconds if is_known else cluster.connect_timeout_seconds
-        try:
-            jobs = self._ask(client.jobs, limit)
-        except UnreachableError as error:
-            raise AttemptFailedError(
-                f"no Ray dashboard answers at {client.address} ({error}; tried for {limit:g} s). Correct the "
-                "address of the RayCluster, or see whether the head of the cluster is up",
-                outcome=Outcome.CLUSTER_LOST,
-                # What was never there is more likely misspelt than lost: no retry heals that.
-                final=not is_known,
-            ) from error
-        self._reached = True
-        return jobs
+    def tell_line(self, source: str, text: str) -> None:
+        """Hand a line on, unless an earlier process of the flow run has told it."""
+        if not self._is_past:
+            super().tell_line(source, text)
 
-    def _run_job(self, client: JobClient, spec: DriverSpec) -> AttemptEnded | None:
-        """Follow the job that trains, or a new one, to its end; None if another one has to follow at once."""
-        metadata = _metadata(spec)
-        own = [job for job in self._list(client, spec) if metadata.items() <= (job.metadata or {}).items()]
-        found = next((job for job in own if not job.status.is_terminal()), None)
-        if found is None:
-            prefix = f"elastic-train-{spec.request.run_name}-{_digest(json.dumps(metadata, sort_keys=True))[:8]}-"
-            number = max((int(job.submission_id.removeprefix(prefix)) for job in own), default=0) + 1
-            job, told_until = self._submit(client, spec, f"{prefix}{number}", metadata), 0.0
-            how = "The training runs as job {}; its log: {}"
-        else:
-            job, told_until = found, self._told_until or self._follower.followed_until()
-            how = "The training runs as job {} already, which is followed from now on; its log: {}"
-        self._follower.on_note(how.format(job.submission_id, f"{client.address}/#/jobs/{job.submission_id}"))
-        self._unfollowed = (spec.cluster, job.submission_id)
-        driver = JobDriver(self._follower, client, job, spec.cluster.unreachable_timeout_seconds, told_until)
-        try:
-            ended = self._follower.follow(driver)
-        finally:
-            self._told_until = driver.told_until
-        if driver.is_over:
-            self._unfollowed = None
-        if found is not None and ended is not None and ended.outcome is Outcome.SUPERSEDED:
-            return None  # it was another process's, and this one may be who has the run now
-        return ended
-
-    def _submit(self, client: JobClient, spec: DriverSpec, submission_id: str, metadata: dict[str, str]) -> JobDetails:
+    def _submit(self, submission_id: str, metadata: dict[str, str]) -> JobDetails:
         """Submit a job, and recognise it if the answer was lost."""
-        self._ask(client.check_version)  # not before: a job that trains already is followed whatever Ray it has
-        owner = spec.request.owner.model_copy(update={"job": submission_id})
-        spec = replace(spec, request=replace(spec.request, owner=owner))
+        # Not before: a job that trains already is followed whatever Ray it has.
+        self._ask(self._client.check_version, _SUBMIT_SECONDS)
+        owner = self._spec.request.owner.model_copy(update={"job": submission_id})
+        spec = replace(self._spec, request=replace(self._spec.request, owner=owner))
         about = {"flow_run_id": owner.flow_run_id, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}
         metadata = {**metadata, **{name: value for name, value in about.items() if value}}
-        environment, resources = make_runtime_env(spec.cluster), _entrypoint_resources(spec)
-        self._unfollowed = (spec.cluster, submission_id)  # from here on the cluster may have it
+        self._left = submission_id  # from here on the cluster may have it
         with job_package(spec, self._folder) as package:
-            for tries in range(1, _SUBMISSIONS + 1):
-                self._follower.turn()
-                problem: Exception | None = None
+
+            def submit() -> JobDetails:
+                problem: Exception = UnreachableError("nobody said why")
                 try:
-                    client.submit(submission_id, ENTRYPOINT, metadata, environment, package, resources)
+                    self._client.submit(submission_id, ENTRYPOINT, metadata, package)
                 except (UnreachableError, RefusedError) as error:
                     problem = error
                 # Whatever it said: what counts is whether the cluster has the job.
-                job = self._ask(partial(client.job, submission_id))
+                job = self._client.job(submission_id)
                 if job is not None:
                     return job
                 if isinstance(problem, RefusedError):
-                    self._unfollowed = None
-                    raise problem
-                self._follower.wait(2.0 * tries)
-        raise AttemptFailedError(
-            f"the job could not be submitted to {client.address}: {problem or 'nobody said why'}",
-            outcome=Outcome.CLUSTER_LOST,
-        )
+                    self._left = ""
+                raise problem
 
-    def _ask(self, ask: Callable[[], _T], seconds: float = _ASK_SECONDS) -> _T:
-        """Ask, again and again for so long if there is no answer; raises `UnreachableError` if there was none."""
+            return self._ask(submit, _SUBMIT_SECONDS)
+
+    def _ask(self, ask: Callable[[], _T], seconds: float) -> _T:
+        """Ask, again and again for so long if there is no answer.
+
+        Raises:
+            AttemptFailedError: There was none, or the cluster refuses us.
+        """
 
         def note(tries: tenacity.RetryCallState) -> None:
             if tries.attempt_number == 1 and tries.outcome is not None:
-                self._follower.on_note(f"No Ray dashboard answers ({tries.outcome.exception()}); it is waited for")
+                self.follower.on_note(f"No Ray dashboard answers ({tries.outcome.exception()}); it is waited for")
 
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(UnreachableError),
-            stop=tenacity.stop_after_delay(seconds),
-            wait=tenacity.wait_exponential(multiplier=0.5, max=2.0),
-            sleep=self._follower.wait,
-            before_sleep=note,
-            reraise=True,
-        )(ask)
+        try:
+            answer = tenacity.Retrying(
+                retry=tenacity.retry_if_exception_type(UnreachableError),
+                stop=tenacity.stop_after_delay(seconds),
+                wait=tenacity.wait_exponential(multiplier=0.5, max=2.0),
+                sleep=self.follower.wait,
+                before_sleep=note,
+                reraise=True,
+            )(ask)
+        except UnreachableError as error:
+            raise AttemptFailedError(
+                f"no Ray dashboard answers at {self._client.address} ({error}; tried for {seconds:g} s). Correct the "
+                "address of the RayCluster, or see whether the head of the cluster is up",
+                outcome=Outcome.CLUSTER_LOST,
+                # What was never there is more likely misspelt than lost: no retry heals that.
+                final=not self._is_known,
+            ) from error
+        self._is_known = True
+        return answer
+
+    def _outcome(self) -> AttemptEnded:
+        """How the attempt ended, by Ray and the driver's last word, which does not know who has sent it a signal."""
+        ended, status = self._ended, self.job.status
+        if status == "STOPPED" and (ended is None or ended.outcome.retryable or ended.outcome is Outcome.CANCELLED):
+            return self.lost(f"job {self._id} was stopped, but not by this flow run", Outcome.CANCELLED)
+        if ended is not None and ended.outcome is Outcome.CANCELLED:
+            return self.lost(f"the driver of job {self._id} was ended by a signal")
+        if ended is not None and ended.outcome is Outcome.SUPERSEDED and self._was_found:
+            return self.lost(ended.message)  # it was another process's, and this one may be who has the run now
+        if ended is not None or status == "SUCCEEDED":
+            return ended or self.lost_last_word()
+        # Ray puts the end of the job's log below, which was told line by line.
+        told = f"job {self._id} is {status}: {(self.job.message or '').partition(', last available logs')[0]}"
+        if self.job.error_type == "RUNTIME_ENV_SETUP_FAILURE":
+            return self.lost(f"the cluster cannot set up the runtime environment of {told}", Outcome.INVALID)
+        return self.lost(f"the driver was lost: {told.splitlines()[0]}{self.last_error()}")
+
+    def _stop(self, submission_id: str) -> None:
+        """Stop a job, whatever state it is in, and wait until it has ended or the cluster is seen not to know it."""
+        began, problem = time.monotonic(), ""
+        while (waited := time.monotonic() - began) < _STOP_SECONDS:
+            try:
+                self._client.stop(submission_id)
+                job = self._client.job(submission_id)
+                if job.status.is_terminal() if job is not None else waited > _STOP_UNKNOWN_SECONDS:
+                    return
+                problem = f"it is still {job.status}" if job is not None else "the cluster does not know it"
+                if job is not None and job.status == "PENDING" and waited > _STOP_PENDING_SECONDS:
+                    # Ray's own stop waits for its start; another job ends it.
+                    self._client.submit(f"{submission_id}-end", end_pending(submission_id), {})
+            except UnreachableError as error:
+                problem = str(error)
+            time.sleep(0.5)
+        raise UnreachableError(problem)
+
+
+class JobLog:
+    """Reads the log of a job's driver again and again, and each of its lines once.
+
+    The dashboard gives the end of a log, from so many lines before it, and no position in it. So each reading begins
+    some lines back, and what is known already is passed over: a line with an event is like no other, since events are
+    numbered.
+    """
+
+    def __init__(self, client: JobClient) -> None:
+        self._client = client
+        #: The last line with an event, and how many other lines have come since.
+        self._anchor = b""
+        self._since_anchor = 0
+
+    def read(self, job: JobDetails, *, to_the_end: bool = False) -> Iterator[bytes]:
+        """Read the lines that have come since the last time; of a job that has ended also what is after the last one.
+
+        Raises:
+            UnreachableError: The log cannot be read, or only in part; the next time goes on from there.
+        """
+        recent = _LEAST_LINES + 2 * self._since_anchor
+        for count in (recent, 100 * recent, -1) if self._anchor else (-1,):
+            lines = whole_lines(self._client.log(job, count), with_rest=to_the_end)
+            if not self._anchor or self._anchor in lines:  # which takes them in up to the last known one
+                break
+        else:
+            raise UnreachableError("the log does not hold what it held before")
+        for line in islice(lines, self._since_anchor, None):
+            if line.startswith(EVENT_TAG.encode()):
+                self._anchor, self._since_anchor = line, 0
+            else:
+                self._since_anchor += 1
+            yield line
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _metadata(spec: DriverSpec) -> dict[str, str]:
-    """Return what tells the jobs of a run from all others."""
-    return {
-        _RUN: spec.request.run_name,
-        _STORAGE: _digest(spec.storage.uri)[:16],
-        _OWNER: spec.request.owner.flow_run_id,
-    }
-
-
-def _entrypoint_resources(spec: DriverSpec) -> dict[str, Any]:
-    resources = dict(spec.cluster.driver_resources)
-    given = {
-        "entrypoint_num_cpus": resources.pop("CPU", None),
-        "entrypoint_num_gpus": resources.pop("GPU", None),
-        "entrypoint_memory": int(resources.pop("memory", 0)) or None,
-        "entrypoint_resources": resources or None,
-    }
-    return {name: value for name, value in given.items() if value is not None}

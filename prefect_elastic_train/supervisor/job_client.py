@@ -17,6 +17,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.supervisor.job_package import make_runtime_env
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 #: The list holds all jobs that the cluster ever ran, and a submission may wait for the node of the head.
@@ -43,13 +44,11 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     """The dashboard of a cluster.
 
     Ray's own client, but: all requests have a bound in time and are authorised with the block's token; environment
-    variables such as ``RAY_ADDRESS`` do not lead it to another cluster; nothing is asked before it is wanted.
+    variables such as ``RAY_ADDRESS`` do not lead it to another cluster; nothing is asked before it is wanted. Every
+    method raises :class:`UnreachableError` and :class:`RefusedError`.
 
     Args:
         cluster: Its address, token and certificates.
-
-    Raises:
-        RefusedError: The token cannot be sent, or the certificates not be read.
     """
 
     def __init__(self, cluster: ClusterSettings) -> None:
@@ -72,11 +71,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         return str(self._address)
 
     def check_version(self) -> None:
-        """Check that the cluster can run the driver of this machine.
-
-        Raises:
-            RefusedError: It runs another minor version of Ray.
-        """
+        """Refuse a cluster that runs another minor version of Ray than this machine, whose driver it cannot run."""
         answer = self._do_request("GET", "/api/version")
         if answer.status_code != 200:
             self._raise_error(answer)
@@ -88,12 +83,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             )
 
     def jobs(self) -> list[JobDetails]:
-        """List the submitted jobs that the cluster remembers.
-
-        Raises:
-            UnreachableError: There is no dashboard, or none yet.
-            RefusedError: The cluster does not let us in.
-        """
+        """List the submitted jobs that the cluster remembers."""
         with _reading():
             return [job for job in self.list_jobs() if job.type == "SUBMISSION"]
 
@@ -108,32 +98,35 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 raise ValueError("another job")
             return found
 
-    def submit(
-        self,
-        submission_id: str,
-        entrypoint: str,
-        metadata: dict[str, str],
-        runtime_env: dict[str, Any] | None = None,
-        package: Path | None = None,
-        resources: dict[str, Any] | None = None,
-    ) -> None:
-        """Submit a command as a job, by an id that no job has had; folders of its environment and a package go along.
+    def submit(self, submission_id: str, command: str, metadata: dict[str, str], package: Path | None = None) -> None:
+        """Submit a command as a job, by an id that no job has had.
+
+        Args:
+            submission_id: The id.
+            command: The command.
+            metadata: What it is found by.
+            package: An archive of modules for it; it gets the environment and the resources of a driver with that.
 
         Raises:
             UnreachableError: Nobody knows whether the cluster has it.
             RefusedError: It was refused, or cannot be sent as it is.
         """
-        environment = dict(runtime_env or {})
+        environment: dict[str, Any] = {}
+        resources = dict(self._cluster.driver_resources) if package is not None else {}
         try:
             if package is not None:
+                environment = make_runtime_env(self._cluster)
                 uri = self._upload_package_if_needed(str(package), include_gitignore=False, is_file=True)
                 environment["py_modules"] = [*(environment.get("py_modules") or []), uri]
             self.submit_job(
-                entrypoint=entrypoint,
+                entrypoint=command,
                 submission_id=submission_id,
                 runtime_env=environment,
                 metadata=dict(metadata),
-                **(resources or {}),
+                entrypoint_num_cpus=resources.pop("CPU", None),
+                entrypoint_num_gpus=resources.pop("GPU", None),
+                entrypoint_memory=int(resources.pop("memory", 0)) or None,
+                entrypoint_resources=resources or None,
             )
         except (AttemptFailedError, UnreachableError):
             raise
@@ -148,11 +141,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             self.stop_job(submission_id)
 
     def log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
-        """Read so many lines of the end of the log of a job's driver, -1 for all, as pieces of bytes.
-
-        Raises:
-            UnreachableError: It cannot be read, also in the middle.
-        """
+        """Read so many lines of the end of the log of a job's driver, -1 for all, in pieces; it may break off."""
         parameters = {
             "node_id": job.driver_node_id,
             "filename": f"job-driver-{job.submission_id}.log",

@@ -27,22 +27,15 @@ from prefect_elastic_train.core.version import VERSION_FILE, __version__
 _PACKAGE = Path(__file__).parents[1]
 _MODULE = "elastic_train_job"
 #: What the driver imports besides the standard library, as it is installed.
-_NEEDED = ("ray.train", "pyarrow", "pydantic", "psutil", "tenacity", "cloudpickle")
+_NEEDED = ("ray", "pyarrow", "pydantic", "psutil", "tenacity", "cloudpickle")
 _STORES = {S3StorageSettings: ("s3fs", "botocore"), FsspecStorageSettings: ("fsspec",)}
-_FRAMEWORKS = {"torch": ("torch",), "jax": ("jax",), "none": ()}
 #: What the flow's objects are pickled by.
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 #: How long Ray lets a job that is stopped end by itself; the driver takes up to five seconds.
 _STOP_SECONDS = 8
-
-
-def _command(arguments: str) -> str:
-    """Return the command of a job: an image may call its Python either way."""
-    return f'exec "$(command -v python || command -v python3)" {arguments}'
-
-
-#: The command of a job that trains.
-ENTRYPOINT = _command(f"-m {_MODULE}")
+#: The command of a job; an image may call its Python either way.
+_PYTHON = 'exec "$(command -v python || command -v python3)"'
+ENTRYPOINT = f"{_PYTHON} -m {_MODULE}"
 
 
 def end_pending(submission_id: str) -> str:
@@ -55,15 +48,14 @@ def end_pending(submission_id: str) -> str:
         f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "
         "namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))"
     )
-    return _command(f"-c {shlex.quote(code)}")
+    return f"{_PYTHON} -c {shlex.quote(code)}"
 
 
 def make_runtime_env(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the runtime environment of a job, with folders of this machine that are still to be uploaded."""
+    """Return the runtime environment of a driver, with folders of this machine that are still to be uploaded."""
     environment = dict(cluster.runtime_env)
     if cluster.working_dir:
         environment["working_dir"] = os.path.expanduser(cluster.working_dir)
-    environment["py_modules"] = [os.path.expanduser(str(one)) for one in environment.get("py_modules") or []]
     environment["env_vars"] = {
         "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS),
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
@@ -75,16 +67,14 @@ def make_runtime_env(cluster: ClusterSettings) -> dict[str, Any]:
 
 @contextmanager
 def job_package(spec: DriverSpec, folder: Path) -> Iterator[Path]:
-    """An archive of what a job brings along: this package, and the one that it starts, with what its driver is told.
+    """An archive of this package, and of the one that a job starts, with what its driver is told.
 
     Args:
         spec: What the driver is told.
         folder: Private folder of the training, where the archive lies meanwhile.
     """
-    wanted = {
-        "python": PYTHON,
-        "modules": [*_NEEDED, *_FRAMEWORKS[spec.request.framework], *_STORES.get(type(spec.storage), ())],
-    }
+    framework = [] if spec.request.framework == "none" else [spec.request.framework]
+    wanted = {"python": PYTHON, "modules": [*_NEEDED, *framework, *_STORES.get(type(spec.storage), ())]}
     # The driver is inside by then, and this machine's folders are not where it runs.
     cluster = spec.cluster.model_copy(update={"auth_token": SecretStr("")})
     spec = replace(spec, cluster=cluster, sys_path=[])

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.events import AttemptEnded
-from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.spec import MARK_VARIABLE, STOP_FILE, DriverSpec, write_spec
+from prefect_elastic_train.core.spec import MARK_VARIABLE, DriverSpec
 from prefect_elastic_train.supervisor.attempt import Follower
 from prefect_elastic_train.supervisor.child import ChildDriver
 from prefect_elastic_train.supervisor.guard import DISMISSED
@@ -26,7 +25,7 @@ from prefect_elastic_train.supervisor.local_cluster import LocalCluster, write_t
 from prefect_elastic_train.supervisor.processes import end_marked
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.supervisor.job import JobLauncher
+    from prefect_elastic_train.supervisor.job import JobDriver
 
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
 _MAX_FOLDER_CHARACTERS = 24
@@ -47,7 +46,7 @@ class Runtime(Follower):
     #: What starts a driver as a child process; the path of its spec follows.
     driver_command: tuple[str, ...] = (sys.executable, "-m", "prefect_elastic_train.driver")
 
-    _jobs: JobLauncher | None = None
+    _job: JobDriver | None = None
     _folder: Path | None = None
     _guard: subprocess.Popen[bytes] | None = None
     _cluster: LocalCluster | None = None
@@ -64,31 +63,17 @@ class Runtime(Follower):
         folder, environment = self._prepare()
         self.follows_job = spec.cluster.is_submitted
         if self.follows_job:
-            from prefect_elastic_train.supervisor.job import JobLauncher  # it loads Ray's client
+            from prefect_elastic_train.supervisor.job import JobDriver  # it loads Ray's client
 
-            self._jobs = self._jobs or JobLauncher(self, folder)
-            return self._jobs.run_attempt(spec)
+            self._job = JobDriver(self, spec, folder, self._job)
+            return self.follow(self._job)
         cluster = self._local_cluster(spec, folder, environment) if spec.cluster.is_local else None
         if cluster is not None:
             patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             settings = spec.cluster.model_copy(update=patience)
             spec = replace(spec, cluster=settings, local_address=cluster.address)
         _let_join(environment, spec.cluster, folder, cluster)
-        spec_file, stop_file = folder / "spec", folder / STOP_FILE
-        stop_file.unlink(missing_ok=True)
-        write_spec(spec, spec_file)
-        driver = ChildDriver(self, [*self.driver_command, str(spec_file)], environment, cluster)
-        try:
-            return self.follow(driver) or driver.given_up(
-                Outcome.DRIVER_LOST, "the driver ended well, but its last word was lost: the next one finds the result"
-            )
-        except BaseException as reason:
-            # The flow run was told to stop: the driver shall know that its end is meant.
-            stop_file.write_text((Outcome.TIMED_OUT if isinstance(reason, TimeoutError) else Outcome.CANCELLED).value)
-            raise
-        finally:
-            driver.stop()
-            spec_file.unlink(missing_ok=True)
+        return self.follow(ChildDriver(self, self.driver_command, environment, spec, folder, cluster))
 
     def turn(self) -> None:
         """Look whether the flow run goes on, and that the guard is there."""
@@ -110,8 +95,8 @@ class Runtime(Follower):
 
     def end_jobs(self) -> None:
         """Stop a job that an attempt has lost sight of."""
-        if self._jobs is not None:
-            self._jobs.end_unfollowed()
+        if self._job is not None:
+            self._job.end()
 
     def close(self) -> None:
         """End everything that belongs to the training; nothing of it is left after this, bar what cannot be killed."""
@@ -126,7 +111,7 @@ class Runtime(Follower):
             self._guard.kill()
             self._guard.wait(timeout=5)
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = self._guard = self._cluster = self._jobs = None
+        self._folder = self._guard = self._cluster = self._job = None
 
     def _prepare(self) -> tuple[Path, dict[str, str]]:
         """Return the private folder, guarded from now on, and the environment of processes that end with it."""

@@ -42,11 +42,11 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import DriverSpec
-from prefect_elastic_train.supervisor import attempt, job_driver
+from prefect_elastic_train.supervisor import attempt
+from prefect_elastic_train.supervisor import job as job_module
 from prefect_elastic_train.supervisor.attempt import Follower
-from prefect_elastic_train.supervisor.job import JobLauncher
+from prefect_elastic_train.supervisor.job import JobDriver, JobLog
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
-from prefect_elastic_train.supervisor.job_driver import JobLog
 from prefect_elastic_train.supervisor.job_package import job_package
 from tests.unit.support import REPOSITORY
 from tests.unit.test_following import SPEC
@@ -87,7 +87,7 @@ def test_every_line_of_a_log_is_read_once_wherever_the_connection_breaks(
     log = JobLog(client)  # type: ignore[arg-type]
     written = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_driver, "_LEAST_LINES", look_back)
+        patch.setattr(job_module, "_LEAST_LINES", look_back)
         for more, breaks_after in steps:
             written = min(len(lines), written + more)
             client.written = b"".join(lines[:written])
@@ -224,7 +224,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
     """A dashboard without jobs, which is asked often."""
     monkeypatch.setattr(attempt, "TURN_SECONDS", 0.01)
     for name in ("TURN_SECONDS", "_ASK_SECONDS", "_SELDOM_SECONDS"):
-        monkeypatch.setattr(job_driver, name, 0.02)
+        monkeypatch.setattr(job_module, name, 0.02)
     dashboard = Dashboard()
     yield dashboard
     dashboard.close()
@@ -325,11 +325,13 @@ class Flow(Follower):
             on_past_event=self.past.append,
             followed_until=lambda: 1.5,
         )
-        self.launcher = JobLauncher(self, folder)
+        self.folder = folder
+        self.job: JobDriver | None = None
 
     def train(self, dashboard: Dashboard) -> AttemptEnded:
         """Run an attempt as a job."""
-        return self.launcher.run_attempt(replace(SPEC, cluster=dashboard.cluster))
+        self.job = JobDriver(self, replace(SPEC, cluster=dashboard.cluster), self.folder, self.job)
+        return self.follow(self.job)
 
 
 @pytest.fixture
@@ -395,7 +397,7 @@ def test_a_submission_that_has_not_arrived_is_repeated_and_one_that_is_refused_i
 def test_a_dashboard_that_is_away_says_nothing_about_the_job(
     dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_driver, "NOTE_SECONDS", 0.2)
+    monkeypatch.setattr(job_module, "NOTE_SECONDS", 0.2)
 
     def note(text: str) -> None:
         if "has not answered for" in text:
@@ -441,25 +443,11 @@ def test_a_job_that_runs_is_followed_whatever_ray_it_has_and_what_was_told_befor
 
 
 @pytest.mark.usefixtures("own_job")
-@pytest.mark.parametrize("comes_back", [False, True])
-def test_a_job_that_the_cluster_does_not_know_twice_is_lost_and_one_that_it_misses_once_is_not(
-    dashboard: Dashboard, flow: Flow, comes_back: bool
-) -> None:
-    [(submission_id, job)] = dashboard.jobs.items()
-
-    def on_event(event: Event) -> None:
-        dashboard.jobs.clear()
-        dashboard.asked.clear()
-
-    def on_request(request: str) -> None:
-        if comes_back and not dashboard.jobs and dashboard.asked.count(f"GET /api/jobs/{submission_id}") == 2:
-            dashboard.jobs[submission_id] = {**job, "status": "SUCCEEDED"}
-            dashboard.say(ENDED)
-
-    flow.on_past_event, dashboard.on_request = on_event, on_request
+def test_a_job_that_the_cluster_does_not_know_any_more_is_lost(dashboard: Dashboard, flow: Flow) -> None:
+    flow.on_past_event = lambda event: dashboard.jobs.clear()
     dashboard.say(STARTED)
     ended = flow.train(dashboard)
-    assert ended == ENDED if comes_back else ended.outcome is Outcome.CLUSTER_LOST
+    assert (ended.outcome, "started anew" in ended.message) == (Outcome.CLUSTER_LOST, True)
 
 
 @pytest.mark.parametrize("can_be_read", [True, False])
@@ -506,7 +494,7 @@ def test_a_job_that_has_ended_is_judged_by_its_state_and_by_its_last_word_if_tha
     outcome: Outcome,
     says: str,
 ) -> None:
-    monkeypatch.setattr(job_driver, "_LAST_LINES_SECONDS", 0.1)
+    monkeypatch.setattr(job_module, "_LAST_LINES_SECONDS", 0.1)
     if said is None:
         dashboard.answers["GET /api/v0/logs/file"] = (500, "the node's agent is away")
     else:
@@ -538,14 +526,15 @@ def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: F
         flow.train(dashboard)
     assert dashboard.statuses() == ["RUNNING" if detaches else "STOPPED"]
     assert any("goes on in the cluster" in note for note in flow.notes) == detaches
-    flow.launcher.end_unfollowed()
+    assert flow.job is not None
+    flow.job.end()
     assert dashboard.statuses() == ["STOPPED"], "no other attempt is to follow"
 
 
 def test_a_job_that_waits_for_its_start_is_ended_by_another_job(
     dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_driver, "_STOP_PENDING_SECONDS", 0.1)
+    monkeypatch.setattr(job_module, "_STOP_PENDING_SECONDS", 0.1)
 
     def on_submit(submission_id: str) -> None:
         ended = dashboard.jobs.get(submission_id.removesuffix("-end"), {})
@@ -629,7 +618,7 @@ def test_the_driver_of_a_job_needs_nothing_but_what_the_cluster_is_asked_for(pac
     ("wanted", "says"),
     [
         ({"python": "3.99"}, "the flow Python 3.99"),
-        ({"modules": ["json", "no_such_module", "no.such.module"]}, "lacks what the driver needs: no_such_module, no."),
+        ({"modules": ["json", "no_such_module", "nor_this"]}, "lacks what the driver needs: no_such_module, nor_this;"),
     ],
 )
 def test_the_first_code_of_a_job_says_what_is_wrong_with_the_cluster(

@@ -15,7 +15,7 @@ import pytest
 
 from prefect_elastic_train import TrainingResult
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_LOG_BYTES, size_of
-from prefect_elastic_train.core.events import Event, Report, encode_event
+from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event, Report, decode_event, encode_event
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings
@@ -29,7 +29,6 @@ from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, peek
-from prefect_elastic_train.supervisor.attempt import AttemptAccount
 from prefect_elastic_train.supervisor.child import read_lines
 from tests.unit.support import Training, private_folder, spec
 
@@ -62,19 +61,19 @@ class Supervisor(logging.Handler):
         self.output.close()
         os.close(self.output._descriptor)
         self._writer.close()
-        account, logger = AttemptAccount(), logging.Logger("sizes")
+        logger = logging.Logger("sizes")
         logger.addHandler(self)
         log = RunLog(logger, 1000)
         while (line := self._lines.get(timeout=30)[1]) is not None:
-            said = account.take(line)
-            assert not isinstance(said, str), "only events are told"
+            said = decode_event(line.removeprefix(EVENT_TAG.encode()))
+            assert said is not None, "only events are told"
             self.events.append(said)
             log.event(said)
             self.report.take(said)
             self.payloads += [size_of(told.payload) for told in prefect_events.translate(said, self.report, {})]
-        assert account.ended is not None
-        assert account.ended.outcome is Outcome.COMPLETED
-        return TrainingResult.model_validate(account.ended.result)
+        [ended] = [event for event in self.events if isinstance(event, AttemptEnded)]
+        assert ended.outcome is Outcome.COMPLETED
+        return TrainingResult.model_validate(ended.result)
 
 
 def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
