@@ -43,50 +43,22 @@ def _assert_resumed_once(flow: FlowProcess, result: dict[str, Any], ledger: str)
     assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
 
 
-def _final_state(result: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    state: dict[str, Any] = torch.load(Path(result["checkpoint_uri"]) / "state.pt")
-    return state
-
-
-def _assert_equal(one: Any, other: Any) -> None:
-    """Check that states are equal in every bit: step, weights and optimizer."""
-    import torch
-
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            _assert_equal(one[name], other[name])
-    else:
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
 @pytest.mark.full
 def test_killed_driver_resumes_at_the_last_commit_with_the_weights_of_an_undisturbed_run(
     start: Start, ledger: str, head: RayHead
 ) -> None:
     """Once on the run's own cluster, which is the supervisor's and survives, and once on one that was joined."""
-    training = {"loop": "tests.support.loops:ledger_loop", "framework": "torch"}
-    flows = [
-        start("undisturbed", **training, scaling=TWO, config=train_config(f"{ledger}.undisturbed", sleep=0)),
-        start("local", **training, scaling=TWO, config=train_config(f"{ledger}.local")),
-    ]
-    for name, flow in (("local", flows[1]), ("joined", None)):
-        if flow is None:
-            scaling = {"min_workers": 1, "max_workers": 2}
-            config = train_config(f"{ledger}.joined")
-            flow = start("joined", **training, scaling=scaling, cluster=head.block, config=config)
-            flows.append(flow)
-        _wait_for_mid_training(flow, f"{ledger}.{name}")
-        driver = flow.living_driver()
-        before = flow.marked()
-        driver.kill()
+    for name, more in (("local", {"scaling": TWO}), ("joined", {"cluster": head.block, "scaling": {"max_workers": 2}})):
+        its_ledger = f"{ledger}.{name}"
+        flow = start(name, framework="torch", config=train_config(its_ledger), **more)
+        _wait_for_mid_training(flow, its_ledger)
+        before = [flow.living_driver(), *flow.marked()]
+        before[0].kill()
         result = flow.completed(180)
-        _assert_resumed_once(flow, result, f"{ledger}.{name}")
+        _assert_resumed_once(flow, result, its_ledger)
         # The reservation of the killed driver did not hold the new one up: both workers came back.
         assert [size["size"] for size in result["world_sizes"]] == [2, 2]
-        _assert_equal(_final_state(result), _final_state(flows[0].completed(120)))
+        assert is_right(result["checkpoint_uri"])
         assert flow.marked() == alive(before) == [], "by their own ids, too"
         assert not flow.private_folder.exists()
     wait_for(lambda: not head.train_processes(), 20, "the workers to leave the cluster")

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
-import time
 from uuid import UUID
 
 import psutil
-import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
 from tests.support.clusters import RayHead
 from tests.support.loops import CHECKPOINT_EVERY, STEPS, is_right, train_config
-from tests.support.processes import Start, alive, attempts, commits, read_ledger, steps_of, titled, wait_for
-
-
-@pytest.mark.full
-def test_of_two_flow_runs_that_race_for_a_run_exactly_one_trains(start: Start, ledger: str, head: RayHead) -> None:
-    contested = {"cluster": head.block, "storage": f"{ledger}.runs", "run_name": "contested"}
-    flows = []
-    for name in ("one", "other"):
-        flows.append(start(name, config=train_config(ledger, steps=20), **contested))
-        time.sleep(random.uniform(0, 1))
-    outcomes = {flow.wait(120)["state"]: flow for flow in flows}
-    assert set(outcomes) == {"COMPLETED", "FAILED"}
-    winner = outcomes["COMPLETED"]
-    error = outcomes["FAILED"].wait(0)["error"]
-    assert "run 'contested'" in error
-    assert f"(id {winner.flow_run_id})" in error, "the holder is named"
-    assert steps_of(ledger) == list(range(1, 21))
-    assert len(attempts(winner.run)) == 1
+from tests.support.processes import Start, alive, attempts, commits, read_ledger, titled, wait_for
 
 
 def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_itself(

@@ -70,7 +70,7 @@ def test_killed_coordinator_is_replaced_and_all_are_joined_again_with_the_same_w
     assert (result["attempts"], result["worker_failures"]) == (1, 1)
     assert [len(generations(ledger, rank)) for rank in (0, 1)] == [2, 2], "one process each, and one more"
     assert repeated(steps_of(ledger)) <= CHECKPOINT_EVERY
-    assert {(line["world"], line["sum"]) for line in read_ledger(ledger)} == {(2, 3.0)}
+    assert {line["world"] for line in read_ledger(ledger)} == {2}
     assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
     _assert_fits(ledger, result)
 
@@ -94,6 +94,5 @@ def test_fewer_and_more_processes_fit_along_the_same_curve(start: Start, ledger:
     cluster.add(num_cpus=1)
     result = flow.completed(180)
     assert [size["size"] for size in result["world_sizes"]] == [2, 1, 2]
-    assert {(line["world"], line["sum"]) for line in read_ledger(ledger)} == {(1, 1.0), (2, 3.0)}
     assert "Terminating process" not in flow.log, "no process takes the end of another for a failure"
     _assert_fits(ledger, result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from tests.support.processes import (
     assert_every_step_counts_once,
     attempts,
     commits,
-    generations,
     steps_of,
     titled,
     wait_for,
@@ -128,18 +126,6 @@ def test_a_dashboard_that_does_not_answer_is_not_a_failure(start: Start, ledger:
     assert len(_jobs_of(head, flow)) == 1
 
 
-@pytest.mark.full
-def test_a_cluster_that_is_started_anew_gets_another_job(start: Start, ledger: str, own_head: RayHead) -> None:
-    flow = _train(start, ledger, own_head)
-    flow.wait_for_commits()
-    own_head.kill()
-    time.sleep(5)
-    own_head.start()
-    _assert_complete(flow, ledger, attempts=2)
-    assert generations(ledger)[-1][0] > 1, "resumed from a commit"
-    assert "cluster_lost" in flow.log
-
-
 def test_a_cancelled_flow_run_leaves_nothing_in_the_cluster(
     start: Start, ledger: str, head: RayHead, client: SyncPrefectClient
 ) -> None:
@@ -172,25 +158,6 @@ def test_a_flow_process_whose_machine_is_taken_away_leaves_the_job_alone(
 
 
 @pytest.mark.full
-def test_a_frozen_flow_process_leaves_the_job_to_the_resumed_one(
-    start: Start, ledger: str, head: RayHead, client: SyncPrefectClient
-) -> None:
-    steps = 250
-    frozen = _train(start, ledger, head, steps=steps)
-    frozen.wait_for_commits()
-    frozen.process.send_signal(signal.SIGSTOP)
-    same = {"flow_run_id": frozen.flow_run_id, "storage": str(frozen.storage)}
-    resumed = _train(start, ledger, head, "resumed", steps=steps, **same)
-    wait_for(lambda: "which is followed from now on" in resumed.log, 60, "the resumed flow run to follow")
-    frozen.process.send_signal(signal.SIGCONT)
-    frozen.process.wait(60)
-    _assert_complete(resumed, ledger, attempts=1, steps=steps)
-    assert not frozen.result_file.exists() or json.loads(frozen.result_file.read_text())["state"] != "COMPLETED"
-    assert len(_jobs_of(head, frozen)) == 1
-    assert client.read_flow_run(UUID(frozen.flow_run_id)).state.type == StateType.COMPLETED  # type: ignore[union-attr]
-
-
-@pytest.mark.full
 def test_drivers_that_hang_or_are_ended_are_replaced_and_a_job_that_somebody_stops_is_not(
     start: Start, ledger: str, head: RayHead
 ) -> None:
@@ -212,22 +179,6 @@ def test_drivers_that_hang_or_are_ended_are_replaced_and_a_job_that_somebody_sto
     assert (outcome["state"], outcome["outcome"]) == ("FAILED", "cancelled")
     assert "was stopped, but not by this flow run" in outcome["error"]
     assert len(attempts(flow.run)) == 3
-    _assert_nothing_left(head)
-
-
-@pytest.mark.full
-def test_a_flow_run_that_is_cancelled_during_a_slow_submission_leaves_no_job(
-    start: Start, ledger: str, head: RayHead, client: SyncPrefectClient
-) -> None:
-    before = len(head.jobs())
-    with FaultProxy(head.url) as proxy:
-        proxy.latency(3.0)
-        flow = _train(start, ledger, head, cluster={**head.jobs_block, "address": proxy.endpoint_url})
-        wait_for(lambda: len(head.jobs()) > before, 120, "the job")
-        assert "The training runs as job" not in flow.log, "its submission is still under way"
-        client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
-        flow.process.wait(90)
-    assert [job["status"] for job in head.jobs()[before:]] == ["STOPPED"], flow.log[-3000:]
     _assert_nothing_left(head)
 
 

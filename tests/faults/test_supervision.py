@@ -152,7 +152,7 @@ def test_each_training_of_a_flow_run_has_a_name_of_its_own_that_a_retried_task_k
 async def test_async_twin_trains_without_holding_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Runtime, "driver_command", Script(tmp_path, [{"wait": 1}, COMPLETED]).command)
+    monkeypatch.setattr(Runtime, "driver_command", Script(tmp_path, [{"train": 20}, COMPLETED]).command)
     ticks = 0
 
     async def tick() -> None:
@@ -203,9 +203,7 @@ class _Trained:
         wait_for(lambda: not self.flow.marked() and not alive(self.before), BOUND_SECONDS, "all processes to end")
 
     def state(self, client: SyncPrefectClient) -> State:
-        state = client.read_flow_run(UUID(self.flow.flow_run_id)).state
-        assert state is not None
-        return state
+        return client.read_flow_run(UUID(self.flow.flow_run_id)).state  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -270,15 +268,11 @@ def test_cancel_of_a_flow_that_no_runner_watches_ends_its_training(
     assert trained.state(client).is_cancelled()
     assert len(trained.script.drivers()) == 1, "no driver restart follows"
 
-    def states() -> list[State | None]:
-        if place == "in a subflow":
-            return [run.state for run in _subflows(client, flow_run_id)]
-        of_this = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-        return [run.state for run in client.read_task_runs(flow_run_filter=of_this)]
-
     if place in ("called", "in a subflow"):  # tasks of threads are left without a word
+        of_this = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        below = lambda: _subflows(client, flow_run_id) or client.read_task_runs(flow_run_filter=of_this)  # noqa: E731
         # The server learns of a task's state by an event, a moment later.
-        wait_for(lambda: all(state and state.is_final() for state in states()), 20, "nothing to look running")
+        wait_for(lambda: all(run.state and run.state.is_final() for run in below()), 20, "nothing to look running")
 
 
 def test_cancel_in_the_pause_before_a_new_driver_ends_the_training(
@@ -290,9 +284,7 @@ def test_cancel_in_the_pause_before_a_new_driver_ends_the_training(
     flow.wait_for(lambda: "The next driver starts in" in flow.log, 60, "the pause")
     client.set_flow_run_state(UUID(flow.flow_run_id), Cancelling())
     flow.process.wait(60)
-    state = client.read_flow_run(UUID(flow.flow_run_id)).state
-    assert state is not None
-    assert state.is_cancelled()
+    assert client.read_flow_run(UUID(flow.flow_run_id)).state.is_cancelled()  # type: ignore[union-attr]
     assert len(script.drivers()) == 1, "and no other follows"
 
 
@@ -334,9 +326,7 @@ def test_cancel_of_a_subflow_alone_ends_its_training_and_is_an_error_where_it_wa
     client.set_flow_run_state(subflow.id, Cancelling())
     outcome = trained.flow.wait(60)
     assert (outcome["state"], outcome["outcome"]) == ("FAILED", "cancelled")
-    state = client.read_flow_run(subflow.id).state
-    assert state is not None
-    assert state.is_final()
+    assert client.read_flow_run(subflow.id).state.is_final()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

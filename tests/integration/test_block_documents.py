@@ -9,10 +9,7 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import BlockDocumentUpdate
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL, temporary_settings
-from typer.testing import CliRunner
 
-from blocks.apply import app
 from prefect_elastic_train import CheckpointPolicy, ConfigurationError, ElasticScaling, LocalStorage, RayCluster
 from prefect_elastic_train.blocks.documents import apply
 
@@ -71,25 +68,3 @@ def test_a_secret_is_kept_unless_the_code_gives_one_and_never_shown(client: Sync
     assert _lines({name: [given]}) == [f"~ ray-cluster-training/{name}  auth_token: changed"]
     assert RayCluster.load(name).auth_token.get_secret_value() == "from the code"
     assert _lines({name: [given]}) == [f"= ray-cluster-training/{name}  unchanged"]
-
-
-def test_profiles_are_saved_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("ELASTIC_TRAIN_SPOT_GPU_ADDRESS", "ELASTIC_TRAIN_TPU_V6E_ADDRESS", "ELASTIC_TRAIN_S3_BUCKET_PATH"):
-        monkeypatch.delenv(variable, raising=False)
-    saved = CliRunner().invoke(app, [])
-    assert saved.exit_code == 0, saved.output
-    assert "- spot-gpu  skipped: set ELASTIC_TRAIN_SPOT_GPU_ADDRESS" in saved.output
-    assert RayCluster.load("laptop").is_local
-    named = CliRunner().invoke(app, ["laptop", "spot-gpu"])
-    assert named.exit_code == 1
-    assert "set ELASTIC_TRAIN_SPOT_GPU_ADDRESS" in named.output
-
-
-@pytest.mark.parametrize(
-    ("url", "why"), [("http://127.0.0.1:9/api", "cannot use the Prefect API"), (None, "PREFECT_API_URL is not")]
-)
-def test_without_a_prefect_api_the_command_ends_with_the_reason(url: str | None, why: str) -> None:
-    with temporary_settings({PREFECT_API_URL: url}):
-        result = CliRunner().invoke(app, ["laptop"])
-    assert result.exit_code == 1
-    assert why in result.output

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +24,7 @@ from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.storage.store import LocalRunStore
 from prefect_elastic_train.train_flow import train
 from tests.support.deployments import deployment_id
-from tests.support.doc_blocks import PYTHON, blocks_of, pages, run_block
-from tests.support.processes import ROOT
+from tests.support.doc_blocks import blocks_of, pages, run_block
 from tests.unit.support import Training, begin, claim, empty_snapshot, with_result
 
 pytestmark = pytest.mark.full
@@ -145,20 +141,3 @@ def test_blocks_of_a_page_run_as_they_stand(page: Path, folder: Path, api: str, 
     for block in blocks_of(page):
         if block.is_run:
             run_block(block, folder, api)
-
-
-def test_functions_that_no_block_calls_are_right_in_names_imports_and_arguments(tmp_path: Path) -> None:
-    files = []
-    for page in PAGES:
-        for block in blocks_of(page):
-            if block.is_run and block.language in PYTHON:
-                files.append(f"{page.stem.lower()}_{block.line}.py")
-                (tmp_path / files[-1]).write_text(block.code)
-    settings = "plugins=pydantic.mypy\nignore_missing_imports=true\ncheck_untyped_defs=true\nfollow_imports=silent\n"
-    (tmp_path / "mypy.ini").write_text(f"[mypy]\n{settings}")
-    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", *files]
-    there = {**os.environ, "MYPYPATH": str(ROOT)}
-    said = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=300).stdout
-    assert f"(checked {len(files)} source files)" in said, said
-    wrong = re.compile(r"\[(call-arg|name-defined)\]|Module .* has no attribute")
-    assert [line for line in said.splitlines() if wrong.search(line)] == []

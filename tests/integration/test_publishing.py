@@ -112,18 +112,21 @@ def test_one_report_and_one_progress_are_updated_in_place_and_an_earlier_process
 
 
 def test_events_relate_to_what_their_training_belongs_to_and_are_one_however_often_they_are_told(
-    make: Make, client: SyncPrefectClient, name: str
+    make: Make, client: SyncPrefectClient, flow_run_id: str, name: str
 ) -> None:
     nightly = {"prefect.resource.id": "prefect.deployment.nightly", "prefect.resource.role": "deployment"}
-    failed, first = _failed(7), _begin(make(related=[nightly]))
-    first.take(failed)
-    first.close()
-    again = _begin(make(related=[nightly]))
-    again.take(failed)
-    again.end("completed")
-    told = run_events(client, run_name=name)
+    for told in (False, False, True):  # the last one begins where Prefect was told before
+        publisher = _begin(make(related=[nightly]), told=told)
+        publisher.take(_failed(7), told=told)
+        publisher.take(_failed(7), told=told)
+        publisher.close()
+    publisher = _begin(make(related=[nightly]))
+    publisher.end("completed")
     assert sorted(_names(client, name)) == ["completed", "started", "worker-failed", "workers-started"]
-    assert all(nightly in event["related"] for event in told)
+    assert all(nightly in event["related"] for event in run_events(client, run_name=name))
+    reports = "".join(str(one.data) for one in artifacts_of(client, flow_run_id, "markdown"))
+    assert reports.count("1 worker failure") >= 3
+    assert "2 worker failures" not in reports
 
 
 def test_report_that_somebody_has_deleted_is_made_anew(make: Make, client: SyncPrefectClient, flow_run_id: str) -> None:
@@ -153,18 +156,6 @@ def test_end_is_told_after_an_error_of_the_api(
     names = _names(client, name)
     assert (names[0], names[-1]) == ("started", "failed")
     assert names.count("worker-failed") == 297
-
-
-def test_past_events_count_once_for_the_report_and_are_not_told(
-    make: Make, client: SyncPrefectClient, flow_run_id: str, name: str
-) -> None:
-    publisher, failed = make(), _failed(7)
-    for _ in range(2):
-        _begin(publisher, told=True)
-        publisher.take(failed, told=True)
-    publisher.end("cancelled", "enough")
-    assert _names(client, name) == ["cancelled"]
-    assert "1 worker failure" in report_of(client, flow_run_id)
 
 
 def test_many_events_of_many_workers_are_few_writes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +189,3 @@ def test_nobody_waits_for_an_api_that_is_away(make: Make) -> None:
         assert time.monotonic() - began < 2
         publisher.end("completed")
         assert time.monotonic() - began < 9
-
-
-def test_run_that_is_no_flow_runs_has_its_report_too(client: SyncPrefectClient, name: str) -> None:
-    _begin(publisher := Publisher(RunReport(run_name=name)))
-    publisher.close()
-    [artifact] = [made for made in client.read_artifacts(limit=200) if made.key == artifact_key(name)]
-    assert "**2 workers**" in str(artifact.data)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
@@ -27,8 +27,6 @@ CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 #: Seconds that the page may take for anything that needs nobody but the browser and the server.
 PATIENCE = 30
-#: A folder that keeps the pictures of the pages after the tests.
-OUTPUT_VARIABLE = "ELASTIC_TRAIN_TEST_OUTPUT"
 #: Name of the flow run and of the training's run, and at which step its loop fails once.
 RUN, FAILING_STEP, CHECKPOINT_EVERY = "from-the-browser", 25, 10
 
@@ -36,20 +34,16 @@ RUN, FAILING_STEP, CHECKPOINT_EVERY = "from-the-browser", 25, 10
 class PrefectUI:
     """The UI of a server, used as its user does: by what is written on its pages."""
 
-    def __init__(self, page: Page, api_url: str, folder: Path) -> None:
-        self.page, self.url, self._folder = page, api_url.removesuffix("/api"), folder
+    def __init__(self, page: Page, api_url: str) -> None:
+        self.page, self.url = page, api_url.removesuffix("/api")
 
     @property
     def main(self) -> Locator:
         """The page without the menu beside it."""
         return self.page.get_by_role("main")
 
-    def screenshot(self, name: str) -> None:
-        """Keep a picture of the whole page."""
-        self.page.screenshot(path=self._folder / f"{name}.png", full_page=True)
-
     def open(self, section: str) -> None:
-        """Open a section of the UI's menu, such as "Blocks"."""
+        """Open a section of the UI's menu, such as "Runs"."""
         if not self.page.url.startswith(self.url):
             self.page.goto(self.url)
         # The menu comes before the page, which may have such a link of its own.
@@ -73,11 +67,11 @@ class PrefectUI:
         # The form and all that is around the field contain its label and its control, too.
         return labelled.filter(has=self.page.get_by_role("group")).last
 
-    def fill(self, label: str, value: str | int) -> None:
-        """Write into a field for text or a number."""
-        control = self.field(label).get_by_role("textbox").or_(self.field(label).get_by_role("spinbutton"))
-        control.fill(str(value))
-        expect(control).to_have_value(str(value))
+    def fill(self, label: str, value: str) -> None:
+        """Write into a field for text."""
+        control = self.field(label).get_by_role("textbox")
+        control.fill(value)
+        expect(control).to_have_value(value)
 
     def fill_json(self, label: str, value: object) -> None:
         """Replace what is in a field for JSON, which is an editor of its own."""
@@ -126,8 +120,7 @@ class PrefectUI:
         """Open the run's report from its page; returns its rendered text."""
         self.open_run()
         self.main.get_by_role("tab", name="Artifacts").click()
-        key = self.page.get_by_text(f"elastic-train-{RUN}", exact=True)
-        card = self.main.get_by_role("link").filter(has=key)
+        card = self.main.get_by_role("link").filter(has=self.page.get_by_text(f"elastic-train-{RUN}", exact=True))
         self.reload_until(card)
         card.click()
         # In between is a page with one entry a version, the newest first.
@@ -148,48 +141,24 @@ def ui(api_url: str, tmp_path: Path) -> Iterator[PrefectUI]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE * 1000)
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.set_default_timeout(PATIENCE * 1000)
-        (output := Path(os.environ.get(OUTPUT_VARIABLE, tmp_path))).mkdir(parents=True, exist_ok=True)
-        ui = PrefectUI(page, api_url, output)
-        yield ui
-        ui.screenshot("last")
+        yield PrefectUI(page, api_url)
+        page.screenshot(path=tmp_path / "last.png", full_page=True)
         browser.close()
 
 
 @pytest.fixture
 def served(client: SyncPrefectClient, api_url: str, tmp_path: Path) -> Iterator[Program]:
     """The deployments that come with the project."""
-    ElasticScaling.register_type_and_schema(_sync=True)
     with project_served(tmp_path / "served", api_url, "browser") as program:
         yield program
-
-
-def _make_scaling_block(ui: PrefectUI) -> None:
-    ui.open("Blocks")
-    # The button with the plus comes before the other way to the catalog.
-    ui.main.locator("a[href$='/blocks/catalog']").first.click()
-    expect(ui.main.get_by_text("Catalog", exact=True)).to_be_visible()
-    ui.main.get_by_role("textbox", name="Search blocks").fill("Elastic Scaling")
-    expect(ui.main.get_by_role("heading", name="Elastic Scaling", exact=True)).to_be_visible()
-    expect(ui.main.get_by_text("1 Block", exact=True)).to_be_visible()
-    ui.main.get_by_role("link", name="Create", exact=True).click()
-    ui.page.get_by_role("textbox", name="Name").fill(RUN)
-    ui.fill("Min Workers (Optional)", 1)
-    ui.fill("Max Workers (Optional)", 2)
-    ui.fill_json("Resources Per Worker (Optional)", {"CPU": 1})
-    ui.screenshot("block-form")
-    ui.submit("Save", ui.main.get_by_role("term").filter(has_text="Max Workers"))
-    made = ElasticScaling.load(RUN, _sync=True)
-    assert (made.min_workers, made.max_workers, made.resources_per_worker) == (1, 2, {"CPU": 1})
 
 
 def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     ui: PrefectUI, client: SyncPrefectClient, served: Program, tmp_path: Path, ledger: str
 ) -> None:
     # While the browser is open, Prefect takes the tests for asynchronous code, and is told `_sync=True`.
-    _make_scaling_block(ui)
-    LocalStorage(path=str(tmp_path / "runs")).save(RUN, overwrite=True, _sync=True)
-    RayCluster(num_cpus=1).save(RUN, overwrite=True, _sync=True)
-
+    for block in (ElasticScaling(max_workers=2), LocalStorage(path=str(tmp_path / "runs")), RayCluster(num_cpus=1)):
+        block.save(RUN, overwrite=True, _sync=True)
     deployment = deployment_id(client, "train/train")
     ui.open("Deployments")  # where the links of this version of the UI begin
     ui.page.wait_for_url("**/deployments*")
@@ -206,7 +175,6 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     for label in ("scaling (Optional)", "cluster (Optional)"):
         ui.choose(label, RUN)
     ui.fill("run_name (Optional)", RUN)
-    ui.screenshot("run-form")
     ui.submit("Submit", ui.main.get_by_role("tab", name="Runs"))
     ui.open_run()
     expect(ui.main.get_by_text("Running", exact=True).first).to_be_visible(timeout=60_000)
@@ -227,9 +195,8 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     expect(pictures.first).to_be_visible()
     for picture in pictures.all():
         assert picture.evaluate("picture => picture.decode().then(() => picture.naturalWidth)") > 0
-    ui.screenshot("report")
 
-    runners = [child.pid for child in served.children()]
+    runners = [child.pid for child in psutil.Process(served.process.pid).children(recursive=True)]
     [mark] = {mark for _, _, mark in drivers_of(*runners)}
     assert marked_processes(mark)
     ui.open_run()

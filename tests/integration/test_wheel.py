@@ -30,13 +30,12 @@ from tests.support.distribution import (
     VERSION,
     bare_environment,
     build,
-    call,
     commit_tree,
     export_tree,
     files_of_tree,
 )
 from tests.support.doc_blocks import PYTHON, blocks_of
-from tests.support.processes import ROOT, carrying, free_port, kill_all, wait_for
+from tests.support.processes import ROOT, alive, call, carrying, free_port, kill_all, spawn, wait_for
 
 pytestmark = pytest.mark.full
 
@@ -57,35 +56,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _wheel(built: Path) -> Path:
-    return built / f"prefect_elastic_train-{VERSION}-py3-none-any.whl"
-
-
-def _sdist(built: Path) -> Path:
-    return built / f"prefect_elastic_train-{VERSION}.tar.gz"
-
-
-def test_an_index_would_take_wheel_and_sdist_and_their_version_is_the_tag(built: Path) -> None:
-    assert sorted(built.iterdir()) == sorted([_wheel(built), _sdist(built)])
-    said = call(sys.executable, "-m", "twine", "check", "--strict", _wheel(built), _sdist(built), folder=built)
+def test_wheel_and_sdist_would_be_taken_by_an_index_and_hold_what_belongs_there_and_nothing_else(built: Path) -> None:
+    name = f"prefect_elastic_train-{VERSION}"
+    wheel, sdist = built / f"{name}-py3-none-any.whl", built / f"{name}.tar.gz"
+    assert set(built.iterdir()) == {wheel, sdist}
+    said = call(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, folder=built)
     assert said.count("PASSED") == 2
-
-
-def test_the_wheel_holds_the_package_its_types_and_its_license_and_nothing_else(built: Path) -> None:
-    info = f"prefect_elastic_train-{VERSION}.dist-info"
-    with zipfile.ZipFile(_wheel(built)) as wheel:
-        names = set(wheel.namelist())
-    package = {name for name in files_of_tree() if name.startswith("prefect_elastic_train/")}
+    package = {file for file in files_of_tree() if file.startswith("prefect_elastic_train/")}
+    assert "prefect_elastic_train/py.typed" in package
     metadata = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
-    assert names == package | {f"{info}/{name}" for name in metadata}
-    assert "prefect_elastic_train/py.typed" in names
-
-
-def test_the_sdist_holds_the_tree_and_nothing_that_was_made_in_it(built: Path) -> None:
-    top = f"prefect_elastic_train-{VERSION}/"
-    with tarfile.open(_sdist(built)) as sdist:
-        names = {member.name.removeprefix(top) for member in sdist if member.isfile()}
-    made = {name for name in names if name.startswith("prefect_elastic_train.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert set(zipfile.ZipFile(wheel).namelist()) == package | {f"{name}.dist-info/{file}" for file in metadata}
+    with tarfile.open(sdist) as archive:
+        names = {member.name.removeprefix(f"{name}/") for member in archive if member.isfile()}
+    made = {file for file in names if file.startswith("prefect_elastic_train.egg-info/")} | {"PKG-INFO", "setup.cfg"}
     assert names - made == set(files_of_tree())
 
 
@@ -103,16 +86,8 @@ class Terminal:
 
     def __init__(self, name: str, folder: Path, environment: dict[str, str], logs: Path) -> None:
         self._folder, self._log_file, self._commands = logs, logs / f"{name}.log", 0
-        with self._log_file.open("wb") as output:
-            self._process = subprocess.Popen(
-                ["bash", "--noprofile", "--norc"],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        streams = {"env": environment, "stdin": subprocess.PIPE}
+        self._process = spawn("bash", "--noprofile", "--norc", log=self._log_file, folder=folder, **streams)
 
     @property
     def log(self) -> str:
@@ -122,9 +97,7 @@ class Terminal:
     def type(self, code: str, until: str = "") -> str:
         """Type commands, of which the first that fails ends the shell; returns what was said since.
 
-        Args:
-            code: The commands.
-            until: A text that is said, or a URL that answers, to wait for; empty: the end of the commands.
+        Waits for a text that is said, a URL that answers, or the end of the commands.
         """
         self._commands += 1
         script = self._folder / f"{self._log_file.stem}.{self._commands}.sh"
@@ -147,19 +120,12 @@ class Terminal:
 
     def close(self) -> None:
         """Press Ctrl-C and close it; kill what does not end by that."""
-        tree: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
-            shell = psutil.Process(self._process.pid)
-            tree = [*shell.children(recursive=True), shell]
-        assert self._process.stdin is not None
+        shell = psutil.Process(self._process.pid)
+        tree = [*shell.children(recursive=True), shell]
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        with contextlib.suppress(ProcessLookupError):
+            self._process.stdin.close()  # type: ignore[union-attr]
             os.killpg(self._process.pid, signal.SIGINT)
-        _, left = psutil.wait_procs(tree, timeout=30)
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        kill_all(lambda left=psutil.wait_procs(tree, timeout=30)[1]: alive(left))  # type: ignore[misc]
         self._process.wait(10)
 
 

@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from prefect_elastic_train.core.spec import MARK_VARIABLE
-from tests.support.processes import ROOT, free_port, kill_all, of_cluster, titled
+from tests.support.processes import ROOT, call, free_port, kill_all, of_cluster, spawn, titled
 
 TPU_TOPOLOGY, TPU_TYPE = "2x4", "TPU-V6E"
 #: Carried by the processes of a cluster.
@@ -86,14 +86,9 @@ class RayHead(_Cluster):
             "max-worker-port": 0,
         }
         start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"]
-        subprocess.run(
-            [*start, *(f"--{name}={value}" for name, value in options.items())],
-            cwd=self.folder,  # nothing of this repository is to be found by accident
-            env=self.environment,
-            check=True,
-            stdout=subprocess.DEVNULL,
-            timeout=120,
-        )
+        given = [f"--{name}={value}" for name, value in options.items()]
+        # From a folder where nothing of this repository is to be found by accident, and without a pipe that stays open.
+        call(*start, *given, folder=self.folder, env=self.environment, stdout=subprocess.DEVNULL, stderr=None)
 
     @property
     def jobs_block(self) -> dict[str, Any]:
@@ -146,16 +141,8 @@ class ElasticCluster(_Cluster):
         self.address = self._ask("start")["address"]
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
-        with (self.folder / "cluster.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, *command],
-                cwd=ROOT,
-                env=self.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": self.environment}
+        return spawn(sys.executable, *command, log=self.folder / "cluster.log", **pipes)
 
     def _answer(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
         for line in process.stdout or ():

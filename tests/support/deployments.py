@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from prefect.states import Pending, Running
 
 from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
 from tests.support.flow_script import train
-from tests.support.processes import ROOT, drivers_of, end_tree, run_folder, wait_for
+from tests.support.processes import ROOT, drivers_of, end_tree, run_folder, spawn, wait_for
 
 WORK_POOL = "fault-tests"
 SERVED, WORKED = "served", "worked"
@@ -33,32 +32,14 @@ class Program:
     """A program of Prefect in the background, with all that it starts."""
 
     def __init__(self, command: list[str], folder: Path, api_url: str, *, cwd: Path = ROOT, **environment: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.log_file = folder / "program.log"
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *command],
-                cwd=cwd,
-                env={
-                    **os.environ,
-                    "PREFECT_API_URL": api_url,
-                    "PYTHONPATH": str(ROOT),
-                    "PREFECT_RUNNER_POLL_FREQUENCY": "1",
-                    "PREFECT_WORKER_QUERY_SECONDS": "1",
-                    **environment,
-                },
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        often = {"PREFECT_RUNNER_POLL_FREQUENCY": "1", "PREFECT_WORKER_QUERY_SECONDS": "1"}
+        variables = {**os.environ, "PREFECT_API_URL": api_url, "PYTHONPATH": str(ROOT), **often, **environment}
+        self.process = spawn(sys.executable, "-m", *command, log=self.log_file, folder=cwd, env=variables)
 
     @property
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
-
-    def children(self) -> list[psutil.Process]:
-        """The descendants of the program."""
-        return psutil.Process(self.process.pid).children(recursive=True)
 
     def close(self) -> None:
         """End the program with all that it has started, gently first."""
@@ -76,10 +57,7 @@ def flow_run_log(client: SyncPrefectClient, flow_run_id: UUID | str) -> list[str
 
 @contextlib.contextmanager
 def project_served(folder: Path, api_url: str, blocks: str, **environment: str) -> Iterator[Program]:
-    """Run `python -m flows.serve`, as its user does, with blocks of a name; its deployments are new, and go with it.
-
-    Several modules of tests have them on the server that they share, and each looks at the runs of its own.
-    """
+    """Run `python -m flows.serve`, as its user does, with blocks of a name; its deployments are new, and go with it."""
     program = Program(["flows.serve", "--blocks", blocks], folder, api_url, cwd=folder, **environment)
     try:
         # Until then it writes to the server, which answers some others "busy" (503).

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, call
 
 #: The version that the tree is tagged with for the tests; another one each time, since uv would take the wheel of an
 #: earlier run from its cache, if that had the same version.
@@ -20,22 +19,6 @@ TAG = f"v{VERSION}"
 _SCRIPTS = Path(sys.executable).parent
 #: How pip is told of an index, and how uv is.
 _INDEX = {"PIP_INDEX_URL": "UV_DEFAULT_INDEX", "PIP_EXTRA_INDEX_URL": "UV_INDEX"}
-
-
-def call(*command: str | Path, folder: Path, environment: dict[str, str] | None = None, timeout: float = 120) -> str:
-    """Run a command in a folder, which must succeed, and return what it says."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, f"{command} failed with {done.returncode}:\n{done.stdout[-6000:]}"
-    return done.stdout
 
 
 def files_of_tree() -> list[str]:
@@ -65,7 +48,7 @@ def build(tree: Path, into: Path) -> str:
     """Build the sdist of a tree, and the wheel from that sdist; returns what the build says."""
     with_uv = {**_kept(), **uv_settings(), "PATH": os.pathsep.join([str(_SCRIPTS), os.environ["PATH"]])}
     command = [sys.executable, "-m", "build", "--installer", "uv", "--outdir", into]
-    return call(*command, folder=tree, environment=with_uv, timeout=300)
+    return call(*command, folder=tree, env=with_uv, timeout=300)
 
 
 def _kept() -> dict[str, str]:
@@ -81,11 +64,7 @@ def uv_settings() -> dict[str, str]:
 
 
 def bare_environment(folder: Path) -> dict[str, str]:
-    """The environment of somebody who has Python and uv and knows nothing of this tree.
-
-    Args:
-        folder: Their home, and the programs that they find besides the system's.
-    """
+    """The environment of somebody at home in a folder, who has Python and uv and knows nothing of this tree."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     (programs / "python3").symlink_to(Path(sys.executable).resolve())

@@ -1,14 +1,12 @@
 """Flows that train with the arguments of a JSON file or of a deployment's run, and write how that ended.
 
-With the argument ``flow`` (``module:name``) that one is run instead, with ``parameters``. As a script:
-``python -m tests.support.flow_script <arguments file>``, optionally for a flow run that exists; or
+As a script: ``python -m tests.support.flow_script <arguments file>``, optionally for a flow run that exists; or
 ``python -m tests.support.flow_script --serve <name>``, which serves them as deployments.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import sys
@@ -18,6 +16,8 @@ from typing import Any
 from uuid import UUID
 
 from prefect import flow, serve, task
+from prefect.client.orchestration import get_client
+from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 
 from prefect_elastic_train import (
@@ -107,21 +107,14 @@ async def atrain(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _run(arguments: dict[str, Any]) -> Any:
     """Run the flow, as a new flow run or as one that exists, and return its final state."""
-    from prefect.client.orchestration import get_client
-    from prefect.flow_engine import run_flow
-
-    chosen: Any = atrain if arguments.get("asynchronous") else train
-    parameters = {"arguments": arguments}
-    if "flow" in arguments:
-        module, _, name = arguments["flow"].partition(":")
-        chosen, parameters = getattr(importlib.import_module(module), name), arguments["parameters"]
-    if arguments.get("flow_timeout"):
-        chosen = chosen.with_options(timeout_seconds=arguments["flow_timeout"])
+    chosen: Any = (atrain if arguments.get("asynchronous") else train).with_options(
+        timeout_seconds=arguments.get("flow_timeout")
+    )
     existing = None
-    if arguments.get("flow_run_id"):
+    if "flow_run_id" in arguments:
         with get_client(sync_client=True) as client:
             existing = client.read_flow_run(UUID(arguments["flow_run_id"]))
-    state = run_flow(chosen, flow_run=existing, parameters=parameters, return_type="state")
+    state = run_flow(chosen, flow_run=existing, parameters={"arguments": arguments}, return_type="state")
     return asyncio.run(state) if arguments.get("asynchronous") else state
 
 
@@ -132,8 +125,7 @@ def main() -> None:
         return
     arguments = json.loads(Path(sys.argv[1]).read_text())
     state = _run(arguments)
-    outcome: dict[str, Any] = {"state": state.type.value, "name": state.name, "message": state.message or ""}
-    outcome["flow_run_id"] = str(state.state_details.flow_run_id)
+    outcome: dict[str, Any] = {"state": state.type.value, "name": state.name}
     if state.is_completed():
         outcome["result"] = state.result()
     else:

@@ -136,51 +136,6 @@ def _slow_upload(seconds: float) -> Callable[[Any, str], Any]:
     return upload
 
 
-def ledger_loop(config: dict[str, Any]) -> None:
-    """Train a small torch model; every rank writes each step into the ledger.
-
-    Config: ``steps``; ``checkpoint_every``; ``sleep`` (seconds a step); ``ledger`` (file).
-    """
-    import ray.train
-    import ray.train.torch
-    import torch
-
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model: Any = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    step = 0
-    if (checkpoint := ray.train.get_checkpoint()) is not None:
-        with checkpoint.as_directory() as folder:
-            state = torch.load(os.path.join(folder, "state.pt"))
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    model = ray.train.torch.prepare_model(model)
-    where = {"rank": rank, "world": world, "resumed_from": step, "run": _run_known_here()}
-    while step < config["steps"]:
-        # Each rank takes its share of one global batch, so that the world size hardly matters.
-        generator = torch.Generator().manual_seed(1000 + step)
-        loss = model(torch.randn(8, 8, generator=generator)[rank::world]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        step += 1
-        time.sleep(config.get("sleep", 0.0))
-        write_ledger(config["ledger"], step=step, **where)
-        saved = None
-        if step % config["checkpoint_every"] == 0 or step == config["steps"]:
-            folder = tempfile.mkdtemp()
-            if rank == 0:
-                plain = model.module if hasattr(model, "module") else model
-                state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                torch.save(state, os.path.join(folder, "state.pt"))
-            saved = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"step": step, "loss": loss.item()}, checkpoint=saved)
-
-
 #: Of the JAX loop: the weights that it begins with and how far it goes in a step.
 ROWS, INPUTS, HIDDEN, LEARNING_RATE = 8, 16, 8, 0.05
 
@@ -202,7 +157,7 @@ def jax_batch(step: int) -> tuple[Any, Any]:
 
 
 def jax_loop(config: dict[str, Any]) -> None:
-    """Fit a small network over all processes; every rank writes each step and a sum over all into the ledger.
+    """Fit a small network over all processes; every rank writes each step and its loss into the ledger.
 
     Config: ``steps``; ``checkpoint_every``; ``ledger`` (file); ``sleep`` (seconds a step, by world size).
     """
@@ -230,11 +185,6 @@ def jax_loop(config: dict[str, Any]) -> None:
         loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, targets)
         return jax.tree.map(lambda old, change: old - LEARNING_RATE * change, weights, gradients), loss
 
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("batch"), out_specs=PartitionSpec())
-    def sum_over_ranks(numbers: Any) -> Any:
-        return jax.lax.psum(numbers.sum(), "batch")
-
     step, saved = 0, jax_weights()
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as folder:
@@ -244,10 +194,9 @@ def jax_loop(config: dict[str, Any]) -> None:
     own_rows = np.array_split(np.arange(ROWS), world)[rank]
     while step < config["steps"]:
         weights, loss = take_step(weights, *(on_all(array[own_rows], "batch") for array in jax_batch(step)))
-        total = float(sum_over_ranks(on_all(np.array([rank + 1.0]), "batch")))
         step += 1
         time.sleep(config["sleep"][str(world)])
-        write_ledger(config["ledger"], **where, step=step, sum=total, loss=float(loss))
+        write_ledger(config["ledger"], **where, step=step, loss=float(loss))
         if step % config["checkpoint_every"] == 0 or step == config["steps"] or resize_requested():
             with tempfile.TemporaryDirectory() as folder:
                 if rank == 0:

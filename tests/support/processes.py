@@ -34,6 +34,23 @@ FIRST_PORT, PORTS_OF_A_PROCESS = 20_000, 1_500
 _steps = itertools.count(secrets.randbelow(PORTS_OF_A_PROCESS))
 
 
+def call(*command: str | Path, folder: Path = ROOT, timeout: float = 120, **more: Any) -> str:
+    """Run a command in a folder, which must succeed, and return what it says."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **more}
+    done = subprocess.run([str(part) for part in command], cwd=folder, text=True, timeout=timeout, **streams)
+    said = done.stdout or ""
+    assert done.returncode == 0, f"{command} failed with {done.returncode}:\n{said[-6000:]}{done.stderr or ''}"
+    return said
+
+
+def spawn(*command: str | Path, log: Path, folder: Path = ROOT, **more: Any) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own, which says what it says in a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        streams = {"stdout": file, "stderr": file, "start_new_session": True, **more}
+        return subprocess.Popen([str(part) for part in command], cwd=folder, **streams)
+
+
 def free_port() -> int:
     """Return a port that is free, and that no test process beside this one returns."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
@@ -123,14 +140,7 @@ def assert_every_step_counts_once(path: Path | str, steps: int, checkpoint_every
 
 
 def assert_each_rank_knew_its_run(path: Path | str, run: Path | None, flow_run_id: str, deployment: str = "") -> None:
-    """Check what the ranks of a ledger knew of their run: the same id in all attempts, and which attempt it was.
-
-    Args:
-        path: The ledger.
-        run: The run directory.
-        flow_run_id: The flow run that all attempts were for.
-        deployment: Name of its deployment, ``<flow>/<deployment>``; empty for none.
-    """
+    """Check what the ranks of a ledger knew of their run: the same id in all attempts, and which attempt it was."""
     assert run is not None
     record = json.loads((run / ".elastic_train" / "run.json").read_text())
     told = [(line["rank"], line["run"]) for line in read_ledger(path)]
@@ -173,12 +183,9 @@ def carrying(entry: str) -> list[psutil.Process]:
 
 
 def of_cluster(entry: str, folder: Path) -> list[psutil.Process]:
-    """The processes of a test's cluster.
+    """The processes of a cluster: by an entry in their environment, or by the files that they have open below a folder.
 
-    Args:
-        entry: In the environment that they started with. Ray's agents write their title over it, and are known by that
-            title and the files that they have open.
-        folder: Where the cluster keeps its files.
+    Ray's agents write their title over their environment.
     """
     return alive([process for process in psutil.process_iter() if _carries(process, entry) or _logs(process, folder)])
 
@@ -191,13 +198,9 @@ def _carries(process: psutil.Process, entry: str) -> bool:
 
 
 def _logs(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process is one of Ray's and has a file below a folder open."""
-    with contextlib.suppress(OSError):
-        if Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"):
-            for descriptor in os.listdir(f"/proc/{process.pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{process.pid}/fd/{descriptor}").startswith(f"{folder}/"):
-                        return True
+    with contextlib.suppress(psutil.Error):
+        is_rays = "".join(process.cmdline()).startswith("ray::")
+        return is_rays and any(file.path.startswith(f"{folder}/") for file in process.open_files())
     return False
 
 
@@ -256,15 +259,9 @@ class FlowProcess:
         more = {name: str(value) for name, value in arguments.pop("environment", {}).items()}
         files = {"result_file": str(self.result_file), "flow_run_file": str(self.flow_run_file)}
         (folder / "arguments.json").write_text(json.dumps({**arguments, **files}))
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.flow_script", str(folder / "arguments.json")],
-                cwd=ROOT,
-                env={**os.environ, "PREFECT_API_URL": api_url, "PYTHONPATH": str(ROOT), **more},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        script = (sys.executable, "-m", "tests.support.flow_script", folder / "arguments.json")
+        environment = {**os.environ, "PREFECT_API_URL": api_url, "PYTHONPATH": str(ROOT), **more}
+        self.process = spawn(*script, log=self.log_file, env=environment)
         self.pid = self.process.pid
         FlowProcess.open.append(self)
         self._mark = ""
@@ -308,9 +305,8 @@ class FlowProcess:
     def guard(self) -> psutil.Process | None:
         """The guard, which carries no mark."""
         with contextlib.suppress(psutil.Error):
-            return next(
-                iter(titled(psutil.Process(self.pid).children(), "prefect_elastic_train.supervisor.guard")), None
-            )
+            children = psutil.Process(self.pid).children()
+            return next(iter(titled(children, "prefect_elastic_train.supervisor.guard")), None)
         return None
 
     def marked(self) -> list[psutil.Process]:
@@ -349,15 +345,9 @@ class FlowProcess:
 
 @contextlib.contextmanager
 def prefect_server(folder: Path, port: int = 0) -> Iterator[str]:
-    """Run a real Prefect server, with its UI; yields the URL of its API.
-
-    Args:
-        folder: Keeps its database, for a server that is started again.
-        port: Where it listens; default a free one.
-    """
+    """Run a real Prefect server, with its UI and a database in a folder; yields the URL of its API."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}/api"
-    folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
         "PREFECT_HOME": str(folder),
@@ -368,14 +358,8 @@ def prefect_server(folder: Path, port: int = 0) -> Iterator[str]:
         "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
     }
     environment.pop("PREFECT_API_URL", None)
-    with (folder / "server.log").open("ab") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    command = (sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))
+    server = spawn(*command, log=folder / "server.log", env=environment)
 
     def answers() -> bool:
         with contextlib.suppress(httpx.HTTPError):

@@ -6,19 +6,16 @@ compares with.
 
 from __future__ import annotations
 
-import ast
 import enum
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import distribution
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 import typer
 from prefect.blocks.core import Block
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 import prefect_elastic_train
 from prefect_elastic_train import loop
@@ -64,30 +61,24 @@ def listed() -> dict[str, list[str]]:
 def _of(name: str, what: Any) -> Iterator[str]:
     if isinstance(what, str):  # the version is another one each time
         yield f"{name}: {type(what).__name__}"
-    elif not inspect.isclass(what):
+        return
+    kind = what if inspect.isclass(what) else type(what)
+    if kind is not what:
         yield _signature(name, what)
-        if not inspect.isfunction(what):
-            yield from _methods(name, type(what))
     else:
-        yield f"class {name}({', '.join(base.__name__ for base in what.__bases__ if base.__module__ != 'typing')})"
-        if issubclass(what, Block):
-            yield f"{name}: block type {what.get_block_type_slug()!r}"
-        if issubclass(what, BaseModel):
-            yield from (_field(f"{name}.{field}", info) for field, info in what.model_fields.items())
-        elif issubclass(what, enum.Enum):
-            yield from (f"{name}.{member.name} = {member.value!r}" for member in what)
-        elif "__init__" in vars(what):
-            yield _signature(f"{name}.__init__", vars(what)["__init__"])
-        for attribute, value in sorted(vars(what).items()):
-            if isinstance(value, property) and not attribute.startswith("_"):
-                yield f"{name}.{attribute}: {inspect.signature(value.fget).return_annotation}"  # type: ignore[arg-type]
-        yield from _methods(name, what)
-
-
-def _methods(name: str, what: type[Any]) -> Iterator[str]:
-    for method, value in sorted(vars(what).items()):
-        if inspect.isfunction(value) and not method.startswith(("_", "model_")):  # the latter are pydantic's
-            yield _signature(f"{name}.{method}", value)
+        slug = f": block type {what.get_block_type_slug()!r}" if issubclass(what, Block) else ""
+        yield f"class {name}({', '.join(base.__name__ for base in what.__bases__)}){slug}"
+    if issubclass(kind, BaseModel):
+        yield from _fields(f"{name}.", kind)
+    elif issubclass(kind, enum.Enum):
+        yield from (f"{name}.{member.name} = {member.value!r}" for member in kind)
+    elif issubclass(kind, Exception) and "__init__" in vars(kind):
+        yield _signature(f"{name}.__init__", vars(kind)["__init__"])
+    for attribute, value in sorted(vars(kind).items()):
+        if isinstance(value, property) and not attribute.startswith("_"):
+            yield f"{name}.{attribute}: {inspect.signature(value.fget).return_annotation}"  # type: ignore[arg-type]
+        elif inspect.isfunction(value) and not attribute.startswith(("_", "model_")):  # the latter are pydantic's
+            yield _signature(f"{name}.{attribute}", value)
 
 
 def _signature(name: str, function: Callable[..., Any]) -> str:
@@ -95,30 +86,17 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
     lines = [f"{name}() -> {signature.return_annotation}"]
     for one in signature.parameters.values():
-        kind = {inspect.Parameter.KEYWORD_ONLY: "keyword ", inspect.Parameter.VAR_KEYWORD: "**"}.get(one.kind, "")
-        default = "" if one.default is inspect.Parameter.empty else f" = {one.default!r}"
-        lines += [f"    {kind}{one.name}: {one.annotation}{default}"] if one.name != "self" else []
+        keyword = "keyword " if one.kind is inspect.Parameter.KEYWORD_ONLY else ""
+        lines += [f"    {keyword}{one}"] if one.name != "self" else []
     return "\n".join(lines)
 
 
-def _field(name: str, field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True, validated_data={})
-    shown = f"{type(default).__name__}()" if isinstance(default, BaseModel) else repr(default)
-    return f"{name}: {_type(field.annotation)}{'' if default is PydanticUndefined else f' = {shown}'}"
-
-
-def _type(annotation: Any) -> str:
-    """A type as one writes it, the same with every Python, without what validates it."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type(arguments[0])
-    if origin is Literal:
-        return f"Literal[{', '.join(map(repr, arguments))}]"
-    if origin in (Union, UnionType):
-        return " | ".join(map(_type, arguments))
-    if origin is not None:
-        return f"{origin.__name__}[{', '.join(map(_type, arguments))}]"
-    return "None" if annotation is NoneType else getattr(annotation, "__name__", str(annotation))
+def _fields(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    """A model's fields, each with its schema, which is what Prefect's forms and an API's users go by."""
+    schema = model.model_json_schema()
+    for name, field in schema.get("$defs", {}).get(model.__name__, schema)["properties"].items():
+        told = {key: value for key, value in sorted(field.items()) if key not in ("title", "description", "position")}
+        yield f"{prefix}{name}: {told}"
 
 
 def _commands(command: Any = None, name: str = "elastic-train") -> Iterator[str]:
@@ -140,18 +118,15 @@ def _commands(command: Any = None, name: str = "elastic-train") -> Iterator[str]
 def _events() -> list[str]:
     """The names of the events, read from where they are told."""
     named = set(get_args(LoopWarned.model_fields["problem"].annotation))
-    for pair in ast.walk(ast.parse(inspect.getsource(prefect_events._Payloads))):
-        if isinstance(pair, ast.Tuple) and len(pair.elts) == 2 and isinstance(pair.ctx, ast.Load):
-            first = pair.elts[0]
-            either = (first.body, first.orelse) if isinstance(first, ast.IfExp) else (first,)
-            named |= {name.value for name in either if isinstance(name, ast.Constant)}
+    named |= set(re.findall(r'(?:\(|else )"([a-z-]+)"', inspect.getsource(prefect_events._Payloads)))
     ends = {end.value.replace(" ", "-") for end in End} - {"left-to-its-job"}  # which is no end
     return sorted(f"{prefect_events.PREFIX}{name}" for name in named | ends)
 
 
-def _settings() -> Iterator[str]:
+def _settings() -> list[str]:
     prefix = str(ElasticTrainSettings.model_config["env_prefix"])
-    return (_field(f"{prefix}{name}".upper(), field) for name, field in ElasticTrainSettings.model_fields.items())
+    defaults = ElasticTrainSettings.model_construct().model_dump()
+    return [f"{prefix}{name}".upper() + f": {value!r}" for name, value in defaults.items()]
 
 
 def _entry_points() -> list[str]:

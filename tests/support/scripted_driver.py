@@ -29,8 +29,8 @@ from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.core.spec import STOP_FILE, read_spec
 
 #: An event is said; ``kill``, ``hang`` (without a word), ``deaf`` (to SIGINT from now on), ``child`` (starts a process
-#: that heeds no signal that can be ignored); ``{"exit": code}``, ``{"wait": seconds}``,
-#: ``{"until": file}``, ``{"train": steps}`` (20 a second, each with a checkpoint).
+#: that heeds no signal that can be ignored); ``{"exit": code}``, ``{"until": file}``,
+#: ``{"train": steps}`` (20 a second, each with a checkpoint).
 Step = Event | str | dict[str, Any]
 
 MODULE = "tests.support.scripted_driver"
@@ -110,21 +110,16 @@ class _Driver:
             self._tell(step)
         elif "exit" in step:
             sys.exit(step["exit"])
-        elif "wait" in step:
-            time.sleep(step["wait"])
         elif "until" in step:
             while not Path(step["until"]).exists():
                 time.sleep(0.05)
         else:
             for _ in range(step["train"]):
-                self._train()
-
-    def _train(self) -> None:
-        self._steps += 1
-        self._note(did="train")
-        made = {"index": self._steps, "metrics": {"step": self._steps}, "checkpoint": f"checkpoint_{self._steps}"}
-        self._say(CheckpointCommitted.model_validate({**made, "world_size": 1, "size_bytes": 1}))
-        time.sleep(0.05)
+                self._steps += 1
+                self._note(did="train")
+                made = {"checkpoint": f"checkpoint_{self._steps}", "world_size": 1, "size_bytes": 1}
+                self._say(CheckpointCommitted(index=self._steps, metrics={"step": self._steps}, **made))
+                time.sleep(0.05)
 
     def _interrupted(self, *_: object) -> None:
         stop = self._spec_file.with_name(STOP_FILE)
@@ -140,10 +135,9 @@ class _Driver:
         self._sequence += 1
         event = {**event, "sequence": self._sequence, "attempt": self._attempt, "at": time.time()}
         if event["kind"] == "attempt_ended" and event["outcome"] == "completed":
-            run = {"run_name": self._run_name, "run_uri": f"/{self._run_name}", "attempts": self._attempt}
-            event["result"] = RunResult.model_validate({**run, "metrics": {"step": self._steps}}).model_dump(
-                mode="json"
-            )
+            found = {"attempts": self._attempt, "metrics": {"step": self._steps}}
+            result = RunResult(run_name=self._run_name, run_uri=f"/{self._run_name}", **found)
+            event["result"] = result.model_dump(mode="json")
         print(f"{EVENT_TAG}{json.dumps(event)}", flush=True)
 
     def _note(self, **what: Any) -> None:

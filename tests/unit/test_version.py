@@ -15,8 +15,8 @@ import pytest
 import prefect_elastic_train
 from prefect_elastic_train.core.version import UNKNOWN
 from prefect_elastic_train.supervisor.job_package import job_package
-from tests.support.distribution import PATCH, TAG, VERSION, call, commit_tree
-from tests.support.processes import ROOT
+from tests.support.distribution import PATCH, TAG, VERSION, commit_tree
+from tests.support.processes import ROOT, call
 from tests.unit.test_following import SPEC
 
 _SAY_IT = "import prefect_elastic_train; print(prefect_elastic_train.__version__)"
