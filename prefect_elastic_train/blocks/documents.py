@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -104,19 +105,17 @@ def difference(block: TrainingBlock, stored: Mapping[str, Any]) -> tuple[dict[st
     secrets = kind.model_json_schema()["secret_fields"]
     if not any(data[field] for field in secrets):
         data |= {field: stored[field] for field in secrets if stored.get(field)}
-    before = {field: stored[field] for field in data if field in stored}
-    try:
-        before = _data(kind.model_validate(dict(before)))
-    except ValidationError:
-        before = {**data, **before}
-    changes = []
-    for field, value in data.items():
-        if before[field] != value:
-            shown = "changed" if field in secrets else f"{_text(before[field])} -> {_text(value)}"
-            changes.append(f"{field}: {shown}")
+    known = {field: stored[field] for field in data if field in stored}
+    before = {**data, **known}
+    with suppress(ValidationError):
+        before = _data(kind.model_validate(known))
+    changes = [
+        f"{field}: changed" if field in secrets else f"{field}: {_text(before[field])} -> {_text(value)}"
+        for field, value in data.items()
+        if before[field] != value
+    ]
     # Their values are not shown: one may be a secret under a misspelt name.
-    unknown = [field for field in stored if field not in data and field not in BOOKKEEPING]
-    changes += [f"{field}: dropped, the block type has no such field" for field in unknown]
+    changes += [f"{field}: dropped" for field in stored if field not in data and field not in BOOKKEEPING]
     return data, tuple(map(without_credentials, changes))
 
 
@@ -126,20 +125,14 @@ def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[C
     from prefect.exceptions import ObjectNotFound
 
     slug = block.get_block_type_slug()
-    label = f"{slug}/{name}"
     try:
         document = client.read_block_document_by_name(name, slug)
     except ObjectNotFound:
         given = block.model_dump(mode="json", include=set(type(block).model_fields), exclude_defaults=True)
         shown = tuple(without_credentials(f"{field}: {_text(value)}") for field, value in given.items())
-        return Change(label, "created", shown), partial(block.save, name, overwrite=True, _sync=True)  # type: ignore[call-arg]
+        save = partial(block.save, name, overwrite=True, _sync=True)  # type: ignore[call-arg]
+        return Change(f"{slug}/{name}", "created", shown), save
     data, fields = difference(block, document.data)
-    try:
-        type(block).model_validate(dict(data))
-    except ValidationError as error:  # of a type with secrets, which hides them
-        raise ConfigurationError(
-            f"cannot update {label}: the server's secrets, which the code leaves empty, do not fit: {error}"
-        ) from None
     if document.block_schema is None or document.block_schema.checksum != block._calculate_schema_checksum():
         # The UI's form, and which fields the server hides, are those of the schema that the document names.
         fields += ("schema: brought up to date with the block type",)
@@ -150,7 +143,7 @@ def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[C
         update = BlockDocumentUpdate(data=data, block_schema_id=block._block_schema_id, merge_existing_data=False)
         client.update_block_document(document.id, update)
 
-    return Change(label, "updated" if fields else "unchanged", fields), write
+    return Change(f"{slug}/{name}", "updated" if fields else "unchanged", fields), write
 
 
 def _data(block: TrainingBlock) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_saved
-from prefect_elastic_train.core.outcomes import ConfigurationError
 
-_KINDS = {kind.get_block_type_slug(): kind for kinds in BLOCK_TYPES.values() for kind in kinds}
+_KINDS = [kind for kinds in BLOCK_TYPES.values() for kind in kinds]
 
 
 def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
@@ -41,13 +40,5 @@ def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
               scaling: "{{ blocks.scaling }}"
               storage: "{{ blocks.storage }}"
     """
-    references = {}
-    for key, name in names.items():
-        slug, _, short = name.partition("/")
-        if slug not in _KINDS or not short:
-            raise ConfigurationError(
-                f"{name!r} is no block of a training: expected <block type>/<name> with one of {', '.join(_KINDS)}"
-            )
-        block = load_saved([_KINDS[slug]], name)
-        references[key] = {"$ref": {"block_document_id": str(block._block_document_id)}}
-    return references
+    blocks = {key: load_saved(_KINDS, name) for key, name in names.items()}
+    return {key: {"$ref": {"block_document_id": str(block._block_document_id)}} for key, block in blocks.items()}

@@ -33,7 +33,7 @@ def examine(
     ] = 45.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Try all that a training needs, and say what to do about what is wrong. Leaves nothing behind.
+    """Try all that a training needs, and say what to do about what is wrong.
 
     Versions, settings, the Prefect server, saved blocks, the storage, the cluster: each line is ok, warn (trainings
     run), skip (could not be looked at) or fail (trainings do not run).

@@ -1,41 +1,50 @@
-"""Which checks there are, in which order, and for how long; and those of this machine: versions, settings, storage."""
+"""What `elastic-train doctor` looks at, in which order, and for how long."""
 
 from __future__ import annotations
 
 import contextvars
-import os
 import platform
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
+import httpx
 from packaging.requirements import Requirement
+from prefect.client.base import ServerType, determine_server_type
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import BlockDocument
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from prefect_elastic_train.blocks.lookup import chosen_blocks, saved_name
+from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
+from prefect_elastic_train.core.events import ClusterConnected, Event
 from prefect_elastic_train.core.masking import without_credentials
-from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings, get_settings
+from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import DriverSpec
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
+from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.doctor import Finding, fail, ok, skip, warn
-from prefect_elastic_train.doctor.clusters import check_cluster
-from prefect_elastic_train.doctor.prefect_server import check_block_types, check_server
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.storage.preflight import preflight
+from prefect_elastic_train.supervisor.runtime import Runtime
 
 _PACKAGE = "prefect-elastic-train"
 #: Extras that a training can use.
 _EXTRAS = ("torch", "jax", "s3")
 _QUICK_SECONDS = 10.0
-#: Share of a check's time in which a storage operation is repeated. A connection that nobody answers takes ten seconds
-#: before the first failure, and again at the end of that.
-_RETRY_SHARE = 1 / 6
+_ANSWER_SECONDS = 3.0
+#: Documents that the Prefect server gives at once.
+_PAGE = 200
+#: What is kept of a check's time for ending what it has started, and for a driver that does not answer to say so.
+_LEAVE_SECONDS = 4.0
 
 
 def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: float = 45.0) -> Iterator[Finding]:
@@ -60,7 +69,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
         yield ok(f"a training takes {', '.join(saved_name(one) or type(one).__name__ for one in blocks.values())}")
 
     yield from run_check("versions", lambda: check_versions(requires(_PACKAGE) or []), _QUICK_SECONDS)
-    yield from run_check("settings", _settings, _QUICK_SECONDS)
+    yield from run_check("settings", _check_settings, _QUICK_SECONDS)
     server = run_check("server", check_server, _QUICK_SECONDS)
     yield from server
     if all(one.level != "fail" for one in server):
@@ -68,7 +77,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
     else:
         yield skip("cannot be looked at without the server", check="blocks")
     if specs:
-        yield from run_check("storage", lambda: check_storage(specs[0].storage, seconds), seconds)
+        yield from run_check("storage", lambda: _check_storage(specs[0].storage), seconds)
         yield from run_check("cluster", lambda: check_cluster(specs[0], seconds), seconds)
     else:
         for name in ("storage", "cluster"):
@@ -89,10 +98,10 @@ def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) 
         try:
             for one in look():
                 found.append(one)
-        except ElasticTrainError as error:
-            found.append(fail(str(error)))
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in a check is a finding
-            found.append(fail(f"{type(error).__name__}: {error}"))
+            found.append(
+                fail(str(error) if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: {error}")
+            )
 
     # Prefect's settings live in context variables.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=f"doctor-{name}", daemon=True)
@@ -120,32 +129,137 @@ def check_versions(requirements: Iterable[str]) -> Iterator[Finding]:
         yield ok(f"Python {platform.python_version()}, {told}")
 
 
-def check_storage(settings: StorageSettings, seconds: float) -> Iterator[Finding]:
-    """Write, read, list, create exclusively and delete in a storage, and leave nothing there.
+def check_server() -> Iterator[Finding]:
+    """Ask the Prefect server for its version, with the credentials that trainings would use."""
+    if determine_server_type() is ServerType.EPHEMERAL:
+        yield ok("PREFECT_API_URL is not set: Prefect starts a temporary server for each process, without a UI")
+        return
+    with _asking_prefect() as client:
+        url = str(client.api_url).rstrip("/")
+        try:
+            client.raise_for_api_version_mismatch()
+            client.read_flows(limit=1)  # the version is told to everybody
+        except (httpx.HTTPError, RuntimeError, ValueError, TypeError) as error:  # ValueError: an answer with no version
+            reason = error.__cause__ or error
+            if isinstance(reason, PrefectHTTPStatusError) and reason.response.status_code in (401, 403):
+                yield fail(
+                    f"the Prefect server at {url} refuses us (HTTP {reason.response.status_code})",
+                    "set PREFECT_API_AUTH_STRING to the server's own PREFECT_SERVER_API_AUTH_STRING; on Prefect Cloud, "
+                    "or for a gateway, PREFECT_API_KEY or PREFECT_CLIENT_CUSTOM_HEADERS",
+                )
+                return
+            yield fail(
+                f"no Prefect server that can be used answers at {url} ({type(reason).__name__}: {reason})",
+                "start one with `prefect server start`, or correct PREFECT_API_URL, which ends with /api: `prefect "
+                "config set PREFECT_API_URL=http://127.0.0.1:4200/api`",
+            )
+            return
+        yield ok(f"the server at {url} lets us in; here is Prefect {client.client_version()}")
+
+
+def check_cluster(spec: DriverSpec, seconds: float) -> Iterator[Finding]:
+    """Join a cluster as a training would, a local one after starting it; of one that takes jobs ask the dashboard.
 
     Args:
-        settings: Of the storage.
+        spec: Of a training with the cluster.
         seconds: How long that may take.
 
     Raises:
-        StorageFaultError: It does not do what a run needs; the message says what to do.
-        OSError: The directory cannot be used.
+        AttemptFailedError: It cannot be used; the message says what to do.
     """
-    is_local, path = isinstance(settings, LocalStorageSettings), Path(settings.root)
-    made = [folder for folder in (path, *path.parents) if is_local and not folder.exists()]
+    yield _asked(spec.cluster) if spec.cluster.is_submitted else _joined(spec, seconds - _LEAVE_SECONDS)
+
+
+def _asked(cluster: ClusterSettings) -> Finding:
+    from prefect_elastic_train.supervisor.job_client import JobClient, UnreachableError  # it loads Ray's client
+
+    api = JobClient(cluster)
     try:
-        with preflight(settings, _RETRY_SHARE * seconds):
-            yield ok(f"{settings.uri} can be written, read, created in exclusively and deleted from")
+        api.jobs()
+        api.check_version()
+    except UnreachableError as error:
+        return fail(
+            f"no Ray dashboard answers at {api.address} ({error})",
+            "correct the address of the RayCluster, or see whether the head of the cluster is up",
+        )
+    return ok(f"the dashboard at {api.address} answers, lets us in, and has the Ray that is here")
+
+
+def _joined(spec: DriverSpec, seconds: float) -> Finding:
+    """Have a driver join the cluster, and end what was started."""
+    deadline = time.monotonic() + seconds
+    events: list[Event] = []
+
+    def check_time() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the cluster was not joined in time: see that memory, CPUs and room in /tmp are left")
+
+    # What is sent along is for the loop.
+    patience = min(spec.cluster.connect_timeout_seconds, max(1.0, seconds - _LEAVE_SECONDS))
+    bare = {"runtime_env": {}, "working_dir": "", "connect_timeout_seconds": patience}
+    settings = ElasticTrainSettings.model_construct(stop_grace_seconds=0.5)
+    runtime = Runtime(settings, events.append, lambda source, line: None, check_time)
+    runtime.driver_command = (sys.executable, "-m", "prefect_elastic_train.doctor.probe")
+    try:
+        ended = runtime.run_attempt(replace(spec, cluster=spec.cluster.model_copy(update=bare)))
     finally:
-        with suppress(OSError):  # a training may have begun there meanwhile
-            for folder in made:
-                os.rmdir(folder)
+        runtime.close()
+    for event in events:
+        if isinstance(event, ClusterConnected):
+            there = [f"{event.resources[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if name in event.resources]
+            return ok(f"joined the cluster at {event.address}: {', '.join(there)}")
+    return fail(ended.message)
 
 
-def _settings() -> Iterator[Finding]:
+def _check_settings() -> Iterator[Finding]:
     settings = get_settings()
     given = [f"{name} = {getattr(settings, name)}" for name in sorted(settings.model_fields_set)]
     yield ok(", ".join(given) or "all have their defaults")
+
+
+def check_block_types() -> Iterator[Finding]:
+    """Look at the registered block types, and load every document of them."""
+    if determine_server_type() is ServerType.EPHEMERAL:
+        yield skip("saved blocks are looked at on a server that stays: set PREFECT_API_URL")
+        return
+    old, loaded = [], 0
+    with _asking_prefect() as client:
+        for kind in [kind for kinds in BLOCK_TYPES.values() for kind in kinds]:
+            slug, checksum = kind.get_block_type_slug(), kind._calculate_schema_checksum()
+            documents: list[BlockDocument] = []
+            try:
+                client.read_block_type_by_slug(slug)
+                documents = client.read_block_documents_by_type(slug, limit=_PAGE, include_secrets=True)
+                client.read_block_schema_by_checksum(checksum, version=kind.get_block_schema_version())
+            except ObjectNotFound:
+                old.append(slug)
+            for document in documents:
+                try:
+                    kind._load_from_block_document(document)
+                    loaded += 1
+                except ConfigurationError as error:
+                    yield fail(str(error), "correct the value in the UI, or save the block again from code")
+                except Exception as error:  # noqa: BLE001 - a document may hold anything, perhaps a secret
+                    yield fail(f"block {slug}/{document.name} cannot be loaded: {type(error).__name__}")
+    if old:
+        told = f"block types not registered, or of another version: {', '.join(old)}"
+        yield warn(told, "`prefect block register -m prefect_elastic_train`")
+    yield ok(f"{loaded} saved blocks load")
+
+
+def _check_storage(settings: StorageSettings) -> Iterator[Finding]:
+    with preflight(settings):
+        yield ok(f"{settings.uri} can be written, read, created in exclusively and deleted from")
+
+
+@contextmanager
+def _asking_prefect() -> Iterator[SyncPrefectClient]:
+    """A client that repeats once what fails: whoever asks a doctor waits."""
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}),
+        get_client(httpx_settings={"timeout": _ANSWER_SECONDS}, sync_client=True) as client,
+    ):
+        yield client
 
 
 def _installed(name: str) -> str:

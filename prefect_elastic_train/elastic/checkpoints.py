@@ -102,9 +102,8 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return [info for name, info in found.items() if selector.recursive or "/" not in name]
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        """Create a folder, unless another attempt has taken over."""
+        """Find out whether another attempt has taken over; a folder is there once a file in it is."""
         self._check_fence()
-        self.store.make_folder(self.name(path))
 
     def delete_dir(self, path: str) -> None:
         """Delete a folder, unless another attempt has taken over."""
@@ -246,7 +245,6 @@ class RunStorageContext(StorageContext):  # type: ignore[misc]
         with checkpoint.as_directory() as folder:
             if not os.path.exists(folder):
                 raise FileNotFoundError(f"the checkpoint to report is not there: {folder}")
-            handler.create_dir(path, recursive=True)
             handler.upload_folder(folder, path)
         return RunCheckpoint(path, self.storage_filesystem)
 

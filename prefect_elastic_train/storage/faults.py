@@ -51,8 +51,8 @@ _WORDS: dict[Fault | None, str] = {
     _BUSY: """408 429 BadDigest BandwidthLimitExceeded ConditionalRequestConflict IDPCommunicationError IncompleteBody
         InternalError OperationAborted PriorRequestNotComplete RequestLimitExceeded RequestTimeout
         RequestTimeoutException ServerBusy ServiceUnavailable SlowDown TooManyRequests TooManyRequestsException
-        TransactionInProgressException XAmzContentChecksumMismatch XAmzContentSHA256Mismatch
-        EAGAIN EBUSY EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH ENOTCONN EREMOTEIO ESTALE""",
+        TransactionInProgressException XAmzContentChecksumMismatch XAmzContentSHA256Mismatch EAGAIN EBUSY
+        EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH ENOTCONN ENOTEMPTY EREMOTEIO ESTALE""",
     _CREDENTIALS: """401 403 AccessDenied AccountProblem AllAccessDisabled InvalidAccessKeyId InvalidToken
         SignatureDoesNotMatch ClientAuthenticationError ConfigNotFound DefaultCredentialsError NoCredentialsError
         PartialCredentialsError ProfileNotFound""",

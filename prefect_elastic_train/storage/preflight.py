@@ -17,7 +17,6 @@ PREFIX = ".preflight-"
 #: How long an operation is repeated here: whoever waits for a start rather hears at once that a storage is away.
 _RETRY_SECONDS = 15.0
 _OF_THE_DRIVER = "driver"
-_ADVICE = "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
 
 
 @dataclass(frozen=True)
@@ -32,61 +31,60 @@ class Probe:
     settings: StorageSettings
     id: str
 
-    def try_from(self, machine: str) -> None:
+    def try_from(self, machine: str, store: RunStore | None = None) -> None:
         """Try the storage from a machine: read, write, list, create exclusively, replace, delete.
+
+        Args:
+            machine: For messages.
+            store: The folder of the trial; default a newly opened one.
 
         Raises:
             StorageFaultError: It does not see what the driver has written, or may not do all that a run needs.
         """
-        self.try_folder(self.folder(), machine)
+        store, name = store or self.folder(), f"{machine}-{uuid.uuid4().hex[:8]}"
+        if store.read(_OF_THE_DRIVER) != self.id.encode():
+            what = f"{machine} does not see what the driver has written there"
+            advice = "mount the directory on all nodes of the cluster, or use an object store"
+            raise self._fault(what, advice, kind="not shared")
 
-    def try_folder(self, store: RunStore, machine: str) -> None:
-        """Try the folder of the trial, opened."""
-        name = f"{machine}-{uuid.uuid4().hex[:8]}"
-        is_seen = store.read(_OF_THE_DRIVER) == self.id.encode()
-        what = f"{machine} does not see what the driver has written there"
-        self.check(
-            is_seen, what, "mount the directory on all nodes of the cluster, or use an object store", "not shared"
-        )
-        self.check(store.create(name, b"1"), "an object that was never written is said to exist")
-        self.check(store.read(name) == b"1", "what was written is not read back")
-        self.check(name in store.names(""), "what was written is not listed")
+        def check(holds: bool, what: str) -> None:
+            if not holds:
+                raise self._fault(what, "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure")
+
+        check(store.create(name, b"1") and store.read(name) == b"1", "what was written is not read back")
+        check(name in store.names(""), "what was written is not listed")
         what = "an object that exists is created again, so that two drivers could take one run (no If-None-Match)"
-        self.check(not store.create(name, b"2"), what)
+        check(not store.create(name, b"2"), what)
         store.replace(name, b"3")
-        self.check(store.read(name) == b"3", "what was written anew is not read back")
+        check(store.read(name) == b"3", "what was written anew is not read back")
         store.delete(name)
-        self.check(store.read(name) is None, "what was deleted is still read")
+        check(store.read(name) is None, "what was deleted is still read")
 
-    def check(self, holds: bool, what: str, advice: str = _ADVICE, kind: str = "unfit") -> None:
-        """Raise a fault of the storage unless something holds."""
-        if not holds:
-            raise StorageFaultError(f"{self.settings.uri}: {what}. To go on, {advice}", kind=kind, permanent=True)
-
-    def folder(self, seconds: float = _RETRY_SECONDS) -> RunStore:
+    def folder(self) -> RunStore:
         """Return the folder of the trial."""
-        root = open_storage(self.settings, min(seconds, _RETRY_SECONDS, self.settings.retry_seconds))
+        root = open_storage(self.settings, min(_RETRY_SECONDS, self.settings.retry_seconds))
         return root.folder(f"{self.settings.root}/{PREFIX}{self.id}")
+
+    def _fault(self, what: str, advice: str, kind: str = "unfit") -> StorageFaultError:
+        return StorageFaultError(f"{self.settings.uri}: {what}. To go on, {advice}", kind=kind, permanent=True)
 
 
 @contextmanager
-def preflight(settings: StorageSettings, retry_seconds: float = _RETRY_SECONDS) -> Iterator[Probe]:
+def preflight(settings: StorageSettings) -> Iterator[Probe]:
     """Try a storage from this machine; yield what the same is tried with from others, until the ``with`` ends.
 
     Args:
         settings: Of the storage.
-        retry_seconds: How long an operation is repeated, for those who wait less than a training does.
 
     Raises:
         StorageFaultError: It may not do all that a run needs, or does not answer.
         OSError: The directory cannot be used, for a reason of its own.
     """
     probe = Probe(settings, uuid.uuid4().hex)
-    store, is_away = probe.folder(retry_seconds), False
+    store, is_away = probe.folder(), False
     try:
         store.replace(_OF_THE_DRIVER, probe.id.encode())
-        probe.check(store.read(_OF_THE_DRIVER) is not None, "what was written is not read back")
-        probe.try_folder(store, "this machine")
+        probe.try_from("this machine", store)
         yield probe
     except StorageFaultError as error:
         is_away = not error.permanent

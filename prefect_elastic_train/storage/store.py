@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import abc
 import copy
-import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,12 +25,10 @@ Item = TypeVar("Item")
 
 #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
 TEMPORARY_PREFIX = ".tmp-"
-#: Shows that a folder without files was uploaded to a store that has no folders. It is not downloaded.
+#: Shows that a folder without files was uploaded. It is not downloaded.
 NOTHING = ".elastic-train-nothing"
 #: Files copied at a time.
 _AT_ONCE = 4
-#: So often a folder is deleted into which somebody still writes.
-_SWEEPS = 10
 
 
 class RunStore(abc.ABC):
@@ -132,27 +129,17 @@ class RunStore(abc.ABC):
         """
         return 0
 
-    def make_folder(self, name: str) -> None:
-        """Make a folder, where the storage has such."""
-        return
-
     def upload(self, source: str, name: str) -> None:
-        """Copy a file or a folder of this machine's disk into the run directory, with all below it; durable on return.
+        """Copy a file, or all files below a folder, of this machine's disk into the run directory; durable on return.
 
         Raises:
             ValueError: Something in it is neither a file nor a folder.
         """
         if os.path.isfile(source):
             self._upload_files([(source, name)])
-            return
-        files: list[tuple[str, str]] = []
-        for relative, folders, found in _walk(source):
-            parent, below = (f"{root}/{relative}".rstrip("/") for root in (source, name))
-            for folder in folders:
-                self.make_folder(f"{below}/{folder}")
-            files += [(f"{parent}/{file}", f"{below}/{file}") for file in found]
-        self._upload_files(files)
-        if not files and not self.has_folders:
+        elif files := [(path, f"{name}/{os.path.relpath(path, source)}") for path in _files_below(source)]:
+            self._upload_files(files)
+        else:
             self.replace(f"{name}/{NOTHING}", b"")
 
     @abc.abstractmethod
@@ -204,13 +191,9 @@ class LocalRunStore(RunStore):
         super().__init__(path, retries or Retries(0, path))
         self._root = Path(path)
 
-    def make_folder(self, name: str) -> None:
-        """See :meth:`RunStore.make_folder`."""
-        self.retries.call(f"make {name}", lambda: _make_folder(self._root / name))
-
     def download(self, name: str, target: str) -> None:
         """See :meth:`RunStore.download`."""
-        shutil.copytree(self._root / name, target, dirs_exist_ok=True)
+        shutil.copytree(self._root / name, target, ignore=shutil.ignore_patterns(NOTHING), dirs_exist_ok=True)
 
     def copy_folder(self, source: str, name: str) -> None:
         """See :meth:`RunStore.copy_folder`."""
@@ -220,28 +203,15 @@ class LocalRunStore(RunStore):
         target = self._root / name
         if target.exists():
             return False
-        temporary = self._write_temporary(target, data)
-        try:
+        with _temporary(target, data) as temporary, suppress(FileExistsError):
             # link() fails if the target exists, on NFS too, and the content is there from the first moment.
             os.link(temporary, target)
-        except FileExistsError:
-            return False
-        except PermissionError:  # and yet the temporary file could be written
-            raise OSError(errno.ENOTSUP, "this mount knows no hard links", str(target)) from None
-        finally:
-            temporary.unlink(missing_ok=True)
-        _sync_folder(target.parent)
-        return True
+            return True
+        return False
 
     def _replace(self, name: str, data: bytes) -> None:
-        target = self._root / name
-        temporary = self._write_temporary(target, data)
-        try:
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync_folder(target.parent)
+        with _temporary(self._root / name, data) as temporary:
+            os.replace(temporary, self._root / name)
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -280,12 +250,8 @@ class LocalRunStore(RunStore):
         path = self._root / name
         if not path.is_dir():
             return False
-        for _ in range(_SWEEPS):  # others may delete it, too, and a writer that was stopped may write into it still
-            shutil.rmtree(path, ignore_errors=True)
-            if not path.exists():
-                break
-        else:
-            shutil.rmtree(path)
+        # Others may delete it, too; a writer that was stopped may write into it still, and then it is tried again.
+        shutil.rmtree(path, onerror=lambda function, name, error: _raise_unless_gone(error[1]))
         _sync_folder(path.parent)
         return True
 
@@ -297,44 +263,42 @@ class LocalRunStore(RunStore):
         for folder in {(self._root / name).parent for _, name in files}:
             _sync_folder(folder)
 
-    def _write_temporary(self, target: Path, data: bytes) -> Path:
-        _make_folder(target.parent)
-        handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.fchmod(file.fileno(), 0o644)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return Path(temporary)
 
-
-def for_each(items: Sequence[Item], work: Callable[[Item], object], at_once: int) -> None:
+def for_each(items: Iterable[Item], work: Callable[[Item], object], at_once: int) -> None:
     """Do something with items, several at a time; when one fails, those that wait are left out and its error raised."""
     with ThreadPoolExecutor(at_once, thread_name_prefix="elastic-train-transfer") as pool:
-        done, _ = wait([pool.submit(work, item) for item in items], return_when=FIRST_EXCEPTION)
-        failed = next((future for future in done if future.exception() is not None), None)
-        if failed is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
-            failed.result()
+        list(pool.map(work, items))
 
 
-def _walk(folder: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield each folder at and below a path, relative to it, with its folders and its files; links are followed."""
+def _files_below(folder: str) -> Iterator[str]:
+    """Yield the paths of all files below a folder; links are followed."""
 
     def fail(error: OSError) -> None:
         raise error  # what is in a folder that cannot be listed would be missing
 
-    for parent, folders, files in os.walk(folder, followlinks=True, onerror=fail):
+    for parent, _, files in os.walk(folder, followlinks=True, onerror=fail):
         for path in (os.path.join(parent, name) for name in files):
             if not os.path.isfile(path):
                 what = f"a link to {os.readlink(path)!r}, where there is no file" if os.path.islink(path) else "no file"
                 raise ValueError(f"{path} is {what}; put files and folders into the checkpoint only, or remove it")
-        relative = os.path.relpath(parent, folder)
-        yield "" if relative == "." else relative, folders, files
+            yield path
+
+
+@contextmanager
+def _temporary(target: Path, data: bytes) -> Iterator[str]:
+    """Write a temporary file beside a target, which whoever is in the ``with`` puts in its place."""
+    _make_folder(target.parent)
+    handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o644)
+        yield temporary
+        _sync_folder(target.parent)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _copy_synced(source: str, target: Path) -> None:
@@ -367,7 +331,7 @@ def _sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-def _raise_unless_gone(error: OSError) -> None:
+def _raise_unless_gone(error: BaseException) -> None:
     """A folder that cannot be listed is not an empty one."""
     if not isinstance(error, FileNotFoundError):
         raise error

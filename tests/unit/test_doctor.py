@@ -17,11 +17,14 @@ from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.doctor import Finding, fail, ok
-from prefect_elastic_train.doctor.clusters import check_cluster
-from prefect_elastic_train.doctor.examination import check_storage, check_versions, run_check
-from prefect_elastic_train.doctor.prefect_server import check_server
+from prefect_elastic_train.doctor import Finding, fail
+from prefect_elastic_train.doctor.examination import (
+    check_block_types,
+    check_cluster,
+    check_server,
+    check_versions,
+    run_check,
+)
 from tests.unit import support
 
 
@@ -50,27 +53,19 @@ def _answering(answers: dict[str, Any]) -> Iterator[str]:
         server.server_close()
 
 
-def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_without_a_password() -> None:
-    def check() -> Iterator[Finding]:
-        yield fail("http://me:secret@host/api\nis away", "ask s3://k:s@bucket")
-        raise KeyError("gone")
-
-    assert run_check("mine", check, 5) == [
-        Finding("fail", "http://***@host/api is away", "ask s3://***@bucket", "mine"),
-        Finding("fail", "KeyError: 'gone'", check="mine"),
-    ]
-
-
-def test_a_check_that_hangs_is_a_finding_when_its_time_is_up() -> None:
+@pytest.mark.parametrize("hangs", [True, False])
+def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_without_a_password(hangs: bool) -> None:
     release = threading.Event()
 
     def check() -> Iterator[Finding]:
-        yield ok("so far")
-        release.wait(30)
+        yield fail("http://me:secret@host/api\nis away", "ask s3://k:s@bucket")
+        release.wait(30 if hangs else 0)
+        raise KeyError("gone")
 
-    found = run_check("mine", check, 0.1)
+    first, second = run_check("mine", check, 0.1 if hangs else 5)
     release.set()
-    assert [(one.level, one.message) for one in found] == [("ok", "so far"), ("fail", "no answer within 0.1 s")]
+    assert first == Finding("fail", "http://***@host/api is away", "ask s3://***@bucket", "mine")
+    assert (second.level, second.message) == ("fail", "no answer within 0.1 s" if hangs else "KeyError: 'gone'")
 
 
 @pytest.mark.parametrize(
@@ -92,13 +87,6 @@ def test_versions_are_held_against_the_metadata(requirement: str, level: str, pa
         assert part in f"{found.message} {found.remedy}"
 
 
-def test_nothing_is_left_in_a_storage_that_was_tried_nor_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "mnist").mkdir(parents=True)
-    for folder in ("new/runs", "runs"):
-        assert [one.level for one in check_storage(LocalStorageSettings(path=str(tmp_path / folder)), 30)] == ["ok"]
-    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "mnist"]
-
-
 @pytest.mark.parametrize(
     ("answers", "parts"),
     [
@@ -115,6 +103,14 @@ def test_a_server_that_cannot_be_used_is_told(answers: dict[str, Any], parts: li
     assert found.level == "fail"
     for part in [url, *parts]:
         assert part in f"{found.message} {found.remedy}"
+
+
+def test_block_types_that_nobody_has_registered_are_a_warning_with_the_command_that_does() -> None:
+    with _answering({}) as url, temporary_settings({PREFECT_API_URL: url}):
+        warned, loaded = check_block_types()
+    assert (warned.level, loaded.message) == ("warn", "0 saved blocks load")
+    assert "elastic-scaling" in warned.message
+    assert "prefect block register" in warned.remedy
 
 
 def test_a_cluster_with_another_ray_is_told_with_both_versions() -> None:
