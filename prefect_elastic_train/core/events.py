@@ -5,7 +5,6 @@ Events travel as tagged JSON lines on the driver's standard output, between what
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import re
@@ -106,13 +105,6 @@ class WorkerGroupStarted(Event):
     world_size: int
     checkpoint: str = ""
     ranks: dict[str, int] = Field(default_factory=dict)
-
-
-class CheckpointTaken(Event):
-    """The loop goes on from the checkpoint that its worker group was offered; ``where`` is its first report's place."""
-
-    checkpoint: str
-    where: str = ""
 
 
 class LoopWarned(Event):
@@ -264,18 +256,10 @@ def encode_event(event: Event) -> str:
         return text
     # What may be large is bounded where it comes from; this is for what nobody has thought of.
     logger.warning("an event of kind %s is cut from %d bytes", event.kind, size)
-    return as_json(event.model_copy(update={name: _fitting(value) for name, value in event}))
-
-
-def _fitting(value: Any) -> Any:
-    """A field in the room that each has: text without its middle, a collection without what comes last."""
-    if isinstance(value, str):
-        return cut(value, MAX_EVENT_BYTES // 50)
-    if not isinstance(value, dict | list):
-        return value
-    items = list(value.items()) if isinstance(value, dict) else value
-    sizes = itertools.accumulate(map(size_of, items))
-    return type(value)(item for item, size in zip(items, sizes, strict=True) if size <= MAX_EVENT_BYTES // 8)
+    large = {name: value for name, value in event if size_of(value) > MAX_EVENT_BYTES // 50}
+    cuts = {name: cut(value, MAX_EVENT_BYTES // 50) for name, value in large.items() if isinstance(value, str)}
+    empty = {name: type(value)() for name, value in large.items() if isinstance(value, dict | list)}
+    return as_json(event.model_copy(update=cuts | empty))
 
 
 def decode_event(text: str | bytes) -> Event | None:

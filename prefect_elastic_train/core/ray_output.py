@@ -37,11 +37,6 @@ _RAYS_FORM = re.compile(
     r"|PC: @ +0x|    @ +0x|[^\s(]{1,200}\([^\s)]{0,200}\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]"
     r"|Actor with class name: 'PreemptionWatcher' and ID: |Running entrypoint for job |-- Runtime env is setting up"
 )
-#: What Ray says once for each rank and report, and an event once.
-_CHATTER = re.compile(
-    r"\(RayTrainWorker pid=[^)]*\) .{0,200}?"
-    r"(?:Reporting training result \d+: TrainingReport\(|Checkpoint successfully created at: Checkpoint\()"
-)
 #: What a node says of itself that a person can act on.
 _OF_USE = re.compile(r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -64,19 +59,11 @@ def is_detail(text: str) -> bool:
     return said.startswith(DETAIL_TAG) or bool(_RAYS_FORM.match(said))
 
 
-class _Marking(logging.Formatter):
-    """Marks each line of a record."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(DETAIL_TAG + line for line in super().format(record).splitlines())
-
-
-def mark_ray_logs() -> None:
-    """Mark what Ray Train logs in this worker: the exception of the loop, which is told with the worker's failure."""
-    for handler in logging.getLogger("ray.train").handlers:
-        printing = getattr(handler, "plain_handler", None)
-        if isinstance(printing, logging.Handler):
-            printing.setFormatter(_Marking())
+def silence_ray_train() -> None:
+    """Let Ray Train write to its files alone in this worker: it says each report, and what the loop raised."""
+    logger = logging.getLogger("ray.train")
+    for handler in [handler for handler in logger.handlers if hasattr(handler, "plain_handler")]:
+        logger.removeHandler(handler)  # the root logger, which has the same one, keeps it for the loop
 
 
 def mark_told() -> None:
@@ -95,17 +82,9 @@ class Details:
         self._size = 0
 
     def take(self, write: Callable[[str], object], lines: str) -> None:
-        """Take whole lines of the driver's output and hand them on, marked where a record of Ray's own goes on.
-
-        What Ray says of each report is left out.
-
-        Args:
-            write: Hands them on.
-            lines: What was written at once.
-        """
+        """Take lines that the driver wrote at once and hand them on, marked where a record of Ray's own goes on."""
         of_ray = is_detail(lines.partition("\n")[0])
-        split = [line for line in lines.splitlines(keepends=True) if not _CHATTER.match(line)]
-        tagged = [DETAIL_TAG + line if of_ray and not is_detail(line) else line for line in split]
+        tagged = [DETAIL_TAG + line if of_ray and not is_detail(line) else line for line in lines.splitlines(True)]
         self.keep("".join(filter(is_detail, tagged)))
         write("".join(tagged))
 

@@ -82,7 +82,7 @@ class BestCheckpoint(BaseModel):
     metrics: dict[str, Any] = Field(default_factory=dict)
 
 
-class RunResult(BaseModel):
+class RunResult(Counts):
     """What a finished training gives back: plain JSON, so that the next task needs no Ray to read it.
 
     Attributes:
@@ -119,14 +119,9 @@ class RunResult(BaseModel):
     best_checkpoints: list[BestCheckpoint] = Field(default_factory=list)
     status: str = "completed"
     attempts: int = 1
-    worker_failures: int = 0
-    preemptions: int = 0
-    resizes: int = 0
     world_sizes: list[WorldSize] = Field(default_factory=list)
-    steps_lost: int = 0
     goodput: float = 0.0
     time: TimeAccount = Field(default_factory=TimeAccount)
-    storage_wait_seconds: float = 0.0
     storage_block: str = ""
     started_from: str = ""
     history: list[dict[str, Any]] = Field(default_factory=list)

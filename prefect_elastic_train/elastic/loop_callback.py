@@ -14,7 +14,7 @@ from typing import Any
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
 
-from prefect_elastic_train.core.ray_output import mark_ray_logs
+from prefect_elastic_train.core.ray_output import silence_ray_train
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
 from prefect_elastic_train.elastic.loop_state import in_report, note_checkpoints, stalling
 from prefect_elastic_train.loop.context import RunContext, enter_run
@@ -52,7 +52,7 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         enter_run(self._context)
         context = get_train_context()
         name_folders(context, self._context.attempt, self._group)
-        mark_ray_logs()
+        silence_ray_train()
         note_checkpoints(context)
         context.checkpoint = readable(context.checkpoint)
         context.storage_context = RunStorageContext(context.storage_context)

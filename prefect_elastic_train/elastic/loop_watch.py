@@ -18,7 +18,7 @@ import ray
 from ray.train import WorkerGroupError
 
 from prefect_elastic_train.core.bounds import plain_metrics
-from prefect_elastic_train.core.events import CheckpointTaken, Event, LoopWarned
+from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.elastic.failures import HungLoopError, IgnoredCheckpointError
 from prefect_elastic_train.elastic.loop_state import LoopState, loop_state, stacks
 
@@ -122,7 +122,6 @@ class LoopWatch:
             return None  # a loop may report something before it asks
         self._is_judged = True
         if state.opened:
-            self._tell(CheckpointTaken(checkpoint=self._checkpoint, where=_in_words(here)))
             return None
         asked = "called ray.train.get_checkpoint() and never read what it got"
         message = (

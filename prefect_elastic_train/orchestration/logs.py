@@ -142,10 +142,6 @@ class RunLog(ev.EventHandler):
         name = loop_name(event.checkpoint)
         self._say(INFO, f"{event.world_size} workers train{f'; checkpoint {name} is offered' if name else ''}")
 
-    def on_checkpoint_taken(self, event: ev.CheckpointTaken) -> None:
-        where = f"; its first report is {event.where}" if event.where else ""
-        self._say(INFO, f"The loop goes on from checkpoint {event.checkpoint}{where}")
-
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
         self._say(WARNING, event.message[:1].upper() + event.message[1:])
 

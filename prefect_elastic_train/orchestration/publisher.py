@@ -97,7 +97,6 @@ class Publisher:
         self._changed = self._urgent = True
         self._artifacts: dict[str, uuid.UUID] = {}
         self._pictures: dict[str, str] = {}
-        self._drawn_at = 0.0
         self._next_drawing = self._written_at = float("-inf")
         self._in_trouble = self._abandoned = False
         self._closing = threading.Event()
@@ -205,13 +204,13 @@ class Publisher:
         self._put_report(client, report, now)
 
     def _put_report(self, client: SyncPrefectClient, report: RunReport, now: float) -> None:
-        self._put(client, "markdown", render(report, now, self._pictures, self._drawn_at), summary_line(report, now))
+        self._put(client, "markdown", render(report, now, self._pictures), summary_line(report, now))
 
     def _draw(self, report: RunReport, now: float) -> None:
         try:
             from prefect_elastic_train.report.pictures import draw
 
-            self._pictures, self._drawn_at = draw(report, now), now
+            self._pictures = draw(report, now)
             self._next_drawing = time.monotonic() + _IDLE_SECONDS
         except Exception as error:  # noqa: BLE001 - without matplotlib, or with a value that it cannot draw
             self._next_drawing = float("inf")

@@ -1,4 +1,4 @@
-"""The report as Markdown, for an artifact of a bounded size. It tells all without its pictures, too."""
+"""The report as Markdown. It tells all without its pictures, too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.run_report import COUNTERS, TOTALS, Incident, RunReport
 from prefect_elastic_train.report.words import clock, code, duration, metrics_in_words, plain, size
-
-#: A report is never longer; pictures that do not fit are left out.
-MAX_BYTES = 290_000
-_OLD_PICTURE_SECONDS = 15.0
 
 #: What wall time goes into: the field of the account, and its name for people.
 TIME_PARTS: Sequence[tuple[str, str]] = (
@@ -40,36 +36,18 @@ def summary_line(report: RunReport, now: float) -> str:
     return " · ".join([headline(report), *_facts(report, now)])
 
 
-def render(
-    report: RunReport, now: float, pictures: Mapping[str, str] | None = None, drawn_at: float | None = None
-) -> str:
-    """The report as Markdown.
-
-    Args:
-        report: What it shows.
-        now: Seconds since the epoch.
-        pictures: Data URIs of pictures by what they show, in their order.
-        drawn_at: When they were drawn, in seconds since the epoch; default now.
-    """
-    shown = dict(pictures or {})
-    while True:
-        text = "\n\n".join(_sections(report, now, shown, now if drawn_at is None else drawn_at))
-        if len(text.encode()) <= MAX_BYTES or not shown:
-            return text
-        shown.popitem()
+def render(report: RunReport, now: float, pictures: Mapping[str, str] | None = None) -> str:
+    """The report as Markdown, with pictures as data URIs by what they show."""
+    return "\n\n".join(_sections(report, now, pictures or {}))
 
 
-def _sections(report: RunReport, now: float, pictures: Mapping[str, str], drawn_at: float) -> Iterator[str]:
+def _sections(report: RunReport, now: float, pictures: Mapping[str, str]) -> Iterator[str]:
     yield f"## {plain(headline(report))}"
     yield " · ".join(_facts(report, now))
     if report.detail:
         yield code(report.detail)
     for name, uri in pictures.items():
         yield f"![{name}]({uri})"
-    if pictures and report.tally.steps_lost:
-        yield "Dashed: what was done again."
-    if pictures and now - drawn_at > _OLD_PICTURE_SECONDS:
-        yield f"Drawn at {clock(drawn_at, now)}."
     incidents = [_incident(incident, now) for incident in reversed(report.incidents)] or ["Nothing yet."]
     if report.incidents_left_out:
         incidents.insert(-10, f"- … {report.incidents_left_out} more are left out")

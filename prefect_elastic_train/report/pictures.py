@@ -12,26 +12,19 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure  # not pyplot, whose state belongs to whoever else draws in this process
 from matplotlib.ticker import MaxNLocator
 
-from prefect_elastic_train.report.curves import Curve, Point
 from prefect_elastic_train.report.markdown import TIME_PARTS
-from prefect_elastic_train.report.run_report import RunReport
+from prefect_elastic_train.report.run_report import Curve, RunReport
 
 #: Inches of the column that Prefect's UI shows an artifact in, at 100 dots each.
 _WIDTH = 6.9
 _INK = "#7a808b"
 _LINE = "#3b82f6"
-_REDONE = "#e5842f"
 _BAD = "#e5484d"
 _PARTS = ("#2f9e6e", "#8b5cf6", "#d6a419", "#e5484d", "#3b82f6", "#14a3b8", "#e5842f")
 
 
 def draw(report: RunReport, now: float) -> dict[str, str]:
-    """Draw what there is to draw, as data URIs by what they show.
-
-    Args:
-        report: What is shown.
-        now: Seconds since the epoch.
-    """
+    """Return pictures of what there is to draw as data URIs, by what they show."""
     pictures = {}
     if report.curves:
         pictures["metrics"] = _uri(_draw_metrics(report.curves))
@@ -52,27 +45,11 @@ def _draw_metrics(curves: dict[str, Curve]) -> Figure:
     figure = Figure(figsize=(_WIDTH, 1.9 * rows), dpi=100, layout="constrained")
     for place, (name, curve) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
-        _draw_curve(axes, curve)
+        xs, ys = zip(*curve.points, strict=True)
+        axes.plot(xs, ys, color=_LINE, linewidth=1.3, marker="." if len(xs) == 1 else "")
         _style(axes, name)
         axes.set_xlabel("report", fontsize=8, color=_INK)
     return figure
-
-
-def _draw_curve(axes: Axes, curve: Curve) -> None:
-    """Draw a curve; what was done again later is dashed."""
-    pieces: list[list[Point]] = []
-    for point in curve.points:
-        if not pieces or point[0] < pieces[-1][-1][0]:
-            pieces.append([])
-        pieces[-1].append(point)
-    redone_from = math.inf
-    for piece in reversed(pieces):
-        kept = [point for point in piece if point[0] < redone_from]
-        redone = piece[max(0, len(kept) - 1) :] if len(kept) < len(piece) else []
-        for points, colour, line in ((redone, _REDONE, "--"), (kept, _LINE, "-")):
-            marker = "." if len(points) == 1 else ""
-            axes.plot([x for x, _ in points], [y for _, y in points], line, color=colour, linewidth=1.3, marker=marker)
-        redone_from = min(redone_from, piece[0][0])
 
 
 def _draw_life(report: RunReport, now: float) -> Figure:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,14 +15,14 @@ from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.rank_errors import causes
 from prefect_elastic_train.report.accounts import Tally
-from prefect_elastic_train.report.curves import Curve
 
 #: Bounds of what is kept, whatever the run does.
-MAX_CURVES = 8
-MAX_INCIDENTS = 60
+_MAX_CURVES = 8
+MAX_POINTS = 400
+_MAX_INCIDENTS = 60
 _FIRST_INCIDENTS = 10
-MAX_CHECKPOINTS = 10
-MAX_METRICS = 12
+_MAX_CHECKPOINTS = 10
+_MAX_METRICS = 12
 _MAX_WORLD_SIZES = 400
 _MAX_TEXT = 500
 _MAX_NAME = 60
@@ -80,6 +82,29 @@ class Progress(BaseModel):
     remaining_seconds: float | None = None
 
 
+class Curve(BaseModel):
+    """A metric over the number of the report, without what was done again, in a bounded number of points.
+
+    Of each `width` reports the lowest and the highest point are kept, and the newest point in any case.
+    """
+
+    points: list[tuple[float, float]] = Field(default_factory=list)
+    width: int = 1
+
+    def add(self, x: float, y: float) -> None:
+        """Add a point in place of all that are not before it."""
+        while self.points and self.points[-1][0] >= x:
+            self.points.pop()
+        while len(self.points) >= MAX_POINTS:
+            stretches = [list(found) for _, found in groupby(self.points, lambda point: point[0] // self.width)]
+            height = itemgetter(1)
+            extremes = [sorted({min(found, key=height), max(found, key=height)}) for found in stretches]
+            self.points = list(chain.from_iterable(extremes))
+            if len(self.points) > MAX_POINTS // 2:
+                self.width *= 2
+        self.points.append((x, y))
+
+
 class RunReport(BaseModel, ev.EventHandler):
     """The state of a run as far as its events tell.
 
@@ -130,7 +155,7 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def take(self, event: ev.Event) -> None:
         """Take the next event in."""
-        if not isinstance(event, ev.RunRecalled | ev.ControllerAlive) and not _is_old_end(event):
+        if not isinstance(event, ev.RunRecalled | ev.ControllerAlive) and not getattr(event, "already_finished", False):
             self.tally.take(event)
             self.last_event_at = max(self.last_event_at, event.at)
         self.handle(event)
@@ -193,7 +218,7 @@ class RunReport(BaseModel, ev.EventHandler):
         self._set_state("starting")
 
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
-        if _is_old_end(event):
+        if event.already_finished:  # which is no news
             self._set_state("completed", event.message)
             return
         self._set_world(event.at, 0)
@@ -237,7 +262,7 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def on_report(self, event: ev.Report) -> None:
         self.reports += 1
-        self.metrics = _bounded(event.metrics, 4 * MAX_METRICS)
+        self.metrics = _bounded(event.metrics, 4 * _MAX_METRICS)
         if self.state not in ("training", "draining"):
             self._set_state("training")
         self._see_progress(event.at)
@@ -245,14 +270,14 @@ class RunReport(BaseModel, ev.EventHandler):
             y = _number(value)
             if name in _NO_CURVE or y is None or not math.isfinite(y):
                 continue
-            if name in self.curves or len(self.curves) < MAX_CURVES:
+            if name in self.curves or len(self.curves) < _MAX_CURVES:
                 self.curves.setdefault(name, Curve()).add(self.tally.position, y)
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         self.on_report(event)
         made = self._checkpoint(event.checkpoint, event.at, event.attempt, event.size_bytes, event.metrics)
         self.checkpoints_made += 1
-        self.checkpoints = [*self.checkpoints, made][-MAX_CHECKPOINTS:]
+        self.checkpoints = [*self.checkpoints, made][-_MAX_CHECKPOINTS:]
         self._offer(made)
 
     def on_group_failed(self, event: ev.GroupFailed) -> None:
@@ -285,8 +310,6 @@ class RunReport(BaseModel, ev.EventHandler):
         seconds, gained = at - self.paced_from[0], found.fraction - self.paced_from[1]
         if seconds > 0 and gained > 0:
             found.remaining_seconds = (1 - found.fraction) * seconds / gained
-        elif self.progress is not None:
-            found.remaining_seconds = self.progress.remaining_seconds
         self.progress = found
 
     def _roll_back(self, checkpoint: str) -> None:
@@ -306,7 +329,7 @@ class RunReport(BaseModel, ev.EventHandler):
             at=at,
             attempt=attempt,
             size_bytes=size_bytes,
-            metrics=_bounded(metrics, MAX_METRICS),
+            metrics=_bounded(metrics, _MAX_METRICS),
             score=None if score is None or math.isnan(score) else score,
         )
 
@@ -338,14 +361,9 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def _tell(self, at: float, kind: Kind, what: str, why: str = "") -> None:
         self.incidents.append(Incident(at=at, kind=kind, what=what[:_MAX_TEXT], why=_first_line(why)[:_MAX_TEXT]))
-        if len(self.incidents) > MAX_INCIDENTS:
+        if len(self.incidents) > _MAX_INCIDENTS:
             del self.incidents[_FIRST_INCIDENTS]
             self.incidents_left_out += 1
-
-
-def _is_old_end(event: ev.Event) -> bool:
-    """Return whether the run had ended before this attempt, which is no news."""
-    return isinstance(event, ev.AttemptEnded) and event.already_finished
 
 
 def _first_line(text: str) -> str:

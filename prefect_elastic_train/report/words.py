@@ -16,13 +16,11 @@ def duration(seconds: float) -> str:
     seconds = max(0.0, seconds)
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    large, small, per, rest = "min", "s", 60, round(seconds)
-    if rest >= 3600:
-        large, small, rest = "h", "min", rest // 60
-    if large == "h" and rest >= 48 * 60:
-        large, small, per, rest = "d", "h", 24, rest // 60
-    whole, rest = divmod(rest, per)
-    return f"{whole} {large} {rest} {small}" if rest else f"{whole} {large}"
+    minutes = round(seconds) // 60
+    hours = minutes // 60
+    parts = [(hours // 24, "d"), (hours % 24, "h")] if hours >= 48 else [(hours, "h"), (minutes % 60, "min")]
+    parts = parts if hours else [(minutes, "min"), (round(seconds) % 60, "s")]
+    return " ".join(f"{count} {unit}" for count, unit in parts if count)
 
 
 def clock(at: float, now: float | None = None) -> str:

@@ -212,8 +212,8 @@ def make_result(
     latest = latest_checkpoint(snapshot)
     kept = snapshot.get("checkpoint_results", [])
     left_out = accounts.reports - len(accounts.history)
-    same = {"worker_failures", "preemptions", "resizes", "steps_lost", "storage_wait_seconds", "world_sizes", "history"}
     result = RunResult(
+        **accounts.model_dump(exclude={"attempts", "time"}),
         run_name=run_name,
         run_uri=store.uri,
         checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
@@ -227,6 +227,5 @@ def make_result(
         storage_block=storage_block,
         started_from=run.started_from,
         left_out={"history": left_out} if left_out else {},
-        **accounts.model_dump(include=same),
     )
     return bounded(result, score)

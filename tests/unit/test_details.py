@@ -6,8 +6,9 @@ import logging
 from functools import partial
 
 import pytest
+from ray._private.log import PlainRayHandler
 
-from prefect_elastic_train.core.ray_output import Details, is_detail
+from prefect_elastic_train.core.ray_output import Details, is_detail, silence_ray_train
 from prefect_elastic_train.driver.relay import LineStream
 from prefect_elastic_train.orchestration.logs import RunLog
 
@@ -71,11 +72,17 @@ def test_what_a_node_has_logged_before_it_was_lost_is_a_detail(caplog: pytest.Lo
     assert all(map(is_detail, "".join(told).splitlines()))
 
 
-def test_what_ray_says_of_each_report_is_left_out() -> None:
-    details, told = Details(), []
-    details.take(told.append, "(RayTrainWorker pid=7) Reporting training result 3: TrainingReport(metrics={})\n")
-    details.take(told.append, "(RayTrainWorker pid=7) Checkpoint successfully created at: Checkpoint(path=/x)\n")
-    assert ("".join(told), details.content()) == ("", b"")
+def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs() -> None:
+    console, root, trains = PlainRayHandler(), logging.getLogger(), logging.getLogger("ray.train")
+    before = root.handlers[:], trains.handlers[:]
+    try:
+        for logger in (root, trains):  # as Ray Train's configuration of a worker has it
+            logger.addHandler(console)
+        silence_ray_train()
+        assert (console in root.handlers, console in trains.handlers) == (True, False)
+        assert console.plain_handler.format(logging.makeLogRecord({"msg": "epoch 3"})) == "epoch 3"
+    finally:
+        root.handlers, trains.handlers = before
 
 
 def test_only_so_much_is_kept_and_that_is_the_newest() -> None:

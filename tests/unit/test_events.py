@@ -52,7 +52,6 @@ EVENTS: list[ev.Event] = [
     ev.Reported(index=9, metrics={"loss": 0.5, "text": "x", "none": None}, world_size=4, **BASE),
     ev.CheckpointCommitted(index=9, checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, world_size=4, **BASE),
     ev.CheckpointStalled(seconds=2.5, **BASE),
-    ev.CheckpointTaken(checkpoint="checkpoint_a", where="step 9", **BASE),
     ev.LoopWarned(problem="checkpoint-ignored", message="a", checkpoint="b", **BASE),
     ev.StorageWaited(who="ranks", seconds=12.5, tries=7, last="SlowDown", **BASE),
     ev.RunRecalled(report={"run_name": "mnist", "curves": {}}, **BASE),

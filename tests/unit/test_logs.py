@@ -214,7 +214,6 @@ SAID: list[tuple[ev.Event, str]] = [
     (ev.ClusterConnected(**CLUSTER), "Joined the Ray cluster at 10.0.0.1:6379 (8 CPUs, 2 GPUs)"),
     (ev.AttemptStarted(**BEGUN), "Attempt 2 of run mnist starts from checkpoint ckpt-7; run directory /runs/mnist"),
     (ev.WorkerGroupStarted(world_size=4, checkpoint="a"), "4 workers train; checkpoint a is offered"),
-    (ev.CheckpointTaken(checkpoint="a", where="step 9"), "goes on from checkpoint a; its first report is step 9"),
     (ev.LoopWarned(problem="no-checkpoint", message="the loop never saves"), "! The loop never saves"),
     (ev.WorkerGroupResized(old_size=2, new_size=4), "resized from 2 to 4"),
     (ev.WorkersPreempted(errors={}, retried=False), "! Preemption: a node was drained or reclaimed; "),
