@@ -206,9 +206,12 @@ def jax_loop(config: dict[str, Any]) -> None:
 
 
 def remotely_failing_loop(config: dict[str, Any]) -> None:
-    """Ask Ray for something that raises there."""
+    """Log, and ask Ray for something that raises there."""
+    import logging
+
     import ray
 
+    logging.getLogger(__name__).warning("a row is to be read")
     write_ledger(config["ledger"], rank=0, step=1)
 
     @ray.remote(num_cpus=0)
