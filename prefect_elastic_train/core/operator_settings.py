@@ -10,7 +10,7 @@ from functools import cache
 from typing import Annotated, ClassVar
 
 from prefect.settings.base import PrefectBaseSettings, build_settings_config
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, StringConstraints, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
@@ -30,46 +30,34 @@ class ElasticTrainSettings(PrefectBaseSettings):
     """
 
     model_config: ClassVar[SettingsConfigDict] = build_settings_config(("elastic_train",), frozen=True)
+    model_config["use_attribute_docstrings"] = True
 
-    poll_interval_seconds: float = Field(
-        default=0.0, ge=0, description="How often the controller polls its workers. 0: 0.1 s, growing with max_workers."
-    )
-    liveness_timeout_seconds: float = Field(
-        default=300.0, gt=0, description="A driver whose controller gives no sign of life for so long counts as lost."
-    )
-    stop_grace_seconds: float = Field(
-        default=8.0, gt=0, description="How long a driver may take to end after SIGINT before SIGKILL."
-    )
-    flow_run_check_seconds: float = Field(
-        default=3.0, gt=0, description="How often a training looks whether its flow run was cancelled or has ended."
-    )
-    local_cluster_timeout_seconds: float = Field(
-        default=120.0, gt=0, description="How long a local cluster may take to start."
-    )
-    log_lines_per_second: float = Field(
-        default=20.0, gt=0, description="How many lines a second of each source of output reach the Prefect log."
-    )
-    reporting: bool = Field(
-        default=True, description="Whether the report, the progress and the run's events are written to Prefect."
-    )
-    report_interval_seconds: float = Field(
-        default=10.0, ge=5, description="How often the report is updated while nothing but training happens."
-    )
-    default_scaling: _BlockName = Field(
-        default="", description="Saved ElasticScaling of trainings that give none. Empty: one CPU worker."
-    )
-    default_failures: _BlockName = Field(
-        default="", description="Saved FailureBudget of trainings that give none. Empty: its defaults."
-    )
-    default_checkpoints: _BlockName = Field(
-        default="", description="Saved CheckpointPolicy of trainings that give none. Empty: all checkpoints are kept."
-    )
-    default_storage: _BlockName = Field(
-        default="", description="Saved storage of trainings that give none. Empty: ~/elastic_train_runs."
-    )
-    default_cluster: _BlockName = Field(
-        default="", description="Saved RayCluster of trainings that give none. Empty: a local cluster each."
-    )
+    poll_interval_seconds: NonNegativeFloat = 0.0
+    """How often the controller polls its workers. 0: 0.1 s, growing with max_workers."""
+    liveness_timeout_seconds: PositiveFloat = 300.0
+    """A driver whose controller gives no sign of life for so long counts as lost."""
+    stop_grace_seconds: PositiveFloat = 8.0
+    """How long a driver may take to end after SIGINT before SIGKILL."""
+    flow_run_check_seconds: PositiveFloat = 3.0
+    """How often a training looks whether its flow run was cancelled or has ended."""
+    local_cluster_timeout_seconds: PositiveFloat = 120.0
+    """How long a local cluster may take to start."""
+    log_lines_per_second: PositiveFloat = 20.0
+    """How many lines a second of each source of output reach the Prefect log."""
+    reporting: bool = True
+    """Whether the report, the progress and the run's events are written to Prefect."""
+    report_interval_seconds: float = Field(default=10.0, ge=5)
+    """How often the report is updated while nothing but training happens."""
+    default_scaling: _BlockName = ""
+    """Saved ElasticScaling of trainings that give none. Empty: one CPU worker."""
+    default_failures: _BlockName = ""
+    """Saved FailureBudget of trainings that give none. Empty: its defaults."""
+    default_checkpoints: _BlockName = ""
+    """Saved CheckpointPolicy of trainings that give none. Empty: all checkpoints are kept."""
+    default_storage: _BlockName = ""
+    """Saved storage of trainings that give none. Empty: ~/elastic_train_runs."""
+    default_cluster: _BlockName = ""
+    """Saved RayCluster of trainings that give none. Empty: a local cluster each."""
 
     def poll_interval(self, max_workers: int) -> float:
         """Return the poll interval in seconds for a worker group of up to ``max_workers``.

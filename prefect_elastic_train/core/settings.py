@@ -6,82 +6,102 @@ process reads the same models without importing Prefect, which saves it two seco
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     SecretStr,
+    StringConstraints,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from prefect_elastic_train.core.fields import WHOLE, Amounts, Count, JsonDict, Labels, SettingsModel, Text
 from prefect_elastic_train.core.masking import without_credentials
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
-_AtLeastOne = Annotated[int, Field(ge=1), WHOLE]
-_OrUnlimited = Annotated[int, Field(ge=-1), WHOLE]
+
+def _unwrap_ui_json(value: Any) -> Any:
+    """Return the dict that Prefect's V2 UI sends as ``{"__prefect_kind": "json", "value": "<text>"}``."""
+    if isinstance(value, dict) and value.get("__prefect_kind") == "json":
+        value = value.get("value")
+    if isinstance(value, str):
+        text = value.strip()
+        if not text:
+            return {}
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"expected a JSON object such as {{}}, got {text[:80]!r} (line {error.lineno}: {error.msg})"
+            ) from None
+    return value
+
+
+def _no_boolean(value: Any) -> Any:
+    """Refuse booleans, which pydantic would take for 0 and 1."""
+    if isinstance(value, bool):
+        raise ValueError("expected a whole number, got a boolean")
+    return value
+
+
+#: Behind the bounds of a number, or the forms would not know them.
+_WHOLE = BeforeValidator(_no_boolean)
+
+_Count = Annotated[int, _WHOLE]
+_AtLeastOne = Annotated[int, Field(ge=1), _WHOLE]
+_OrUnlimited = Annotated[int, Field(ge=-1), _WHOLE]
+JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
+_Amounts = Annotated[dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]], BeforeValidator(_unwrap_ui_json)]
+_Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]
+_Text = Annotated[str, StringConstraints(strip_whitespace=True)]
+
+
+class SettingsModel(BaseModel):
+    """Base of the settings."""
+
+    # A misspelt field is an error, and Prefect's server needs it to accept an all-default block as a parameter.
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class ScalingSettings(SettingsModel):
     """How many workers to run and what each of them gets. See :class:`ElasticScaling`."""
 
-    min_workers: _AtLeastOne = Field(
-        default=1, description="Training runs only with at least this many workers; below it, it waits for capacity."
-    )
-    max_workers: _AtLeastOne = Field(
-        default=1, description="The number of workers asked for; the group grows up to it when capacity comes back."
-    )
-    accelerator: Literal["cpu", "gpu", "tpu"] = Field(
-        default="cpu",
-        description="What each worker computes on; by default it gets one CPU or GPU, or the TPUs of a slice's host.",
-    )
-    resources_per_worker: Amounts = Field(
-        default_factory=dict,
-        description='Ray resources of each worker, such as {"CPU": 4}. Empty: the default of the accelerator.',
-    )
-    resize_check_interval_seconds: PositiveFloat = Field(
-        default=60.0, description="How often a healthy worker group looks whether it could grow."
-    )
-    wait_for_max_seconds: NonNegativeFloat = Field(
-        default=0.0, description="How long to wait for the maximum number of workers before starting with fewer."
-    )
-    stability_delay_seconds: NonNegativeFloat = Field(
-        default=30.0,
-        description="A node counts for the growth of a healthy worker group once it has been there for so long.",
-    )
-    resize_patience_seconds: NonNegativeFloat = Field(
-        default=1800.0,
-        description="How long a decided growth waits for the next checkpoint before it is carried out without one. "
-        "0: however long it takes.",
-    )
-    capacity_timeout_seconds: NonNegativeFloat = Field(
-        default=0.0,
-        description="How long to wait for the minimum number of workers before the training fails. "
-        "0: as long as it takes.",
-    )
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        default="PACK", description="How Ray places the workers: packed on few nodes or spread over many."
-    )
-    label_selector: Labels = Field(
-        default_factory=dict,
-        description='Ray node labels that a worker\'s node must have, such as {"market-type": "spot"}.',
-    )
-    topology: Text = Field(
-        default="",
-        description="TPU slice topology, such as 4x4. Needed for several TPU workers, which fill whole slices.",
-    )
-    accelerator_type: Text = Field(
-        default="", description="Ray's accelerator type, such as A100 or TPU-V6E. Empty: any. Needed with a topology."
-    )
+    min_workers: _AtLeastOne = 1
+    """Training runs only with at least this many workers; below it, it waits for capacity."""
+    max_workers: _AtLeastOne = 1
+    """The number of workers asked for; the group grows up to it when capacity comes back."""
+    accelerator: Literal["cpu", "gpu", "tpu"] = "cpu"
+    """What each worker computes on; by default it gets one CPU or GPU, or the TPUs of a slice's host."""
+    resources_per_worker: _Amounts = {}
+    """Ray resources of each worker, such as {"CPU": 4}. Empty: the default of the accelerator."""
+    resize_check_interval_seconds: PositiveFloat = 60.0
+    """How often a healthy worker group looks whether it could grow."""
+    wait_for_max_seconds: NonNegativeFloat = 0.0
+    """How long to wait for the maximum number of workers before starting with fewer."""
+    stability_delay_seconds: NonNegativeFloat = 30.0
+    """A node counts for the growth of a healthy worker group once it has been there for so long."""
+    resize_patience_seconds: NonNegativeFloat = 1800.0
+    """How long a decided growth waits for the next checkpoint before it goes ahead without. 0: as long as it takes."""
+    capacity_timeout_seconds: NonNegativeFloat = 0.0
+    """How long to wait for the minimum number of workers before the training fails. 0: as long as it takes."""
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """How Ray places the workers: packed on few nodes or spread over many."""
+    label_selector: _Labels = {}
+    """Ray node labels that a worker's node must have, such as {"market-type": "spot"}."""
+    topology: _Text = ""
+    """TPU slice topology, such as 4x4. Needed for several TPU workers, which fill whole slices."""
+    accelerator_type: _Text = ""
+    """Ray's accelerator type, such as A100 or TPU-V6E. Empty: any. Needed with a topology."""
 
     @field_validator("resources_per_worker")
     @classmethod
@@ -145,53 +165,35 @@ def _check_tpu(scaling: ScalingSettings) -> None:
 class FailureSettings(SettingsModel):
     """How much may fail before the training does. See :class:`FailureBudget`."""
 
-    max_failures: _OrUnlimited = Field(
-        default=3, description="Worker-group failures recovered inside the cluster, per driver attempt. -1: unlimited."
-    )
-    max_preemption_failures: _OrUnlimited = Field(
-        default=-1, description="Preemptions recovered inside the cluster, counted apart from failures. -1: unlimited."
-    )
-    driver_restarts: Count = Field(
-        default=3,
-        ge=0,
-        le=1000,
-        description="New drivers after a lost driver, head or cluster: the retries of the Prefect task.",
-    )
-    driver_restart_delay_seconds: NonNegativeFloat = Field(
-        default=10.0,
-        le=3600,
-        description="Delay before the first driver restart, doubled each time up to 300 seconds, with jitter.",
-    )
-    preemption_grace_seconds: NonNegativeFloat = Field(
-        default=0.0, description="How long the surviving workers may go on past a preemption deadline."
-    )
-    relax_collectives_on_preemption: bool = Field(
-        default=False,
-        description="Let healthy ranks commit a just-in-time checkpoint without the ranks being preempted.",
-    )
-    max_attempts_without_progress: _AtLeastOne = Field(
-        default=2, description="Driver attempts in a row without a new checkpoint after which the training gives up."
-    )
-    stall_timeout_seconds: NonNegativeFloat = Field(
-        default=0.0, description="No report for so long is a failure of the worker group. 0: off."
-    )
-    ignored_checkpoint: Literal["warn", "fail"] = Field(
-        default="warn", description="What happens when a restarted loop begins again although a checkpoint is there."
-    )
+    max_failures: _OrUnlimited = 3
+    """Worker-group failures recovered inside the cluster, per driver attempt. -1: unlimited."""
+    max_preemption_failures: _OrUnlimited = -1
+    """Preemptions recovered inside the cluster, counted apart from failures. -1: unlimited."""
+    driver_restarts: _Count = Field(3, ge=0, le=1000)
+    """New drivers after a lost driver, head or cluster: the retries of the Prefect task."""
+    driver_restart_delay_seconds: NonNegativeFloat = Field(10.0, le=3600)
+    """Delay before the first driver restart, doubled each time up to 300 seconds, with jitter."""
+    preemption_grace_seconds: NonNegativeFloat = 0.0
+    """How long the surviving workers may go on past a preemption deadline."""
+    relax_collectives_on_preemption: bool = False
+    """Let healthy ranks commit a just-in-time checkpoint without the ranks being preempted."""
+    max_attempts_without_progress: _AtLeastOne = 2
+    """Driver attempts in a row without a new checkpoint after which the training gives up."""
+    stall_timeout_seconds: NonNegativeFloat = 0.0
+    """No report for so long is a failure of the worker group. 0: off."""
+    ignored_checkpoint: Literal["warn", "fail"] = "warn"
+    """What happens when a restarted loop begins again although a checkpoint is there."""
 
 
 class CheckpointSettings(SettingsModel):
     """Which checkpoints are kept. See :class:`CheckpointPolicy`."""
 
-    keep: _AtLeastOne | None = Field(
-        default=None, description="How many checkpoints to keep, the best or the newest ones. Empty: all."
-    )
-    score_attribute: str = Field(
-        default="", description="The reported metric that ranks checkpoints. Empty: the newest are the best."
-    )
-    score_order: Literal["max", "min"] = Field(
-        default="max", description="Whether a higher or a lower score is better."
-    )
+    keep: _AtLeastOne | None = None
+    """How many checkpoints to keep, the best or the newest ones. Empty: all."""
+    score_attribute: str = ""
+    """The reported metric that ranks checkpoints. Empty: the newest are the best."""
+    score_order: Literal["max", "min"] = "max"
+    """Whether a higher or a lower score is better."""
 
 
 _HOST, _PORT = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)", r":(?P<port>\d{1,5})"
@@ -216,52 +218,28 @@ class ClusterSettings(SettingsModel):
     # What a validation error shows of its input may be the token, also under a misspelt name.
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    address: Annotated[str, AfterValidator(_address)] = Field(
-        default="",
-        description="Empty: a local cluster for this run. 'auto' or host:port: join a cluster from one of its nodes. "
-        "http(s)://host:8265: submit the run to a cluster as a Ray job.",
-    )
-    auth_token: SecretStr = Field(
-        default=SecretStr(""),
-        title="Authentication Token",
-        description="Ray's cluster token. Empty: whatever RAY_AUTH_TOKEN or ~/.ray/auth_token gives.",
-    )
-    runtime_env: JsonDict = Field(
-        default_factory=dict,
-        title="Runtime Environment",
-        description='Ray runtime environment of the run, such as {"pip": ["einops"]}. Shown by Ray: no secrets.',
-    )
-    num_cpus: Count = Field(
-        default=0, ge=0, title="CPUs", description="CPUs of the local cluster. 0: all of this machine."
-    )
-    num_gpus: Count = Field(
-        default=-1, ge=-1, title="GPUs", description="GPUs of the local cluster. -1: all of this machine."
-    )
-    working_dir: str = Field(
-        default="",
-        title="Working Directory",
-        description="Directory with the code of the train loop, sent to every node. Empty: nothing is sent.",
-    )
-    connect_timeout_seconds: PositiveFloat = Field(
-        default=20.0, description="How long an attempt waits for the cluster to answer."
-    )
-    unreachable_timeout_seconds: PositiveFloat = Field(
-        default=3600.0, description="How long a submitted job is asked after while the dashboard does not answer."
-    )
-    driver_resources: Amounts = Field(
-        default_factory=dict,
-        description='What the driver of a submitted job reserves, such as {"CPU": 1, "on_demand": 0.01}, which also '
-        "says on which nodes it may run. Empty: nothing, and it runs on the head node.",
-    )
-    verify_tls: bool = Field(
-        default=True, title="Verify TLS", description="Whether the certificate of an https:// address is verified."
-    )
-    ca_bundle: str = Field(
-        default="",
-        title="CA Bundle",
-        description="Path of the certificates that vouch for an https:// address. Empty: what SSL_CERT_FILE or "
-        "REQUESTS_CA_BUNDLE names, else the usual ones.",
-    )
+    address: Annotated[str, AfterValidator(_address)] = ""
+    """Empty: a local cluster. 'auto' or host:port: join one from a node. http(s)://host:8265: submit a Ray job."""
+    auth_token: SecretStr = Field(SecretStr(""), title="Authentication Token")
+    """Ray's cluster token. Empty: whatever RAY_AUTH_TOKEN or ~/.ray/auth_token gives."""
+    runtime_env: JsonDict = Field({}, title="Runtime Environment")
+    """Ray runtime environment of the run, such as {"pip": ["einops"]}. Shown by Ray: no secrets."""
+    num_cpus: _Count = Field(0, ge=0, title="CPUs")
+    """CPUs of the local cluster. 0: all of this machine."""
+    num_gpus: _Count = Field(-1, ge=-1, title="GPUs")
+    """GPUs of the local cluster. -1: all of this machine."""
+    working_dir: str = Field("", title="Working Directory")
+    """Directory with the code of the train loop, sent to every node. Empty: nothing is sent."""
+    connect_timeout_seconds: PositiveFloat = 20.0
+    """How long an attempt waits for the cluster to answer."""
+    unreachable_timeout_seconds: PositiveFloat = 3600.0
+    """How long a submitted job is asked after while the dashboard does not answer."""
+    driver_resources: _Amounts = {}
+    """What a submitted driver reserves, so where it may run: {"CPU": 1, "on_demand": 0.01}. Empty: on the head node."""
+    verify_tls: bool = Field(True, title="Verify TLS")
+    """Whether the certificate of an https:// address is verified."""
+    ca_bundle: str = Field("", title="CA Bundle")
+    """Certificates to trust at an https:// address. Empty: SSL_CERT_FILE's or REQUESTS_CA_BUNDLE's, else the usual."""
 
     @field_validator("num_cpus", "num_gpus", "driver_resources", "verify_tls", "ca_bundle")
     @classmethod
@@ -273,7 +251,7 @@ class ClusterSettings(SettingsModel):
         else:
             scheme = "http" if name == "driver_resources" else "https://"
             wanted, fits = f"a cluster that runs are submitted to by {scheme}", address.startswith(scheme)
-        if not fits and value != cls.model_fields[name].get_default(call_default_factory=True, validated_data={}):
+        if not fits and value != cls.model_fields[name].default:
             raise ValueError(f"{name} is for {wanted}, and address is {address!r}: remove or correct one of them")
         return value
 

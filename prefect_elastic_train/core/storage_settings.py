@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, SecretStr, model_validator
 
-from prefect_elastic_train.core.fields import JsonDict, SettingsModel
 from prefect_elastic_train.core.masking import without_credentials
 from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.settings import JsonDict, SettingsModel
 
 #: Where runs go when no storage is given.
 DEFAULT_STORAGE = "~/elastic_train_runs"
@@ -80,13 +80,10 @@ def _json_object(value: SecretStr) -> SecretStr:
 class _StorageSettings(SettingsModel):
     """What all storages have in common."""
 
-    retry_seconds: NonNegativeFloat = Field(
-        default=300.0,
-        description="How long an operation is repeated while the storage is away or answers with passing errors.",
-    )
-    preflight: bool = Field(
-        default=True, description="Try the storage from the driver and from each node before training starts."
-    )
+    retry_seconds: NonNegativeFloat = 300.0
+    """How long an operation is repeated while the storage is away or answers with passing errors."""
+    preflight: bool = True
+    """Try the storage from the driver and from each node before training starts."""
 
     @property
     @abstractmethod
@@ -102,9 +99,8 @@ class _StorageSettings(SettingsModel):
 class LocalStorageSettings(_StorageSettings):
     """A directory that holds runs. See :class:`LocalStorage`."""
 
-    path: Annotated[str, AfterValidator(_directory)] = Field(
-        description="Directory for run directories: local, or a mount shared by all nodes of the cluster."
-    )
+    path: Annotated[str, AfterValidator(_directory)]
+    """Directory for run directories: local, or a mount shared by all nodes of the cluster."""
 
     @property
     def uri(self) -> str:
@@ -118,34 +114,24 @@ class S3StorageSettings(_StorageSettings):
     # What a validation error shows of its input may be a key.
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    bucket_path: Annotated[str, AfterValidator(_bucket_path)] = Field(
-        description="Bucket, and the prefix below which runs are: such as my-bucket/training/runs."
-    )
-    endpoint_url: Annotated[str, AfterValidator(_endpoint)] = Field(
-        default="",
-        title="Endpoint URL",
-        description="Of an S3-compatible store, such as https://minio.example.com:9000. Empty: AWS.",
-    )
-    region: str = Field(default="", description="Region of the bucket. Empty: as the environment says.")
-    access_key_id: SecretStr = Field(
-        default=SecretStr(""), description="Empty, together with the secret: the ambient AWS credentials of each node."
-    )
-    secret_access_key: SecretStr = Field(default=SecretStr(""), description="Of the key id.")
-    session_token: SecretStr = Field(
-        default=SecretStr(""), description="Of temporary credentials, which end some time."
-    )
-    addressing_style: Literal["auto", "path", "virtual"] = Field(
-        default="auto",
-        description="Whether the bucket is in the path or in the host name. auto: in the path with an endpoint URL.",
-    )
-    verify_tls: bool = Field(
-        default=True, title="Verify TLS", description="Off only for a store with a certificate of its own."
-    )
-    ca_bundle: str = Field(
-        default="",
-        title="CA Bundle",
-        description="File with the certificates to trust, on every node. Empty: the system's.",
-    )
+    bucket_path: Annotated[str, AfterValidator(_bucket_path)]
+    """Bucket, and the prefix below which runs are: such as my-bucket/training/runs."""
+    endpoint_url: Annotated[str, AfterValidator(_endpoint)] = Field("", title="Endpoint URL")
+    """Of an S3-compatible store, such as https://minio.example.com:9000. Empty: AWS."""
+    region: str = ""
+    """Region of the bucket. Empty: as the environment says."""
+    access_key_id: SecretStr = SecretStr("")
+    """Empty, together with the secret: the ambient AWS credentials of each node."""
+    secret_access_key: SecretStr = SecretStr("")
+    """Of the key id."""
+    session_token: SecretStr = SecretStr("")
+    """Of temporary credentials, which end some time."""
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    """Whether the bucket is in the path or in the host name. auto: in the path with an endpoint URL."""
+    verify_tls: bool = Field(True, title="Verify TLS")
+    """Off only for a store with a certificate of its own."""
+    ca_bundle: str = Field("", title="CA Bundle")
+    """File with the certificates to trust, on every node. Empty: the system's."""
 
     @model_validator(mode="after")
     def _keys_are_whole(self) -> S3StorageSettings:
@@ -172,17 +158,12 @@ class FsspecStorageSettings(_StorageSettings):
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    url: Annotated[str, AfterValidator(_url_of_a_store)] = Field(
-        title="URL", description="URL below which runs are, such as gs://my-bucket/runs or abfs://container/runs."
-    )
-    options: JsonDict = Field(
-        default_factory=dict,
-        description='Arguments of the fsspec filesystem that are no secrets, such as {"project": "my-project"}.',
-    )
-    secret_options: Annotated[SecretStr, AfterValidator(_json_object)] = Field(
-        default=SecretStr(""),
-        description="More arguments, as a JSON object, that nobody shall read. Empty: the ambient credentials.",
-    )
+    url: Annotated[str, AfterValidator(_url_of_a_store)] = Field(title="URL")
+    """URL below which runs are, such as gs://my-bucket/runs or abfs://container/runs."""
+    options: JsonDict = Field(default_factory=dict)
+    """Arguments of the fsspec filesystem that are no secrets, such as {"project": "my-project"}."""
+    secret_options: Annotated[SecretStr, AfterValidator(_json_object)] = SecretStr("")
+    """More arguments, as a JSON object, that nobody shall read. Empty: the ambient credentials."""
 
     @property
     def uri(self) -> str:
