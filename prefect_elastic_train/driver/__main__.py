@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -43,60 +44,54 @@ def main(arguments: list[str]) -> None:
     # Whatever a library writes there itself must not end up in the middle of an event.
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    _handle_signals(_stop)
     notice_interruptions()
     spec_file = Path(arguments[0])
     spec = read_spec(spec_file)
     output.is_shared = spec.cluster.is_submitted
-    attempt = Attempt(spec, output, details)
-    end = partial(_end, attempt, output, threading.Lock())
-    threading.Thread(
-        target=_end_if_stuck, args=(attempt, spec_file, end), name="elastic-train-stop", daemon=True
-    ).start()
+    attempt, ending = Attempt(spec, output, details), threading.Lock()
+
+    def end(ended: AttemptEnded, stuck: bool) -> None:
+        """Say the last word and end this process; the first caller does it, and any other waits for that."""
+        if not ending.acquire(blocking=False):
+            time.sleep(60)
+            return
+        attempt.close(ended)
+        attempt.leave_cluster(stuck)
+        output.close()
+        # Threads of Ray or of the user's libraries may not keep a finished driver.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Ray's dashboard shows a job's exit code.
+        os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
+
+    def end_if_stuck() -> None:
+        """While Ray Train waits for a placement group, ``fit()`` does not get out of its handler of SIGINT."""
+        while not interruptions():
+            time.sleep(0.1)
+        time.sleep(_STUCK_SECONDS)
+        end(attempt.taken_over() or end_by_signal(spec, spec_file), stuck=True)
+
+    threading.Thread(target=end_if_stuck, name="elastic-train-stop", daemon=True).start()
     try:
         ended = attempt.run()
     except (_Stopped, KeyboardInterrupt, SystemExit):
         ended = attempt.taken_over() or end_by_signal(spec, spec_file)
     except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
         details.keep("".join(traceback.format_exception(error)))
-        ended = end_by_error(error, spec.storage)
+        ended = attempt.taken_over() or end_by_error(error, spec.storage)
     # From here on a second signal must not cut the last word short.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    end(ended)
+    _handle_signals(signal.SIG_IGN)
+    end(ended, stuck=False)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     raise _Stopped
 
 
-def _end_if_stuck(attempt: Attempt, spec_file: Path, end: partial[None]) -> None:
-    """End a driver that was told to end and cannot.
-
-    While Ray Train's controller waits for a placement group, ``fit()`` does not get out of its handler of SIGINT.
-    """
-    while not interruptions():
-        time.sleep(0.1)
-    time.sleep(_STUCK_SECONDS)
-    end(attempt.taken_over() or end_by_signal(attempt.spec, spec_file), stuck=True)
-
-
-def _end(
-    attempt: Attempt, output: EventOutput, first: threading.Lock, ended: AttemptEnded, stuck: bool = False
-) -> None:
-    """Say the last word and end this process; the first caller does it, and any other waits for that."""
-    if not first.acquire(blocking=False):
-        time.sleep(60)
-        return
-    attempt.close(ended)
-    attempt.leave_cluster(stuck)
-    output.close()
-    # Threads of Ray or of the user's libraries may not keep a finished driver.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Ray's dashboard shows a job's exit code.
-    os._exit(0 if ended.outcome is Outcome.COMPLETED else 1)
+def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from prefect_elastic_train.core.bounds import bounded_metrics
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import Details
-from prefect_elastic_train.core.records import EndedRecord
+from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
 from prefect_elastic_train.core.result import RunResult, bounded
 from prefect_elastic_train.core.spec import DriverSpec
-from prefect_elastic_train.driver.endings import classify, end_by_error, taken_over
+from prefect_elastic_train.driver.fit import fit, make_datasets, prepare, requester_id
 from prefect_elastic_train.driver.interruptions import interruptions
+from prefect_elastic_train.driver.joining import connect, fit_local_cluster
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
@@ -34,7 +35,7 @@ from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWrit
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
-from prefect_elastic_train.storage.preflight import Probe, preflight
+from prefect_elastic_train.storage.preflight import preflight
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -68,61 +69,58 @@ class Attempt:
         return next(lineage(self.store), None) is None
 
     def run(self) -> AttemptEnded:
-        """Run the attempt until the loop has returned.
-
-        Raises:
-            Exception: Whatever ends it otherwise; see :mod:`prefect_elastic_train.driver.endings`.
-        """
-        with ExitStack() as trying:
-            probe = trying.enter_context(preflight(self.spec.storage)) if self.spec.storage.preflight else None
-            return self._run(probe, trying)
-
-    def _run(self, probe: Probe | None, trying: ExitStack) -> AttemptEnded:
+        """Run the attempt until the loop has returned; raises whatever ends it otherwise."""
         spec, teller = self.spec, self.teller
-        teller.doing("looking whether the run is free")
-        finished = peek(self.store, spec)
-        if finished is not None:
-            return self.finish(finished)
-        if spec.request.resume_from and self._is_new:  # refused before a cluster is started or joined
-            teller.doing("looking for the checkpoint that the run starts from")
-            choose_source(self._storage, spec.request)
-        teller.emit(ClusterWanted())
-        teller.doing("")
-        _set_up_ray(spec)
-        from prefect_elastic_train.driver import fit as training
-        from prefect_elastic_train.driver import joining
+        with ExitStack() as trying:
+            probe = trying.enter_context(preflight(spec.storage)) if spec.storage.preflight else None
+            teller.doing("looking whether the run is free")
+            finished = peek(self.store, spec)
+            if finished is not None:
+                return self.finish(finished)
+            if spec.request.resume_from and self._is_new:  # refused before a cluster is started or joined
+                teller.doing("looking for the checkpoint that the run starts from")
+                choose_source(self._storage, spec.request)
+            teller.emit(ClusterWanted())
+            teller.doing("")
+            _set_up_ray(spec)
+            payload = prepare(spec)
+            teller.doing("joining the cluster")
+            try:
+                address, dashboard_url, resources = connect(spec)
+            except AttemptFailedError as error:
+                # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
+                own = spec.cluster.is_local or spec.cluster.is_submitted
+                error.final = error.final or not (own or all_attempts(self.store))
+                raise
+            teller.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
+            scaling = fit_local_cluster(spec, resources)
+            if probe is not None and not spec.cluster.is_local and self._is_new:
+                from prefect_elastic_train.elastic.cluster import try_from_nodes
+                from prefect_elastic_train.elastic.translate import resources_per_worker
 
-        payload = training.prepare(spec)
-        teller.doing("joining the cluster")
-        try:
-            address, dashboard_url, resources = joining.connect(spec)
-        except AttemptFailedError as error:
-            # A cluster that this run never reached is more likely misspelt than lost: no retry heals that.
-            own = spec.cluster.is_local or spec.cluster.is_submitted
-            error.final = error.final or not (own or all_attempts(self.store))
-            raise
-        teller.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
-        scaling = joining.fit_local_cluster(spec, resources)
-        if probe is not None and not spec.cluster.is_local and self._is_new:
-            from prefect_elastic_train.elastic.cluster import try_from_nodes
-            from prefect_elastic_train.elastic.translate import resources_per_worker
-
-            # Before the first checkpoint each node is to show that it can write it.
-            teller.doing("trying the storage from the nodes")
-            try_from_nodes(probe, resources_per_worker(scaling))
-        trying.close()
+                # Before the first checkpoint each node is to show that it can write it.
+                teller.doing("trying the storage from the nodes")
+                try_from_nodes(probe, resources_per_worker(scaling))
         begun = self.begin()
         if isinstance(begun, EndedRecord):
             return self.finish(begun)
         assert self._receiver is not None
+        owner = spec.request.owner
+        context = RunContext(
+            run_name=spec.request.run_name,
+            run_id=begun.run_id,
+            attempt=begun.attempt,
+            storage_uri=spec.storage.uri,
+            run_uri=self.store.uri,
+            flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
+            flow_name=owner.flow_name,
+            deployment_id=owner.deployment_id,
+            deployment_name=owner.deployment_name,
+        )
         teller.doing("making the datasets")
-        datasets = training.make_datasets(payload, begun.attempt)
+        datasets = make_datasets(payload)
         teller.doing("")
-        told, context = replace(spec, scaling=scaling), self._context(begun)
-        try:
-            training.fit(told, payload, datasets, self.store, context, self._receiver.receiving)
-        except Exception as error:
-            raise taken_over(self.store, begun.attempt, spec.request) or classify(error, begun.attempt) from error
+        fit(replace(spec, scaling=scaling), payload, datasets, self.store, context, self._receiver.receiving)
         # The controller has sent all its events before fit() returned; let the last ones arrive.
         time.sleep(0.1)
         return self.complete()
@@ -167,21 +165,6 @@ class Attempt:
         )
         return begun
 
-    def _context(self, begun: Begun) -> RunContext:
-        """What the train loop may know of the run."""
-        owner = self.spec.request.owner
-        return RunContext(
-            run_name=self.spec.request.run_name,
-            run_id=begun.run_id,
-            attempt=begun.attempt,
-            storage_uri=self.spec.storage.uri,
-            run_uri=self.store.uri,
-            flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
-            flow_name=owner.flow_name,
-            deployment_id=owner.deployment_id,
-            deployment_name=owner.deployment_name,
-        )
-
     def complete(self) -> AttemptEnded:
         """The end of an attempt whose loop has returned, with the result."""
         assert self._receiver is not None
@@ -213,12 +196,23 @@ class Attempt:
         return make_result(self.store, self.spec.request.run_name, accounts, self.spec.storage_block, self._score)
 
     def taken_over(self) -> AttemptEnded | None:
-        """How an attempt ended that a successor has ended, as far as the storage tells."""
+        """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""
+        attempt, request = self.teller.attempt, self.spec.request
         try:
-            error = taken_over(self.store, self.teller.attempt, self.spec.request) if self.teller.attempt else None
+            newest = newest_attempt(self.store) if attempt else 0
+            record = decode(AttemptRecord, self.store.read(layout.attempt_name(newest))) if newest > attempt else None
         except OSError:
             return None
-        return end_by_error(error, self.spec.storage) if error is not None else None
+        if newest <= attempt:
+            return None
+        if record is None or record.owner.flow_run_id == request.owner.flow_run_id:
+            message = f"attempt {newest}, of another process of the same flow run, has taken over"
+            return AttemptEnded(outcome=Outcome.SUPERSEDED, message=message)
+        message = (
+            f"run {request.run_name!r} was taken over by {record.owner.describe()} with resume=True; what this attempt "
+            "trained after that counts for nothing"
+        )
+        return AttemptEnded(outcome=Outcome.INVALID, message=message)
 
     def close(self, ended: AttemptEnded) -> None:
         """Say the last word, and record it with the attempt if one was begun."""
@@ -259,7 +253,6 @@ class Attempt:
             _within(_LEAVE_SECONDS, self._abandon_uploads)
 
     def _release(self) -> None:
-        from prefect_elastic_train.driver.fit import requester_id
         from prefect_elastic_train.elastic.policy import release_reservation
 
         if newest_attempt(self.store) == self.teller.attempt:  # or the id, one for all attempts, is the successor's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from prefect_elastic_train.core.events import AttemptEnded
@@ -14,30 +15,17 @@ from prefect_elastic_train.core.outcomes import (
 )
 from prefect_elastic_train.core.rank_errors import cause as in_short
 from prefect_elastic_train.core.rank_errors import causes, distinct
-from prefect_elastic_train.core.records import AttemptRecord, decode
-from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.spec import STOP_FILE, DriverSpec
 from prefect_elastic_train.core.storage_settings import StorageSettings
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, newest_attempt
-from prefect_elastic_train.storage.store import RunStore
+from prefect_elastic_train.runs.commits import FencedOffError
 
 
 def end_by_error(error: Exception, storage: StorageSettings) -> AttemptEnded:
-    """How an attempt ended that raised an error, whether or not it came to ``fit()``."""
+    """How an attempt ended that raised an error, in ``fit()`` or around it."""
     if isinstance(error, AttemptFailedError):
         return AttemptEnded(outcome=error.outcome, message=str(error), final=error.final)
-    if isinstance(error, ConfigurationError):
-        return AttemptEnded(outcome=Outcome.INVALID, message=str(error))
-    if isinstance(error, ConnectionError):
-        return AttemptEnded(outcome=Outcome.CLUSTER_LOST, message=f"the Ray cluster was lost: {in_short(str(error))}")
-    if isinstance(error, OSError):
-        what = f"cannot use storage {storage.uri!r}: {type(error).__name__}"
-        why = "Give the training one that exists or can be made, with room and write permission for this user"
-        outcome, message = _of_storage(error, f"{what}: {error}. {why}")
-        return AttemptEnded(outcome=outcome, message=message)
-    message = f"the driver failed: {type(error).__name__}: {in_short(str(error))}"
-    return AttemptEnded(outcome=Outcome.DRIVER_LOST, message=message)
+    outcome, message = _judge(error, storage)
+    return AttemptEnded(outcome=outcome, message=message)
 
 
 def end_by_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
@@ -55,38 +43,31 @@ def end_by_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
     return AttemptEnded(outcome=outcome, message=message)
 
 
-def taken_over(store: RunStore, attempt: int, request: RunRequest) -> AttemptFailedError | None:
-    """The error of an attempt that ended because somebody else has the run now, however that showed; else None."""
-    newest = newest_attempt(store)
-    if newest <= attempt:
-        return None
-    record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
-    if record is None or record.owner.flow_run_id == request.owner.flow_run_id:
-        message = f"attempt {newest}, of another process of the same flow run, has taken over"
-        return AttemptFailedError(message, outcome=Outcome.SUPERSEDED, attempt=attempt)
-    return AttemptFailedError(
-        f"run {request.run_name!r} was taken over by {record.owner.describe()} with resume=True; what this attempt "
-        "trained after that counts for nothing",
-        outcome=Outcome.INVALID,
-        attempt=attempt,
-    )
+def _judge(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
+    if isinstance(error, ConfigurationError):
+        return Outcome.INVALID, str(error)
+    # Without Ray Train it is no error of its, and its import takes seconds.
+    found = _of_ray_train(error, storage) if "ray.train" in sys.modules else None
+    if found is not None:
+        return found
+    if isinstance(error, ConnectionError):
+        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(error))}"
+    if isinstance(error, OSError):
+        return _of_storage(error, storage)
+    return Outcome.DRIVER_LOST, f"the driver failed: {in_short(f'{type(error).__name__}: {error}')}"
 
 
-def classify(error: Exception, attempt: int) -> AttemptFailedError:
-    """Decide from what ``fit()`` raised how the attempt ended."""
-    if isinstance(error, AttemptFailedError):
-        return error
-    outcome, message = _of_fit(error)
-    return AttemptFailedError(message, outcome=outcome, attempt=attempt)
-
-
-def _of_storage(error: OSError, message: str) -> tuple[Outcome, str]:
+def _of_storage(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:
     """The ending by a storage error; a fault that is known has a message of its own."""
-    known = str(error) if isinstance(error, StorageFaultError) else message
-    return Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR, known
+    message = str(error)
+    if not isinstance(error, StorageFaultError):
+        message = f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that "
+        message += "exists or can be made, with room and write permission for this user"
+    return Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR, message
 
 
-def _of_fit(error: Exception) -> tuple[Outcome, str]:
+def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, str] | None:
+    """The ending by what ``fit()`` has raised; None for what is raised elsewhere, too."""
     import ray.exceptions as rays
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
@@ -101,7 +82,7 @@ def _of_fit(error: Exception) -> tuple[Outcome, str]:
     if isinstance(error, WorkerGroupError):
         found = decisive(error.worker_failures.values())
         if isinstance(found, StorageFaultError):
-            return _of_storage(found, str(found))
+            return _of_storage(found, storage)
         if found is not None:
             return Outcome.USER_ERROR, f"{found} (FailureBudget.ignored_checkpoint is 'fail')"
         texts, also = distinct({rank: f"{type(e).__name__}: {e}" for rank, e in error.worker_failures.items()})
@@ -122,5 +103,7 @@ def _of_fit(error: Exception) -> tuple[Outcome, str]:
     if isinstance(cause, rays.RaySystemError | rays.GetTimeoutError | ConnectionError):
         return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
     if isinstance(cause, OSError):
-        return _of_storage(cause, f"the run directory could not be written: {cause}")
-    return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}"
+        return _of_storage(cause, storage)
+    if cause is not error:
+        return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}"
+    return None

@@ -56,25 +56,20 @@ def prepare(spec: DriverSpec) -> Payload:
             f"{type(error).__name__}: {error}. What it refers to must be importable {where}, or defined in the "
             "flow's own script"
         ) from error
-    try:
-        _check_configuration(spec, payload)
-    except (TypeError, ValueError) as error:
-        raise _invalid(f"Ray does not accept the configuration: {error}") from error
-    return payload
-
-
-def _check_configuration(spec: DriverSpec, payload: Payload) -> None:
-    """Raise what Ray says of a configuration, before anything of it starts."""
     from ray.runtime_env import RuntimeEnv
     from ray.train.backend import BackendConfig
 
     from prefect_elastic_train.elastic.translate import resources_per_worker
 
-    resources_per_worker(spec.scaling)
-    RuntimeEnv(**spec.request.worker_runtime_env)
-    for config in (payload.torch_config, payload.jax_config):
-        if not isinstance(config, BackendConfig | None):
-            raise TypeError(f"torch_config and jax_config are Ray's TorchConfig and JaxConfig, got {config!r}")
+    try:
+        resources_per_worker(spec.scaling)
+        RuntimeEnv(**request.worker_runtime_env)
+        for config in (payload.torch_config, payload.jax_config):
+            if not isinstance(config, BackendConfig | None):
+                raise TypeError(f"torch_config and jax_config are Ray's TorchConfig and JaxConfig, got {config!r}")
+    except (TypeError, ValueError) as error:
+        raise _invalid(f"Ray does not accept the configuration: {error}") from error
+    return payload
 
 
 def _invalid(message: str) -> AttemptFailedError:
@@ -143,7 +138,7 @@ def check_loop(loop: Any) -> None:
         )
 
 
-def make_datasets(payload: Payload, attempt: int) -> dict[str, Any]:
+def make_datasets(payload: Payload) -> dict[str, Any]:
     """Return the datasets, calling the functions that make them.
 
     Raises:
@@ -157,7 +152,7 @@ def make_datasets(payload: Payload, attempt: int) -> dict[str, Any]:
     except Exception as error:
         logger.error("the datasets could not be made", exc_info=True)
         message = f"the datasets could not be made: {type(error).__name__}: {error}"
-        raise AttemptFailedError(message, outcome=Outcome.USER_ERROR, attempt=attempt) from error
+        raise AttemptFailedError(message, outcome=Outcome.USER_ERROR) from error
 
 
 def fit(
@@ -168,12 +163,7 @@ def fit(
     context: RunContext,
     receiving: Receiving,
 ) -> None:
-    """Train until the loop has returned on all ranks.
-
-    Raises:
-        AttemptFailedError: Ray Train does not accept the configuration; outcome ``invalid``.
-        Exception: Whatever else Ray Train raises; see :func:`prefect_elastic_train.driver.endings.classify`.
-    """
+    """Train until the loop has returned on all ranks; raises what Ray Train raises, or that it refuses to begin."""
     from ray.train import DataConfig
 
     from prefect_elastic_train.elastic.callbacks import RunCallback

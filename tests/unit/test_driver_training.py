@@ -29,7 +29,7 @@ from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver import attempt, relay
 from prefect_elastic_train.driver.attempt import Attempt
-from prefect_elastic_train.driver.endings import classify, end_by_error, end_by_signal
+from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
 from prefect_elastic_train.driver.fit import check_loop, prepare, requester_id, resolve_loop
 from prefect_elastic_train.driver.joining import fit_local_cluster
 from prefect_elastic_train.driver.relay import EventOutput
@@ -174,6 +174,7 @@ def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers(
     assert says in str(refused.value)
 
 
+STORAGE = LocalStorageSettings(path="/runs")
 _DIED = WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError())
 
 ENDS: list[tuple[Exception, Outcome]] = [
@@ -200,8 +201,7 @@ ENDS: list[tuple[Exception, Outcome]] = [
 
 @pytest.mark.parametrize(("error", "outcome"), ENDS, ids=lambda value: type(value).__name__)
 def test_what_fit_raised_becomes_an_outcome(error: Exception, outcome: Outcome) -> None:
-    failed = classify(error, attempt=3)
-    assert (failed.outcome, failed.attempt) == (outcome, 3)
+    assert end_by_error(error, STORAGE).outcome is outcome
 
 
 REST: list[tuple[Exception, Outcome, str]] = [
@@ -216,7 +216,7 @@ REST: list[tuple[Exception, Outcome, str]] = [
 
 @pytest.mark.parametrize(("error", "outcome", "says"), REST)
 def test_what_was_raised_around_fit_becomes_an_outcome(error: Exception, outcome: Outcome, says: str) -> None:
-    ended = end_by_error(error, LocalStorageSettings(path="/runs"))
+    ended = end_by_error(error, STORAGE)
     assert (ended.outcome, ended.final) == (outcome, getattr(error, "final", False))
     assert says in ended.message
 
@@ -233,8 +233,8 @@ def test_a_driver_that_got_a_signal_ends_as_its_supervisor_has_said(
 
 
 def test_the_message_of_a_user_error_is_a_line_with_rank_and_cause() -> None:
-    failed = classify(WorkerGroupError("[Rank 1] Traceback\n  …\n", {1: ValueError("nan\nof three")}), attempt=1)
-    assert str(failed) == "the train loop failed more often than max_failures allows: rank 1: ValueError: nan"
+    ended = end_by_error(WorkerGroupError("[Rank 1] Traceback\n  …\n", {1: ValueError("nan\nof three")}), STORAGE)
+    assert ended.message == "the train loop failed more often than max_failures allows: rank 1: ValueError: nan"
 
 
 def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_does() -> None:
