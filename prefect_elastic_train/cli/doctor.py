@@ -35,7 +35,7 @@ def examine(
 ) -> None:
     """Try all that a training needs, and say what to do about what is wrong.
 
-    Versions, settings, the Prefect server, saved blocks, the storage, the cluster: each line is ok, warn (trainings
+    Versions, the Prefect server, saved blocks, the storage, the cluster: each line is ok, warn (trainings
     run), skip (could not be looked at) or fail (trainings do not run).
 
     Exit code 0 if nothing fails, 1 if something does, 2 for wrong usage.

@@ -23,7 +23,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
 from prefect_elastic_train.core.events import ClusterConnected, Event
 from prefect_elastic_train.core.masking import without_credentials
-from prefect_elastic_train.core.operator_settings import ElasticTrainSettings, get_settings
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import RunRequest
@@ -69,7 +69,6 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
         yield ok(f"a training takes {', '.join(saved_name(one) or type(one).__name__ for one in blocks.values())}")
 
     yield from run_check("versions", lambda: check_versions(requires(_PACKAGE) or []), _QUICK_SECONDS)
-    yield from run_check("settings", _check_settings, _QUICK_SECONDS)
     server = run_check("server", check_server, _QUICK_SECONDS)
     yield from server
     if all(one.level != "fail" for one in server):
@@ -209,12 +208,6 @@ def _joined(spec: DriverSpec, seconds: float) -> Finding:
             there = [f"{event.resources[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if name in event.resources]
             return ok(f"joined the cluster at {event.address}: {', '.join(there)}")
     return fail(ended.message)
-
-
-def _check_settings() -> Iterator[Finding]:
-    settings = get_settings()
-    given = [f"{name} = {getattr(settings, name)}" for name in sorted(settings.model_fields_set)]
-    yield ok(", ".join(given) or "all have their defaults")
 
 
 def check_block_types() -> Iterator[Finding]:

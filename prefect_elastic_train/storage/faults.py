@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.outcomes import StorageFaultError
 
 
 @dataclass(frozen=True)
@@ -76,31 +75,6 @@ _WORDS: dict[Fault | None, str] = {
 _FAULTS = {word: fault for fault, words in _WORDS.items() for word in words.split()}
 #: What an error of TLS says when the other side has gone in the middle, as a load balancer does that is restarted.
 _CUT_TLS = ("EOF occurred", "UNEXPECTED_EOF", "timed out")
-#: What an operating system says of its own disk, and no connection.
-_OF_THE_DISK = (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-class LocalDiskError(ElasticTrainError):
-    """This machine's own disk failed while data went to or came from a storage. That one is not to blame."""
-
-
-@contextmanager
-def local_disk(path: str) -> Iterator[None]:
-    """Keep errors of this machine's disk apart from those of the storage, which come from the network.
-
-    Raises:
-        LocalDiskError: In place of the disk's.
-    """
-    try:
-        yield
-        return
-    except OSError as error:
-        # What the store has answered is the cause of what s3fs makes of it.
-        if isinstance(error, StorageFaultError) or error.__cause__ is not None or error.errno not in _OF_THE_DISK:
-            raise
-        failed = error
-    # Without the cause, which would be taken for the storage's.
-    raise LocalDiskError(f"this machine's own disk failed at {path}: {failed}")
 
 
 def diagnose(error: BaseException) -> Fault | None:
@@ -127,11 +101,6 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         yield current
         inner = getattr(current, "error", None)
         current = current.__cause__ or (inner if isinstance(inner, BaseException) else None)
-
-
-def error_code(error: BaseException) -> str:
-    """Return the error code with which a store has answered; empty if there is none."""
-    return next((code for one in chain(error) if (code := _http_answer(one)[0])), "")
 
 
 def _diagnose_one(error: BaseException) -> Fault | None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
-from prefect_elastic_train.storage.faults import diagnose, error_code, local_disk
+from prefect_elastic_train.storage.faults import diagnose
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import NOTHING, RunStore, for_each
 
@@ -182,11 +182,9 @@ class ObjectRunStore(RunStore):
     def _create(self, name: str, data: bytes) -> bool:
         try:
             self.client.do(lambda files: files.pipe_file(self._key(name), data, mode="create"))
-        except FileExistsError:
-            return False
         except OSError as error:
-            # s3fs tells it so only where the answer names the condition: AWS does, MinIO does not.
-            if error_code(error) in ("PreconditionFailed", "412"):
+            # s3fs raises FileExistsError only where the answer names the condition: AWS does, MinIO does not.
+            if diagnose(error) is None and error.errno in (None, errno.EEXIST, errno.EINVAL):
                 return False
             raise
         return True
@@ -210,7 +208,9 @@ class ObjectRunStore(RunStore):
     def _file_sizes(self, folder: str) -> dict[str, int] | None:
         key = self._key(folder)
         found = self.client.find(lambda files: files.find(key, detail=True)) or {}
-        sizes = {_below(key, path): int(entry.get("size") or 0) for path, entry in found.items() if _is_file(entry)}
+        # Some programs mark a folder with an empty object of its name.
+        files = {path: entry for path, entry in found.items() if entry["type"] == "file" and entry["name"][-1] != "/"}
+        sizes = {_below(key, path): int(entry["size"] or 0) for path, entry in files.items()}
         sizes.pop("", None)
         return sizes or None  # a store has no empty folders
 
@@ -227,43 +227,32 @@ class ObjectRunStore(RunStore):
         return bool(files)
 
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
-        is_large = {file: os.path.getsize(file[0]) > PART_BYTES for file in files}
-        for large, at_once in ((True, _LARGE_FILES_AT_ONCE), (False, _FILES_AT_ONCE)):
-            for_each([file for file in files if is_large[file] is large], self._upload_file, at_once)
+        large = {file for file in files if os.path.getsize(file[0]) > PART_BYTES}
+        for_each(large, self._upload_file, _LARGE_FILES_AT_ONCE)
+        for_each({*files} - large, self._upload_file, _FILES_AT_ONCE)
 
     def _upload_file(self, file: tuple[str, str]) -> None:
         source, name = file
-        size = os.path.getsize(source)
-        part = max(PART_BYTES, -(-size // _MAX_PARTS))
+        part = max(PART_BYTES, -(-os.path.getsize(source) // _MAX_PARTS))
         how: dict[str, int] = {}
         if isinstance(self.client.settings, S3StorageSettings):
             # The parts of huge files are larger, and fewer of them are held at a time.
             how = {"chunksize": part, "max_concurrency": max(1, _PARTS_AT_ONCE * PART_BYTES // part)}
-
-        def put(files: Any) -> None:
-            with local_disk(source):
-                files.put_file(source, self._key(name), **how)
-
-        self.retries.call(f"upload {name}", lambda: self.client.do(put))
+        self.retries.call(
+            f"upload {name}", lambda: self.client.do(lambda files: files.put_file(source, self._key(name), **how))
+        )
 
     def _download(self, name: str, path: Path, size: int) -> None:
-        def get(files: Any) -> None:
-            with local_disk(str(path)):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                files.get_file(self._key(name), str(path))
-                found = path.stat().st_size
-            if found != size:
+        def get() -> None:
+            self.client.do(lambda files: files.get_file(self._key(name), str(path)))
+            if (found := path.stat().st_size) != size:
                 raise ConnectionError(errno.ECONNABORTED, f"{name}: got {found} bytes instead of {size}")
 
-        self.retries.call(f"download {name}", lambda: self.client.do(get))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.retries.call(f"download {name}", get)
 
     def _key(self, name: str) -> str:
         return f"{self.path}/{name.strip('/')}".rstrip("/")
-
-
-def _is_file(entry: dict[str, Any]) -> bool:
-    """Some programs mark a folder with an empty object of its name."""
-    return entry.get("type") == "file" and not str(entry.get("name", "")).endswith("/")
 
 
 def _below(folder: str, key: str) -> str:

@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import tenacity
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
-from prefect_elastic_train.storage.faults import chain, diagnose
+from prefect_elastic_train.storage.faults import Fault, chain, diagnose
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
 Answer = TypeVar("Answer")
 
 _BACK_OFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
-#: An operation that has failed for so long is told, and again after so long.
-_TELL_SECONDS = (3.0, 60.0)
+#: An operation that has failed for so long is told.
+_TELL_SECONDS = 3.0
 
 
 @dataclass
@@ -131,31 +131,29 @@ class Retries:
     @contextmanager
     def _rules(self, what: str) -> Iterator[dict[str, Any]]:
         """Yield the arguments of tenacity's for one operation, which ends with the ``with``."""
-        failures: list[float] = []
-        tell_at = 0.0
+        began, tries, is_told = 0.0, 0, False
 
         def elapsed() -> float:
-            return time.monotonic() - failures[0] if failures else 0.0
+            return time.monotonic() - began if tries else 0.0
 
         def gives_up(state: tenacity.RetryCallState) -> bool:
-            nonlocal tell_at
+            nonlocal began, tries, is_told
             error = _error_of(state)
             fault = diagnose(error)
             # A fault in our words is of an operation within this one, which was repeated long enough.
             if fault is None or fault.permanent or isinstance(error, StorageFaultError):
                 return True
-            failures.append(time.monotonic())
-            _count(begun=len(failures) == 1, failed=self._summary(error))
-            tell_at = tell_at or failures[0] + _TELL_SECONDS[0]
-            if failures[-1] >= tell_at:
-                tell_at = failures[-1] + _TELL_SECONDS[1]
+            began, tries = began or time.monotonic(), tries + 1
+            _count(begun=tries == 1, failed=self._summary(error))
+            if elapsed() >= _TELL_SECONDS and not is_told:
+                is_told = True
                 says = "%s does not answer for %.0f s, tried %d times to %s, goes on for up to %.0f s: %s"
-                logger.warning(says, self.where, elapsed(), len(failures), what, self.seconds, self._summary(error))
+                logger.warning(says, self.where, elapsed(), tries, what, self.seconds, self._summary(error))
             return elapsed() >= self.seconds
 
         def give_up(state: tenacity.RetryCallState) -> None:
             # Called outside of any handler: nothing is noted as what this was raised while.
-            raise self._in_our_words(_error_of(state), what, f"tried {len(failures)} times for {elapsed():.0f} s")
+            raise self._in_our_words(_error_of(state), what, f"tried {tries} times for {elapsed():.0f} s")
 
         try:
             yield {
@@ -165,7 +163,7 @@ class Retries:
                 "retry_error_callback": give_up,
             }
         finally:
-            if failures:
+            if tries:
                 _count(ended=True)
 
     def _in_our_words(self, error: BaseException, what: str, tried: str) -> BaseException:
@@ -175,15 +173,13 @@ class Retries:
         holds_a_secret = any(secret in text for secret in self.hidden for text in shown)
         if isinstance(error, StorageFaultError) or (fault is None and not holds_a_secret):
             return error
-        summary = self._summary(error)
-        kind, permanent = (fault.kind, fault.permanent) if fault is not None else ("unknown", True)
-        if fault is None:
-            says = f"{what}: {summary}"
-        elif permanent:
-            says = f"{what}: {kind}: {summary}. To go on, {fault.advice}"
-        else:
-            says = f"{what}, {tried}: {summary}. Is it up and reachable from this machine?"
-        told = StorageFaultError(f"{self.where}: cannot {says}", kind=kind, permanent=permanent)
+        says = f"{what}: {self._summary(error)}"
+        if fault is not None and fault.permanent:
+            says = f"{what}: {fault.kind}: {self._summary(error)}. To go on, {fault.advice}"
+        elif fault is not None:
+            says = f"{what}, {tried}: {self._summary(error)}. Is it up and reachable from this machine?"
+        fault = fault or Fault("unknown", permanent=True)
+        told = StorageFaultError(f"{self.where}: cannot {says}", kind=fault.kind, permanent=fault.permanent)
         told.__cause__ = None if holds_a_secret else error
         return told
 

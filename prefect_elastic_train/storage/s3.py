@@ -15,7 +15,7 @@ from botocore.loaders import create_loader
 from fsspec.asyn import sync_wrapper
 
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
-from prefect_elastic_train.storage.faults import diagnose, local_disk
+from prefect_elastic_train.storage.faults import diagnose
 from prefect_elastic_train.storage.retries import Retries
 
 #: Of the descriptions of AWS, which take a third of a second to read.
@@ -36,15 +36,14 @@ _METADATA = {"metadata_service_num_attempts": 4, "metadata_service_timeout": 2}
 
 def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
     """Return the filesystem of a bucket, with connections and a session of its own; nothing is connected yet."""
+    style = "path" if settings.addressing_style == "auto" and settings.endpoint_url else settings.addressing_style
     config: dict[str, Any] = {
         "retries": {"total_max_attempts": 1},
         "connect_timeout": 10,
         "read_timeout": 60,
         "max_pool_connections": 32,
+        "s3": {"addressing_style": style},
     }
-    if settings.addressing_style != "auto" or settings.endpoint_url:
-        style = "path" if settings.addressing_style == "auto" else settings.addressing_style
-        config["s3"] = {"addressing_style": style}
     if settings.endpoint_url:
         # Many stores do not know the checksums that botocore adds by itself for AWS; they verify its signature.
         config |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
@@ -52,9 +51,6 @@ def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
     session.register_component("data_loader", _LOADER)
     for name, value in _METADATA.items():
         session.set_config_variable(name, value)
-    client: dict[str, Any] = {"region_name": settings.region or None}
-    if settings.ca_bundle or not settings.verify_tls:
-        client["verify"] = settings.verify_tls and settings.ca_bundle
     return S3Files(
         repeats=retries,
         session=session,
@@ -62,7 +58,10 @@ def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
         secret=settings.secret_access_key.get_secret_value() or None,
         token=settings.session_token.get_secret_value() or None,
         endpoint_url=settings.endpoint_url or None,
-        client_kwargs=client,
+        client_kwargs={
+            "region_name": settings.region or None,
+            "verify": (settings.ca_bundle or None) if settings.verify_tls else False,
+        },
         config_kwargs=config,
         skip_instance_cache=True,
         use_listings_cache=False,
@@ -83,19 +82,13 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
     def __init__(self, *, repeats: Retries, **options: Any) -> None:
         super().__init__(**options)
         self._repeats = repeats
-        #: Whether parts are sent with their checksums, which the store verifies; and those, by upload and number.
-        self._sends_checksums = True
-        self._checksums: dict[str, dict[int, str]] = {}
+        #: Parts are sent with their checksums, which the store verifies, unless it takes none.
+        self._checksum = {"ChecksumAlgorithm": "CRC32"}
 
     async def _call_s3(self, method: str, *more: Any, **arguments: Any) -> Any:
         seconds = _AT_LENGTH_SECONDS if method in _AT_LENGTH else _CALL_SECONDS
         seconds += len(arguments.get("Body", b"")) / _SLOWEST_BYTES
-        call, checksums = super()._call_s3, self._checksums.get(arguments.get("UploadId", ""), {})
-        if method == "upload_part" and arguments["UploadId"] in self._checksums:
-            arguments["ChecksumAlgorithm"] = "CRC32"
-        elif method == "complete_multipart_upload":
-            for part in arguments["MultipartUpload"]["Parts"] if checksums else []:
-                part["ChecksumCRC32"] = checksums[part["PartNumber"]]
+        call = super()._call_s3
 
         async def bounded() -> Any:
             try:
@@ -104,29 +97,26 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
                 raise ConnectionError(f"no answer to {method} within {seconds:.0f} s") from error
 
         if method == "upload_part":
+            arguments |= self._checksum
             what = f"upload part {arguments['PartNumber']} of {arguments['Bucket']}/{arguments['Key']}"
             answer = await self._repeats.call_async(what, bounded)
-            checksums[arguments["PartNumber"]] = answer.get("ChecksumCRC32", "")
-            return answer
-        answer = await bounded()
-        if method == "create_multipart_upload" and "ChecksumAlgorithm" in arguments:
-            self._checksums[answer["UploadId"]] = {}
-        elif method in ("complete_multipart_upload", "abort_multipart_upload"):
-            self._checksums.pop(arguments["UploadId"], None)
-        return answer
+            # s3fs keeps the ETag alone for the end of the upload.
+            return {"ETag": {name: answer[name] for name in ("ETag", "ChecksumCRC32") if name in answer}}
+        if method == "complete_multipart_upload":
+            for part in arguments["MultipartUpload"]["Parts"]:
+                part.update(part["ETag"] if isinstance(part["ETag"], dict) else {})
+        return await bounded()
 
     async def _put_file(self, lpath: str, rpath: str, **more: Any) -> None:
-        put = super()._put_file
-        if self._sends_checksums:
-            try:
-                await put(lpath, rpath, ChecksumAlgorithm="CRC32", **more)
-                return
-            except OSError as error:
-                fault = diagnose(error)
-                if fault is None or fault.kind not in _NO_CHECKSUMS:
-                    raise
-                self._sends_checksums = False
-        await put(lpath, rpath, **more)
+        put, checksum = super()._put_file, self._checksum
+        try:
+            await put(lpath, rpath, **checksum, **more)
+        except OSError as error:
+            fault = diagnose(error)
+            if fault is None or fault.kind not in _NO_CHECKSUMS or not checksum:
+                raise
+            self._checksum = {}
+            await put(lpath, rpath, **more)
 
     async def _abort_mpu(self, bucket: str, key: str, mpu: str) -> None:
         abort = super()._abort_mpu
@@ -150,8 +140,7 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
                 size = begin + answer.get("ContentLength", 0)
                 async with answer["Body"] as body:
                     while data := await body.read(_READ_BYTES):
-                        with local_disk(lpath):
-                            file.write(data)
+                        file.write(data)
 
             await self._repeats.call_async(f"download {rpath}", read)
 
@@ -163,9 +152,8 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
             page = await self._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **marker)
             for found in page.get("Uploads") or []:
                 if found["Key"].startswith(f"{prefix}/"):  # not every store heeds the prefix
-                    upload = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
                     with suppress(FileNotFoundError):  # another one has ended it
-                        await self._call_s3("abort_multipart_upload", **upload)
+                        await super()._abort_mpu(bucket, found["Key"], found["UploadId"])
                         aborted += 1
             names = ("KeyMarker", "UploadIdMarker") if page.get("IsTruncated") else ()
             marker = {name: page[f"Next{name}"] for name in names if f"Next{name}" in page}

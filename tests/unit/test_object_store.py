@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import errno
-import io
 import os
 import pickle
 import socket
@@ -38,7 +37,6 @@ from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.storage import objects as objects_module
 from prefect_elastic_train.storage import s3 as s3_module
-from prefect_elastic_train.storage.faults import LocalDiskError
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage, open_storage
 from prefect_elastic_train.storage.store import RunStore
@@ -318,14 +316,14 @@ def test_parts_are_sent_with_their_checksums_and_without_to_a_store_that_takes_n
     (ended,) = [arguments for method, arguments in asked if method == "complete_multipart_upload"]
     sums = [base64.b64decode(part["ChecksumCRC32"]) for part in ended["MultipartUpload"]["Parts"]]
     assert [int.from_bytes(one, "big") for one in sums] == expected
-    files_of(run)._sends_checksums = True  # the client is the one of all tests
+    files_of(run)._checksum = {"ChecksumAlgorithm": "CRC32"}  # the client is the one of all tests
     proxy.refuse(code, status=501 if code == "NotImplemented" else 400, when=Which(contains=where, checksum=True))
     for name in ("second", "third"):
         proxy.reset_counters()
         run.upload(str(source), name)
         assert bool(proxy.faults_given["refused"]) == (name == "second"), "it is remembered"
         assert content(run, name) == read_tree(source)
-    files_of(run)._sends_checksums = True
+    files_of(run)._checksum = {"ChecksumAlgorithm": "CRC32"}
 
 
 @on_s3
@@ -395,28 +393,6 @@ def test_a_download_goes_on_where_it_was_cut_and_begins_again_after_its_last_byt
     first, second = [arguments.get("Range", "") for method, arguments in asked if method == "get_object"]
     assert first == ""
     assert int(second[6:-1]) > 0 if resumes else second == "", second
-
-
-@on_s3
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
-@pytest.mark.parametrize("to", ["upload", "download"])
-def test_a_disk_of_this_machine_that_fails_is_not_the_storages_fault(
-    run: RunStore, source: Path, tmp_path: Path, number: int, to: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Failing(io.FileIO):
-        def write(self, piece: Any) -> int:
-            raise OSError(number, os.strerror(number))
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    run.create("ckpt/one", bytes(300 * KIB))
-    if to == "download":
-        monkeypatch.setattr(s3_module, "open", Failing, raising=False)
-    else:
-        monkeypatch.setattr(files_of(run), "put_file", fail)
-    with pytest.raises(LocalDiskError, match=r"this machine's own disk failed at .*/one"):
-        getattr(run, to)(*([str(source / "one"), "ckpt/one"] if to == "upload" else ["ckpt", str(tmp_path / "target")]))
 
 
 @on_object_stores

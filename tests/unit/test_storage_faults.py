@@ -313,7 +313,7 @@ def _shown(error: BaseException | None) -> str:
 def test_no_secret_is_in_a_message_in_what_it_was_raised_from_or_in_the_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, call: Any, error: type[Exception], where: str
 ) -> None:
-    monkeypatch.setattr(retries_module, "_TELL_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(retries_module, "_TELL_SECONDS", 0.0)
     settings = S3StorageSettings(
         bucket_path="bucket/runs",
         access_key_id="AKIAIOSFODNN7EXAMPLE",
@@ -358,7 +358,7 @@ def test_a_storage_that_is_away_is_told_of_and_a_hiccup_is_not(
 ) -> None:
     Retries(30).call("do it", _Flaky(1))
     assert caplog.records == []
-    monkeypatch.setattr(retries_module, "_TELL_SECONDS", (0.1, 60.0))
+    monkeypatch.setattr(retries_module, "_TELL_SECONDS", 0.1)
 
     def operation() -> None:
         if not caplog.records:
