@@ -83,14 +83,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def bounded_metrics(metrics: Mapping[str, Any], score: str = "") -> dict[str, Any]:
-    """Metrics as they are; of too many the first and those with short names, and how many are left out.
-
-    ``loss`` says more than what is told of each layer.
-
-    Args:
-        metrics: JSON values by name.
-        score: Name of the one that checkpoints are ranked by.
-    """
+    """Metrics as they are; of too many the `score`, where a report stands, short names, and a count of the rest."""
     if size_of(metrics) <= MAX_METRICS_BYTES:
         return dict(metrics)
     kept: dict[str, Any] = {}
@@ -118,24 +111,22 @@ def thinned(items: Sequence[Item], most: int) -> list[Item]:
 
 
 def whole_lines(pieces: Iterable[bytes], *, with_rest: bool = True) -> Iterator[bytes]:
-    """Lines without their ends; of one that is too long for any event the beginning, and how much of it is left out.
+    """Lines of a stream without their ends; of one that is too long for any event the beginning, and what is left out.
 
-    Args:
-        pieces: What comes of a stream, cut anywhere.
-        with_rest: Whether what comes after the last newline is a line.
+    What comes after the last newline is a line only `with_rest`.
     """
     line, left_out = bytearray(), 0
+
+    def noted() -> bytes:
+        return bytes(line) + (f" [… {left_out:,} bytes left out …]".encode() if left_out else b"")
+
     for piece in pieces:
         for number, part in enumerate(piece.split(b"\n")):
             if number:
-                yield _noted(line, left_out)
+                yield noted()
                 line, left_out = bytearray(), 0
             room = MAX_LINE_BYTES - len(line)
             line += part[:room]
             left_out += max(0, len(part) - room)
     if line and with_rest:
-        yield _noted(line, left_out)
-
-
-def _noted(line: bytearray, left_out: int) -> bytes:
-    return bytes(line) + (f" [… {left_out:,} bytes left out …]".encode() if left_out else b"")
+        yield noted()

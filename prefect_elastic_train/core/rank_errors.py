@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from itertools import chain, groupby
 
 from prefect_elastic_train.core.bounds import cut
 
@@ -44,39 +44,21 @@ _TINY = 200
 
 
 def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[int]]]:
-    """Return each different error once, however many ranks have it, in a bounded size.
-
-    Args:
-        errors: Rank and its error or traceback.
-
-    Returns:
-        The lowest rank with its error; and for each such rank the others with the same.
-    """
-    first: dict[str, str] = {}
-    texts: dict[str, str] = {}
-    also: dict[str, list[int]] = {}
-    room = _MAX_ERRORS
+    """Return the lowest rank of each different error with it, in a bounded size; and for such a rank the others."""
+    ranks: dict[str, list[int]] = {}
     for rank, text in sorted(errors.items()):
-        key = _VARIABLE.sub("#", text)
-        if key in first:
-            also.setdefault(first[key], []).append(rank)
-            continue
-        first[key] = str(rank)
-        texts[str(rank)] = cut(text, min(_MAX_ERROR, room))
-        room = max(_TINY, room - len(texts[str(rank)].encode()))
-    return texts, also
+        ranks.setdefault(_VARIABLE.sub("#", text), []).append(rank)
+    texts, room = dict[str, str](), _MAX_ERRORS
+    for first, *_ in ranks.values():
+        texts[str(first)] = cut(errors[first], min(_MAX_ERROR, room))
+        room = max(_TINY, room - len(texts[str(first)].encode()))
+    return texts, {str(first): others for first, *others in ranks.values() if others}
 
 
-class _Error(NamedTuple):
-    rank: int
-    cause: str
-    is_death: bool
-
-
-def _leading(errors: Mapping[str, str]) -> list[_Error]:
-    """Return the errors that the others follow from: deaths and what is no broken collective; all if there are none."""
-    found = sorted(_Error(int(rank), *_cause(text)) for rank, text in errors.items())
-    return [error for error in found if error.is_death or not _CONSEQUENCE.search(error.cause)] or found
+def _leading(errors: Mapping[str, str]) -> list[tuple[int, str, bool]]:
+    """Return rank, cause, and whether it is a death, of what the others follow from: what is no broken collective."""
+    found = sorted((int(rank), *_cause(text)) for rank, text in errors.items())
+    return [error for error in found if error[2] or not _CONSEQUENCE.search(error[1])] or found
 
 
 def causes(
@@ -84,21 +66,18 @@ def causes(
     also: Mapping[str, Sequence[int]],
     named: Callable[[Sequence[int]], str] = lambda ranks: ranks_in_words(ranks),
 ) -> list[str]:
-    """Return the causes of a failure in short: what the survivors' collectives report follows from them.
+    """Return the causes of a failure in short, from what :func:`distinct` returned, with ranks as `named` has them.
 
-    Args:
-        errors: Ranks and their errors, as :func:`distinct` returns them.
-        also: Other ranks with the same.
-        named: Returns ranks in words.
+    What the survivors' collectives report follows from them.
     """
-    words = [f"{named([error.rank, *also.get(str(error.rank), [])])}: {error.cause}" for error in _leading(errors)]
+    words = [f"{named([rank, *also.get(str(rank), [])])}: {said}" for rank, said, _ in _leading(errors)]
     left = len(words) - _MAX_CAUSES
     return words[:_MAX_CAUSES] + ([f"and {left} other errors"] if left > 0 else [])
 
 
 def own_errors(errors: Mapping[str, str]) -> dict[str, str]:
     """Return those errors in full that the loop itself raised, by rank; what the others met is none."""
-    return {str(error.rank): errors[str(error.rank)] for error in _leading(errors) if not error.is_death}
+    return {str(rank): errors[str(rank)] for rank, _, is_death in _leading(errors) if not is_death}
 
 
 def last_cause(lines: Sequence[str]) -> str:
@@ -122,13 +101,9 @@ def all_ranks(errors: Mapping[str, str], also: Mapping[str, Sequence[int]]) -> l
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return ranks in short, such as ``ranks 0-3, 7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans[:10])
+    runs = groupby(enumerate(sorted(ranks)), lambda place: place[1] - place[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    words = ", ".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans[:10])
     more = f" and {len(spans) - 10} more" if len(spans) > 10 else ""
     return f"{'rank' if words.isdecimal() else 'ranks'} {words}{more}"
 
@@ -136,14 +111,15 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 def _cause(text: str) -> tuple[str, bool]:
     """Return the line that tells the cause, and whether it is the death of a process."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()] or ["no reason given"]
-    is_silent, is_death = text.startswith(_NO_ANSWER), False
-    found = lines[0]
-    if "Traceback (most recent call last)" in text and not is_silent:
+    is_silent, found = text.startswith(_NO_ANSWER), lines[0]
+    is_raised = "Traceback (most recent call last)" in text and not is_silent
+    is_death = not is_raised and (is_silent or bool(_DEATH.search(text)))
+    if is_raised:
         after = max((place for place, line in enumerate(lines) if _FRAME.match(line)), default=0) + 1
         found = next((line for line in lines[after:] if not line[0].isspace()), lines[-1])
-    elif is_silent or _DEATH.search(text):
-        is_death = True
-        reason = next((match[1] for pattern in _REASONS if (match := pattern.search(text))), "")
-        lost = "its process was killed or has crashed" if _LOST_CONNECTION in text else ""
-        found = lost or reason or next(filter(_DEATH.search, lines), lines[0])
+    elif _LOST_CONNECTION in text and is_death:
+        found = "its process was killed or has crashed"
+    elif is_death:
+        reasons = (match[1] for pattern in _REASONS if (match := pattern.search(text)))
+        found = next(chain(reasons, filter(_DEATH.search, lines)), lines[0])
     return found.strip()[:_MAX_CAUSE], is_death

@@ -159,7 +159,12 @@ def _check_tpu(scaling: ScalingSettings) -> None:
             "chooses the nodes of a TPU slice by labels of its own; remove label_selector"
         )
     shape = slices.slice_shape(topology, accelerator_type, scaling.resources_per_worker)
-    slices.check_worker_counts(shape, scaling.min_workers, scaling.max_workers)
+    if scaling.min_workers % shape.workers or scaling.max_workers % shape.workers:
+        raise ValueError(
+            f"min_workers ({scaling.min_workers}) and max_workers ({scaling.max_workers}) must be multiples of "
+            f"{shape.workers}, the workers with TPU {shape.chips_per_worker} that fill a slice of "
+            f"{shape.accelerator_type} {shape.topology}"
+        )
 
 
 class FailureSettings(SettingsModel):

@@ -86,12 +86,3 @@ def check_chips(chips_per_worker: float) -> None:
     if chips_per_worker not in TPU_VALID_CHIP_OPTIONS:
         options = ", ".join(map(str, TPU_VALID_CHIP_OPTIONS))
         raise ValueError(f"resources_per_worker asks for TPU {chips_per_worker:g}; Ray gives a worker one of {options}")
-
-
-def check_worker_counts(shape: SliceShape, min_workers: int, max_workers: int) -> None:
-    """Raise a ValueError if the fewest or the most workers would leave a slice partly filled."""
-    if min_workers % shape.workers or max_workers % shape.workers:
-        raise ValueError(
-            f"min_workers ({min_workers}) and max_workers ({max_workers}) must be multiples of {shape.workers}, the "
-            f"workers with TPU {shape.chips_per_worker} that fill a slice of {shape.accelerator_type} {shape.topology}"
-        )

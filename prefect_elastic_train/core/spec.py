@@ -52,7 +52,5 @@ def write_spec(spec: DriverSpec, path: Path) -> None:
 
 def read_spec(path: Path) -> DriverSpec:
     """Read a spec, whose payload stays pickled."""
-    spec = pickle.loads(path.read_bytes())
-    if not isinstance(spec, DriverSpec):
-        raise TypeError(f"{path} holds a {type(spec).__name__}, not a DriverSpec")
+    spec: DriverSpec = pickle.loads(path.read_bytes())
     return spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
@@ -17,14 +17,8 @@ _MAX_COMMITS = 50
 _MAX_HISTORY_ROWS = 2000
 
 #: What takes no part: said by whoever starts a driver, or of no moment of its own.
-_TIMELESS = (ev.ClusterConnected, ev.ClusterWanted, ev.ControllerAlive, ev.RunRecalled)
+_TIMELESS = ev.ClusterConnected | ev.ClusterWanted | ev.ControllerAlive | ev.RunRecalled
 _BUCKETS = ("startup", "waiting_for_capacity", "restart", "resize", "checkpoint_stall", "lost")
-
-
-class _Commit(BaseModel):
-    checkpoint: str
-    #: Preserved seconds up to it.
-    productive: float
 
 
 class Tally(Counts, ev.EventHandler):
@@ -48,7 +42,8 @@ class Tally(Counts, ev.EventHandler):
     #: Trained and preserved, and trained since the last commit.
     productive: float = 0.0
     pending: float = 0.0
-    commits: list[_Commit] = Field(default_factory=list)
+    #: Checkpoints that were committed, each with the seconds preserved up to it.
+    commits: list[tuple[str, float]] = Field(default_factory=list)
     #: What was preserved when the worker group started, in seconds and in reports.
     seconds_at_start: float = 0.0
     reports_at_start: int = 0
@@ -99,7 +94,7 @@ class Tally(Counts, ev.EventHandler):
         if self.phase is None:
             self.mark = began
             if event.checkpoint:  # another run's
-                self.commits.append(_Commit(checkpoint=event.checkpoint, productive=0.0))
+                self.commits.append((event.checkpoint, 0.0))
         else:
             was_stopped = self.phase in ("done", "stopped") or event.counted == 1
             self._close_attempt(event, "startup" if was_stopped else "restart")
@@ -151,9 +146,9 @@ class Tally(Counts, ev.EventHandler):
             return
         seconds = min(self.productive, self.seconds_at_start)
         self.steps_lost += self.reports_at_start
-        self._give_up(seconds)
-        for commit in self.commits:
-            commit.productive = max(0.0, commit.productive - seconds)
+        self.productive -= seconds
+        self._spend("lost", seconds)
+        self.commits = [(name, max(0.0, productive - seconds)) for name, productive in self.commits]
 
     def on_storage_waited(self, event: ev.StorageWaited) -> None:
         self.storage_wait_seconds = round(self.storage_wait_seconds + event.seconds, 3)
@@ -206,16 +201,11 @@ class Tally(Counts, ev.EventHandler):
     def _spend(self, bucket: str, seconds: float) -> None:
         self.spent[bucket] = self.spent.get(bucket, 0.0) + seconds
 
-    def _give_up(self, seconds: float) -> None:
-        """Count as lost what was preserved."""
-        self.productive -= seconds
-        self._spend("lost", seconds)
-
     def _preserve(self, checkpoint: str) -> None:
         """Keep what was trained up to a commit, and remember how much that is."""
         self.productive, self.pending = self.productive + self.pending, 0.0
         self.unsettled += self.first is not None
-        self.commits = [*self.commits, _Commit(checkpoint=checkpoint, productive=self.productive)][-_MAX_COMMITS:]
+        self.commits = [*self.commits, (checkpoint, self.productive)][-_MAX_COMMITS:]
 
     def _lose_reports(self) -> None:
         """Count reports that no commit keeps, now that somebody does them again."""
@@ -237,8 +227,8 @@ class Tally(Counts, ev.EventHandler):
             self.pending += trained
             return
         self.productive += trained
-        for commit in self.commits[-self.unsettled :]:
-            commit.productive += trained
+        newest = slice(-self.unsettled, None)
+        self.commits[newest] = [(name, productive + trained) for name, productive in self.commits[newest]]
 
     def _close_group(self, then: Literal["startup", "restart", "resize"]) -> None:
         """Give up what was trained since the last commit; what follows is setting up."""
@@ -251,19 +241,21 @@ class Tally(Counts, ev.EventHandler):
     def _close_attempt(self, event: ev.AttemptStarted, then: Literal["startup", "restart"]) -> None:
         """Keep up to the checkpoint that the next attempt goes on from, which the last one may not have told of."""
         self._settle()
-        places = [place for place, commit in enumerate(self.commits) if commit.checkpoint == event.checkpoint]
-        if event.checkpoint and not places and event.checkpoint_at > self.mark - self.pending:
+        known = ["", *(name for name, _ in self.commits)]
+        if event.checkpoint not in known and event.checkpoint_at > self.mark - self.pending:
             self._preserve(event.checkpoint)
         self._close_group(then)
-        if places or not event.checkpoint:  # else it is too old to be known: nothing tells what it preserves
-            del self.commits[places[0] + 1 if places else 0 :]
-            self._give_up(max(0.0, self.productive - (self.commits[-1].productive if places else 0.0)))
+        if event.checkpoint in known:  # else it is too old to be known: nothing tells what it preserves
+            del self.commits[known.index(event.checkpoint) :]
+            kept = min(self.productive, self.commits[-1][1] if self.commits else 0.0)
+            self._spend("lost", self.productive - kept)
+            self.productive = kept
 
 
 class Accounts(Counts):
     """Counts and times of a run. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
 
-    time: TimeAccount = Field(default_factory=TimeAccount)
+    time: TimeAccount = TimeAccount()
     world_sizes: list[WorldSize] = Field(default_factory=list)
     last_metrics: dict[str, Any] = Field(default_factory=dict)
     history: list[dict[str, Any]] = Field(default_factory=list)
@@ -290,5 +282,4 @@ def add_up(events: Iterable[ev.Event]) -> Accounts:
             accounts.reports += 1
     if rows and rows[-1] is not row:
         rows[_MAX_HISTORY_ROWS - 1 :] = [row]
-    counts = {name: getattr(tally, name) for name in Counts.model_fields}
-    return accounts.model_copy(update={**counts, "time": tally.account()})
+    return accounts.model_copy(update={**tally.model_dump(include={*Counts.model_fields}), "time": tally.account()})

@@ -49,8 +49,6 @@ def _sections(report: RunReport, now: float, pictures: Mapping[str, str]) -> Ite
     for name, uri in pictures.items():
         yield f"![{name}]({uri})"
     incidents = [_incident(incident, now) for incident in reversed(report.incidents)] or ["Nothing yet."]
-    if report.incidents_left_out:
-        incidents.insert(-10, f"- … {report.incidents_left_out} more are left out")
     yield "### What happened\n\n" + "\n".join(incidents)
     yield f"### Where the time went\n\n{_time(report.tally.account(now if report.is_live else None))}"
     yield f"### Checkpoints\n\n{_checkpoints(report, now)}"

@@ -20,7 +20,6 @@ from prefect_elastic_train.report.accounts import Tally
 _MAX_CURVES = 8
 MAX_POINTS = 400
 _MAX_INCIDENTS = 60
-_FIRST_INCIDENTS = 10
 _MAX_CHECKPOINTS = 10
 _MAX_METRICS = 12
 _MAX_WORLD_SIZES = 400
@@ -35,10 +34,9 @@ COUNTERS: Mapping[str, list[str]] = {
     counter: [f"{whole}_{counter.removeprefix('global_')}s" for whole in ("total", "max", "num")]
     for counter in ("global_step", "iteration", "step", "epoch")
 }
-TOTALS = frozenset(name for names in COUNTERS.values() for name in names)
+TOTALS = frozenset(chain.from_iterable(COUNTERS.values()))
 _NO_CURVE = {"progress", *COUNTERS, *TOTALS}
 
-_STATES = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
 #: How a training ended that the flow has seen end so, unless its driver knows better.
 _OUTCOMES = {
     "failed": Outcome.DRIVER_LOST,
@@ -60,16 +58,15 @@ class Incident(BaseModel):
 
 
 class Checkpoint(BaseModel):
-    """A checkpoint that was committed."""
+    """A checkpoint that was committed, with its score by the checkpoint policy, if there is one."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     name: str
     at: float
-    attempt: int
-    size_bytes: int
-    metrics: dict[str, Any] = Field(default_factory=dict)
-    #: By the score of the checkpoint policy, if there is one.
+    attempt: int = 0
+    size_bytes: int = 0
+    metrics: dict[str, Any]
     score: float | None = None
 
 
@@ -132,19 +129,16 @@ class RunReport(BaseModel, ev.EventHandler):
     driver_restarts: int = 0
     reports: int = 0
     metrics: dict[str, Any] = Field(default_factory=dict)
-    #: How far the training is, if the loop reports a total or ``progress``; and when it told that first since the last
-    #: restart, with the fraction.
+    #: How far the training is, if the loop tells; and when it did first since the last restart, with the fraction.
     progress: Progress | None = None
     paced_from: tuple[float, float] | None = None
     last_event_at: float = 0.0
     tally: Tally = Field(default_factory=Tally)
     incidents: list[Incident] = Field(default_factory=list)
-    incidents_left_out: int = 0
     checkpoints: list[Checkpoint] = Field(default_factory=list)
     checkpoints_made: int = 0
     #: The best checkpoint by the score of the checkpoint policy.
     best: Checkpoint | None = None
-    #: Metrics over the number of the report, counted without those that were done again.
     curves: dict[str, Curve] = Field(default_factory=dict)
     #: When the number of workers became what.
     world_sizes: list[tuple[float, int]] = Field(default_factory=list)
@@ -166,7 +160,7 @@ class RunReport(BaseModel, ev.EventHandler):
         if ended is not None:
             # What the driver could not say, or nobody has heard: what it trained since its last commit is lost.
             outcome = ended if ended is not Outcome.DRIVER_LOST or not self.outcome else Outcome(self.outcome)
-            said_at = at if state in ("cancelled", "timed out", "interrupted") else self.last_event_at or at
+            said_at = (self.last_event_at if state == "failed" else 0.0) or at
             self.tally.take(ev.AttemptEnded(at=said_at, attempt=self.attempt, outcome=outcome, final=True))
             self.outcome = outcome.value
         self._set_state(state, why or (self.detail if state == "completed" else ""))
@@ -176,7 +170,7 @@ class RunReport(BaseModel, ev.EventHandler):
     @property
     def is_live(self) -> bool:
         """Whether the run goes on."""
-        return self.state not in ("completed", "failed", "cancelled", "timed out", "interrupted", "left to its job")
+        return self.state not in ("completed", "left to its job", *_OUTCOMES)
 
     def on_run_recalled(self, event: ev.RunRecalled) -> None:
         """Take over what was before, bar what this process knows itself."""
@@ -203,7 +197,7 @@ class RunReport(BaseModel, ev.EventHandler):
         self.run_uri, self.attempt, self.outcome = event.run_uri, event.attempt, ""
         self.started_from = event.started_from
         if event.inherited:  # the run has a checkpoint of another one, which its own have to beat
-            self._offer(self._checkpoint(event.checkpoint, event.checkpoint_at, 0, 0, event.inherited))
+            self._offer(event.checkpoint, event.checkpoint_at, event.inherited)
         where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
         if event.attempt > 1:
             self.driver_restarts += 1
@@ -225,12 +219,15 @@ class RunReport(BaseModel, ev.EventHandler):
         self.outcome = event.outcome.value
         self.last_end = f"{event.outcome.value}: {_first_line(event.message)}"[:_MAX_TEXT]
         if event.outcome is Outcome.COMPLETED:
-            self._settle_best(event)
+            kept = (event.result or {}).get("best_checkpoints")
+            if kept:  # an asynchronous validation scores a checkpoint after its commit
+                self._offer(kept[-1]["uri"].rpartition("/")[2], event.at, kept[-1]["metrics"], is_best=True)
             self._set_state("completed")
         elif event.outcome.retryable and not event.final:
             self._set_state("restarting the driver", event.message)
         elif event.outcome is not Outcome.SUPERSEDED:
-            self._set_state(_STATES.get(event.outcome, "failed"), event.message)
+            states = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
+            self._set_state(states.get(event.outcome, "failed"), event.message)
 
     def on_storage_waited(self, event: ev.StorageWaited) -> None:
         """Tell of a wait; those that follow each other are one incident."""
@@ -275,10 +272,10 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         self.on_report(event)
-        made = self._checkpoint(event.checkpoint, event.at, event.attempt, event.size_bytes, event.metrics)
+        made = self._offer(event.checkpoint, event.at, event.metrics)
+        made.attempt, made.size_bytes = event.attempt, event.size_bytes
         self.checkpoints_made += 1
         self.checkpoints = [*self.checkpoints, made][-_MAX_CHECKPOINTS:]
-        self._offer(made)
 
     def on_group_failed(self, event: ev.GroupFailed) -> None:
         kind: Kind = "preemption" if isinstance(event, ev.WorkersPreempted) else "failure"
@@ -320,34 +317,25 @@ class RunReport(BaseModel, ev.EventHandler):
         if self.best is not None and (self.best.name in names[kept:] or not checkpoint):
             self.best = None
             for made in self.checkpoints:
-                self._offer(made)
+                self._compare(made)
 
-    def _checkpoint(self, name: str, at: float, attempt: int, size_bytes: int, metrics: dict[str, Any]) -> Checkpoint:
+    def _offer(self, name: str, at: float, metrics: dict[str, Any], is_best: bool = False) -> Checkpoint:
+        """Return a checkpoint, which is the best from now on if its score says so, or if it has one and `is_best`."""
         score = _number(metrics.get(self.score_attribute)) if self.score_attribute else None
-        return Checkpoint(
-            name=name[:200],
-            at=at,
-            attempt=attempt,
-            size_bytes=size_bytes,
-            metrics=_bounded(metrics, _MAX_METRICS),
-            score=None if score is None or math.isnan(score) else score,
-        )
+        score = None if score is None or math.isnan(score) else score
+        made = Checkpoint(name=name[:200], at=at, metrics=_bounded(metrics, _MAX_METRICS), score=score)
+        if not is_best:
+            self._compare(made)
+        elif score is not None and (self.best is None or self.best.name != made.name):
+            self.best = made
+        return made
 
-    def _offer(self, made: Checkpoint) -> None:
+    def _compare(self, made: Checkpoint) -> None:
         """Take a checkpoint for the best if it is that: of two with the same score the later, which Ray Train keeps."""
         best = self.best.score if self.best is not None else None
-        if made.score is not None and (
-            best is None or (made.score >= best if self.score_order == "max" else made.score <= best)
-        ):
+        sign = 1 if self.score_order == "max" else -1
+        if made.score is not None and (best is None or sign * made.score >= sign * best):
             self.best = made
-
-    def _settle_best(self, event: ev.AttemptEnded) -> None:
-        """Take the best checkpoint from the result: an asynchronous validation scores one after its commit."""
-        best = ((event.result or {}).get("best_checkpoints") or [{}])[-1]
-        name = str(best.get("uri", "")).rpartition("/")[2]
-        if self.best is None or self.best.name != name:
-            found = self._checkpoint(name, event.at, 0, 0, best.get("metrics") or {})
-            self.best = found if found.score is not None else self.best
 
     def _set_state(self, state: str, detail: str = "") -> None:
         self.state, self.detail = state, _first_line(detail)[:_MAX_TEXT]
@@ -360,15 +348,13 @@ class RunReport(BaseModel, ev.EventHandler):
         self.world_size = size
 
     def _tell(self, at: float, kind: Kind, what: str, why: str = "") -> None:
-        self.incidents.append(Incident(at=at, kind=kind, what=what[:_MAX_TEXT], why=_first_line(why)[:_MAX_TEXT]))
-        if len(self.incidents) > _MAX_INCIDENTS:
-            del self.incidents[_FIRST_INCIDENTS]
-            self.incidents_left_out += 1
+        told = Incident(at=at, kind=kind, what=what[:_MAX_TEXT], why=_first_line(why)[:_MAX_TEXT])
+        self.incidents = [*self.incidents, told][-_MAX_INCIDENTS:]
 
 
 def _first_line(text: str) -> str:
     """Return the first line of a text that has something to say."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "").removesuffix(" Its last output:")
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def _number(value: Any) -> float | None:

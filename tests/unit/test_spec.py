@@ -88,12 +88,6 @@ def test_a_spec_comes_back_as_it_was_with_its_secrets_for_its_user_alone(tmp_pat
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_a_file_with_something_else_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "spec").write_bytes(pickle.dumps({"run_name": "mnist"}))
-    with pytest.raises(TypeError, match=f"{tmp_path}/spec holds a dict, not a DriverSpec"):
-        read_spec(tmp_path / "spec")
-
-
 def test_everything_of_a_payload_arrives() -> None:
     told = Payload("m:f", {"lr": 0.1}, {"train": [1, 2]}, "dataset", "torch", "jax", "validation")
     assert pickle.loads(dump_payload(told)) == told
