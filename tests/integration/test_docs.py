@@ -97,8 +97,9 @@ def folder(tidy: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("mnist", "cifar"):
         _write_run(LocalRunStore(str(tmp_path / "runs" / name)), name)
     _write_run_of_ray_alone(tmp_path / "ray_results" / "mnist", epochs=2)
-    LocalStorage(path="runs").save("nightly", overwrite=True)
-    for deployed, name in ((digits, "digits"), (evaluate, "digits"), (train, "train"), (nightly, "nightly")):
+    (storage := LocalStorage(path="runs")).save("nightly", overwrite=True)
+    train.to_deployment("train", parameters={"storage": storage}).apply()  # as `flows.serve` does
+    for deployed, name in ((digits, "digits"), (evaluate, "digits"), (nightly, "nightly")):
         deployed.to_deployment(name).apply()
     lost = tidy.create_flow_run_from_deployment(deployment_id(tidy, "nightly/nightly"), state=Pending())
     tidy.set_flow_run_state(lost.id, Running())
