@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
             return
         attempt.close(ended)
         attempt.leave_cluster(stuck)
-        output.close()
+        output.close(10.0)
         # Threads of Ray or of the user's libraries may not keep a finished driver.
         sys.stdout.flush()
         sys.stderr.flush()

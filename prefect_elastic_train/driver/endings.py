@@ -46,6 +46,8 @@ def end_by_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
 def _judge(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
     if isinstance(error, ConfigurationError):
         return Outcome.INVALID, str(error)
+    if isinstance(error, ImportError):
+        return Outcome.INVALID, f"the driver lacks what it needs: {error}"
     # Without Ray Train it is no error of its, and its import takes seconds.
     found = _of_ray_train(error, storage) if "ray.train" in sys.modules else None
     if found is not None:

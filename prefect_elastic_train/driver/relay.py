@@ -44,10 +44,7 @@ _RECALL_SECONDS = 20.0
 
 
 class EventReceiver:
-    """Listens in the driver for the events of its controller.
-
-    Args:
-        handle: Called with each event, from a thread.
+    """Listens in the driver for the events of its controller, and hands each to a function, from a thread.
 
     Attributes:
         receiving: Where a sender reaches this receiver.
@@ -109,10 +106,8 @@ class EventOutput:
         self._lock = threading.Lock()
         self._queue = EventQueue(self._write, "elastic-train-output")
         self.put = self._queue.put
-
-    def close(self, timeout_seconds: float = 10.0) -> None:
-        """Wait, for a while, until everything is written."""
-        self._queue.close(timeout_seconds)
+        #: Waits so many seconds at most until everything is written.
+        self.close = self._queue.close
 
     def write_text(self, text: str) -> None:
         """Write whole lines of anything else."""
@@ -122,9 +117,8 @@ class EventOutput:
                 data = data[os.write(self._descriptor, data) :]
 
     def _write(self, line: bytes) -> bool:
-        begin = "\n" if self.is_shared else ""
         with suppress(OSError):  # the supervisor is gone, and with it soon this process
-            self.write_text(f"{begin}{EVENT_TAG}{line.decode()}\n")
+            self.write_text(("\n" if self.is_shared else "") + f"{EVENT_TAG}{line.decode()}\n")
         return True
 
 
@@ -136,6 +130,7 @@ class LineStream(io.TextIOBase):
 
     def __init__(self, write_lines: Callable[[str], None], descriptor: int) -> None:
         self._write_lines = write_lines
+        #: The real stream's, for faulthandler and the like.
         self._descriptor = descriptor
         self._rest = threading.local()
 
@@ -150,11 +145,9 @@ class LineStream(io.TextIOBase):
         return len(text)
 
     def writable(self) -> bool:
-        """Text can be written."""
         return True
 
     def fileno(self) -> int:
-        """Descriptor of the real stream, for faulthandler and the like."""
         return self._descriptor
 
 
@@ -223,10 +216,9 @@ class AttemptTeller:
         from prefect_elastic_train.report.run_report import RunReport
 
         deadline = time.monotonic() + _RECALL_SECONDS
+        score = spec.checkpoints
         report = RunReport(
-            run_name=spec.request.run_name,
-            score_attribute=spec.checkpoints.score_attribute,
-            score_order=spec.checkpoints.score_order,
+            run_name=spec.request.run_name, score_attribute=score.score_attribute, score_order=score.score_order
         )
         self.doing("reading the history")
         try:

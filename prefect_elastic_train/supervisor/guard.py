@@ -1,9 +1,13 @@
-"""A small process that outlives the flow process by seconds and ends whatever that leaves behind.
+"""Finding and ending the processes of a run; and the guard, which outlives the flow process by seconds and does that.
+
+Ray's daemons leave their process group and their parent, so neither finds them all. Every process of a run
+inherits a mark in its environment instead: the path of the training's private folder. Ray's workers and agents
+write their title over their environment, and are known by that title and the folder that they work in.
 
 ``python -m prefect_elastic_train.supervisor.guard <private folder> <process id of the flow>``: the supervisor starts it
 before anything else and holds the other end of a pipe to its standard input. When the pipe closes without a word, or
 the flow process is no longer its parent, the flow process is gone: the guard ends the driver, then every process that
-carries the training's mark, which is the path of its private folder, and removes that folder.
+carries the mark, and removes the folder.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ import select
 import shutil
 import signal
 import sys
+import time
 from contextlib import suppress
 
 import psutil
 
-from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
+from prefect_elastic_train.core.spec import MARK_VARIABLE
 
 #: Written by the supervisor when it has cleaned up itself.
 DISMISSED = b"dismissed\n"
@@ -51,6 +56,59 @@ def main(folder: str, parent: int) -> None:
 def _is_driver(process: psutil.Process) -> bool:
     try:
         return "prefect_elastic_train.driver" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Return the living processes that carry a mark, and their descendants; this process is none of them."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid not in found and process.pid != os.getpid() and _carries(process, mark):
+                found |= {one.pid: one for one in (process, *process.children(recursive=True))}
+    found.pop(os.getpid(), None)
+    return [process for process in found.values() if _is_alive(process)]
+
+
+def end_marked(mark: str, timeout_seconds: float) -> list[int]:
+    """Kill all processes that carry a mark, also those that appear meanwhile.
+
+    Args:
+        mark: The mark.
+        timeout_seconds: When to give up.
+
+    Returns:
+        The ids of the processes that are still alive; empty unless one cannot be killed.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    quiet_looks = 0
+    while True:
+        left = marked_processes(mark)
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        # A process that was between fork and exec at one look shows its mark at the next.
+        quiet_looks = 0 if left else quiet_looks + 1
+        if quiet_looks >= 3:
+            return []
+        if time.monotonic() >= deadline:
+            return [process.pid for process in left]
+        psutil.wait_procs(left, timeout=0.2)
+        time.sleep(0.1)
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    if process.environ().get(MARK_VARIABLE) == mark:
+        return True
+    # One of Ray's, and no shell of somebody who looks there; the folder may be removed by now.
+    where = process.cwd().removesuffix(" (deleted)")
+    return f"{where}/".startswith(f"{mark}/") and "".join(process.cmdline()[:1]).startswith("ray::")
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-import tenacity
 from ray.job_submission import JobDetails
 
 from prefect_elastic_train.core.bounds import whole_lines
@@ -229,35 +229,26 @@ class JobDriver(Driver):
             return self._ask(submit, _SUBMIT_SECONDS)
 
     def _ask(self, ask: Callable[[], _T], seconds: float) -> _T:
-        """Ask, again and again for so long if there is no answer.
-
-        Raises:
-            AttemptFailedError: There was none, or the cluster refuses us.
-        """
-
-        def note(tries: tenacity.RetryCallState) -> None:
-            if tries.attempt_number == 1 and tries.outcome is not None:
-                self.follower.on_note(f"No Ray dashboard answers ({tries.outcome.exception()}); it is waited for")
-
-        try:
-            answer = tenacity.Retrying(
-                retry=tenacity.retry_if_exception_type(UnreachableError),
-                stop=tenacity.stop_after_delay(seconds),
-                wait=tenacity.wait_exponential(multiplier=0.5, max=2.0),
-                sleep=self.follower.wait,
-                before_sleep=note,
-                reraise=True,
-            )(ask)
-        except UnreachableError as error:
-            raise AttemptFailedError(
-                f"no Ray dashboard answers at {self._client.address} ({error}; tried for {seconds:g} s). Correct the "
-                "address of the RayCluster, or see whether the head of the cluster is up",
-                outcome=Outcome.CLUSTER_LOST,
-                # What was never there is more likely misspelt than lost: no retry heals that.
-                final=not self._is_known,
-            ) from error
-        self._is_known = True
-        return answer
+        """Ask, again and again for so long if there is no answer; raises that there was none."""
+        deadline, is_noted = time.monotonic() + seconds, False
+        while True:
+            try:
+                answer = ask()
+                self._is_known = True
+                return answer
+            except UnreachableError as error:
+                if time.monotonic() > deadline:
+                    raise AttemptFailedError(
+                        f"no Ray dashboard answers at {self._client.address} ({error}; tried for {seconds:g} s). "
+                        "Correct the address of the RayCluster, or see whether the head of the cluster is up",
+                        outcome=Outcome.CLUSTER_LOST,
+                        # What was never there is more likely misspelt than lost: no retry heals that.
+                        final=not self._is_known,
+                    ) from error
+                if not is_noted:
+                    self.follower.on_note(f"No Ray dashboard answers ({error}); it is waited for")
+                is_noted = True
+            self.follower.wait(_ASK_SECONDS)
 
     def _outcome(self) -> AttemptEnded:
         """How the attempt ended, by Ray and the driver's last word, which does not know who has sent it a signal."""
@@ -274,7 +265,11 @@ class JobDriver(Driver):
         told = f"job {self._id} is {status}: {(self.job.message or '').partition(', last available logs')[0]}"
         if self.job.error_type == "RUNTIME_ENV_SETUP_FAILURE":
             return self.lost(f"the cluster cannot set up the runtime environment of {told}", Outcome.INVALID)
-        return self.lost(f"the driver was lost: {told.splitlines()[0]}{self.last_error()}")
+        said = self.last_error()
+        if not self._attempt and re.match(": (ImportError|ModuleNotFoundError|SyntaxError)", said):
+            install = "install that in its image, or with runtime_env={'pip': [...]} of the RayCluster"
+            return self.lost(f"the cluster cannot run the driver{said}; {install}", Outcome.INVALID)
+        return self.lost(f"the driver was lost: {told.splitlines()[0]}{said}")
 
     def _stop(self, submission_id: str) -> None:
         """Stop a job, whatever state it is in, and wait until it has ended or the cluster is seen not to know it."""

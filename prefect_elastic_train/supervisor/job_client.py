@@ -17,7 +17,6 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor.job_package import make_runtime_env
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 #: The list holds all jobs that the cluster ever ran, and a submission may wait for the node of the head.
@@ -26,6 +25,9 @@ _JOBS_SECONDS = 60.0
 _UPLOAD_SECONDS = _LOG_SECONDS = 600.0
 _PIECE_BYTES = 64 * 1024
 _NO_DASHBOARD = "what answers is no Ray dashboard; give its URL, port 8265 unless set otherwise"
+#: Of each job that trains. Ray lets one that is stopped end by itself for so many seconds; the driver takes up to five.
+#: And a person's prints are not to be guessed at; the run's log has a limit of its own.
+_VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "8", "RAY_DEDUP_LOGS": "0"}
 
 
 class UnreachableError(Exception):
@@ -61,21 +63,17 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 self, cluster.address, headers=_authorization(cluster), verify=cluster.verify_tls and (bundle or True)
             )
         except OSError as error:
-            raise _refused(
-                f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
-            ) from error
-
-    @property
-    def address(self) -> str:
-        """URL of the dashboard."""
-        return str(self._address)
+            message = f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
+            raise _refused(message) from error
+        #: URL of the dashboard.
+        self.address = str(self._address)
 
     def check_version(self) -> None:
         """Refuse a cluster that runs another minor version of Ray than this machine, whose driver it cannot run."""
-        answer = self._do_request("GET", "/api/version")
-        if answer.status_code != 200:
-            self._raise_error(answer)
         with _reading():
+            answer = self._do_request("GET", "/api/version")
+            if answer.status_code != 200:
+                self._raise_error(answer)
             there, here = str(answer.json()["ray_version"]), ray.__version__
         if there.split(".")[:2] != here.split(".")[:2]:
             raise _refused(
@@ -105,17 +103,20 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             submission_id: The id.
             command: The command.
             metadata: What it is found by.
-            package: An archive of modules for it; it gets the environment and the resources of a driver with that.
+            package: An archive of modules for a driver, which gets the environment and the resources of the block.
 
         Raises:
             UnreachableError: Nobody knows whether the cluster has it.
             RefusedError: It was refused, or cannot be sent as it is.
         """
         environment: dict[str, Any] = {}
-        resources = dict(self._cluster.driver_resources) if package is not None else {}
+        resources: dict[str, float] = {}
         try:
             if package is not None:
-                environment = make_runtime_env(self._cluster)
+                environment, resources = dict(self._cluster.runtime_env), dict(self._cluster.driver_resources)
+                if self._cluster.working_dir:
+                    environment["working_dir"] = os.path.expanduser(self._cluster.working_dir)
+                environment["env_vars"] = {**_VARIABLES, **(environment.get("env_vars") or {})}
                 uri = self._upload_package_if_needed(str(package), include_gitignore=False, is_file=True)
                 environment["py_modules"] = [*(environment.get("py_modules") or []), uri]
             self.submit_job(
@@ -176,11 +177,6 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         except requests.RequestException as error:
             reason = getattr(error.args[0] if error.args else error, "reason", error)
             problem = f"{type(reason).__name__}: {reason}"
-        if "CERTIFICATE_VERIFY_FAILED" in problem:
-            raise _refused(
-                f"the certificate of {self.address} is not trusted ({problem}); give the path of the certificates that "
-                "vouch for it as ca_bundle of the RayCluster"
-            )
         raise UnreachableError(problem)  # not from what holds the request, and with it the token
 
     def _raise_error(self, answer: requests.Response) -> None:

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import MARK_VARIABLE, DriverSpec
-from prefect_elastic_train.supervisor.attempt import Follower
-from prefect_elastic_train.supervisor.child import ChildDriver
-from prefect_elastic_train.supervisor.guard import DISMISSED
+from prefect_elastic_train.supervisor.attempt import ChildDriver, Follower
+from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster, write_token
-from prefect_elastic_train.supervisor.processes import end_marked
 
 if TYPE_CHECKING:
     from prefect_elastic_train.supervisor.job import JobDriver

@@ -16,7 +16,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 
 from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster
-from prefect_elastic_train.supervisor.processes import marked_processes
+from prefect_elastic_train.supervisor.guard import marked_processes
 from tests.support.deployments import Program, deployment_id, project_served, runs_of
 from tests.support.processes import drivers_of, generations, steps_of, wait_for
 

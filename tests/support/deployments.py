@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Pending, Running
 
-from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
+from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
 from tests.support.flow_script import train
 from tests.support.processes import ROOT, drivers_of, end_tree, run_folder, spawn, wait_for
 

@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from prefect_elastic_train.core.spec import MARK_VARIABLE
-from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
+from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]

@@ -268,6 +268,6 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
     driver.close(AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={}))
     assert time.monotonic() - began < 5
     away.set()
-    output.close()
+    output.close(10)
     assert signs() - before > 3
     assert '"attempt_ended"' in told.read_text()

@@ -28,7 +28,7 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import DriverSpec
-from prefect_elastic_train.supervisor import child, local_cluster
+from prefect_elastic_train.supervisor import attempt, local_cluster
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
 from prefect_elastic_train.supervisor.runtime import Runtime
 from tests.unit.support import spec
@@ -77,7 +77,7 @@ class Supervisor:
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     """A supervisor without a cluster."""
-    monkeypatch.setattr(child, "_PIPE_SECONDS", 0.3)
+    monkeypatch.setattr(attempt, "_PIPE_SECONDS", 0.3)
     return Supervisor()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import MARK_VARIABLE, write_spec
-from prefect_elastic_train.supervisor.processes import end_marked, marked_processes
+from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
 from tests.support.processes import wait_for
 from tests.unit.support import REPOSITORY, spec
 

@@ -18,7 +18,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import MAX_LINE_BYTES, whole_lines
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.elastic.sending import EventSender
-from prefect_elastic_train.supervisor.child import read_lines
+from prefect_elastic_train.supervisor.attempt import read_lines
 from tests.support.processes import wait_for
 
 

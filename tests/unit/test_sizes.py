@@ -29,7 +29,7 @@ from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, peek
-from prefect_elastic_train.supervisor.child import read_lines
+from prefect_elastic_train.supervisor.attempt import read_lines
 from tests.unit.support import Training, private_folder, spec
 
 SCORE = "score of a name that is longer than all others"
@@ -58,7 +58,7 @@ class Supervisor(logging.Handler):
 
     def hear_all(self) -> TrainingResult:
         """Hear all up to the driver's last word, and return the result that it brings."""
-        self.output.close()
+        self.output.close(10)
         os.close(self.output._descriptor)
         self._writer.close()
         logger = logging.Logger("sizes")
