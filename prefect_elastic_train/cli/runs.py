@@ -15,12 +15,12 @@ from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.report.words import duration, size
-from prefect_elastic_train.runs.commits import commit_label
 from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize, verify
+from prefect_elastic_train.runs.layout import commit_label
+from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint, reported
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.store import RunStore
 
 app = typer.Typer(help="Look at the runs of a storage, check them, and clean up.", no_args_is_help=True)
 
@@ -74,9 +74,9 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
     with errors():
         opened = open_briefly(storage)
         [name] = _chosen(opened, [run])
-        details = describe(opened.run(name), name)
+        details = describe(RunDirectory(opened.run(name)))
         if details is None:
-            raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run")
+            raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run of this package")
         if as_json:
             _print_json(details.model_dump(mode="json"))
         else:
@@ -123,7 +123,7 @@ def prune_runs(
     with errors():
         opened = open_briefly(storage)
         seconds = None if older_than is None else older_than * _DAY_SECONDS
-        plans = _of_each(lambda store, name: plan_run(store, name, seconds), opened, _chosen(opened, runs))
+        plans = _of_each(lambda run: plan_run(run, seconds), opened, _chosen(opened, runs))
         if wanted := [(plan.run, deletion) for plan in plans for deletion in plan.deletions]:
             rows = [[run, one.folder or "the whole run", size(one.size_bytes), one.reason] for run, one in wanted]
             common.print_table(["run", "what", "size", "why"], rows, right=["size"])
@@ -151,20 +151,20 @@ def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(runs)) if runs else known
 
 
-def _of_each(look: Callable[[RunStore, str], Answer | None], storage: Storage, names: Sequence[str]) -> list[Answer]:
+def _of_each(look: Callable[[RunDirectory], Answer | None], storage: Storage, names: Sequence[str]) -> list[Answer]:
     """Look at runs, several at a time; leave out the folders that hold none."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-look") as pool:
-        found = pool.map(lambda name: look(storage.run(name), name), names)
+        found = pool.map(lambda name: look(RunDirectory(storage.run(name))), names)
         return [one for one in found if one is not None]
 
 
-def _summary(store: RunStore, name: str) -> RunSummary | None:
+def _summary(run: RunDirectory) -> RunSummary | None:
     try:
-        return summarize(store, name)
+        return summarize(run)
     except (AttemptFailedError, StorageFaultError) as error:
         if isinstance(error, StorageFaultError) and not error.permanent:
             raise
-        return RunSummary(name=name, uri=store.uri, state=RunState.UNREADABLE, detail=str(error))
+        return RunSummary(name=run.name, uri=run.uri, state=RunState.UNREADABLE, detail=str(error))
 
 
 def _say(*lines: str) -> None:
@@ -233,4 +233,4 @@ def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
 def _state(summary: RunSummary) -> str:
     if summary.state is RunState.FAILED:
         return f"failed: {summary.outcome}"
-    return "another program's" if summary.state is RunState.FOREIGN else str(summary.state.value).replace("_", " ")
+    return str(summary.state.value).replace("_", " ")

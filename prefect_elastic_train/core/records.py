@@ -134,11 +134,8 @@ class EndedRecord(_Record):
     at: float = Field(default_factory=time.time)
     message: str = ""
     result: dict[str, Any] | None = None
-    #: The attempt gave way to its successor before it did anything, and does not count.
-    void: bool = False
-    #: A budget was used up after it: no automatic restart follows, and a person's retry starts with fresh budgets.
-    final: bool = False
-    #: Which budget that was, in words.
+    #: Which budget was used up after it, in words: no automatic restart follows, and a person's retry starts with fresh
+    #: budgets.
     verdict: str = ""
 
 

@@ -29,10 +29,9 @@ from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, Event
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, peek
-from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, host_id, process_start
-from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_attempt
 from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.preflight import preflight
@@ -66,7 +65,7 @@ class Attempt:
     @property
     def _is_new(self) -> bool:
         """Whether the run has no commit yet."""
-        return next(lineage(self.store), None) is None
+        return next(RunDirectory(self.store).lineage, None) is None
 
     def run(self) -> AttemptEnded:
         """Run the attempt until the loop has returned; raises whatever ends it otherwise."""
@@ -193,7 +192,7 @@ class Attempt:
         from prefect_elastic_train.runs.inspecting import make_result
 
         accounts = add_up(chain(read_history(self.store), more))
-        return make_result(self.store, self.spec.request.run_name, accounts, self.spec.storage_block, self._score)
+        return make_result(self.store, accounts, self.spec.storage_block, self._score)
 
     def taken_over(self) -> AttemptEnded | None:
         """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""

@@ -33,8 +33,8 @@ from prefect_elastic_train.elastic.failures import why_never_again
 from prefect_elastic_train.elastic.loop_state import take_waits_and_stall
 from prefect_elastic_train.elastic.loop_watch import LoopWatch, answers_of, ask, have_answered
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
-from prefect_elastic_train.runs.commits import check_fence, newest_commit
-from prefect_elastic_train.runs.model import SEED_COMMIT
+from prefect_elastic_train.runs.commits import check_fence
+from prefect_elastic_train.runs.model import SEED_COMMIT, RunDirectory
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.storage.retries import Waits, take_waits, waiting_since
@@ -178,7 +178,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Report size and ranks of the new worker group."""
         self._workers, self._asked = worker_group.get_workers(), []
         self._reports_since_checkpoint, self._has_committed = 0, False
-        commit = newest_commit(self._store, self._attempt)
+        commit = RunDirectory(self._store, self._attempt).newest_commit
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
         self.checkpoint = latest["checkpoint_dir_name"] if latest else ""
         # What another run has counted says nothing of this one.

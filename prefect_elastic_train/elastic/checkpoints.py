@@ -34,7 +34,7 @@ from prefect_elastic_train.core.storage_settings import LocalStorageSettings, St
 from prefect_elastic_train.elastic.loop_state import note_opened
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import CommitLog, check_fence
-from prefect_elastic_train.runs.resume import attempt_snapshot
+from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.snapshots import checkpoint_names
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import open_storage
@@ -182,9 +182,9 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return fs.FileInfo(path, type=fs.FileType.Directory if is_folder else fs.FileType.NotFound)
 
     def _snapshot(self) -> bytes | None:
-        snapshot = attempt_snapshot(self.store, self.attempt)
-        self._handed = set(checkpoint_names(snapshot)) if snapshot is not None else set()
-        return None if snapshot is None else json.dumps(snapshot).encode()
+        commit = RunDirectory(self.store, self.attempt).newest_commit
+        self._handed = set(checkpoint_names(commit.snapshot)) if commit is not None else set()
+        return None if commit is None else json.dumps(commit.snapshot).encode()
 
     def _check_fence(self) -> None:
         if not self.attempt:

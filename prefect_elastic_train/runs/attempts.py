@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -20,9 +20,8 @@ from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.version import __version__
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import lineage
-from prefect_elastic_train.runs.liveness import driver_process, is_alive, look_for_life
-from prefect_elastic_train.runs.model import Attempt, ResumePoint, RunDirectory
+from prefect_elastic_train.runs.liveness import driver_process, is_alive
+from prefect_elastic_train.runs.model import Attempt, ResumePoint, RunDirectory, refusal
 from prefect_elastic_train.runs.resume import adopt_snapshot, restore_snapshot
 from prefect_elastic_train.storage.store import RunStore
 
@@ -75,19 +74,20 @@ def begin_attempt(
     notes: list[str] = []
     request = spec.request
     for _ in range(_MAX_TURNS):
-        newest = next(lineage(store), None)
         run = RunDirectory(store)
+        newest = next(run.lineage, None)
         finished = _find_finished(run, request, watch_seconds)
         if finished is not None:
             return finished
         if run.record is None:
-            notes += _claim(store, run, request)
+            notes += _claim(run, request)
             continue
         last = run.newest_attempt
         if last is not None:
             notes += _end_old_driver(last, request)
         counted, idle = _spent(run, request)
-        _check_budgets(store, spec.failures, last, counted, idle)
+        if last is not None:
+            _check_budgets(store, spec.failures, last, counted, idle)
         if seed is not None and newest is None:
             seed()
             seed = None
@@ -106,8 +106,8 @@ def begin_attempt(
         )
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # somebody else began this attempt: look again at who holds the run
-        if next(lineage(store, before=attempt), None) != newest:
-            end_attempt(store, attempt, Outcome.SUPERSEDED.value, "the previous holder committed meanwhile", void=True)
+        if next(RunDirectory(store, attempt - 1).lineage, None) != newest:
+            end_attempt(store, attempt, Outcome.SUPERSEDED.value, "the previous holder committed meanwhile")
             continue
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last is not None and last.ended is None:
@@ -116,7 +116,7 @@ def begin_attempt(
             notes.append("the run has another configuration than before: " + "; ".join(differences))
         notes += point.repairs + restore_snapshot(store, point)
         return Begun(attempt, point, counted + 1, notes, run.record.id)
-    raise _refused(
+    raise refusal(
         f"run {request.run_name!r} changed hands {_MAX_TURNS} times while this driver tried to begin; another flow run "
         "is starting on it, give this one another run_name"
     )
@@ -128,22 +128,11 @@ def peek(store: RunStore, spec: DriverSpec, watch_seconds: float | None = None) 
 
 
 def end_attempt(
-    store: RunStore,
-    attempt: int,
-    outcome: str,
-    message: str = "",
-    *,
-    result: dict[str, object] | None = None,
-    void: bool = False,
+    store: RunStore, attempt: int, outcome: str, message: str = "", *, result: dict[str, object] | None = None
 ) -> None:
     """Record how an attempt ended; the first record stays."""
-    message = cut(message, _MESSAGE_BYTES)
-    record = EndedRecord(attempt=attempt, outcome=outcome, message=message, result=result, void=void)
+    record = EndedRecord(attempt=attempt, outcome=outcome, message=cut(message, _MESSAGE_BYTES), result=result)
     store.create(layout.ended_name(attempt), encode(record))
-
-
-def _refused(why: str, outcome: Outcome = Outcome.INVALID) -> AttemptFailedError:
-    return AttemptFailedError(why, outcome=outcome)
 
 
 def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float | None) -> EndedRecord | None:
@@ -156,14 +145,14 @@ def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float 
     is_own = owner is not None and owner.flow_run_id == request.owner.flow_run_id
     if record is None and last is None:
         if run.is_foreign and not request.resume:
-            raise _refused(
+            raise refusal(
                 f"{run.uri} holds a run that another program wrote with Ray Train; give another run_name, or "
                 "resume=True to continue it"
             )
     elif not is_own:
         _check_takeover(run, request, watch_seconds)
     if record is not None and request.resume_from and record.resume_from != request.resume_from:
-        raise _refused(
+        raise refusal(
             f"run {name!r} exists and did not start from {request.resume_from!r}; resume_from starts a new run, so "
             "give it a new run_name"
         )
@@ -173,7 +162,7 @@ def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float 
         finished = finished if before is not None and not before.differences(request.fingerprint) else None
     differences = record.fingerprint.differences(request.fingerprint) if record is not None else []
     if differences and not request.resume and (finished is not None or not request.named):
-        raise _refused(
+        raise refusal(
             f"run {name!r} was begun with another configuration: {'; '.join(differences)}. If this flow trains several "
             f"models, give each its own run_name; to continue this run with the new configuration, give "
             f"run_name={name!r}, and resume=True if it is finished"
@@ -181,7 +170,7 @@ def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float 
     supervisors = [one.record.owner.supervisor for one in run.attempts if one.record is not None]
     mine = request.owner.supervisor
     if finished is None and is_own and mine and mine in supervisors and supervisors[-1] != mine:
-        raise _refused(
+        raise refusal(
             f"the newest attempt of run {name!r} was begun by another process of the same flow run; this one gives way",
             Outcome.SUPERSEDED,
         )
@@ -193,30 +182,24 @@ def _check_takeover(run: RunDirectory, request: RunRequest, watch_seconds: float
     last, owner = run.newest_attempt, run.owner
     whose = owner.describe() if owner is not None else "a flow run whose name cannot be read any more"
     if not request.resume:
-        state = "it has not begun an attempt yet"
-        if last is not None and last.ended is not None:
-            state = f"attempt {last.number} ended as {last.outcome}"
-        elif last is not None:
-            sign = look_for_life(run, last.number, last.record, time.time())
-            state = f"attempt {last.number} may still be running: {sign.words}"
-        raise _refused(
-            f"run {request.run_name!r} in {run.uri} belongs to {whose}; {state}. Give this training another run_name, "
-            "or resume=True to take the run over"
+        raise refusal(
+            f"run {request.run_name!r} in {run.uri} belongs to {whose}. Give this training another run_name, or "
+            "resume=True to take the run over"
         )
     known = owner if last is None or last.record is not None else None  # of a torn one the heartbeat tells
     if (last is None or last.ended is None) and is_alive(run.store, known, watch_seconds):
         place = f" on {owner.host.partition('/')[0]}, pid {owner.pid}" if owner is not None else ""
-        raise _refused(
+        raise refusal(
             f"run {request.run_name!r} is being trained right now by {whose}{place}; cancel that flow run first, then "
             "resume"
         )
 
 
-def _claim(store: RunStore, run: RunDirectory, request: RunRequest) -> list[str]:
+def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
     """Create the record of a run, or write it anew where it is lost; return what there is to say of it."""
     begun = [attempt.record for attempt in run.attempts if attempt.record is not None]
-    is_lost = run.read(layout.RUN) is not None or run.newest_attempt is not None
-    notes = adopt_snapshot(store) if run.is_foreign and not is_lost else []
+    is_torn = run.read(layout.RUN) is not None
+    notes = adopt_snapshot(run.store) if run.is_foreign and not run.numbers else []
     record = RunRecord(
         name=request.run_name,
         id=begun[-1].run_id if begun else uuid.uuid4().hex,
@@ -227,11 +210,11 @@ def _claim(store: RunStore, run: RunDirectory, request: RunRequest) -> list[str]
         part=request.part,
         versions=_VERSIONS,
     )
-    if run.read(layout.RUN) is not None:
-        store.replace(layout.RUN, encode(record))
-    elif not store.create(layout.RUN, encode(record)):
+    if is_torn:
+        run.store.replace(layout.RUN, encode(record))
+    elif not run.store.create(layout.RUN, encode(record)):
         return []
-    if is_lost:
+    if is_torn or run.numbers:
         notes.append("run.json was torn or missing and was written anew")
     elif request.resume and not notes:
         notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
@@ -240,35 +223,37 @@ def _claim(store: RunStore, run: RunDirectory, request: RunRequest) -> list[str]
 
 def _spent(run: RunDirectory, request: RunRequest) -> tuple[int, int]:
     """Count this flow run's attempts, and those in a row without a commit, since the last end that nobody restarts."""
-    progressed = {attempt for attempt, _ in lineage(run)}
+    progressed = {attempt for attempt, _ in run.lineage}
     counted = idle = 0
     in_a_row = True
     for attempt in reversed(run.attempts):
-        if attempt.record is not None and attempt.record.owner.flow_run_id != request.owner.flow_run_id:
+        record, ended = attempt.record, attempt.ended
+        if record is not None and record.owner.flow_run_id != request.owner.flow_run_id:
             break
         in_a_row = in_a_row and attempt.number not in progressed
-        # One that a person stopped says nothing about the budgets, but its checkpoints are progress.
-        if attempt.ended is not None and (attempt.ended.void or attempt.outcome == Outcome.CANCELLED.value):
+        # One that gave way before it did anything, or that a person stopped, says nothing about the budgets; but
+        # checkpoints are progress.
+        if attempt.outcome == Outcome.CANCELLED.value or (record is not None and not record.confirmed):
             continue
-        if attempt.ended is not None and (attempt.ended.final or attempt.outcome not in _COUNTED):
+        if ended is not None and (ended.verdict or attempt.outcome not in _COUNTED):
             break
         counted += 1
         idle += in_a_row
     return counted, idle
 
 
-def _check_budgets(store: RunStore, failures: FailureSettings, last: Attempt | None, counted: int, idle: int) -> None:
+def _check_budgets(store: RunStore, failures: FailureSettings, last: Attempt, counted: int, idle: int) -> None:
     """Refuse another attempt when a budget is used up, and record that as the run's verdict."""
-    if last is not None and idle >= failures.max_attempts_without_progress:
+    if idle >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
-        message = (
+        verdict = (
             f"{idle} attempts in a row ended without a new checkpoint, so another one would too. Mend what ends them "
             "and retry the flow run, or raise max_attempts_without_progress (now "
             f"{failures.max_attempts_without_progress}) of the FailureBudget"
         )
-    elif last is not None and counted > failures.driver_restarts:
+    elif counted > failures.driver_restarts:
         outcome = Outcome.DRIVER_LOST
-        message = (
+        verdict = (
             f"the driver restarts of this flow run are used up: {counted} attempts began, 1 + driver_restarts "
             f"({failures.driver_restarts}) are allowed over all its resumes. Retry the flow run for a fresh budget, or "
             "raise driver_restarts of the FailureBudget"
@@ -276,21 +261,18 @@ def _check_budgets(store: RunStore, failures: FailureSettings, last: Attempt | N
     else:
         return
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="it just died")
-    store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"final": True, "verdict": message})))
-    message += f". The last of them ended as {ended.outcome}: {cut(ended.message, _MESSAGE_BYTES // 4)}"
+    store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": verdict})))
+    message = f"{verdict}. The last of them ended as {ended.outcome}: {cut(ended.message, _MESSAGE_BYTES // 4)}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
 
 
 def _end_old_driver(last: Attempt, request: RunRequest) -> list[str]:
     """End this flow run's previous driver if it still lives on this machine. It is fenced off in any case."""
-    if last.ended is not None or last.record is None or last.record.owner.flow_run_id != request.owner.flow_run_id:
-        return []
-    process = driver_process(last.record.owner)
+    owner = last.record.owner if last.record is not None and last.ended is None else None
+    process = driver_process(owner) if owner is not None and owner.flow_run_id == request.owner.flow_run_id else None
     if process is None or process.pid == os.getpid():
         return []
-    try:
+    with suppress(psutil.Error):
         process.kill()
         process.wait(10)
-    except psutil.Error as error:
-        return [f"the driver of attempt {last.number} (pid {process.pid}) could not be ended: {error}"]
     return [f"the driver of attempt {last.number} (pid {process.pid}) was still alive and was ended"]

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 
 from prefect_elastic_train.core.events import (
+    CheckpointCommitted,
     ControllerAlive,
     Event,
-    Report,
     Reported,
     RunRecalled,
     WorkerGroupStarted,
@@ -19,7 +19,6 @@ from prefect_elastic_train.core.events import (
     encode_event,
 )
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.layout import RunReader
 from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger(__name__)
@@ -31,19 +30,15 @@ _MAX_UNWRITTEN = 64
 #: After each so many reports of a worker group that were kept, those without a checkpoint are a second further apart.
 _REPORTS_IN_FULL = 2000
 _MAX_REPORT_SECONDS = 8.0
-_SEGMENT = re.compile(r"^(\d{4,})-(\d{3,})\.jsonl$")
+_SEGMENT = re.compile(r"(\d{4,})-(\d{3,})\.jsonl")
 
 
-def read_history(store: RunReader) -> Iterator[Event]:
+def read_history(store: RunStore) -> Iterator[Event]:
     """Yield the events of all attempts in order; a torn line is passed over."""
-    segments = sorted(
-        (int(match[1]), int(match[2]), name) for name in store.names(layout.EVENTS) if (match := _SEGMENT.match(name))
-    )
-    for _, _, name in segments:
-        for line in (store.read(f"{layout.EVENTS}/{name}") or b"").splitlines():
-            event = decode_event(line)
-            if event is not None:
-                yield event
+    found = filter(None, map(_SEGMENT.fullmatch, store.names(layout.EVENTS)))
+    for segment in sorted(found, key=lambda match: (int(match[1]), int(match[2]))):
+        lines = (store.read(f"{layout.EVENTS}/{segment[0]}") or b"").splitlines()
+        yield from (event for event in map(decode_event, lines) if event is not None)
 
 
 class HistoryWriter:
@@ -57,7 +52,6 @@ class HistoryWriter:
         self._attempt = attempt
         self._segment = 0
         self._lines: list[bytes] = []
-        self._size = 0
         #: Segments that are not written as they are, by number; a full one stays here until it is.
         self._unwritten: dict[int, list[bytes]] = {}
         self._urgent = threading.Event()
@@ -74,10 +68,14 @@ class HistoryWriter:
         """Take an event; signs of life, and of a long run most reports without a checkpoint, are left out."""
         if isinstance(event, ControllerAlive | RunRecalled):
             return
-        if isinstance(event, Reported) and not self._keeps(event):
-            self._left_out = event
-            return
-        if not isinstance(event, Report):
+        if isinstance(event, Reported):
+            pause = min(_MAX_REPORT_SECONDS, self._reports_kept // _REPORTS_IN_FULL)
+            if 0 <= event.at - self._last_report_at < pause:
+                self._left_out = event
+                return
+            self._last_report_at = event.at
+            self._reports_kept += 1
+        elif not isinstance(event, CheckpointCommitted):
             self._add_left_out()
         if isinstance(event, WorkerGroupStarted):
             self._reports_kept = 0
@@ -95,15 +93,6 @@ class HistoryWriter:
         if not self._thread.is_alive():
             self._write()
 
-    def _keeps(self, report: Reported) -> bool:
-        """Whether a report without a checkpoint is kept."""
-        pause = min(_MAX_REPORT_SECONDS, self._reports_kept // _REPORTS_IN_FULL)
-        if 0 <= report.at - self._last_report_at < pause:
-            return False
-        self._last_report_at = report.at
-        self._reports_kept += 1
-        return True
-
     def _add_left_out(self) -> None:
         left_out, self._left_out = self._left_out, None
         if left_out is not None:
@@ -112,11 +101,9 @@ class HistoryWriter:
     def _add(self, event: Event) -> None:
         line = encode_event(event).encode() + b"\n"
         with self._lock:
-            if self._lines and self._size + len(line) > _SEGMENT_BYTES:
-                self._segment += 1
-                self._lines, self._size = [], 0
+            if self._lines and sum(map(len, self._lines)) + len(line) > _SEGMENT_BYTES:
+                self._segment, self._lines = self._segment + 1, []
             self._lines.append(line)
-            self._size += len(line)
             self._unwritten[self._segment] = self._lines
             if len(self._unwritten) > _MAX_UNWRITTEN:
                 lost = self._unwritten.pop(min(self._unwritten))

@@ -13,13 +13,12 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import CommitRecord, RunRecord
 from prefect_elastic_train.core.result import BestCheckpoint, RunResult, bounded
 from prefect_elastic_train.report.accounts import Accounts, add_up
-from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, commit_label, newest_commit
 from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.runs.layout import RunReader
+from prefect_elastic_train.runs.layout import commit_label
 from prefect_elastic_train.runs.liveness import Life, look_for_life
 from prefect_elastic_train.runs.model import Attempt, RunDirectory
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
+from prefect_elastic_train.storage.store import RunStore
 
 
 class RunState(str, enum.Enum):
@@ -33,8 +32,6 @@ class RunState(str, enum.Enum):
     FAILED = "failed"
     #: A flow run has claimed it, and no attempt has begun.
     NOT_BEGUN = "not_begun"
-    #: Ray Train wrote it, for another program.
-    FOREIGN = "foreign"
     #: It is being deleted, or was and that was cut short.
     DELETING = "deleting"
     #: The storage refuses to show it.
@@ -114,39 +111,32 @@ class Verification(_View):
     leftovers: dict[str, int] = Field(default_factory=dict)
 
 
-def summarize(store: RunReader, name: str, now: float | None = None) -> RunSummary | None:
-    """Return where a run stands, by about six requests to its storage; None if the folder holds no run."""
-    run = RunDirectory(store)
-    commit, attempt, record = run.newest_commit, run.newest_attempt, run.record
-    is_foreign = not run.is_begun
-    if is_foreign and run.read(layout.SNAPSHOT) is None:
+def summarize(run: RunDirectory) -> RunSummary | None:
+    """Return where a run stands, by about six requests to its storage; None if the folder holds none of ours."""
+    if not run.is_begun:
         return None
-    snapshot = (run.mirror if is_foreign else commit.snapshot if commit is not None else None) or {}
-    owner = record.creator if record is not None else None
-    times = [commit.at if commit is not None else 0.0]
-    found: dict[str, Any] = {"state": RunState.FOREIGN, "detail": "Ray Train wrote it for another program"}
+    commit, attempt, record, owner = run.newest_commit, run.newest_attempt, run.record, run.owner
+    snapshot = commit.snapshot if commit is not None else {}
+    times = [commit.at if commit is not None else 0.0, record.created_at if record is not None else 0.0]
+    if attempt is not None and attempt.record is not None:
+        times.append(attempt.record.started_at)
+    found: dict[str, Any] = {"state": RunState.NOT_BEGUN, "detail": "no attempt has begun"}
     if attempt is not None and attempt.ended is not None:
         detail = (attempt.ended.verdict or attempt.ended.message).strip().partition("\n")[0]
         found = {"outcome": attempt.outcome, "state": _STATES.get(attempt.outcome, RunState.FAILED), "detail": detail}
         times.append(attempt.ended.at)
     elif attempt is not None:
-        sign = look_for_life(run, attempt.number, attempt.record, time.time() if now is None else now)
+        sign = look_for_life(run, attempt, time.time())
         found = {"life": sign.life, "state": _STATES[sign.life], "detail": sign.words}
         times.append(sign.at)
-    elif not is_foreign:
-        found = {"state": RunState.NOT_BEGUN, "detail": "no attempt has begun"}
-        times.append(record.created_at if record is not None else 0.0)
-    if attempt is not None and attempt.record is not None:
-        owner = attempt.record.owner
-        times.append(attempt.record.started_at)
     if attempt is not None and attempt.is_pruner:
         found["state"] = RunState.DELETING
     if owner is not None:
         found |= owner.model_dump(include={"flow_run_id", "flow_run_name", "flow_name"})
     return RunSummary(
-        name=name,
+        name=run.name,
         uri=run.uri,
-        attempts=len(all_attempts(run)),
+        attempts=len(run.numbers),
         reports=snapshot.get("current_report_index", 0),
         metrics=(latest_checkpoint(snapshot) or {}).get("metrics") or {},
         checkpoints=len(snapshot.get("checkpoint_results", [])),
@@ -157,13 +147,12 @@ def summarize(store: RunReader, name: str, now: float | None = None) -> RunSumma
     )
 
 
-def describe(store: RunReader, name: str) -> RunDetails | None:
+def describe(run: RunDirectory) -> RunDetails | None:
     """Return all about a run; None if the folder holds none."""
-    run = RunDirectory(store)
-    summary = summarize(run, name)
+    summary = summarize(run)
     if summary is None:
         return None
-    accounts = add_up(read_history(run))
+    accounts = add_up(read_history(run.store))
     return RunDetails(
         summary=summary,
         run=run.record,
@@ -175,18 +164,17 @@ def describe(store: RunReader, name: str) -> RunDetails | None:
     )
 
 
-def verify(store: RunReader, name: str) -> Verification | None:
+def verify(run: RunDirectory) -> Verification | None:
     """Resume a run without doing it: check all that a resume needs, and say what it would do; None if there is none."""
-    run = RunDirectory(store)
     if not run.is_begun:
         return None
     try:
         point, leftovers = run.resume_point, run.leftovers
     except AttemptFailedError as error:
-        return Verification(name=name, uri=run.uri, resume=f"is refused: {error}")
+        return Verification(name=run.name, uri=run.uri, resume=f"is refused: {error}")
     checkpoint, commit = loop_name(point.checkpoint), commit_label(point.base)
     return Verification(
-        name=name,
+        name=run.name,
         uri=run.uri,
         whole=not point.repairs,
         resume=f"starts from checkpoint {checkpoint} of commit {commit}" if checkpoint else "begins from the beginning",
@@ -197,9 +185,7 @@ def verify(store: RunReader, name: str) -> Verification | None:
     )
 
 
-def make_result(
-    store: RunReader, run_name: str, accounts: Accounts, storage_block: str = "", score: str = ""
-) -> RunResult:
+def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", score: str = "") -> RunResult:
     """The result of a run from its newest whole commit and what its history adds up to, in a bounded size.
 
     Args:
@@ -207,14 +193,13 @@ def make_result(
         score: Name of the metric that checkpoints are ranked by.
     """
     run = RunDirectory(store)
-    commit = newest_commit(run, whole=True)
-    snapshot = commit.snapshot if commit is not None else {}
+    snapshot = run.look_back(whole=True).snapshot or {}
     latest = latest_checkpoint(snapshot)
     kept = snapshot.get("checkpoint_results", [])
     left_out = accounts.reports - len(accounts.history)
     result = RunResult(
         **accounts.model_dump(exclude={"attempts", "time"}),
-        run_name=run_name,
+        run_name=run.name,
         run_uri=store.uri,
         checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
         metrics=latest["metrics"] if latest else accounts.last_metrics,

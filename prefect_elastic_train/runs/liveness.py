@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import psutil
 
-from prefect_elastic_train.core.records import AttemptRecord, Heartbeat, Owner, decode, encode
+from prefect_elastic_train.core.records import Heartbeat, Owner, decode, encode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import newest_attempt
-from prefect_elastic_train.runs.layout import RunReader
+from prefect_elastic_train.runs.model import Attempt, RunDirectory, newest_attempt
 from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class HeartbeatWriter:
 
     def _run(self) -> None:
         is_failing = False
-        while True:
+        while not self._stopped.is_set():
             self._beat = self._beat.model_copy(update={"beat": self._beat.beat + 1, "at": time.time()})
             try:
                 if newest_attempt(self._store) > self._beat.attempt:
@@ -92,8 +91,7 @@ class HeartbeatWriter:
                 if not is_failing:
                     logger.warning("could not write the heartbeat, will keep trying: %s", error)
                 is_failing = True
-            if self._stopped.wait(self._beat.interval_seconds):
-                return
+            self._stopped.wait(self._beat.interval_seconds)
 
 
 def host_id() -> str:
@@ -130,7 +128,7 @@ def driver_process(owner: Owner) -> psutil.Process | None:
         return None
 
 
-def is_alive(store: RunReader, owner: Owner | None, watch_seconds: float | None = None) -> bool:
+def is_alive(store: RunStore, owner: Owner | None, watch_seconds: float | None = None) -> bool:
     """Whether an attempt that has not ended shows a sign of life; no clocks are compared.
 
     On the driver's own machine its process is looked up; elsewhere, and where nothing tells whose it is, the heartbeat
@@ -150,22 +148,22 @@ def is_alive(store: RunReader, owner: Owner | None, watch_seconds: float | None 
     return False
 
 
-def look_for_life(store: RunReader, attempt: int, record: AttemptRecord | None, now: float) -> Sign:
-    """Look at once whether the driver of an attempt that has not ended lives; its record may be torn.
+def look_for_life(run: RunDirectory, attempt: Attempt, now: float) -> Sign:
+    """Look at once whether the driver of an attempt that has not ended lives.
 
     On the driver's own machine its process is looked up. Elsewhere its last sign of life is held against this machine's
     clock, which proves nothing if one of the two is wrong; :func:`is_alive` does.
     """
-    beat = decode(Heartbeat, store.read(layout.HEARTBEAT))
-    beat = beat if beat is not None and beat.attempt == attempt else None
-    at = max(beat.at if beat is not None else 0.0, record.started_at if record is not None else 0.0)
-    if record is not None and record.owner.host == host_id():
-        lives = driver_process(record.owner) is not None
-        words = f"process {record.owner.pid} on this machine" + ("" if lives else " is gone")
+    beat = decode(Heartbeat, run.read(layout.HEARTBEAT))
+    beats_at = beat.at if beat is not None and beat.attempt == attempt.number else 0.0
+    at = max(beats_at, attempt.record.started_at if attempt.record is not None else 0.0)
+    owner = attempt.record.owner if attempt.record is not None else Owner(flow_run_id="", host="an unknown machine")
+    if owner.host == host_id():
+        lives = driver_process(owner) is not None
+        words = f"process {owner.pid} on this machine" + ("" if lives else " is gone")
         return Sign(Life.ALIVE if lives else Life.DEAD, words, at)
-    host = record.owner.host.partition("/")[0] if record is not None else ""
     life = Life.DEAD if at and now - at > _SILENT_SECONDS else Life.UNKNOWN
-    if beat is not None and abs(now - beat.at) <= _MISSED_BEATS * beat.interval_seconds:
+    if beat is not None and abs(now - beats_at) <= _MISSED_BEATS * beat.interval_seconds:
         life = Life.ALIVE
-    words = f"last sign of life {now - at:.0f} s ago on {host or 'an unknown machine'}" if at else "no sign of life"
+    words = f"last sign of life {now - at:.0f} s ago on {owner.host.partition('/')[0]}" if at else "no sign of life"
     return Sign(life, words, at)

@@ -1,14 +1,15 @@
 """One model of a run directory: its attempts, the commits that count, where a resume starts, and what is left over.
 
-Whoever asks what is true of a run asks here: a resume, ``resume_from``, results and ``elastic-train runs``.
+Whoever asks what is true of a run asks here: the fence, a resume, ``resume_from``, results and ``elastic-train runs``.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -18,18 +19,15 @@ from prefect_elastic_train.core.events import CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, EndedRecord, Owner, RunRecord, decode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import (
-    all_attempts,
-    all_commits,
-    commit_label,
-    newest_commit,
-    read_attempt,
-    read_commit,
-    read_lineage,
-)
 from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.runs.layout import RunReader, RunView
-from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
+from prefect_elastic_train.runs.snapshots import (
+    checkpoint_names,
+    fits_together,
+    latest_checkpoint,
+    parse_snapshot,
+    without_checkpoints,
+)
+from prefect_elastic_train.storage.store import RunStore
 
 #: Attempt and number of the commit that a run begins with that starts from another's checkpoint.
 SEED_COMMIT = (0, 0)
@@ -37,6 +35,25 @@ SEED_COMMIT = (0, 0)
 PRUNER = "elastic-train runs prune"
 #: How Ray Train calls a checkpoint that the loop gives no name.
 _RAYS_NAME = re.compile(r"checkpoint_\d")
+_ATTEMPT = re.compile(r"(\d{4,})\.json")
+_COMMIT = re.compile(r"(\d{4,})-(\d{6,})\.json")
+
+
+def all_attempts(store: RunStore | RunDirectory) -> list[int]:
+    """Return the numbers of all attempts that ever began, ascending."""
+    found = map(_ATTEMPT.fullmatch, store.names(layout.ATTEMPTS))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def newest_attempt(store: RunStore) -> int:
+    """Return the number of the attempt that holds the fence, 0 if none ever began."""
+    return max(all_attempts(store), default=0)
+
+
+def all_commits(store: RunStore | RunDirectory) -> list[tuple[int, int]]:
+    """Return attempt and sequence number of all commits, ascending."""
+    found = map(_COMMIT.fullmatch, store.names(layout.COMMITS))
+    return sorted((int(match[1]), int(match[2])) for match in found if match)
 
 
 class Attempt(BaseModel):
@@ -93,15 +110,25 @@ class ResumePoint:
         return (latest["metrics"] or {}) if latest else {}
 
 
-class RunDirectory(RunView):
+class RunDirectory:
     """A run directory as it was when it was first asked for each thing. Nothing is written.
 
-    If an attempt is given, it is as that found it when it began, with what it has done since.
+    Args:
+        store: The run directory, for whoever looks again.
+        attempt: As this attempt found it when it began, with what it has done since; default: all attempts. Ray's file
+            is no answer to that: a holder that was stopped for a while may mirror its last commit there after it was
+            fenced off.
     """
 
-    def __init__(self, store: RunReader, attempt: int | None = None) -> None:
-        super().__init__(store)
-        self._attempt = attempt
+    def __init__(self, store: RunStore, attempt: int | None = None) -> None:
+        self.store = store
+        self.uri = store.uri
+        self.name = store.path.rpartition("/")[2]
+        self._upto = math.inf if attempt is None else attempt
+        # Not as cached properties, which wait for one another: many runs are looked at, at a time.
+        self.read: Callable[[str], bytes | None] = cache(store.read)
+        self.names: Callable[[str], list[str]] = cache(store.names)
+        self._files = cache(lambda: _by_folder(store.file_sizes("") or {}))
 
     @property
     def record(self) -> RunRecord | None:
@@ -111,9 +138,10 @@ class RunDirectory(RunView):
     @property
     def owner(self) -> Owner | None:
         """Whose run it is: of the newest attempt that can be read, else its creator; None if nothing tells."""
-        creators = [self.record.creator] if self.record is not None else []
-        owners = [*creators, *(one.record.owner for one in self.attempts if one.record is not None)]
-        return owners[-1] if owners else None
+        for number in reversed(self.numbers):
+            if (record := self.attempt_record(number)) is not None:
+                return record.owner
+        return self.record.creator if self.record is not None else None
 
     @property
     def started_from(self) -> str:
@@ -124,7 +152,7 @@ class RunDirectory(RunView):
     @property
     def is_begun(self) -> bool:
         """Whether anything of ours is there."""
-        return bool(all_attempts(self) or all_commits(self) or self.read(layout.RUN) is not None)
+        return bool(self.numbers or self.commits or self.read(layout.RUN) is not None)
 
     @property
     def is_foreign(self) -> bool:
@@ -132,31 +160,59 @@ class RunDirectory(RunView):
         return self.read(layout.SNAPSHOT) is not None and self.read(layout.RUN) is None
 
     @property
+    def numbers(self) -> list[int]:
+        """Those of the attempts that ever began, ascending."""
+        return [number for number in all_attempts(self) if number <= self._upto]
+
+    @property
+    def commits(self) -> list[tuple[int, int]]:
+        """Attempt and sequence number of all commits, ascending."""
+        return [commit for commit in all_commits(self) if commit[0] <= self._upto]
+
+    @property
     def attempts(self) -> list[Attempt]:
         """All attempts, the newest last."""
-        return [self._read_attempt(number) for number in all_attempts(self) if number <= (self._attempt or number)]
+        return [self._attempt(number) for number in self.numbers]
 
     @property
     def newest_attempt(self) -> Attempt | None:
         """The attempt that holds the fence; the only one that is read for this."""
-        numbers = all_attempts(self)
-        return self._read_attempt(numbers[-1]) if numbers else None
+        return self._attempt(self.numbers[-1]) if self.numbers else None
 
     @property
     def next_number(self) -> int:
         """The next attempt's. A number is never used again, also if somebody has removed the record of its attempt."""
-        writers = [written_by(folder) or 0 for folder in self._folders()]
-        return max([0, *all_attempts(self), *(number for number, _ in all_commits(self)), *writers]) + 1
-
-    @property
-    def newest_commit(self) -> CommitRecord | None:
-        """Newest commit that counts and has a checkpoint left, by the records alone: no file was looked at."""
-        return newest_commit(self, self._attempt)
+        writers = [written_by(folder) or 0 for folder in self._folders]
+        return max([0, *self.numbers, *(number for number, _ in self.commits), *writers]) + 1
 
     @property
     def mirror(self) -> dict[str, Any] | None:
         """Ray's own snapshot; None if there is none, or a torn one."""
         return parse_snapshot(self.read(layout.SNAPSHOT))
+
+    @property
+    def lineage(self) -> Iterator[tuple[int, int]]:
+        """The commits that count, newest first.
+
+        These are the commits of the newest attempt, then those up to its base, and so on. What an attempt committed
+        after its successor had confirmed its base is passed over.
+        """
+        upto: tuple[float, float] = (math.inf, math.inf)
+        # An attempt's record may have been removed by hand; its commits still tell that it was there.
+        for attempt in sorted({*self.numbers, *(number for number, _ in self.commits)}, reverse=True):
+            if attempt > upto[0]:
+                continue
+            yield from (commit for commit in reversed(self.commits) if commit[0] == attempt and commit <= upto)
+            record = self.attempt_record(attempt)
+            if record is not None and record.confirmed:
+                if record.base is None:
+                    return
+                upto = record.base
+
+    @property
+    def newest_commit(self) -> CommitRecord | None:
+        """Newest commit that counts and has a checkpoint left, by the records alone: no file was looked at."""
+        return self.look_back(whole=False).commit
 
     @property
     def resume_point(self) -> ResumePoint:
@@ -165,22 +221,10 @@ class RunDirectory(RunView):
         Raises:
             AttemptFailedError: No commit can be read, and there are checkpoints; outcome ``invalid``.
         """
-        repairs: list[str] = []
-        dropped: list[str] = []
-        for read in read_lineage(self, self._attempt, whole=True):
-            label = commit_label(read.number)
-            if read.record is None:
-                repairs.append(f"commit {label} is torn and was passed over")
-                continue
-            dropped += read.damaged
-            repairs += [f"checkpoint {loop_name(name)} was dropped: {why}" for name, why in read.damaged.items()]
-            usable = read.usable
-            if usable is not None:
-                return ResumePoint(usable, dropped, repairs)
-            repairs.append(f"commit {label} has no whole checkpoint left and was passed over")
-        if not any(read_commit(self, number) for number in all_commits(self)):
+        point = self.look_back(whole=True)
+        if point.commit is None and not any(self.commit(number) for number in self.commits):
             self._check_nothing_is_given_up()
-        return ResumePoint(None, dropped, repairs)
+        return point
 
     @property
     def leftovers(self) -> dict[str, int]:
@@ -192,45 +236,94 @@ class RunDirectory(RunView):
         Raises:
             AttemptFailedError: See :attr:`resume_point`.
         """
-        newest = next(read_lineage(self, self._attempt), None)
-        if newest is not None and newest.record is None:
+        newest = next(self.lineage, None)
+        if newest is not None and self.commit(newest) is None:
             return {}
-        kept = checkpoint_names(newest.usable.snapshot) if newest is not None and newest.usable is not None else []
-        folders = [folder for folder in self._folders() if not _overlaps(folder, kept)]
-        needed = self._needed() if folders else []
-        commits = (read_commit(self, number) for number in all_commits(self) if folders)
-        ours = {name for commit in commits if commit is not None for name in commit.manifest}
+        point = self.resume_point
+        needed = checkpoint_names(point.snapshot) if point.snapshot is not None else []
+        folders = [folder for folder in self._folders if not _overlaps(folder, needed)]
+        if not folders:
+            return {}
+        commits = [commit for number in self.commits if (commit := self.commit(number)) is not None]
+        if point.repairs:
+            broken = [self.mirror, *(commit.snapshot for commit in commits)]
+            needed += [name for snapshot in broken if snapshot is not None for name in checkpoint_names(snapshot)]
+        ours = {name for commit in commits for name in commit.manifest}
         return {
-            folder: sum((self.file_sizes(folder) or {}).values())
+            folder: sum(self._files()[folder].values())
             for folder in folders
             if not _overlaps(folder, needed) and (written_by(folder) is not None or folder in ours)
         }
 
-    def _read_attempt(self, number: int) -> Attempt:
-        ended = decode(EndedRecord, self.read(layout.ended_name(number)))
-        return Attempt(number=number, record=read_attempt(self, number), ended=ended)
+    def attempt_record(self, number: int) -> AttemptRecord | None:
+        """Return how an attempt began; None if there is no such record, or a torn one."""
+        return decode(AttemptRecord, self.read(layout.attempt_name(number)))
 
-    def _folders(self, within: str = "", depth: int = 3) -> Iterator[str]:
-        """Yield the folders that may be checkpoints; a loop may have named them with slashes."""
-        for name in self.folders(within):
-            folder = f"{within}/{name}" if within else name
-            if folder == layout.STATE_FOLDER or (written_by(folder) or 0) > (self._attempt or math.inf):
+    def commit(self, number: tuple[int, int]) -> CommitRecord | None:
+        """Return a commit as it was written; None if it is torn."""
+        record = decode(CommitRecord, self.read(layout.commit_name(*number)))
+        return record if record is not None and fits_together(record.snapshot) else None
+
+    def file_sizes(self, folder: str) -> dict[str, int] | None:
+        """See :meth:`RunStore.file_sizes`; the run is listed once as a whole, and a folder without a file is none."""
+        return self._files().get(folder)
+
+    def damage_of(self, checkpoint: str, manifest: dict[str, int]) -> str:
+        """What is wrong with a checkpoint's files, of which the manifest has paths and sizes; empty for nothing."""
+        files = self.file_sizes(checkpoint) or {}
+        missing = sorted(manifest.keys() - files.keys())
+        if missing:
+            return f"{len(missing)} of {len(manifest)} files are missing, first {missing[0]}"
+        wrong = [name for name, size in sorted(manifest.items()) if files[name] != size]
+        return f"{wrong[0]} has {files[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
+
+    def look_back(self, *, whole: bool) -> ResumePoint:
+        """Return the newest commit that counts and has a checkpoint left, without what was given up; or the beginning.
+
+        Args:
+            whole: Look at the files, too, and give up what is damaged; else only what attempts have dropped is left
+                out.
+        """
+        lost: set[str] = set()
+        dropped: list[str] = []
+        repairs: list[str] = []
+        for number in self.lineage:
+            later = [self.attempt_record(attempt) for attempt in self.numbers if attempt > number[0]]
+            lost.update(name for record in later if record is not None for name in record.dropped)
+            commit, label = self.commit(number), layout.commit_label(number)
+            if commit is None:
+                repairs.append(f"commit {label} is torn and was passed over")
                 continue
-            inner = list(self._folders(folder, depth - 1)) if depth and written_by(folder) is None else []
-            yield from [one for one in inner if written_by(one) is not None] or [folder]
+            names = [name for name in checkpoint_names(commit.snapshot) if whole and name not in lost]
+            damage = {name: self.damage_of(name, commit.manifest.get(name, {})) for name in names}
+            damaged = [name for name in names if damage[name]]
+            repairs += [f"checkpoint {loop_name(name)} was dropped: {damage[name]}" for name in damaged]
+            dropped += damaged
+            lost.update(damaged)
+            snapshot = without_checkpoints(commit.snapshot, lost)
+            if snapshot is not None:
+                manifest = {name: files for name, files in commit.manifest.items() if name not in lost}
+                usable = commit.model_copy(update={"snapshot": snapshot, "manifest": manifest})
+                return ResumePoint(usable, dropped, repairs)
+            repairs.append(f"commit {label} has no whole checkpoint left and was passed over")
+        return ResumePoint(None, dropped, repairs)
 
-    def _needed(self) -> list[str]:
-        """Return the checkpoints that a resume may want."""
-        point = self.resume_point
-        snapshots = [point.snapshot]
-        if point.repairs:
-            reads = read_lineage(self, self._attempt)
-            snapshots += [self.mirror, *(read.record.snapshot for read in reads if read.record is not None)]
-        return [name for snapshot in snapshots if snapshot is not None for name in checkpoint_names(snapshot)]
+    def _attempt(self, number: int) -> Attempt:
+        ended = decode(EndedRecord, self.read(layout.ended_name(number)))
+        return Attempt(number=number, record=self.attempt_record(number), ended=ended)
+
+    @property
+    def _folders(self) -> list[str]:
+        """The folders that may be checkpoints; a loop may have named them with slashes."""
+        written = [folder for folder in self._files() if written_by(folder) is not None]
+        outermost = [folder for folder in written if not any(folder.startswith(f"{other}/") for other in written)]
+        others = {folder.partition("/")[0] for folder in self._files()} - {"", layout.STATE_FOLDER}
+        found = [*outermost, *(folder for folder in others if not _overlaps(folder, outermost))]
+        return sorted(folder for folder in found if (written_by(folder) or 0) <= self._upto)
 
     def _check_nothing_is_given_up(self) -> None:
         """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
-        left = [folder for folder in self._folders() if self.file_sizes(folder)]
+        left = self._folders
         named = checkpoint_names(self.mirror) if self.mirror is not None else []
         if not self._has_ever_committed() and not any(_overlaps(folder, named) for folder in left):
             # Interrupted uploads, and folders that a person or the loop itself has made.
@@ -238,19 +331,33 @@ class RunDirectory(RunView):
         if not left:
             return
         shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
-        raise AttemptFailedError(
+        raise refusal(
             f"no commit of {self.uri} is left or readable, and it holds {len(left)} folders that may be checkpoints "
             f"({shown}). Nothing was touched. Either bring the files in {layout.COMMITS} back, move the folders away "
             f"to begin anew, move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, if there is "
-            "one, or give another run_name",
-            outcome=Outcome.INVALID,
+            "one, or give another run_name"
         )
 
     def _has_ever_committed(self) -> bool:
         """Whether there are traces of commits, which may be lost by now. Ray's file is written after one."""
-        if all_commits(self) or any(one.record is not None and one.record.base is not None for one in self.attempts):
+        if self.commits or any(one.record is not None and one.record.base is not None for one in self.attempts):
             return True
-        return any(isinstance(event, CheckpointCommitted) for event in read_history(self))
+        return any(isinstance(event, CheckpointCommitted) for event in read_history(self.store))
+
+
+def _by_folder(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Return the files below each folder, by their paths relative to it, and their sizes."""
+    files: dict[str, dict[str, int]] = {}
+    for name, size in sizes.items():
+        parts = name.split("/")
+        for depth in range(len(parts)):
+            files.setdefault("/".join(parts[:depth]), {})["/".join(parts[depth:])] = size
+    return files
+
+
+def refusal(why: str, outcome: Outcome = Outcome.INVALID) -> AttemptFailedError:
+    """Return the error that says why nothing was begun."""
+    return AttemptFailedError(why, outcome=outcome)
 
 
 def _overlaps(folder: str, names: Iterable[str]) -> bool:

@@ -16,10 +16,9 @@ from typing import NamedTuple
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_attempts, lineage, newest_attempt
 from prefect_elastic_train.runs.inspecting import RunState, RunSummary, summarize
 from prefect_elastic_train.runs.liveness import Life, host_id, is_alive, process_start
-from prefect_elastic_train.runs.model import PRUNER, RunDirectory
+from prefect_elastic_train.runs.model import PRUNER, RunDirectory, all_attempts, newest_attempt
 from prefect_elastic_train.storage.store import RunStore
 
 #: Processes of an attempt may outlive its driver, or the record of its end, by some seconds.
@@ -45,40 +44,37 @@ class RunPlan:
     """What is deleted of a run, and what its newest attempt and commit were when it was looked at."""
 
     run: str
+    newest_attempt: int
+    newest_commit: tuple[int, int] | None
     deletions: list[Deletion] = field(default_factory=list)
     #: Why it is left alone, in words; empty if it is not, or if there is nothing to delete.
     kept: str = ""
-    newest_attempt: int = 0
-    newest_commit: tuple[int, int] | None = None
 
 
-def plan_run(
-    store: RunStore, name: str, older_than_seconds: float | None = None, *, now: float | None = None
-) -> RunPlan:
+def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunPlan:
     """Find what can be deleted of a run: the whole, if it has ended and its last activity is longer ago than that."""
-    now = time.time() if now is None else now
-    run = RunDirectory(store)
-    seen = RunPlan(name, newest_attempt=newest_attempt(run), newest_commit=next(lineage(run), None))
-    summary, newest = summarize(run, name, now), run.newest_attempt
+    summary, newest, now = summarize(run), run.newest_attempt, time.time()
+    seen = RunPlan(run.name, newest.number if newest is not None else 0, next(run.lineage, None))
     if summary is None:
         return seen
-    kept, reason = _why_kept(summary, now), _why_whole(summary, older_than_seconds, now)
-    if reason and not kept:
+    if kept := _why_kept(summary, now):
+        return replace(seen, kept=kept)
+    has_no_end = newest is not None and newest.ended is None
+    if reason := _why_whole(summary, older_than_seconds, now):
         owner = newest.record.owner if newest is not None and newest.record is not None else None
         # Somebody else's clock may be wrong: before a run is taken from a driver, its heartbeat is watched.
-        if newest is not None and newest.ended is None and is_alive(store, owner):
-            kept = "it is being trained: its heart beats"
-        all_of_it = Deletion("", sum((run.file_sizes("") or {}).values()), reason)
-        return replace(seen, kept=kept, deletions=[] if kept else [all_of_it])
+        if has_no_end and is_alive(run.store, owner):
+            return replace(seen, kept="it is being trained: its heart beats")
+        return replace(seen, deletions=[Deletion("", sum((run.file_sizes("") or {}).values()), reason)])
     try:
-        leftovers = {} if kept else run.leftovers
+        leftovers = run.leftovers
     except AttemptFailedError as error:
         return replace(seen, kept=str(error))
-    if leftovers and newest is not None and newest.ended is None:
-        kept = f"attempt {newest.number} has no end: resume the run, which removes leftovers, or delete it whole"
-        leftovers = {}
+    if leftovers and has_no_end:
+        kept = "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
+        return replace(seen, kept=kept)
     deletions = [Deletion(folder, size, "no commit needs it") for folder, size in leftovers.items()]
-    return replace(seen, kept=kept, deletions=deletions)
+    return replace(seen, deletions=deletions)
 
 
 def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
@@ -89,10 +85,9 @@ def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
     """
 
     def check() -> None:
-        _check_unchanged(store, planned)
+        _check_unchanged(RunDirectory(store), planned)
 
     for deletion in planned.deletions:
-        check()
         if deletion.folder:
             store.delete_folder(deletion.folder, check)
         else:
@@ -106,8 +101,6 @@ def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
 def _why_kept(summary: RunSummary, now: float) -> str:
     """Say why nothing of a run may be deleted; empty if something may."""
     age = now - (summary.last_activity_at or 0.0)
-    if summary.state is RunState.FOREIGN:
-        return "another program wrote it"
     if summary.state is RunState.DELETING:
         return "" if summary.life in (None, Life.DEAD) else f"it is being deleted: {summary.detail}"
     if summary.life in (Life.ALIVE, Life.UNKNOWN):
@@ -126,8 +119,8 @@ def _why_whole(summary: RunSummary, older_than_seconds: float | None, now: float
     return f"{summary.state.value.replace('_', ' ')}, last activity {age / 86400:.1f} days ago" if is_old else ""
 
 
-def _check_unchanged(store: RunStore, planned: RunPlan) -> None:
-    if newest_attempt(store) != planned.newest_attempt or next(lineage(store), None) != planned.newest_commit:
+def _check_unchanged(run: RunDirectory, planned: RunPlan) -> None:
+    if newest_attempt(run.store) != planned.newest_attempt or next(run.lineage, None) != planned.newest_commit:
         raise RunChangedError(f"run {planned.run} has gone on meanwhile")
 
 
@@ -136,17 +129,20 @@ def _delete_run(store: RunStore, planned: RunPlan) -> None:
 
     It is held by an attempt that trains nothing, begun as any is: created, then looked again.
     """
-    number, pid = RunDirectory(store).next_number, os.getpid()
-    _check_unchanged(store, planned)
+    run, pid = RunDirectory(store), os.getpid()
+    _check_unchanged(run, planned)
+    number = run.next_number
     owner = Owner(
         flow_run_id=PRUNER, flow_run_name=PRUNER, host=host_id(), pid=pid, process_started_at=process_start(pid)
     )
     record = AttemptRecord(attempt=number, owner=owner, confirmed=False, base=planned.newest_commit)
     if not store.create(layout.attempt_name(number), encode(record)):
         raise RunChangedError(f"run {planned.run} has gone on meanwhile")
-    if newest_attempt(store) != number or next(lineage(store, before=number), None) != planned.newest_commit:
+    try:
+        _check_unchanged(RunDirectory(store, number - 1), replace(planned, newest_attempt=number))
+    except RunChangedError:
         store.delete(layout.attempt_name(number))
-        raise RunChangedError(f"run {planned.run} has gone on meanwhile")
+        raise
 
     def check() -> None:
         if newest_attempt(store) != number:

@@ -18,21 +18,15 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import CommitRecord, CompletedRuns, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import check_fence, damage_of, newest_commit
+from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name
-from prefect_elastic_train.runs.model import SEED_COMMIT, ResumePoint, RunDirectory
-from prefect_elastic_train.runs.snapshots import checkpoint_names, is_same, seed_snapshot, without_checkpoints
+from prefect_elastic_train.runs.model import SEED_COMMIT, ResumePoint, RunDirectory, refusal
+from prefect_elastic_train.runs.snapshots import checkpoint_names, seed_snapshot, without_checkpoints
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
 #: Completed runs that are remembered of each training of a deployment; all but the newest stand in for it.
 _REMEMBERED = 20
-
-
-def attempt_snapshot(store: RunStore, attempt: int) -> dict[str, Any] | None:
-    """Snapshot that an attempt goes on from: of its newest commit, else of its base; None for the beginning."""
-    commit = newest_commit(store, attempt)
-    return commit.snapshot if commit is not None else None
 
 
 def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
@@ -42,9 +36,10 @@ def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
     if point.snapshot is None:
         store.delete(layout.SNAPSHOT)
         return ["Ray's snapshot belongs to no commit and was removed"] if is_there else []
-    if is_same(run.mirror, point.snapshot):
+    text = json.dumps(point.snapshot)
+    if json.dumps(run.mirror) == text:  # a metric may be NaN, which equals nothing
         return []
-    store.replace(layout.SNAPSHOT, json.dumps(point.snapshot).encode())
+    store.replace(layout.SNAPSHOT, text.encode())
     # A copied checkpoint comes without Ray's file.
     if point.repairs or (not is_there and point.base == SEED_COMMIT):
         return []
@@ -63,7 +58,7 @@ def adopt_snapshot(store: RunStore) -> list[str]:
     missing = [name for name in names if not run.file_sizes(name)]
     usable = without_checkpoints(snapshot, missing) if snapshot is not None else None
     if usable is None:
-        raise _invalid(
+        raise refusal(
             f"{store.uri} holds a run that another program wrote with Ray Train, and its {layout.SNAPSHOT} is torn or "
             "names no checkpoint that is still there; remove that file to begin anew there, or give another run_name"
         )
@@ -109,30 +104,25 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
 
-def parse_source(resume_from: str) -> tuple[str, str]:
-    """Return run name and choice of ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``.
+def choose_source(storage: Storage, request: RunRequest) -> Source:
+    """Choose the checkpoint that a new run starts from, ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``.
 
-    Without a choice it is the newest checkpoint of a run that is named, and the best one of ``"latest"``.
+    Nothing is written. Without a choice it is the newest checkpoint of a run that is named, and the best one of
+    ``"latest"``.
 
     Raises:
         ConfigurationError: The run's name is not one.
-    """
-    name, _, choice = resume_from.partition("@")
-    return check_run_name(name), choice or ("best" if name == LATEST_RUN else "latest")
-
-
-def choose_source(storage: Storage, request: RunRequest) -> Source:
-    """Choose the checkpoint that a new run starts from. Nothing is written.
-
-    Raises:
         AttemptFailedError: A run was named that has no such checkpoint, or what tells the newest run is torn; outcome
             ``invalid``.
     """
-    name, choice = parse_source(request.resume_from)
+    name, _, choice = request.resume_from.partition("@")
     try:
-        source = _newest_run(storage, request, choice) if name == LATEST_RUN else _choose(storage, name, choice)
+        if name == LATEST_RUN:  # of which the best checkpoint is meant, unless one is named
+            source = _newest_run(storage, request, choice or "best")
+        else:
+            source = _choose(storage, check_run_name(name), choice or "latest")
     except AttemptFailedError as error:
-        raise _invalid(f"resume_from={request.resume_from!r}: {error}") from error
+        raise refusal(f"resume_from={request.resume_from!r}: {error}") from error
     return replace(source, notes=[f"resume_from={request.resume_from!r}: {note}" for note in source.notes])
 
 
@@ -156,7 +146,7 @@ def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) ->
     if chosen:
         try:
             target.copy_folder(f"{storage.run(source.run).path}/{source.folder}", folder)
-            damage = damage_of(target, folder, source.manifest)
+            damage = RunDirectory(target).damage_of(folder, source.manifest)
         except FileNotFoundError:
             damage = "it was deleted meanwhile"
         if damage:
@@ -191,7 +181,7 @@ def _newest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
     pointers, pointer = _pointer(storage, request.owner, request.part)
     known = decode(CompletedRuns, data := pointers.read(pointer))
     if known is None and data is not None:
-        raise _invalid(
+        raise refusal(
             f"{pointers.uri}/{pointer}, which names the completed runs, is torn; name the run to start from, or remove "
             "that file"
         )
@@ -224,12 +214,12 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
     newest = run.newest_attempt
     is_completed = newest is not None and newest.outcome == Outcome.COMPLETED.value
     if newest is not None and newest.is_pruner:
-        raise _invalid(f"run {name!r} is being deleted")
+        raise refusal(f"run {name!r} is being deleted")
     if completed is not None and (run.record is None or run.record.id != completed.id or not is_completed):
-        raise _invalid(f"run {name!r} is gone, or is not completed any more")
+        raise refusal(f"run {name!r} is gone, or is not completed any more")
     point = run.resume_point
     if point.commit is None:
-        raise _invalid("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
+        raise refusal("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
     results: list[dict[str, Any]] = point.commit.snapshot["checkpoint_results"]
     folders = [result["checkpoint_dir_name"] for result in results]
     alike = [choice] if choice in folders else [folder for folder in folders if loop_name(folder) == choice]
@@ -237,7 +227,7 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
         alike = [point.checkpoint] if choice == "latest" else folders[-1:]
     if not alike:
         names = ", ".join(sorted(map(loop_name, folders)))
-        raise _invalid("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))
+        raise refusal("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))
     folder = max(alike, key=age_of)
     metrics = results[folders.index(folder)]["metrics"] or {}
     notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
@@ -249,7 +239,3 @@ def _pointer(storage: Storage, owner: Owner, part: str) -> tuple[RunStore, str]:
     of = f"deployment {owner.deployment_id}" if owner.deployment_id else f"flow {owner.flow_name}"
     digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (of, part)]
     return storage.folder(f"{storage.settings.root}/{layout.STATE_FOLDER}"), f"completed/{'/'.join(digests)}.json"
-
-
-def _invalid(why: str) -> AttemptFailedError:
-    return AttemptFailedError(why, outcome=Outcome.INVALID)

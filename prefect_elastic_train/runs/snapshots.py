@@ -35,11 +35,6 @@ def fits_together(snapshot: dict[str, Any]) -> bool:
     return is_known and all(isinstance(name, str) for name in names)
 
 
-def is_same(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
-    """Whether two snapshots are the same: as text, since a metric may be NaN, which equals nothing."""
-    return json.dumps(one) == json.dumps(other)
-
-
 def checkpoint_names(snapshot: dict[str, Any]) -> list[str]:
     """Return the names of the checkpoint folders, in the order of their reports."""
     return [result["checkpoint_dir_name"] for _, result in reported(snapshot)]

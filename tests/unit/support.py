@@ -142,7 +142,7 @@ def neighbour(store: RunStore, name: str) -> RunStore:
 class SteppedStore(LocalRunStore):
     """A disk where something is called before each operation, and before each file of a folder that is deleted."""
 
-    _OPERATIONS = {"names": "list", "file_sizes": "list", "delete_folder": "delete", "upload": "copy"} | {
+    _OPERATIONS = {"names": "list", "file_sizes": "sizes", "delete_folder": "delete", "upload": "copy"} | {
         name: name for name in ("create", "replace", "read", "folders", "delete")
     }
 

@@ -37,11 +37,11 @@ from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3
 from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt
-from prefect_elastic_train.runs.commits import all_commits, check_fence, newest_attempt
+from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.inspecting import make_result
 from prefect_elastic_train.runs.liveness import host_id, process_start
-from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.model import RunDirectory, all_commits, newest_attempt
 from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
 from prefect_elastic_train.runs.resume import choose_source, remove_interrupted_uploads
 from prefect_elastic_train.storage.opening import Storage, open_storage
@@ -206,17 +206,14 @@ def test_list_tells_of_each_run_where_it_stands(storage: Storage) -> None:
         "silent": ("died", "", "dead"),
         "slow": ("unknown", "", "unknown"),
         "ahead": ("unknown", "", "unknown"),
-        "raw": ("foreign", "", None),
         "claimed": ("not_begun", "", None),
     }
-    assert (runs["raw"]["checkpoints"], runs["raw"]["metrics"]) == (2, {"acc": 2})
     assert runs["claimed"]["flow_run_name"] == "eager-otter"
     assert runs["broken"]["detail"] == "ValueError: no"
     assert runs["gone"]["detail"] == f"process {2**22 + 1} on this machine is gone"
     assert runs["ahead"]["detail"] == "last sign of life -3600 s ago on elsewhere"
     text = _done("list", storage.uri)
     assert "failed: user_error" in text
-    assert "another program's" in text
     assert len(text.splitlines()) == 1 + len(runs)
 
 
@@ -441,7 +438,7 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     begun = begin(store, claim(name="mnist"))
     assert Ray(store, begun.attempt).start().latest == begun.point.checkpoint == "c"
     assert remove_interrupted_uploads(store, begun.attempt) == ["d"]
-    result = make_result(store, "mnist", add_up(read_history(store)))
+    result = make_result(store, add_up(read_history(store)))
     _end(store, result=result.model_dump(mode="json"))
     assert (result.checkpoint_uri, result.metrics["epoch"]) == (f"{store.uri}/c", 2)
     assert [best.uri for best in result.best_checkpoints] == [f"{store.uri}/{name}" for name in "abc"]
@@ -545,7 +542,6 @@ def test_prune_leaves_alone_what_lives_and_what_may(storage: Storage) -> None:
     assert "left alone: unknown: it is being trained, or may be" in text
     assert "left alone: ending: it was active just now" in text
     assert "left alone: claimed: it was active just now, or was claimed within a day" in text
-    assert "left alone: raw: another program wrote it" in text
     assert _everything(storage) == before
 
 
@@ -556,7 +552,7 @@ def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(s
     assert _summaries(storage)["mnist"]["state"] == "died"
     later = threading.Timer(0.4, lambda: _beat(store, age=LONG_AGO - 1, interval=0.5))
     later.start()
-    planned = plan_run(store, "mnist", DAY)
+    planned = plan_run(RunDirectory(store), DAY)
     later.join()
     assert (planned.kept, planned.deletions) == ("it is being trained: its heart beats", [])
 
@@ -565,7 +561,7 @@ def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(s
 def test_nothing_goes_once_an_attempt_has_begun_since_the_plan(storage: Storage, older_than: float | None) -> None:
     store = _over(storage)
     folder = _interrupt_upload(store)
-    planned = plan_run(store, "mnist", older_than)
+    planned = plan_run(RunDirectory(store), older_than)
     assert [deletion.folder for deletion in planned.deletions] == ["" if older_than else folder]
     begin(store)
     before = _everything(storage)
@@ -581,9 +577,9 @@ def test_nothing_goes_once_a_driver_thought_dead_has_committed(storage: Storage,
     ray = Ray(store, 1).start()
     _make_older(store, LONG_AGO)
     _beat(store, age=LONG_AGO)
-    kept = plan_run(store, "mnist").kept
-    assert kept.startswith("attempt 1 has no end: resume the run, which removes")
-    planned = plan_run(store, "mnist", DAY)
+    kept = plan_run(RunDirectory(store)).kept
+    assert kept.startswith("its newest attempt has no end: resume the run, which removes")
+    planned = plan_run(RunDirectory(store), DAY)
     late = Hooked(store, layout.attempt_name(2), lambda: ray.report("e"))  # between the last look and the fence
     if not is_late:
         ray.report("e")
@@ -623,7 +619,7 @@ def test_a_driver_that_begins_while_a_run_is_deleted_is_told_and_another_pruner_
             begin_attempt(store, claim())
         assert "left alone: mnist: it is being deleted: process" in _done("prune", storage.uri, "--yes")
 
-    list(carry_out(Hooked(store, "b", interfere), plan_run(store, "mnist", DAY)))
+    list(carry_out(Hooked(store, "b", interfere), plan_run(RunDirectory(store), DAY)))
     assert os.listdir(storage.uri) == []
     assert begin(store).point.checkpoint == ""
 
@@ -636,7 +632,7 @@ def test_a_deletion_that_another_flow_run_stops_by_taking_over_is_finished_by_th
         store.create(layout.attempt_name(3), begun.replace(b'"attempt": 2', b'"attempt": 3'))
 
     with pytest.raises(RunChangedError, match="run mnist was begun anew while it was deleted"):
-        list(carry_out(Hooked(store, "b", take_over), plan_run(store, "mnist", DAY)))
+        list(carry_out(Hooked(store, "b", take_over), plan_run(RunDirectory(store), DAY)))
     assert store.folders() == [layout.STATE_FOLDER, "b", "c"]
     pruner = json.loads(store.read(layout.attempt_name(3)) or b"")
     pruner["owner"]["pid"] = 2**22 + 1  # a pruner that was killed

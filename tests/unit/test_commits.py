@@ -15,17 +15,8 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, encode
 from prefect_elastic_train.runs import commits, layout
-from prefect_elastic_train.runs.commits import (
-    CommitLog,
-    FencedOffError,
-    all_attempts,
-    all_commits,
-    check_fence,
-    lineage,
-    newest_attempt,
-    read_commit,
-)
-from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.commits import CommitLog, FencedOffError, check_fence
+from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_commits, newest_attempt
 from prefect_elastic_train.runs.resume import restore_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
@@ -71,7 +62,7 @@ def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: Run
     training.upload("b", {"model.pt": b"1"})
     data = json.dumps(with_result(training.snapshot, "b", {}), indent=3).encode()
     training.log.commit(data)
-    newest = read_commit(store, (1, 2))
+    newest = RunDirectory(store).commit((1, 2))
     assert newest is not None
     assert newest.snapshot == json.loads(data)
     assert newest.manifest == {"a": {"model.pt": 5, "rank-1/optim.pt": 2}, "b": {"model.pt": 1}}
@@ -118,7 +109,7 @@ def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunSto
     with pytest.raises(FencedOffError):
         first.commit("b")
     assert all_commits(store) == [(1, 1), (1, 2)]
-    assert list(lineage(store)) == [(1, 1)]
+    assert list(RunDirectory(store).lineage) == [(1, 1)]
     assert store.read(layout.SNAPSHOT) == before
     assert RunDirectory(store).resume_point.checkpoint == "a"
 
@@ -131,7 +122,7 @@ def test_five_commits_of_an_attempt_are_kept_and_a_controller_that_starts_again_
         for number in range(7):
             Training(store, attempt).report(f"checkpoint-{attempt}-{number}")
     assert all_commits(store) == [(attempt, sequence) for attempt in (1, 2) for sequence in range(3, 8)]
-    newest = read_commit(store, (2, 7))
+    newest = RunDirectory(store).commit((2, 7))
     assert newest is not None
     assert len(newest.manifest) == 14
 
@@ -231,5 +222,5 @@ def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
             for sequence in range(1, commits + 1):
                 Path(folder, layout.COMMITS).mkdir(parents=True, exist_ok=True)
                 Path(folder, layout.commit_name(number, sequence)).write_bytes(b"{}")
-        assert list(lineage(store)) == expected
-        assert all(commit[0] < len(history) for commit in lineage(store, before=len(history)))
+        assert list(RunDirectory(store).lineage) == expected
+        assert all(commit[0] < len(history) for commit in RunDirectory(store, len(history) - 1).lineage)

@@ -20,11 +20,10 @@ from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt
-from prefect_elastic_train.runs.commits import all_commits, newest_attempt
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.inspecting import describe
-from prefect_elastic_train.runs.model import PRUNER, RunDirectory
-from prefect_elastic_train.runs.resume import Source, choose_source, note_completed, parse_source, seed_from_source
+from prefect_elastic_train.runs.model import PRUNER, RunDirectory, all_commits, newest_attempt
+from prefect_elastic_train.runs.resume import Source, choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.support import Training, begin, spec
@@ -115,34 +114,14 @@ def test_a_night_starts_from_the_best_checkpoint_of_the_newest_completed_run(
 
 
 @pytest.mark.parametrize(
-    ("resume_from", "parsed"),
-    [
-        ("latest", ("latest", "best")),
-        ("latest@latest", ("latest", "latest")),
-        ("mnist", ("mnist", "latest")),
-        ("mnist@best", ("mnist", "best")),
-    ],
-)
-def test_latest_is_the_newest_run_whose_best_checkpoint_is_meant_unless_one_is_named(
-    resume_from: str, parsed: tuple[str, str]
-) -> None:
-    assert parse_source(resume_from) == parsed
-    for bad in ("../up", "@best", "a/b@best"):
-        with pytest.raises(ConfigurationError):
-            parse_source(bad)
-    with pytest.raises(ConfigurationError, match="give the run another name"):
-        elastic_train.ask(lambda: None, run_name="latest")
-
-
-@pytest.mark.parametrize(
     ("choice", "number"),
-    [("", 2), ("@latest", 2), ("@best", 1), ("@checkpoint_0", 0)],
+    [("base", 2), ("base@latest", 2), ("base@best", 1), ("base@checkpoint_0", 0), ("latest@latest", 2)],
 )
 def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(nights: Nights, choice: str, number: int) -> None:
     scores = (0.5, 0.9, 0.1)
     nights.add("base", scores=scores)
     store = nights.storage.run("tuned")
-    wanted = nights.claim("tuned", f"base{choice}")
+    wanted = nights.claim("tuned", choice)
     begun, notes = nights.start(wanted)
     folder = begun.point.checkpoint
     assert notes == []
@@ -172,6 +151,10 @@ def test_a_source_that_is_not_there_is_refused_with_what_there_is(nights: Nights
     nights.add("going")
     owner = Owner(flow_run_id=PRUNER, flow_run_name=PRUNER)
     nights.storage.run("going").create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=owner)))
+    with pytest.raises(ConfigurationError, match="'a b'"):
+        nights.source(nights.claim("tuned", "a b@best"))
+    with pytest.raises(ConfigurationError, match="give the run another name"):
+        elastic_train.ask(lambda: None, run_name="latest")
     for resume_from, words in {
         "nowhere": "nowhere has no committed checkpoint",
         "base@z": "run 'base' has no checkpoint 'z', it has checkpoint_0, checkpoint_1",
@@ -294,7 +277,7 @@ def test_each_night_shows_what_it_started_from_and_names_of_copies_do_not_grow(n
         assert loop_name(begun.point.checkpoint) == f"from-night-{number - 1}"
         end_attempt(nights.storage.run(f"night-{number}"), 1, "completed")
         note_completed(nights.storage, f"night-{number}")
-    details = describe(nights.storage.run("night-2"), "night-2")
+    details = describe(RunDirectory(nights.storage.run("night-2")))
     assert details is not None
     assert loop_name(details.started_from) == f"{nights.storage.uri}/night-1/from-night-0"
     assert os.path.isfile(f"{details.started_from}/model.pt")

@@ -19,7 +19,7 @@ from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.core.records import CommitRecord, decode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import all_commits, lineage
+from prefect_elastic_train.runs.model import RunDirectory, all_commits
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore
@@ -170,7 +170,7 @@ class CrashingRun(RuleBasedStateMachine):
             key=lambda name: (-_epoch(name), -(written_by(name) or 0)),
         )
         if what == "commit torn":
-            for attempt, sequence in itertools.islice(lineage(self.store), 1):
+            for attempt, sequence in itertools.islice(RunDirectory(self.store).lineage, 1):
                 tear(self.store, layout.commit_name(attempt, sequence))
         elif what == "snapshot missing":
             self.store.delete(layout.SNAPSHOT)
@@ -206,7 +206,7 @@ class CrashingRun(RuleBasedStateMachine):
 
     def _newest_whole(self) -> list[tuple[str, bytes]]:
         """Give the checkpoints of the newest commit that is whole and has any that are, those that are."""
-        for number in lineage(self.store):
+        for number in RunDirectory(self.store).lineage:
             if not self._is_readable(number):
                 continue
             whole = [(name, content) for name, content in self.commits[number].checkpoints if self._is(name, content)]

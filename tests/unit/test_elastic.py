@@ -36,7 +36,8 @@ from prefect_elastic_train.elastic.loop_state import in_report, stalling, take_w
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
 from prefect_elastic_train.elastic.translate import run_config, scaling_config
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, newest_commit
+from prefect_elastic_train.runs.commits import FencedOffError
+from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.storage.retries import Waits
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
@@ -178,7 +179,7 @@ def test_a_new_group_is_told_with_its_ranks_and_its_checkpoint_and_compared_with
     controller: Controller, monkeypatch: pytest.MonkeyPatch, is_seeded: bool
 ) -> None:
     Training(controller.store, 1).report("ckpt-1", {"step": 8})
-    commit = newest_commit(controller.store, 1)
+    commit = RunDirectory(controller.store, 1).newest_commit
     assert commit is not None
     if is_seeded:
         monkeypatch.setattr(callbacks, "SEED_COMMIT", (commit.attempt, commit.sequence))

@@ -166,7 +166,7 @@ def test_the_result_of_a_run_is_of_its_newest_whole_commit(store: LocalRunStore)
     training.report("b", {"loss": 0.25})
     spent = TimeAccount(wall_seconds=10, productive_seconds=5, lost_seconds=5)
     accounts = Accounts(attempts=2, steps_lost=3, time=spent, last_metrics={"loss": 9})
-    result = _result(store, "mnist", accounts, storage_block="training-storage-directory/shared")
+    result = _result(store, accounts, storage_block="training-storage-directory/shared")
     assert (result.checkpoint_uri, result.metrics) == (f"{store.path}/b", {"loss": 0.25})
     assert [(best.uri, best.metrics) for best in result.best_checkpoints] == [
         (f"{store.path}/a", {"loss": 0.5}),
@@ -177,7 +177,7 @@ def test_the_result_of_a_run_is_of_its_newest_whole_commit(store: LocalRunStore)
     assert where == ("mnist", store.path, "training-storage-directory/shared")
     assert TrainingResult.model_validate_json(result.model_dump_json()) == result
     store.replace("b/model.pt", b"half")
-    result = _result(store, "mnist", Accounts())
+    result = _result(store, Accounts())
     assert (result.checkpoint_uri, result.metrics) == (f"{store.path}/a", {"loss": 0.5})
 
 
@@ -188,7 +188,7 @@ def test_the_checkpoints_of_a_result_are_read_from_its_storage_alone(store: Loca
     training.snapshot["checkpoint_results"].reverse()  # sorted by score, as Ray keeps them: best last
     training.snapshot["checkpoint_report_indices"].reverse()
     training.log.commit(json.dumps(training.snapshot).encode())
-    result = _result(store, "mnist", Accounts())
+    result = _result(store, Accounts())
     runs = LocalStorage(path=str(Path(store.path).parent))
     for best, name in ((False, "newest"), (True, "best")):
         for storage in (None, runs):
@@ -224,7 +224,7 @@ def test_a_checkpoint_that_is_gone_is_told_from_a_run_that_nobody_sees(storage: 
 def test_the_result_of_a_run_without_checkpoints_has_its_last_metrics(store: LocalRunStore) -> None:
     begin(store)
     rows: list[dict[str, Any]] = [{"loss": 1.0, "_attempt": 1}, {"loss": 0.5, "_attempt": 1}]
-    result = _result(store, "mnist", Accounts(last_metrics={"loss": 0.5}, history=rows))
+    result = _result(store, Accounts(last_metrics={"loss": 0.5}, history=rows))
     assert (result.checkpoint_uri, result.metrics, result.attempts) == ("", {"loss": 0.5}, 1)
     assert list(result.metrics_dataframe()["loss"]) == [1.0, 0.5]
     with pytest.raises(FileNotFoundError, match="run 'mnist' has no checkpoint"):

@@ -26,7 +26,7 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError
 from prefect_elastic_train.elastic.checkpoints import RunFilesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
-from prefect_elastic_train.runs.commits import newest_attempt
+from prefect_elastic_train.runs.model import newest_attempt
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import checkpoint_names, latest_checkpoint, parse_snapshot
 from prefect_elastic_train.storage.store import LocalRunStore
@@ -336,7 +336,7 @@ COMMIT = f"create {layout.COMMITS}"
 
 
 @pytest.mark.parametrize(("commits", "keep"), [(0, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize("stop", ["copy", "folders", "delete", "unlink", COMMIT, f"replace {layout.SNAPSHOT}"])
+@pytest.mark.parametrize("stop", ["copy", "sizes", "delete", "unlink", COMMIT, f"replace {layout.SNAPSHOT}"])
 def test_one_that_was_stopped_for_a_while_does_not_touch_what_its_successor_needs(
     stop: str, commits: int, keep: int
 ) -> None:

@@ -32,8 +32,8 @@ from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, all_commits
-from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.commits import FencedOffError
+from prefect_elastic_train.runs.model import RunDirectory, all_commits
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.storage import objects as objects_module
 from prefect_elastic_train.storage import s3 as s3_module

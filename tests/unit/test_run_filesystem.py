@@ -15,8 +15,8 @@ from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.records import CommitRecord, decode
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.commits import FencedOffError, all_commits
-from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.commits import FencedOffError
+from prefect_elastic_train.runs.model import RunDirectory, all_commits
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.ray_storage import Ray
