@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from pyarrow import fs
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
@@ -148,17 +147,6 @@ def _summaries(storage: Storage) -> dict[str, Any]:
     return {run["name"]: run for run in _json("list", storage.uri)["runs"]}
 
 
-def _raw_ray(storage: Storage, name: str) -> LocalRunStore:
-    """Write a run as Ray Train does without us."""
-    store = _local(storage, name)
-    ray = Ray(store, 0)
-    ray.storage.storage_filesystem = fs.LocalFileSystem()
-    ray.start()
-    ray.report("a", acc=1)
-    ray.report("b", acc=2)
-    return store
-
-
 class Hooked(LocalRunStore):
     """A disk on which something happens before an operation on a name."""
 
@@ -192,7 +180,7 @@ def test_list_tells_of_each_run_where_it_stands(storage: Storage) -> None:
     _make_older(_local(storage, "silent"), 3600)
     _beat(_trained(storage, "slow"), age=60)
     _beat(_trained(storage, "ahead"), age=-3600)
-    _raw_ray(storage, "raw")
+    _local(storage, "raw").create(layout.SNAPSHOT, b"of Ray Train alone")
     record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().request.fingerprint)
     _local(storage, "claimed").create(layout.RUN, encode(record))
     runs = _summaries(storage)
@@ -357,7 +345,7 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
 
 def test_a_whole_run_is_told_to_be_whole_and_nothing_is_written(storage: Storage) -> None:
     store = _trained(storage, "mnist")
-    _raw_ray(storage, "raw")
+    _local(storage, "raw").create(layout.SNAPSHOT, b"of Ray Train alone")
     upload = _interrupt_upload(store, "epochs/4")
     store.create("plots/loss.svg", b"<svg/>")
     before = _everything(storage)
@@ -524,12 +512,10 @@ def test_prune_leaves_alone_what_lives_and_what_may(storage: Storage) -> None:
         "beating": _trained(storage, "beating"),
         "unknown": _trained(storage, "unknown"),
         "ending": _trained(storage, "ending"),
-        "raw": _raw_ray(storage, "raw"),
     }
-    for name, store in runs.items():
-        if name != "raw":
-            _interrupt_upload(store)
-            _make_older(store, LONG_AGO)
+    for store in runs.values():
+        _interrupt_upload(store)
+        _make_older(store, LONG_AGO)
     _beat(runs["beating"], age=1, interval=60)
     _beat(runs["unknown"], age=60)
     _end(runs["ending"])

@@ -255,7 +255,7 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
 
     monkeypatch.setattr(relay, "ALIVE_SECONDS", 0.02)
     monkeypatch.setattr(attempt, "_LEAVE_SECONDS", 0.2)
-    monkeypatch.setattr(LocalRunStore, "folders", lambda self, folder="": time.sleep(0.2) or [])
+    monkeypatch.setattr(LocalRunStore, "file_sizes", lambda self, folder: time.sleep(0.2) or {})
     monkeypatch.setattr(attempt, "end_attempt", lambda *arguments, **named: time.sleep(0.2))
     away = threading.Event()
     monkeypatch.setattr(attempt, "note_completed", lambda storage, name: away.wait(20))
