@@ -32,28 +32,6 @@ if TYPE_CHECKING:
     from prefect_elastic_train.orchestration.result import TrainingResult, checkpoint_directory
     from prefect_elastic_train.orchestration.task import aelastic_train, elastic_train
 
-_MODULES = {
-    "AttemptFailedError": "core.outcomes",
-    "CheckpointGoneError": "core.outcomes",
-    "CheckpointPolicy": "blocks",
-    "ConfigurationError": "core.outcomes",
-    "ElasticScaling": "blocks",
-    "ElasticTrainError": "core.outcomes",
-    "FailureBudget": "blocks",
-    "FsspecStorage": "blocks",
-    "LocalStorage": "blocks",
-    "Outcome": "core.outcomes",
-    "RayCluster": "blocks",
-    "S3Storage": "blocks",
-    "StorageFaultError": "core.outcomes",
-    "TrainingResult": "orchestration.result",
-    "TrainingTimeoutError": "core.outcomes",
-    "__version__": "core.version",
-    "aelastic_train": "orchestration.task",
-    "checkpoint_directory": "orchestration.result",
-    "elastic_train": "orchestration.task",
-}
-
 __all__ = [
     "AttemptFailedError",
     "CheckpointGoneError",
@@ -76,13 +54,17 @@ __all__ = [
     "elastic_train",
 ]
 
+#: Where these are, what imports least first.
+_MODULES = ("core.version", "core.outcomes", "orchestration.result", "blocks", "orchestration.task")
+
 
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    for module in _MODULES if name in __all__ else ():
+        found = import_module(f"{__name__}.{module}")
+        if getattr(found, name, None) is not None:
+            return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -85,7 +85,7 @@ def train(
         scaling=_given(scaling, DEFAULT_SCALING),
         failures=_given(failures, DEFAULT_FAILURES),
         checkpoints=_given(checkpoints, DEFAULT_CHECKPOINTS),
-        storage=_by_name(storage),
+        storage=_given(storage),
         cluster=_given(cluster, DEFAULT_CLUSTER),
         run_name=run_name or None,
         resume=resume,
@@ -95,23 +95,13 @@ def train(
     return result.model_dump(mode="json")
 
 
-def _given(block: AnyBlock, default: AnyBlock) -> AnyBlock | str | None:
-    """Give a block by its name if it is saved, and nothing for the flow's own default."""
-    if not saved_name(block) and _same_values(block, default):
-        return None
-    return _by_name(block)
+def _given(block: AnyBlock, default: AnyBlock | None = None) -> AnyBlock | str | None:
+    """Return a saved block by its name, which each attempt loads anew, so that a mended token is used; else the block.
 
-
-def _by_name(block: AnyBlock) -> AnyBlock | str:
-    """Give a saved block by its name, which each attempt loads anew, so that a mended token is used.
-
-    One whose values are no longer those that are saved is given as it is: whoever changed it means the change.
+    The flow's own default is nothing. A block whose values are no longer those that are saved is given as it is:
+    whoever changed it means the change.
     """
     name = saved_name(block)
     if not name:
-        return block
-    return name if _same_values(block, load_saved([type(block)], name)) else block
-
-
-def _same_values(block: AnyBlock, other: AnyBlock) -> bool:
-    return all(getattr(block, field) == getattr(other, field) for field in type(block).model_fields)
+        return None if default is not None and dict(block) == dict(default) else block
+    return name if dict(block) == dict(load_saved([type(block)], name)) else block

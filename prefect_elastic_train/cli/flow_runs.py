@@ -27,15 +27,15 @@ def resume_flow_run(
         list[str] | None,
         typer.Option(
             "--storage",
-            help="Storage of its trainings, to look for the run and for a driver that lives. May be given several "
-            "times. [default: that of the settings, else ~/elastic_train_runs]",
+            help="Storage to look for the run in, by its name. May be given several times. [default: that of the "
+            "settings, else ~/elastic_train_runs]",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Do not look for signs of life.")] = False,
 ) -> None:
     """Resume a flow run whose machine was lost, and which looks running ever since.
 
-    Refuses while the run shows a sign of life: a process on this machine, a recent heartbeat, a living driver. A dead
+    Refuses while the run shows a sign of life: a process on this machine, or a recent heartbeat to Prefect. A dead
     Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled.
     """
     from prefect.client.orchestration import get_client
@@ -44,15 +44,14 @@ def resume_flow_run(
     from prefect_elastic_train.orchestration import dead_runs
 
     with errors(), get_client(sync_client=True) as client:
-        if not storages:
-            default = default_block_name("storage")
-            storages = [default or DEFAULT_STORAGE] if default or Path(DEFAULT_STORAGE).expanduser().is_dir() else []
-        opened = [open_briefly(text) for text in storages]
         try:
             flow_run_id = UUID(run)
         except ValueError:
-            flow_run_id = dead_runs.flow_run_of(run, opened)
-        for line in dead_runs.resume(client, flow_run_id, opened, force=force):
+            if not storages:
+                default = default_block_name("storage") or DEFAULT_STORAGE
+                storages = [default] if default != DEFAULT_STORAGE or Path(default).expanduser().is_dir() else []
+            flow_run_id = dead_runs.flow_run_of(run, [open_briefly(text) for text in storages])
+        for line in dead_runs.resume(client, flow_run_id, force=force):
             console().print(line, markup=False)
 
 

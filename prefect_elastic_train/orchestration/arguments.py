@@ -61,11 +61,7 @@ GivenBlock = TrainingBlock | str
 def check_arguments(
     framework: str, run_name: str | None, resume: bool, resume_from: str | None, timeout_seconds: float | None
 ) -> None:
-    """Check those arguments of ``elastic_train`` that are neither blocks nor the user's own objects.
-
-    Raises:
-        ConfigurationError: One is not allowed, or two do not fit together.
-    """
+    """Refuse what is not allowed of those arguments that are neither blocks nor the user's own objects."""
     if framework not in FRAMEWORKS:
         raise ConfigurationError(f"framework {framework!r} is unknown; use one of {', '.join(map(repr, FRAMEWORKS))}")
     if timeout_seconds is not None and not timeout_seconds > 0:
@@ -120,16 +116,16 @@ def make_request(
         ) from error
     # Last, since it counts the trainings of the flow run: one that is refused is none.
     place = this_training()
+    which = (place.number, place.calls)
     flow_name = place.flow_name or loop_name(loop)
-    default = default_run_name(flow_name, place.owner.flow_run_id, place.number, place.calls)
     request = RunRequest(
-        run_name=check_run_name(default if run_name is None else run_name),
+        run_name=run_name or check_run_name(default_run_name(flow_name, place.owner.flow_run_id, *which)),
         owner=place.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
         fingerprint=fingerprint(loop, framework, config),
         named=run_name is not None,
         resume=resume,
         resume_from=resume_from or "",
-        part=training_part(flow_name, place.number, place.calls),
+        part=training_part(flow_name, *which),
         resumed=place.resumed,
         has_datasets=bool(payload.datasets),
         worker_runtime_env=worker_runtime_env or {},
@@ -142,34 +138,22 @@ def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     """Return a training's blocks by argument: as given, else by the name in the settings, else the default.
 
     All are loaded once now, so that a typing error ends nothing later.
-
-    Raises:
-        ConfigurationError: As of :func:`load_given`.
     """
     blocks: dict[str, GivenBlock] = {}
     for argument, block in given.items():
-        if block is None:
-            default = chosen_block(argument)
-            blocks[argument] = default_block_name(argument) or default
-        else:
-            load_given(argument, block)
-            blocks[argument] = block
+        loaded = chosen_block(argument) if block is None else load_given(argument, block)
+        blocks[argument] = block or default_block_name(argument) or loaded
     return blocks
 
 
 def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
-    """Load a block that was given by name; refuse one whose secrets Prefect has masked.
-
-    Raises:
-        ConfigurationError: There is no such block, it is of another type, or its secrets are asterisks.
-    """
+    """Return a block, loaded if its name was given; refuse one whose secrets Prefect has masked."""
     types = BLOCK_TYPES[argument]
     block = load_saved(types, given) if isinstance(given, str) else given
     if not (type(block) in types if argument == "storage" else isinstance(block, *types)):
         names = " or ".join(kind.__name__ for kind in types)
         raise ConfigurationError(f"{argument}: expected a {names} or the name of one, got {type(given).__name__}")
-    for field in type(block).model_fields:
-        value = getattr(block, field)
+    for field, value in block:
         text = value.get_secret_value() if isinstance(value, SecretStr) else ""
         if text and not text.strip("*"):
             raise ConfigurationError(
@@ -180,11 +164,7 @@ def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
 
 
 def driver_spec(request: RunRequest, given: Mapping[str, GivenBlock], previous_end: str = "") -> DriverSpec:
-    """Make what the driver of the next attempt is told, from the blocks as they are saved now.
-
-    Raises:
-        ConfigurationError: As of :func:`load_given`.
-    """
+    """Return what the driver of the next attempt is told, with the blocks as they are saved now."""
     blocks = {argument: load_given(argument, block) for argument, block in given.items()}
     scaling, storage = plain(ScalingSettings, blocks["scaling"]), blocks["storage"]
     assert isinstance(storage, StorageBlock)
@@ -207,9 +187,6 @@ def named_loop(name: str) -> Callable[..., Any] | str:
 
     Modules are looked for in the current folder too, as by ``python -m``; those that a file imports, in its folder.
 
-    Args:
-        name: ``"package.module:function"``, or ``"path/to/file.py:function"``.
-
     Raises:
         ConfigurationError: The file cannot be read or run, or has no such function.
     """
@@ -227,11 +204,7 @@ def absolute(name: str) -> str:
 
 
 def check_named_loop(name: str) -> None:
-    """Check, by importing it, that a named loop is one.
-
-    Raises:
-        ConfigurationError: It is not, or cannot be imported here.
-    """
+    """Refuse a name whose loop is none, which importing it shows."""
     if not re.match(LOOP_PATTERN, name):
         raise ConfigurationError(
             f"train loop {name!r} is neither 'package.module:function' nor 'path/to/file.py:function'"

@@ -26,21 +26,14 @@ from prefect_elastic_train.orchestration.prefect_events import BEST_CHECKPOINT, 
 
 _RESUME = "elastic-train: resume crashed runs of "
 _FIND = "elastic-train: find dead runs of "
-#: When an evaluation can be started: what the automation is called, the event, and where that has the checkpoint;
-#: without a score there is no best one.
+#: When an evaluation can be started: of what, at which event, and where that has the checkpoint; without a score there
+#: is no best one.
 _EVALUATIONS = {
-    "best-checkpoint": (
-        "elastic-train: evaluate best checkpoints of ",
-        BEST_CHECKPOINT,
-        "event.payload.checkpoint_uri",
-    ),
-    "completed": (
-        "elastic-train: evaluate completed trainings of ",
-        COMPLETED,
-        "event.payload.best_checkpoint_uri or event.payload.checkpoint_uri",
-    ),
+    "best-checkpoint": ("best checkpoints", BEST_CHECKPOINT, "checkpoint_uri"),
+    "completed": ("completed trainings", COMPLETED, "best_checkpoint_uri or event.payload.checkpoint_uri"),
 }
-_NAMES = (_RESUME, _FIND, *(name for name, _, _ in _EVALUATIONS.values()))
+_EVALUATE = "elastic-train: evaluate {} of "
+_NAMES = (_RESUME, _FIND, *(_EVALUATE.format(what) for what, _, _ in _EVALUATIONS.values()))
 #: Prefect's names for a run that begins to run, the first time and again.
 _BEGINNINGS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
 _HEARTBEAT = "prefect.flow-run.heartbeat"
@@ -55,12 +48,11 @@ _INTERRUPTED = "Execution was aborted by an interrupt signal."
 
 
 class Scope(NamedTuple):
-    """Which flow runs some automations are for, by Prefect's id of a resource and its role for them."""
+    """Which flow runs some automations are for: a deployment's or a tag's, by what people call it and by its id."""
 
-    #: What people call it: a deployment's ``flow/deployment``, or ``tag <name>``.
     label: str
-    resource_id: str
     role: str
+    id: str
 
 
 class Change(NamedTuple):
@@ -78,8 +70,8 @@ def scopes(client: SyncPrefectClient, deployments: Sequence[str], tags: Sequence
     """
     if not deployments and not tags:
         raise ConfigurationError("name at least one deployment (flow/deployment) or tag whose runs shall be resumed")
-    found = [Scope(name, f"prefect.deployment.{_deployment_id(client, name)}", "deployment") for name in deployments]
-    return [*found, *(Scope(f"tag {tag}", f"prefect.tag.{tag}", "tag") for tag in tags)]
+    found = [Scope(name, "deployment", str(_deployment_id(client, name))) for name in deployments]
+    return [*found, *(Scope(f"tag {tag}", "tag", tag) for tag in tags)]
 
 
 def _deployment_id(client: SyncPrefectClient, name: str) -> UUID:
@@ -99,18 +91,16 @@ def apply(
     evaluate_with: str = "",
     evaluate_at: str = "best-checkpoint",
 ) -> list[Change]:
-    """Create the automations, or bring them up to date; doing so again changes nothing.
+    """Create the automations of some scopes, or bring them up to date; doing so again changes nothing.
 
     Args:
         client: The Prefect API.
-        wanted: Which flow runs they are for.
+        wanted: The scopes.
         max_resumes: How often a flow run may be resumed, at least 1.
         heartbeat_timeout_seconds: Without a heartbeat for so long, a run counts as crashed. At least 60, and
             longer than any outage of the Prefect API that the runs shall survive untouched.
-        evaluate_with: Deployment that is started with checkpoints, ``flow/deployment``; its flow takes
-            ``checkpoint_uri`` and ``storage``. Default none; one that was created before stays.
-        evaluate_at: ``"best-checkpoint"`` for each new best one, ``"completed"`` for the best one of each training
-            that has completed.
+        evaluate_with: Deployment that is started with checkpoints, ``flow/deployment``. One of before stays.
+        evaluate_at: ``"best-checkpoint"``, or ``"completed"`` for the best one of each completed training.
 
     Raises:
         ConfigurationError: There is no such deployment, or no such time to evaluate.
@@ -171,15 +161,14 @@ def _resuming(scope: Scope, max_resumes: int, heartbeat_timeout_seconds: float) 
 
 def _evaluating(scope: Scope, deployment: str, deployment_id: UUID, at: str) -> AutomationCore:
     """The automation that starts a deployment, of a flow that takes ``checkpoint_uri`` and ``storage``."""
-    name, event, checkpoint = _EVALUATIONS[at]
-    templates = {"checkpoint_uri": checkpoint, "storage": "event.payload.storage_block"}
+    what, event, checkpoint = _EVALUATIONS[at]
     parameters = {
-        parameter: {"__prefect_kind": "jinja", "template": f"{{{{ {value} }}}}"}
-        for parameter, value in templates.items()
+        parameter: {"__prefect_kind": "jinja", "template": f"{{{{ event.payload.{value} }}}}"}
+        for parameter, value in {"checkpoint_uri": checkpoint, "storage": "storage_block"}.items()
     }
     return _automation(
         scope,
-        name,
+        _EVALUATE.format(what),
         f"At the event {event}, {deployment} is started with the checkpoint.",
         RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
         expect={event},
@@ -190,7 +179,7 @@ def _evaluating(scope: Scope, deployment: str, deployment_id: UUID, at: str) -> 
 
 
 def _automation(scope: Scope, name: str, description: str, action: ActionTypes, **trigger: Any) -> AutomationCore:
-    related = {"prefect.resource.role": scope.role, "prefect.resource.id": scope.resource_id}
+    related = {"prefect.resource.role": scope.role, "prefect.resource.id": f"prefect.{scope.role}.{scope.id}"}
     return AutomationCore(
         name=f"{name}{scope.label}",
         description=description,

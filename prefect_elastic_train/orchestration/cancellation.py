@@ -60,11 +60,7 @@ class End(str, enum.Enum):
 def ending_of(error: BaseException, detached: bool, is_wanted: Callable[[], bool]) -> tuple[End, str] | None:
     """What a training that raised an error is shown as, and why; None if another process shows it now.
 
-    Args:
-        error: The error, or what stood in for it.
-        detached: Its job goes on.
-        is_wanted: Asks whether somebody wanted the end: a machine that is taken away sends the same signal as a
-            cancellation.
+    A machine that is taken away sends the same signal as a cancellation: it is asked whether the end was wanted.
     """
     if isinstance(error, SilentEndError | Abort):
         return None
@@ -128,19 +124,16 @@ class FlowRunWatch:
 
     An API that is away is no news: the last answer stands.
 
-    Args:
-        flow_run_ids: The flow run, and those that it is called from up to the root; none outside of flows.
-        interval_seconds: Time between two looks.
-
     Attributes:
         stop: Why the training shall end, by the outermost flow run that says so; None as long as it shall not.
         is_executed_again: The outermost was begun once more since the first look, by another process.
     """
 
+    stop: Stop | None = None
+    is_executed_again = False
+    _executions: int | None = None
+
     def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
-        self.stop: Stop | None = None
-        self.is_executed_again = False
-        self._executions: int | None = None
         self._flow_run_ids, self._interval = flow_run_ids, interval_seconds
         self._closed = threading.Event()
         context = contextvars.copy_context()  # Prefect's settings and client

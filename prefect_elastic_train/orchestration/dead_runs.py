@@ -19,9 +19,7 @@ from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.orchestration.flow_runs import is_root
-from prefect_elastic_train.runs.liveness import is_alive
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.storage.opening import Storage
 
@@ -34,14 +32,12 @@ _HEARTBEAT_SECONDS = 180
 _CANCELLATION_SECONDS = 90.0
 
 
-def resume(
-    client: SyncPrefectClient, flow_run_id: UUID, storages: Sequence[Storage] = (), *, force: bool = False
-) -> Iterator[str]:
+def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False) -> Iterator[str]:
     """End a flow run that is dead, and have it executed again; say each step when it is done.
 
     A run that looks running becomes Lost, of type Crashed, and one that looks cancelling Cancelled, which is the end
     of it. What has crashed, failed or was cancelled before is scheduled again as by the Retry of Prefect's UI. Unless
-    it is forced, signs of life are looked for, also in the run directories of the storages.
+    it is forced, signs of life are looked for.
 
     Raises:
         ConfigurationError: It lives, or may; or it is not a run to be resumed.
@@ -57,7 +53,7 @@ def resume(
         said = state.name if state is not None else "not scheduled yet"
         raise ConfigurationError(f"flow run {name} is {said}: there is nothing left to resume")
     if not state.is_final():
-        sign = None if force else next(signs_of_life(client, flow_run, state, storages), None)
+        sign = None if force else next(_signs_of_life(client, flow_run, state), None)
         if sign is not None:
             raise ConfigurationError(
                 f"flow run {name} may be alive: {sign}. Wait, or give --force if you know better; then a process "
@@ -88,27 +84,28 @@ def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
     """
     places = ", ".join(storage.uri for storage in storages) or "anywhere that is looked at: say where with --storage"
     try:
-        owners = [owner for storage in storages if (owner := _owner(storage, run_name)) is not None]
+        found = [RunDirectory(storage.run(run_name)).owner for storage in storages if run_name in storage.run_names()]
     except OSError as error:
         raise ConfigurationError(f"cannot look for run {run_name!r} in {places}: {error}") from error
+    owners = {owner.flow_run_id: owner for owner in found if owner is not None}
     if not owners:
         raise ConfigurationError(f"{run_name!r} is no id of a flow run, and no run of this name is in {places}")
-    if len({owner.flow_run_id for owner in owners}) > 1:
+    if len(owners) > 1:
         raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")
+    [owner] = owners.values()
     try:
-        return UUID(owners[0].flow_run_id if owners[0].is_flow_run else "")
+        return UUID(owner.flow_run_id if owner.is_flow_run else "")
     except ValueError as error:
         raise ConfigurationError(
-            f"run {run_name!r} belongs to {owners[0].describe()}, which cannot be resumed; to go on with the run, "
+            f"run {run_name!r} belongs to {owner.describe()}, which cannot be resumed; to go on with the run, "
             f"train with run_name={run_name!r} and resume=True"
         ) from error
 
 
-def signs_of_life(
-    client: SyncPrefectClient, flow_run: FlowRun, state: State, storages: Sequence[Storage]
-) -> Iterator[str]:
+def _signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:
     """Find what tells that a flow run is being executed, or is about to be, the quick looks first."""
-    age = (datetime.now(timezone.utc) - state.timestamp).total_seconds()
+    now = datetime.now(timezone.utc)
+    age = (now - state.timestamp).total_seconds()
     if state.is_pending() or (state.is_cancelling() and age < _CANCELLATION_SECONDS):
         yield f"it is {state.name} for {age:.0f} s, and somebody may be about to change that"
     for process in psutil.process_iter():
@@ -121,32 +118,10 @@ def signs_of_life(
     beats = EventFilter(
         event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
         resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run.id}"]),
-        occurred=EventOccurredFilter(since=datetime.now(timezone.utc) - timedelta(seconds=silence)),
+        occurred=EventOccurredFilter(since=now - timedelta(seconds=silence)),
     )
     if client.read_events(beats, limit=1).events:
         yield f"it has sent a heartbeat within {silence} s"
-    for storage in storages:
-        try:
-            yield from _living_drivers(storage, str(flow_run.id))
-        except OSError as error:
-            raise ConfigurationError(f"cannot read storage {storage.uri!r}: {error}") from error
-
-
-def _living_drivers(storage: Storage, flow_run_id: str) -> Iterator[str]:
-    """Look for drivers that train for the flow run; a heartbeat from another machine is watched for some seconds."""
-    for name in storage.run_names():
-        store = storage.run(name)
-        attempt = RunDirectory(store).newest_attempt
-        owner = attempt.record.owner if attempt is not None and attempt.record is not None else None
-        # A job outlives its flow process, and is followed again.
-        if attempt is None or owner is None or owner.flow_run_id != flow_run_id or owner.job:
-            continue
-        if attempt.ended is None and is_alive(store, owner):
-            yield f"the driver of attempt {attempt.number} of run {name} lives on {owner.host.split('/')[0]}"
-
-
-def _owner(storage: Storage, run_name: str) -> Owner | None:
-    return RunDirectory(storage.run(run_name)).owner if run_name in storage.run_names() else None
 
 
 def _set(client: SyncPrefectClient, flow_run_id: UUID, state: State) -> None:

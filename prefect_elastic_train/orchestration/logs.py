@@ -24,16 +24,10 @@ _MAX_ERRORS = 5
 _WINDOW_SECONDS = 10.0
 #: Lines a second of rank 0, which is to be read in full.
 _IN_FULL = 1000.0
-_TRACEBACK = "Traceback (most recent call last)"
-#: How many sources' tracebacks pass in a window whatever else is said, and so many lines from each one's first line.
-_MAX_TRACEBACKS = 20
-_TRACEBACK_LINES = 500
 
 
 class OutputLimits:
     """Decides for each line. For one thread.
-
-    The first traceback of a source in ten seconds passes with the 500 lines after it, of 20 sources.
 
     Args:
         lines_per_second: What each source may print on average over ten seconds; ranks other than 0 together as much.
@@ -46,17 +40,10 @@ class OutputLimits:
         self._begin()
 
     def _begin(self) -> None:
-        self._began = self._clock()
-        self._lines, self._left_out, self._of_traceback = Counter[str](), Counter[str](), Counter[str]()
+        self._began, self._lines, self._left_out = self._clock(), Counter[str](), Counter[str]()
 
-    def lets_through(self, source: str, text: str) -> bool:
-        """Whether a line of a source, such as ``rank 3`` or ``driver``, is let through."""
-        known = self._of_traceback
-        if _TRACEBACK in text and source not in known and len(known) < _MAX_TRACEBACKS:
-            known[source] = _TRACEBACK_LINES
-        if known[source] > 0:
-            known[source] -= 1
-            return True
+    def lets_through(self, source: str) -> bool:
+        """Whether the next line of a source, such as ``rank 3`` or ``driver``, is let through."""
         rate = _IN_FULL if source == "rank 0" else self._rate
         share = "other ranks" if source.startswith(("rank ", "worker ")) and source != "rank 0" else source
         self._lines[share] += 1
@@ -79,7 +66,7 @@ class RunLog(ev.EventHandler):
     """Writes events and output to a logger, output within :class:`OutputLimits`."""
 
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
-        self._logger = logger
+        self._logger, self._has_failed = logger, False
         self._limits = OutputLimits(lines_per_second)
         #: By node and process id, and by the latter alone, as Ray leaves out the address of the driver's node.
         self._ranks: dict[str, int] = {}
@@ -97,7 +84,7 @@ class RunLog(ev.EventHandler):
         if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(DETAIL_TAG, "").strip():
             return
         who, rest = self._source(source, text)
-        if self._lets_through(who, rest):
+        if self._lets_through(who):
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
             self._say(DEBUG if detail else INFO, cut(f"[{tag}] {rest}", _MAX_LINE))
 
@@ -105,24 +92,20 @@ class RunLog(ev.EventHandler):
         """Write what the supervisor has to say itself."""
         self._say(INFO, text)
 
-    def event(self, event: ev.Event) -> None:
-        """Write an event that a person wants to know of."""
-        self.past_event(event)
-        self.handle(event)
-
-    def past_event(self, event: ev.Event) -> None:
-        """Take in an event, which may have been told before, for what comes."""
+    def event(self, event: ev.Event, told: bool = False) -> None:
+        """Write an event that a person wants to know of; one that was told before counts for what comes only."""
         if isinstance(event, ev.AttemptStarted):
             self._attempt, self._run_uri, self._checkpoint = event.attempt, event.run_uri, event.checkpoint
         elif isinstance(event, ev.CheckpointCommitted):
             self._checkpoint = event.checkpoint
         elif isinstance(event, ev.WorkerGroupStarted):
-            self._ranks, self._ranks_by_pid = event.ranks, {}
-            for worker, rank in event.ranks.items():
-                self._ranks_by_pid.setdefault(worker.rpartition(":")[2], rank)
+            self._ranks = event.ranks
+            self._ranks_by_pid = {worker.rpartition(":")[2]: rank for worker, rank in reversed(event.ranks.items())}
+        if not told:
+            self.handle(event)
 
     def close(self) -> None:
-        """Tell how many lines were left out at the end."""
+        """Say how many lines were left out at the end."""
         self._say(INFO, self._limits.notice(at_once=True))
 
     def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
@@ -147,12 +130,13 @@ class RunLog(ev.EventHandler):
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         lost = f"; {event.reports_lost} reports since the last checkpoint are done again" if event.reports_lost else ""
-        sizes = f"from {event.old_size} to {event.new_size} workers"
-        waited = f"{event.waited_seconds:.0f} s after the decision"
-        self._say(INFO, f"The worker group is resized {sizes}, {waited} ({event.reason}){lost}")
+        waited = f"{event.waited_seconds:.0f} s after the decision ({event.reason})"
+        self._say(
+            INFO, f"The worker group is resized from {event.old_size} to {event.new_size} workers, {waited}{lost}"
+        )
 
     def on_group_failed(self, event: ev.GroupFailed) -> None:
-        """Tell in a line what failed and what is done about it, and below it what the loop raised, each error once."""
+        """Say in a line what failed and what is done about it, and below it what the loop raised, each error once."""
         then = f"{event.gives_up}; {event.reports_lost} reports since the last checkpoint"
         if event.retried:
             where = f"checkpoint {loop_name(self._checkpoint)}" if self._checkpoint else "the beginning"
@@ -183,7 +167,7 @@ class RunLog(ev.EventHandler):
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         metrics = (f"{name}={one:{'.4g' if isinstance(one, float) else ''}}" for name, one in event.metrics.items())
         text = f"{loop_name(event.checkpoint)} is committed ({size(event.size_bytes)}): {cut(', '.join(metrics), 500)}"
-        if self._lets_through("checkpoints", text):
+        if self._lets_through("checkpoints"):
             self._say(INFO, f"Checkpoint {text}")
 
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
@@ -193,21 +177,23 @@ class RunLog(ev.EventHandler):
     def on_state_changed(self, event: ev.StateChanged) -> None:
         self._say(DEBUG, f"Ray Train is {event.state}")
 
-    def _lets_through(self, source: str, text: str) -> bool:
+    def _lets_through(self, source: str) -> bool:
         self._say(INFO, self._limits.notice())
-        return self._limits.lets_through(source, text)
+        return self._limits.lets_through(source)
 
     def _say(self, level: int, text: str) -> None:
-        """Write a text if there is one, also when nobody reads it any more.
-
-        When a runner dies, nobody reads what its flow processes print. Behind Prefect's console handler, rich answers
-        that with SystemExit, once, and writes nowhere from then on. The training is not to end of that.
-        """
+        """Write a text if there is one. That this cannot be done is said once, and harms nothing."""
         try:
             if text:
                 self._logger.log(level, "%s", cut(text, MAX_LOG_BYTES))
         except SystemExit:
+            # When a runner dies, nobody reads what its flow processes print. Behind Prefect's console handler, rich
+            # answers that with SystemExit, once, and writes nowhere from then on.
             pass
+        except Exception:  # whatever a handler raises
+            if not self._has_failed:
+                self._has_failed = True
+                logging.getLogger(__name__).exception("some of the training's output cannot be written to its log")
 
     def _named(self, ranks: Sequence[int]) -> str:
         """Return ranks in words; a single one with its process."""

@@ -32,27 +32,47 @@ _Told = list[tuple[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class RunEvent:
-    """An event of a run as Prefect gets it."""
+    """An event of a run as Prefect gets it.
 
-    #: With the prefix.
+    Attributes:
+        name: With the prefix.
+        at: Seconds since the epoch.
+        payload: Plain values, of some kilobytes at most.
+        key: Tells it from every other event of the run; the same when it is told again.
+    """
+
     name: str
-    #: Seconds since the epoch.
     at: float
-    #: Plain values, of some kilobytes at most.
     payload: dict[str, Any] = field(default_factory=dict)
-    #: Tells it from every other event of the run; the same when it is told again.
     key: str = ""
 
+    def send(self, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
+        """Hand it to Prefect's own queue. Prefect adds flow run and task run, and what these relate to, itself."""
+        name, run_uri = self.payload["run_name"], self.payload["run_uri"]
+        emit_event(
+            event=self.name,
+            resource={
+                "prefect.resource.id": f"elastic-train.run.{name}",
+                "prefect.resource.name": name,
+                "elastic-train.run-uri": run_uri[:500],
+            },
+            occurred=datetime.fromtimestamp(self.at, timezone.utc),
+            related=[dict(resource) for resource in related],
+            payload=self.payload,
+            # Whose run it is tells runs of one name in different storages apart.
+            id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{run_uri}|{self.name}|{self.key}"),
+        )
 
-def translate(event: ev.Event, report: RunReport, common: Mapping[str, Any]) -> list[RunEvent]:
-    """Return what Prefect is told of an event that the report has taken in; ``common`` is in each payload."""
+
+def translate(event: ev.Event, report: RunReport, storage_block: str) -> list[RunEvent]:
+    """Return what Prefect is told of an event that the report has taken in."""
     told: _Told = _Payloads(report).handle(event) or []
-    key = f"{event.attempt}-{event.sequence}"
-    return [RunEvent(f"{PREFIX}{name}", event.at, _base(report, common) | payload, key) for name, payload in told]
+    base, key = _base(report, storage_block), f"{event.attempt}-{event.sequence}"
+    return [RunEvent(f"{PREFIX}{name}", event.at, base | payload, key) for name, payload in told]
 
 
-def _base(report: RunReport, common: Mapping[str, Any]) -> dict[str, Any]:
-    return {"run_name": report.run_name, "run_uri": report.run_uri, "attempt": report.attempt, **common}
+def _base(report: RunReport, storage_block: str) -> dict[str, Any]:
+    return {**report.model_dump(include={"run_name", "run_uri", "attempt"}), "storage_block": storage_block}
 
 
 class _Payloads(ev.EventHandler):
@@ -107,15 +127,15 @@ class _Payloads(ev.EventHandler):
             "metrics": _plain(made.metrics),
             "checkpoints_made": report.checkpoints_made,
         }
-        if report.best is None or (report.best.name, report.best.at) != (made.name, made.at):
+        if report.best is not made:
             return [("checkpoint", payload)]
         score = {"score_attribute": report.score_attribute, **_plain({"score": made.score})}
         return [("checkpoint", payload), ("best-checkpoint", {**payload, **score})]
 
 
-def ending(report: RunReport, name: str, at: float, message: str, common: Mapping[str, Any]) -> RunEvent:
+def ending(report: RunReport, name: str, at: float, message: str, storage_block: str) -> RunEvent:
     """Return what Prefect is told of the end of a training by its last state, such as ``timed-out``, and why."""
-    payload = _base(report, common) | {"outcome": report.outcome or name, "message": message[:_MAX_TEXT]}
+    payload = _base(report, storage_block) | {"outcome": report.outcome or name, "message": message[:_MAX_TEXT]}
     if report.attempt:  # else no driver has told what the run has
         account = report.tally.account()
         newest = report.checkpoints[-1] if report.checkpoints else None
@@ -129,26 +149,6 @@ def ending(report: RunReport, name: str, at: float, message: str, common: Mappin
             "time": account.model_dump(),
         }
     return RunEvent(f"{PREFIX}{name}", at, payload, f"{report.attempt}-end-{at}")
-
-
-def send(event: RunEvent, run_name: str, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
-    """Hand an event to Prefect's own queue. Prefect adds the flow run, the task run and what these relate to itself.
-
-    Whose run it is tells runs of one name in different storages apart.
-    """
-    run_uri = event.payload.get("run_uri")
-    emit_event(
-        event=event.name,
-        resource={
-            "prefect.resource.id": f"elastic-train.run.{run_name}",
-            "prefect.resource.name": run_name,
-            "elastic-train.run-uri": str(run_uri or "")[:500],
-        },
-        occurred=datetime.fromtimestamp(event.at, timezone.utc),
-        related=[dict(resource) for resource in related],
-        payload=event.payload,
-        id=uuid.uuid5(_NAMESPACE, f"{flow_run_id}|{run_uri}|{event.name}|{event.key}"),
-    )
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:

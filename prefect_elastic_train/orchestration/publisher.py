@@ -12,7 +12,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -27,7 +28,6 @@ from prefect_elastic_train.orchestration.prefect_events import (
     STORAGE_WAITED,
     RunEvent,
     ending,
-    send,
     translate,
 )
 from prefect_elastic_train.report.markdown import render, summary_line
@@ -84,9 +84,8 @@ class Publisher:
         self.report = report
         self.errors = 0
         self._interval = max(ARTIFACT_SECONDS, interval_seconds)
-        self._common: Mapping[str, Any] = {"storage_block": storage_block}
-        self._flow_run_id, self._task, self._related = flow_run_id, TaskRunContext.get(), related
-        self._on_trouble = on_trouble
+        self._storage_block, self._flow_run_id, self._related = storage_block, flow_run_id, related
+        self._task, self._on_trouble = TaskRunContext.get(), on_trouble
         self._lock = threading.Lock()
         self._events: deque[RunEvent] = deque(maxlen=_MAX_WAITING_EVENTS)
         #: By name: the newest of those that may come often and wait, and when one was told.
@@ -106,35 +105,29 @@ class Publisher:
 
     def take(self, event: ev.Event, told: bool = False) -> None:
         """Take an event in, and tell of it unless Prefect was told before."""
-        try:
-            with self._lock:
-                if event.sequence and event.attempt:
-                    if (event.attempt, event.sequence) <= self._newest:
-                        return
-                    self._newest = (event.attempt, event.sequence)
-                self.report.take(event)
-                self._changed = self._changed or not isinstance(event, ev.ControllerAlive)
-                self._urgent = self._urgent or not isinstance(event, _STEADY)
-                for said in [] if told else translate(event, self.report, self._common):
-                    if said.name in _FREQUENT:
-                        self._frequent[said.name] = said
-                    else:
-                        self._events.append(said)
-        except Exception as error:  # noqa: BLE001 - a report is no reason to end a training
-            self._trouble(error)
+        with self._harmless(), self._lock:
+            if event.sequence and event.attempt:
+                if (event.attempt, event.sequence) <= self._newest:
+                    return
+                self._newest = (event.attempt, event.sequence)
+            self.report.take(event)
+            self._changed = self._changed or not isinstance(event, ev.ControllerAlive)
+            self._urgent = self._urgent or not isinstance(event, _STEADY)
+            for said in [] if told else translate(event, self.report, self._storage_block):
+                if said.name in _FREQUENT:
+                    self._frequent[said.name] = said
+                else:
+                    self._events.append(said)
 
     def end(self, state: str, why: str = "", told: bool = False) -> None:
         """Take in how the training ended, such as ``timed out``, tell of it unless ``told``, and close."""
-        try:
+        with self._harmless(), self._lock:
             now = time.time()
-            with self._lock:
-                self.report.end(now, state, why)
-                self._events.extend(self._frequent.values())
-                self._frequent.clear()
-                if not told:
-                    self._events.append(ending(self.report, state.replace(" ", "-"), now, why, self._common))
-        except Exception as error:  # noqa: BLE001 - see take()
-            self._trouble(error)
+            self.report.end(now, state, why)
+            self._events.extend(self._frequent.values())
+            self._frequent.clear()
+            if not told:
+                self._events.append(ending(self.report, state.replace(" ", "-"), now, why, self._storage_block))
         self.close()
 
     def abandon(self) -> None:
@@ -147,18 +140,27 @@ class Publisher:
         self._closing.set()
         self._thread.join(timeout=1.0 if self._in_trouble else _CLOSE_SECONDS)
 
+    @contextmanager
+    def _harmless(self, what: str = "the run's report cannot be written to Prefect now") -> Iterator[None]:
+        """Count what goes wrong, say so when that begins, and go on: a report is no reason to end a training."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever the API does
+            self.errors += 1
+            if not self._in_trouble:
+                self._in_trouble = True
+                self._on_trouble(f"{what}, training goes on: {type(error).__name__}: {error}")
+
     def _run(self) -> None:
+        """Write until the end; after an error from anew, and then once more if that was at the end."""
         last = False
         while not (last or self._abandoned):
             last = self._closing.is_set()
-            try:
-                with get_client(sync_client=True) as client:
-                    self._publish(client)
-                last = True
-            except Exception as error:  # noqa: BLE001 - whatever the API does, training goes on
-                self._trouble(error)
-                self._urgent = True
-                self._closing.wait(ARTIFACT_SECONDS)
+            with self._harmless(), get_client(sync_client=True) as client:
+                self._publish(client)
+                return
+            self._urgent = True
+            self._closing.wait(ARTIFACT_SECONDS)
 
     def _publish(self, client: SyncPrefectClient) -> None:
         ended = False
@@ -169,17 +171,10 @@ class Publisher:
             # Events of an outage wait here: Prefect's own queue would be lost with its connection.
             if ended or not self._in_trouble:
                 self._send_events()
-            age = time.monotonic() - self._written_at
             due = ARTIFACT_SECONDS if self._urgent else self._interval if self._changed else _IDLE_SECONDS
-            if ended or age >= due:
+            if ended or time.monotonic() - self._written_at >= due:
                 self._write(client, ended)
                 self._in_trouble = False
-
-    def _trouble(self, error: Exception, what: str = "the run's report cannot be written to Prefect now") -> None:
-        self.errors += 1
-        if not self._in_trouble:
-            self._in_trouble = True
-            self._on_trouble(f"{what}, training goes on: {type(error).__name__}: {error}")
 
     def _send_events(self) -> None:
         now = time.monotonic()
@@ -188,33 +183,26 @@ class Publisher:
             self._told_at.update(dict.fromkeys(due, now))
             self._events.extend(map(self._frequent.pop, due))
         while self._events:
-            send(self._events.popleft(), self.report.run_name, self._flow_run_id, self._related)
+            self._events.popleft().send(self._flow_run_id, self._related)
 
     def _write(self, client: SyncPrefectClient, ended: bool) -> None:
         with self._lock:
             report = self.report.model_copy(deep=True)
             self._changed = self._urgent = False
         self._written_at, now = time.monotonic(), time.time()
+        summary = summary_line(report, now)
         if report.progress is not None:
-            self._put(client, "progress", round(100 * report.progress.fraction, 2), summary_line(report, now))
-        if ended:  # the words first: drawing may take longer than there is time
-            self._put_report(client, report, now)
+            self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)
         if report.reports and (ended or self._written_at >= self._next_drawing):
-            self._draw(report, now)
-        self._put_report(client, report, now)
+            if ended:  # the words first: drawing may take longer than there is time
+                self._put(client, "markdown", render(report, now, self._pictures), summary)
+            self._next_drawing = float("inf")  # unless it can: without matplotlib, or of some value, it cannot
+            with self._harmless("the run's report has no new pictures"):
+                from prefect_elastic_train.report.pictures import draw
 
-    def _put_report(self, client: SyncPrefectClient, report: RunReport, now: float) -> None:
-        self._put(client, "markdown", render(report, now, self._pictures), summary_line(report, now))
-
-    def _draw(self, report: RunReport, now: float) -> None:
-        try:
-            from prefect_elastic_train.report.pictures import draw
-
-            self._pictures = draw(report, now)
-            self._next_drawing = time.monotonic() + _IDLE_SECONDS
-        except Exception as error:  # noqa: BLE001 - without matplotlib, or with a value that it cannot draw
-            self._next_drawing = float("inf")
-            self._trouble(error, "the run's report has no new pictures")
+                self._pictures = draw(report, now)
+                self._next_drawing = time.monotonic() + _IDLE_SECONDS
+        self._put(client, "markdown", render(report, now, self._pictures), summary)
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:
         """Write an artifact of this process; of an earlier one Prefect keeps its own, as the version before."""

@@ -6,13 +6,13 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.context import FlowRunContext, TaskRunContext
+from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
 
@@ -26,6 +26,7 @@ from prefect_elastic_train.core.outcomes import (
     restart_delay,
 )
 from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
 from prefect_elastic_train.orchestration.cancellation import (
@@ -83,13 +84,14 @@ class Training:
         self.cancelled = threading.Event()
         self._asked_at = time.monotonic()
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)
+        # From the first attempt to the end; there is no publisher if the operator wants none.
         self._runtime: Runtime | None = None
-        self._publisher: Publisher | None = None
-        self._watch: FlowRunWatch | None = None
-        # Of the attempt:
-        self._flows: list[FlowRunContext] = []
+        self._watch: FlowRunWatch
         self._log: RunLog
-        self._log_has_failed = self._detached = False
+        self._publisher: Publisher | None = None
+        # Of the attempt:
+        self._flows = list(flows_around())
+        self._detached = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Training, tuple(getattr(self, field.name) for field in fields(self))
@@ -106,90 +108,84 @@ class Training:
             AttemptFailedError: It failed; its ``outcome`` says how.
             Stop: It was told to end.
         """
-        context, settings = TaskRunContext.get(), get_settings()
+        context = TaskRunContext.get()
         run_count, retries = (context.task_run.run_count, context.task.retries) if context is not None else (1, 0)
-        self._log = RunLog(get_run_logger() if context else get_logger("elastic_train"), settings.log_lines_per_second)
         self._flows, self._detached = list(flows_around()), False
-        self._watch = self._watch or FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
         if self._runtime is None:
-            self._runtime = Runtime(settings, self._take, self._take_line, self._check_stop, self._note)
-            self._runtime.on_past_event = lambda event: self._take(event, told=True)
-            self._runtime.detaches, self._runtime.followed_until = self._leaves_job, self._followed_until
+            self._runtime = self._begin(in_task=context is not None)
         try:
             if run_count > 1:
-                self._pause(run_count - 1)
+                self._pause(self._runtime, run_count - 1)
             ended = self._run_driver(self._runtime)
         except BaseException as error:
-            self._write(self._log.close)
+            self._log.close()
             if run_count <= retries and isinstance(error, AttemptFailedError) and error.retryable:
                 raise
             self._end(ending_of(error, self._detached, self._is_end_wanted))
             told = self._said_of(error) if isinstance(error, Stop) and error.flow_run_id else error
             # Nobody catches for the user of a future, so that one gets what ends the flow directly.
             raise Abort(str(told)) if self.submitted and isinstance(told, SilentEndError) else told  # noqa: B904
-        self._write(self._log.close)
+        self._log.close()
         self._end((End.COMPLETED, ""), told=ended.already_finished)
         return TrainingResult.model_validate(ended.result)
 
     def end(self, error: BaseException | None = None) -> None:
         """End what was kept for an attempt that did not come, as when a signal came between two."""
-        reason = error or Stop()
-        if self._runtime is not None or self._publisher is not None:
-            self._end_unfollowed(reason)
+        if self._runtime is not None:
+            reason = error or Stop()
+            self._end_unfollowed(self._runtime, reason)
             self._end(ending_of(reason, self._detached, self._is_end_wanted))
 
+    def _begin(self, in_task: bool) -> Runtime:
+        settings = get_settings()
+        logger = get_run_logger() if in_task else get_logger("elastic_train")
+        self._log = log = RunLog(logger, settings.log_lines_per_second)
+        self._watch = FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
+        runtime = Runtime(settings, self._take, log.line, self._check_stop, log.note)
+        runtime.on_past_event = lambda event: self._take(event, told=True)
+        runtime.detaches, runtime.followed_until = self._leaves_job, self._followed_until
+        return runtime
+
     def _end(self, ending: tuple[End, str] | None, told: bool = False) -> None:
-        if self._watch is not None:
-            self._watch.close()
         runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
         if runtime is not None:
+            self._watch.close()
             runtime.close()
         if publisher is not None and ending is not None:
             publisher.end(ending[0].value, ending[1], told or ending[0] is End.LEFT)
         elif publisher is not None:
             publisher.abandon()  # another process shows the training now
 
-    def _pause(self, restart: int) -> None:
+    def _pause(self, runtime: Runtime, restart: int) -> None:
         """Wait for the next driver, and look after the cluster; Prefect's own delay would look after nothing."""
-        assert self._runtime is not None
         seconds = restart_delay(restart, self.restart_delay_seconds) * random.uniform(1.0, 1.2)
-        self._note(f"The next driver starts in {seconds:.0f} s")
+        self._log.note(f"The next driver starts in {seconds:.0f} s")
         try:
-            self._runtime.wait(seconds)
+            runtime.wait(seconds)
         except BaseException as reason:
-            self._end_unfollowed(reason)
+            self._end_unfollowed(runtime, reason)
             raise
 
-    def _end_unfollowed(self, reason: BaseException) -> None:
+    def _end_unfollowed(self, runtime: Runtime, reason: BaseException) -> None:
         """End a job that the attempt before may have lost sight of, which the next one would have found."""
-        if self._runtime is not None and not self._may_detach(reason):
-            self._runtime.end_jobs()
+        if not self._may_detach(reason):
+            runtime.end_jobs()
 
     # -- an attempt
 
     def _run_driver(self, runtime: Runtime) -> AttemptEnded:
         """Start a driver and follow it until it has completed the run."""
         self._check_stop()
-        settings, name = get_settings(), self.request.run_name
-        try:
-            spec = driver_spec(self.request, self.blocks, self._publisher.report.last_end if self._publisher else "")
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            # Blocks are loaded by name at each attempt, and Prefect's API may be away just now.
-            raise AttemptFailedError(
-                f"the blocks of training {name!r} cannot be loaded now: {type(error).__name__}: {error}",
-                outcome=Outcome.DRIVER_LOST,
-            ) from error
-        if self._publisher is None and settings.reporting:
-            score = spec.checkpoints
+        spec = self._driver_spec()
+        if self._publisher is None and runtime.settings.reporting:
+            name, score = spec.request.run_name, spec.checkpoints
             self._publisher = Publisher(
                 RunReport(run_name=name, score_attribute=score.score_attribute, score_order=score.score_order),
-                interval_seconds=settings.report_interval_seconds,
+                interval_seconds=runtime.settings.report_interval_seconds,
                 storage_block=spec.storage_block,
                 flow_run_id=next(iter(self.place.flow_run_ids), ""),
                 related=self.place.related,
-                on_trouble=self._note,
+                on_trouble=self._log.note,
             )
         ended = runtime.run_attempt(spec)
         if self._publisher is not None and not ended.sequence:
@@ -197,52 +193,40 @@ class Training:
             at = self._publisher.report.last_event_at or ended.at
             self._publisher.take(ended.model_copy(update={"at": at}))
         if ended.outcome is not Outcome.COMPLETED or ended.result is None:
-            raise error_of(name, ended)
+            raise error_of(spec.request.run_name, ended)
         return ended
+
+    def _driver_spec(self) -> DriverSpec:
+        name, publisher = self.request.run_name, self._publisher
+        try:
+            return driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            # Blocks are loaded by name at each attempt, and Prefect's API may be away just now.
+            problem = f"the blocks of training {name!r} cannot be loaded now: {type(error).__name__}: {error}"
+            raise AttemptFailedError(problem, outcome=Outcome.DRIVER_LOST) from error
 
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""
-        self._write(lambda: self._log.past_event(event) if told else self._log.event(event))
+        self._log.event(event, told)
         if self._publisher is not None:
             self._publisher.take(event, told)
-
-    def _take_line(self, source: str, text: str) -> None:
-        self._write(lambda: self._log.line(source, text))
-
-    def _note(self, text: str) -> None:
-        self._write(lambda: self._log.note(text))
-
-    def _write(self, write: Callable[[], None]) -> None:
-        """Write to the log. That it cannot is said once, and harms neither the training nor its report."""
-        try:
-            write()
-        except TimeoutError:  # a flow's time-out may be raised in the middle of anything
-            raise
-        except Exception:  # noqa: BLE001 - whatever a handler or a text raises
-            if not self._log_has_failed:
-                self._log_has_failed = True
-                get_logger("elastic_train").exception("some of the training's output cannot be written to its log")
 
     # -- what ends it from outside
 
     def _is_told_to_end(self) -> bool:
         return self.cancelled.is_set() or interruptions() > self._interruptions or any(map(is_ending, self._flows))
 
-    def _stop_seen(self) -> Stop | None:
-        return Stop() if self._is_told_to_end() else self._watch.stop if self._watch is not None else None
-
-    def _is_out_of_time(self) -> bool:
-        return self.timeout_seconds is not None and time.monotonic() - self._asked_at > self.timeout_seconds
-
     def _check_stop(self) -> None:
         name = self.request.run_name
-        if stop := self._stop_seen():
+        if stop := Stop() if self._is_told_to_end() else self._watch.stop:
             raise stop
         # No fence tells two processes apart that follow the same job.
-        if self._watch is not None and self._watch.is_executed_again and self._runtime and self._runtime.follows_job:
+        if self._watch.is_executed_again and self._runtime and self._runtime.follows_job:
             message = f"training {name!r} is left to another process, which executes the flow run"
             raise SilentEndError(message, outcome=Outcome.SUPERSEDED)
-        if self._is_out_of_time():
+        if self.timeout_seconds is not None and time.monotonic() - self._asked_at > self.timeout_seconds:
             raise TrainingTimeoutError(
                 f"training {name!r} was ended after timeout_seconds={self.timeout_seconds:g}; what it "
                 "has committed is kept, and a retry of the flow run goes on from there",
@@ -281,34 +265,24 @@ class Training:
         # Without an answer what was before is not told again.
         return time.time() if told_at is None else told_at - _TOLD_LATE_SECONDS
 
-    # -- the flow run's state
-
     def _said_of(self, stop: Stop) -> AttemptFailedError:
-        """What is raised, and gives the flow run the state that it should have. The training has ended by now.
+        """What is raised of a flow run's end, which gets the state that it should have. The training has ended by now.
 
-        A runner signals a cancellation and sets the final state. One that has died does neither, and for subflows
-        none does. A subflow that is cancelled alone is an error in the flow that called it.
+        A runner signals a cancellation, which Prefect's engine knows for one, and sets the final state. One that has
+        died does neither, and for subflows none does. A subflow that is cancelled alone is an error in the flow that
+        called it.
         """
-        of_the_root = self._is_of_the_root(stop)
-        if not (of_the_root and watched_by_runner() and self._signal_comes()):
-            self._mark_cancelled(stop)
+        of_the_root, ids = stop.flow_run_id == self.request.owner.flow_run_id, self.place.flow_run_ids
+        ended = ids[: ids.index(stop.flow_run_id) + 1]  # with the subflows around the training
+        deadline = time.monotonic() + (_SIGNAL_SECONDS if of_the_root and watched_by_runner() else 0)
+        while time.monotonic() < deadline:
+            if self._is_told_to_end():
+                break
+            time.sleep(0.1)
+        else:
+            ask_prefect(lambda client: mark_cancelled(client, ended), _STATE_SECONDS)
         error_type = SilentEndError if of_the_root else AttemptFailedError
         return error_type(f"training {self.request.run_name!r} ended: {stop}", outcome=Outcome.CANCELLED)
-
-    def _is_of_the_root(self, stop: Stop) -> bool:
-        return stop.flow_run_id == self.request.owner.flow_run_id
-
-    def _signal_comes(self) -> bool:
-        """Let the runner's signal arrive, which Prefect's engine knows for a cancellation."""
-        deadline = time.monotonic() + _SIGNAL_SECONDS
-        while time.monotonic() < deadline and not self._is_told_to_end():
-            time.sleep(0.1)
-        return self._is_told_to_end()
-
-    def _mark_cancelled(self, stop: Stop) -> None:
-        """Say that the cancellation is carried out, of the flow run and its subflows around the training."""
-        ids = self.place.flow_run_ids
-        ask_prefect(lambda client: mark_cancelled(client, ids[: ids.index(stop.flow_run_id) + 1]), _STATE_SECONDS)
 
 
 def error_of(run_name: str, ended: AttemptEnded) -> AttemptFailedError:

@@ -14,8 +14,8 @@ from prefect_elastic_train.orchestration.prefect_events import PREFIX, RunEvent,
 from prefect_elastic_train.report.run_report import RunReport
 
 T = 1_763_770_000.0
-COMMON = {"storage_block": "training-storage-s3/prod"}
-BASE = {"run_name": "llama", "run_uri": "s3://b/llama", "attempt": 1, **COMMON}
+BLOCK = "training-storage-s3/prod"
+BASE = {"run_name": "llama", "run_uri": "s3://b/llama", "attempt": 1, "storage_block": BLOCK}
 BIG = "x" * 1_000_000
 
 STARTED = ev.AttemptStarted(at=T, sequence=1, attempt=1, run_name="llama", run_uri="s3://b/llama")
@@ -27,7 +27,7 @@ def _told(*events: ev.Event, **settings: Any) -> list[RunEvent]:
     report, told = RunReport(run_name="llama", **settings), []
     for event in events:
         report.take(event)
-        told += translate(event, report, COMMON)
+        told += translate(event, report, BLOCK)
     for one in told:
         assert len(json.dumps(one.payload, allow_nan=False)) < 64_000
     return told
@@ -187,7 +187,7 @@ def _finished() -> RunReport:
 
 def test_the_end_tells_what_there_was() -> None:
     report = _finished()
-    told = ending(report, "completed", T + 61, "all went well", COMMON)
+    told = ending(report, "completed", T + 61, "all went well", BLOCK)
     assert (told.name, told.at) == (f"{PREFIX}completed", T + 61)
     account = report.tally.account()
     assert told.payload == {
@@ -216,19 +216,19 @@ def test_a_checkpoint_of_the_run_before_stays_the_best_until_one_is_better(own: 
     told = []
     for event in (STARTED.model_copy(update=inherited), GROUP, committed(30, acc=own)):
         report.take(event)
-        told += [one.name for one in translate(event, report, COMMON)]
+        told += [one.name for one in translate(event, report, BLOCK)]
     assert (f"{PREFIX}best-checkpoint" in told) == (best == "c30")
-    payload = ending(report, "completed", T + 61, "", COMMON).payload
+    payload = ending(report, "completed", T + 61, "", BLOCK).payload
     assert payload["best_checkpoint_uri"] == f"s3://b/llama/{best}"
     assert payload["checkpoint_uri"] == "s3://b/llama/c30"
 
 
 def test_the_end_of_a_training_that_never_began_and_of_a_huge_one_can_be_told() -> None:
-    told = ending(RunReport(run_name="llama"), "failed", T, BIG, COMMON)
+    told = ending(RunReport(run_name="llama"), "failed", T, BIG, BLOCK)
     assert (told.payload["outcome"], told.payload["message"]) == ("failed", BIG[:2000])
     assert "checkpoint_uri" not in told.payload, "nobody knows what the run has"
     report = _finished()
     report.take(ev.Reported(metrics={f"{number}{BIG[:100]}": BIG for number in range(5000)}, world_size=1))
-    told = ending(report, "timed-out", T + 61, BIG, COMMON)
+    told = ending(report, "timed-out", T + 61, BIG, BLOCK)
     assert len(json.dumps(told.payload, allow_nan=False)) < 64_000
-    assert told == ending(report, "timed-out", T + 61, BIG, COMMON)
+    assert told == ending(report, "timed-out", T + 61, BIG, BLOCK)

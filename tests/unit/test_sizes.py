@@ -70,7 +70,7 @@ class Supervisor(logging.Handler):
             self.events.append(said)
             log.event(said)
             self.report.take(said)
-            self.payloads += [size_of(told.payload) for told in prefect_events.translate(said, self.report, {})]
+            self.payloads += [size_of(told.payload) for told in prefect_events.translate(said, self.report, "")]
         [ended] = [event for event in self.events if isinstance(event, AttemptEnded)]
         assert ended.outcome is Outcome.COMPLETED
         return TrainingResult.model_validate(ended.result)

@@ -80,9 +80,9 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> ElasticScaling:
 def test_a_saved_block_is_trained_with_by_name_and_one_that_is_unsaved_or_was_changed_as_it_is(
     saved: ElasticScaling,
 ) -> None:
-    assert train_flow._by_name(saved) == "elastic-scaling/lab"
+    assert train_flow._given(saved) == "elastic-scaling/lab"
     for block in (RayCluster(), saved.model_copy(update={"max_workers": 8})):
-        assert train_flow._by_name(block) is block
+        assert train_flow._given(block) is block
 
 
 def test_what_is_left_as_it_is_in_the_form_is_for_the_settings_to_say(saved: ElasticScaling) -> None:

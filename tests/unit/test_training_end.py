@@ -13,12 +13,11 @@ import cloudpickle
 import pytest
 from prefect.exceptions import Abort, TerminationSignal
 
-from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted
+from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import task
 from prefect_elastic_train.orchestration import training as training_of
 from prefect_elastic_train.orchestration.cancellation import End, SilentEndError, Stop, ending_of
-from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.training import Training
@@ -90,7 +89,8 @@ class _Runtime(Counter[str]):
 def _waiting(runtime: _Runtime, **arguments: Any) -> Any:
     """A training whose first attempt has ended, and whose cluster waits for the next one."""
     training: Any = elastic_train.ask(_loop, **arguments)
-    training._runtime, training._log = runtime, RunLog(logging.getLogger("run"), 20)
+    training._begin(in_task=False)
+    training._runtime = runtime
     return training
 
 
@@ -106,7 +106,7 @@ def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of(goe
         return
     runtime.wait = lambda seconds: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        training._pause(2)
+        training._pause(runtime, 2)
     assert runtime == ({} if goes_on else {"end_jobs": 1})
 
 
@@ -156,6 +156,7 @@ def test_what_ended_the_wait_for_an_attempt_is_told_where_the_training_was_calle
     report = RunReport(run_name="mnist", attempt=1)
 
     def interrupted(training: Training) -> None:
+        training._runtime = training._begin(in_task=False)
         _show(training, report)
         raise KeyboardInterrupt
 
@@ -163,17 +164,3 @@ def test_what_ended_the_wait_for_an_attempt_is_told_where_the_training_was_calle
     with pytest.raises(KeyboardInterrupt):
         elastic_train(_loop)
     assert report.state == "cancelled"
-
-
-def test_a_log_that_fails_is_told_of_once_and_the_report_gets_its_events(caplog: pytest.LogCaptureFixture) -> None:
-    training: Any = elastic_train.ask(_loop)
-    report = RunReport(run_name="mnist")
-    _show(training, report)
-    training._log = None  # which can take nothing
-    with caplog.at_level("ERROR"):
-        for attempt, told in ((2, False), (3, True)):
-            training._take(AttemptStarted(attempt=attempt, run_name="mnist", run_uri="/runs/mnist"), told)
-        training._take_line("driver", "a line")
-        training._note("a note")
-    assert report.attempt == 3
-    assert caplog.messages == ["some of the training's output cannot be written to its log"]
