@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -60,10 +60,6 @@ def commit(at: float, name: str = "", index: int = 0, attempt: int = 1) -> ev.Ch
 
 def failed(at: float, retried: bool = True) -> ev.WorkerFailed:
     return ev.WorkerFailed(at=T + at, errors={"1": "killed"}, retried=retried)
-
-
-def preempted(at: float) -> ev.WorkersPreempted:
-    return ev.WorkersPreempted(at=T + at, errors={}, retried=True)
 
 
 def resized(at: float) -> ev.WorkerGroupResized:
@@ -171,11 +167,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         [*KEPT, failed(120), waiting(130, 125), state(150, "SCHEDULING"), group(160), *reports(170, 220)],
         {"wall": 220, "productive": 130, "startup": 50, "restart": 5 + 10, "waiting_for_capacity": 25},
     ),
-    # Said while there is no room to grow, for instance.
-    "a group that trains waits for nothing": (
-        [*STEADY, waiting(115, 100), report(120)],
-        {"wall": 120, "productive": 70, "startup": 50},
-    ),
     "standing still for a checkpoint is no training": (
         [*KEPT, stalled(121, 4), *reports(130, 140)],
         {"wall": 140, "productive": 86, "startup": 50, "checkpoint_stall": 4},
@@ -254,10 +245,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         ],
         {"wall": 270, "productive": 70 + 70, "startup": 50, "lost": 30 + 10, "restart": 20 + 20},
     ),
-    "the first hour of a loop that reports once an hour counts as the second one lasts": (
-        [started(10, 0), group(20), report(20 + 4000), report(20 + 4000 + 3600)],
-        {"wall": 7620, "productive": 7200, "startup": 420},
-    ),
     "a later group that reported once is measured by the one before": (
         [*KEPT, failed(120), group(130), report(155), failed(160)],
         {"wall": 160, "productive": 70, "startup": 50, "restart": 10 + 15, "lost": 10 + 5},
@@ -274,10 +261,6 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
             ev.RunRecalled(at=T + 6000, report={}),
         ],
         {"wall": 120, "productive": 70, "startup": 50},
-    ),
-    "a driver of unknown age begins with its attempt": (
-        [started(10), group(20), *reports(30, 80)],
-        {"wall": 80 - 10, "productive": 60, "startup": 10},
     ),
     "a history that has not begun adds up to nothing": ([group(10), *reports(20, 50), failed(60)], {}),
 }
@@ -337,7 +320,18 @@ FOUR = [started(0), group(0), *(commit(10 * number) for number in range(1, 5)), 
         ([*GIVEN_UP, started(10, attempt=2), group(11)], 1),
         (numbered(started(0), group(1), commit(2), report(3), report(4), resized(9), group(10)), 2),
         (numbered(started(0), group(0), commit(50), report(100), ended(100)), 0),
-        (numbered(started(0), group(0), *reports(1, 90), commit(91), preempted(95), group(96), report(97)), 0),
+        (
+            numbered(
+                started(0),
+                group(0),
+                *reports(1, 90),
+                commit(91),
+                ev.WorkersPreempted(at=T + 95, errors={}, retried=True),
+                group(96),
+                report(97),
+            ),
+            0,
+        ),
         # Some were dropped on the way, as their numbers tell.
         ([started(0), group(0), commit(1, index=1), report(2, index=2), report(5, index=5), failed(6), group(7)], 4),
         (numbered(*FOUR, ignored(60), *(commit(number) for number in range(60, 100, 10))), 4),
@@ -353,7 +347,7 @@ def test_what_a_loop_does_again_although_a_checkpoint_kept_it_is_lost_time() -> 
     assert parts(account) == {"wall": 90, "productive": 80 - 40, "restart": 10, "lost": 40}
 
 
-@pytest.mark.parametrize("count", [0, 1, 2000, 2001, 4002, 9001])
+@pytest.mark.parametrize("count", [0, 2000, 2001, 9001])
 def test_a_long_history_is_thinned_evenly_within_a_factor_of_two_with_first_and_last(count: int) -> None:
     accounts = add_up(report(index, index, step=index) for index in range(count))
     steps = [row["step"] for row in accounts.history]
@@ -380,27 +374,24 @@ def histories(draw: st.DrawFn, monotone: bool = True) -> list[ev.Event]:
         checkpoint, committed = draw(st.sampled_from([*commits, ("unknown", at - draw(pauses))]))
         events.append(started(at, began, attempt, checkpoint, committed, draw(st.integers(0, 3))))
         body: list[ev.Event] = []
-        for number, kind in enumerate(draw(st.lists(st.sampled_from("ggrrrrrrcccsssfpzwuvxi"), max_size=25))):
+        for number, kind in enumerate(draw(st.lists(st.sampled_from("ggrrrrrrcccsssfpzwuuui"), max_size=25))):
             at += draw(pauses)
             name = f"{attempt}-{number}"
             if kind == "c":
                 commits.append((name, at))
-            body.append(
-                {
-                    "g": lambda: group(at),
-                    "r": lambda: report(at, attempt=attempt),
-                    "c": lambda: commit(at, name, attempt=attempt),
-                    "s": lambda: stalled(at, draw(pauses)),
-                    "f": lambda: failed(at, draw(st.booleans())),
-                    "p": lambda: preempted(at),
-                    "z": lambda: resized(at),
-                    "w": lambda: waiting(at, max(0.0, at - draw(pauses))),
-                    "u": lambda: state(at, "SCHEDULING"),
-                    "v": lambda: state(at, "SHUTTING_DOWN"),
-                    "x": lambda: state(at, "RUNNING"),
-                    "i": lambda: ignored(at),
-                }[kind]()
-            )
+            made: dict[str, Callable[[], ev.Event]] = {
+                "g": lambda: group(at),
+                "r": lambda: report(at, attempt=attempt),
+                "c": lambda: commit(at, name, attempt=attempt),
+                "s": lambda: stalled(at, draw(pauses)),
+                "f": lambda: failed(at, draw(st.booleans())),
+                "p": lambda: ev.WorkersPreempted(at=T + at, errors={}, retried=True),
+                "z": lambda: resized(at),
+                "w": lambda: waiting(at, max(0.0, at - draw(pauses))),
+                "u": lambda: state(at, draw(st.sampled_from(["SCHEDULING", "SHUTTING_DOWN", "RUNNING"]))),
+                "i": lambda: ignored(at),
+            }
+            body.append(made[kind]())
         events += numbered(*body)
         if draw(st.booleans()):
             at += draw(pauses)

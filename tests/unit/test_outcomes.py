@@ -16,7 +16,6 @@ from prefect.states import Completed, Crashed, Failed, exception_to_failed_state
 from prefect_elastic_train.core.outcomes import (
     AttemptFailedError,
     ConfigurationError,
-    ElasticTrainError,
     Outcome,
     TrainingTimeoutError,
     may_retry,
@@ -52,7 +51,6 @@ def test_only_a_lost_driver_and_a_lost_cluster_are_tried_again_and_nothing_final
         Completed(data=1),
         Failed(data=RuntimeError("driver_lost")),
         Failed(data=ConfigurationError("bad")),
-        Failed(data=ElasticTrainError("bad")),
     ],
 )
 def test_anything_but_a_failed_attempt_is_not_tried_again(state: Any) -> None:

@@ -111,15 +111,13 @@ def test_a_script_and_the_helper_beside_it_go_by_value(tmp_path: Path) -> None:
     assert set(cloudpickle.list_registry_pickle_by_value()) == before, "nothing has changed for others"
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["first load", "under a made-up name"])
-def test_a_script_that_prefect_loaded_goes_by_value(tmp_path: Path, again: bool) -> None:
+def test_a_script_that_prefect_loaded_goes_by_value(tmp_path: Path) -> None:
     script = tmp_path / "a_flow_script.py"
     script.write_text(SCRIPT)
-    module = load_script_as_module(str(script))
-    if again:
-        module = load_script_as_module(str(script))
-        assert module.__name__.startswith("__prefect_loader_")
-    assert _called_elsewhere(module.loop, tmp_path, {"weight": 4}) == "12"
+    first, again = load_script_as_module(str(script)), load_script_as_module(str(script))
+    assert again.__name__.startswith("__prefect_loader_")
+    for module in (first, again):
+        assert _called_elsewhere(module.loop, tmp_path, {"weight": 4}) == "12"
 
 
 def test_a_package_goes_by_reference(tmp_path: Path) -> None:
