@@ -1,8 +1,6 @@
 """Block documents as code: what a file says is what the server has, and what changes is shown.
 
-The code is the truth: a value that somebody typed in the UI is overwritten, and shown. Two things are not in the code's
-hands: secrets that it leaves empty stay what the server has, and a document that no block of the code stands for is
-left alone.
+A value that somebody typed in the UI is overwritten. Secrets that the code leaves empty stay what the server has.
 """
 
 from __future__ import annotations
@@ -46,10 +44,8 @@ class Change:
 
     def lines(self) -> list[str]:
         """Return the change as people read it: a line for each field that changes, else one for the document."""
-        head = f"{_SIGNS[self.what]} {self.document}"
-        if self.what == "updated":
-            return [f"{head}  {change}" for change in self.fields]
-        return [f"{head}  {', '.join(self.fields) if self.what == 'created' else 'unchanged'}".rstrip()]
+        told = {"created": [", ".join(self.fields)], "updated": self.fields, "unchanged": ["unchanged"]}[self.what]
+        return [f"{_SIGNS[self.what]} {self.document}  {text}".rstrip() for text in told]
 
 
 def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = False) -> list[Change]:
@@ -133,9 +129,6 @@ def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[C
         save = partial(block.save, name, overwrite=True, _sync=True)  # type: ignore[call-arg]
         return Change(f"{slug}/{name}", "created", shown), save
     data, fields = difference(block, document.data)
-    if document.block_schema is None or document.block_schema.checksum != block._calculate_schema_checksum():
-        # The UI's form, and which fields the server hides, are those of the schema that the document names.
-        fields += ("schema: brought up to date with the block type",)
 
     def write() -> None:
         block.register_type_and_schema(_sync=True)  # type: ignore[call-arg]

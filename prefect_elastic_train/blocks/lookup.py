@@ -42,14 +42,11 @@ BLOCK_TYPES: dict[str, Sequence[type[TrainingBlock]]] = {
 
 
 def find_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
-    """Load a saved block of one of some types.
+    """Load a saved block of one of some types; return None if there is none.
 
     Args:
         kinds: The types.
         name: ``"<block type>/<name>"``, or the name alone if no two of the types have it.
-
-    Returns:
-        The block; None if there is none.
 
     Raises:
         ConfigurationError: There are several, or it cannot be loaded, or its data are not allowed.
@@ -70,11 +67,7 @@ def find_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
 
 
 def load_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock:
-    """Load a saved block that must be there, see :func:`find_saved`.
-
-    Raises:
-        ConfigurationError: There is no such block, or several, or it cannot be loaded, or its data are not allowed.
-    """
+    """Load a saved block that must be there, see :func:`find_saved`."""
     block = find_saved(kinds, name)
     if block is None:
         short = name.rpartition("/")[2]
@@ -140,15 +133,7 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBl
 
 
 def chosen_blocks(names: Mapping[str, str], profile: str = "") -> dict[str, TrainingBlock]:
-    """Load all blocks of a training, by argument.
-
-    Args:
-        names: Names by arguments, as :func:`chosen_block` takes them.
-        profile: See there.
-
-    Raises:
-        ConfigurationError: There is no such block, no block of that profile, or one that cannot be loaded.
-    """
+    """Load all blocks of a training, by argument; see :func:`chosen_block`."""
     chosen = {argument: chosen_block(argument, names.get(argument, ""), profile) for argument in BLOCK_TYPES}
     if profile and not any(block._block_document_name == profile for block in chosen.values()):
         raise ConfigurationError(f"--profile {profile}: no block of a training has this name. See `prefect block ls`")

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from prefect_elastic_train.cli.common import clean, console
-from prefect_elastic_train.doctor import LEVELS
 
 _STYLES = {"ok": "default", "warn": "yellow", "skip": "dim", "fail": "red"}
 _OTHERWISE = "[default: as the profile or the settings say, else"
@@ -56,7 +55,7 @@ def examine(
     if as_json:
         typer.echo(json.dumps({"ok": is_well, "seconds": seconds, "findings": [*map(asdict, findings)]}, indent=2))
     else:
-        words = ", ".join(f"{counts[level]} {level}" for level in LEVELS if counts[level])
+        words = ", ".join(f"{counts[level]} {level}" for level in _STYLES if counts[level])
         verdict = "trainings can run here" if is_well else "trainings cannot run like this"
         console().print(f"{verdict}: {words}, in {seconds} s", markup=False)
     if not is_well:

@@ -147,11 +147,6 @@ class S3StorageSettings(_StorageSettings):
         """The bucket and the prefix as a URL."""
         return f"s3://{self.bucket_path}"
 
-    @property
-    def is_ambient(self) -> bool:
-        """Whether the credentials are those of the environment, which may renew them."""
-        return not self.access_key_id
-
 
 class FsspecStorageSettings(_StorageSettings):
     """An object store that fsspec knows and that holds runs. See :class:`FsspecStorage`."""

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import httpx
@@ -17,7 +18,7 @@ from packaging.requirements import Requirement
 from prefect.client.base import ServerType, determine_server_type
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import BlockDocument
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
@@ -30,11 +31,24 @@ from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import StorageSettings
-from prefect_elastic_train.doctor import Finding, fail, ok, skip, warn
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.storage.preflight import preflight
 from prefect_elastic_train.supervisor.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check has found: how good or bad it is, what it is, and what to do about it."""
+
+    level: str
+    message: str
+    remedy: str = ""
+    check: str = ""
+
+
+#: As it should be; trainings run, but something is wrong; could not be looked at; trainings cannot run like this.
+ok, warn, skip, fail = (partial(Finding, level) for level in ("ok", "warn", "skip", "fail"))
 
 _PACKAGE = "prefect-elastic-train"
 #: Extras that a training can use.
@@ -84,13 +98,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
 
 
 def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) -> list[Finding]:
-    """Run a check in a thread, which is left to itself when its time is up; return what it has found, no password.
-
-    Args:
-        name: Of the check.
-        look: Yields what it finds; must end by itself what it has started.
-        seconds: How long it may take.
-    """
+    """Run a check in a thread, which is left to itself when its time is up; return what it has found, no password."""
     found: list[Finding] = []
 
     def run() -> None:
@@ -140,16 +148,12 @@ def check_server() -> Iterator[Finding]:
             client.read_flows(limit=1)  # the version is told to everybody
         except (httpx.HTTPError, RuntimeError, ValueError, TypeError) as error:  # ValueError: an answer with no version
             reason = error.__cause__ or error
-            if isinstance(reason, PrefectHTTPStatusError) and reason.response.status_code in (401, 403):
-                yield fail(
-                    f"the Prefect server at {url} refuses us (HTTP {reason.response.status_code})",
-                    "set PREFECT_API_AUTH_STRING to the server's own PREFECT_SERVER_API_AUTH_STRING; on Prefect Cloud, "
-                    "or for a gateway, PREFECT_API_KEY or PREFECT_CLIENT_CUSTOM_HEADERS",
-                )
-                return
             yield fail(
-                f"no Prefect server that can be used answers at {url} ({type(reason).__name__}: {reason})",
-                "start one with `prefect server start`, or correct PREFECT_API_URL, which ends with /api: `prefect "
+                f"no Prefect server that lets us in and that can be used answers at {url} "
+                f"({type(reason).__name__}: {reason})",
+                "HTTP 401 or 403: set PREFECT_API_AUTH_STRING to the server's own PREFECT_SERVER_API_AUTH_STRING; on "
+                "Prefect Cloud, or for a gateway, PREFECT_API_KEY or PREFECT_CLIENT_CUSTOM_HEADERS. Else start "
+                "one with `prefect server start`, or correct PREFECT_API_URL, which ends with /api: `prefect "
                 "config set PREFECT_API_URL=http://127.0.0.1:4200/api`",
             )
             return
@@ -157,15 +161,7 @@ def check_server() -> Iterator[Finding]:
 
 
 def check_cluster(spec: DriverSpec, seconds: float) -> Iterator[Finding]:
-    """Join a cluster as a training would, a local one after starting it; of one that takes jobs ask the dashboard.
-
-    Args:
-        spec: Of a training with the cluster.
-        seconds: How long that may take.
-
-    Raises:
-        AttemptFailedError: It cannot be used; the message says what to do.
-    """
+    """Join a cluster as a training would, a local one after starting it; of one that takes jobs ask the dashboard."""
     yield _asked(spec.cluster) if spec.cluster.is_submitted else _joined(spec, seconds - _LEAVE_SECONDS)
 
 

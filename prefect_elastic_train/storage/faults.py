@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What an exception says of the storage.
-
-    Attributes:
-        kind: In a word or two.
-        permanent: It stays until a person mends it.
-        advice: What the person may do.
-    """
+class Fault(NamedTuple):
+    """What an exception says of the storage: in a word or two, whether a person must mend it, and what they may do."""
 
     kind: str
     permanent: bool
@@ -58,7 +50,7 @@ _WORDS: dict[Fault | None, str] = {
     _EXPIRED: """ExpiredToken ExpiredTokenException RequestExpired TokenRefreshRequired SSOTokenLoadError
         TokenRetrievalError UnauthorizedSSOTokenError""",
     # All that the answer to a HEAD says of an expired token: it has no body.
-    replace(_EXPIRED, kind="credentials or request refused"): "400",
+    _EXPIRED._replace(kind="credentials or request refused"): "400",
     _TLS: "ClientConnectorCertificateError SSLCertVerificationError SSLError",
     Fault("clock", True, "set this machine's clock"): "RequestTimeTooSkewed",
     Fault("no such bucket", True, "create the bucket, or mend the name in the storage block"): "NoSuchBucket",

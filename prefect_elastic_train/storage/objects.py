@@ -6,8 +6,7 @@ import errno
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,68 +27,24 @@ _PARTS_AT_ONCE = 4
 _MAX_PARTS = 10_000
 #: Files at a time: those of one part, and those of many, whose parts are in memory while they are sent.
 _FILES_AT_ONCE, _LARGE_FILES_AT_ONCE = 8, 2
-#: Credentials of the environment are read anew at most once in so many seconds.
-_RENEW_SECONDS = 60.0
-
-
-def retries_of(settings: ObjectSettings) -> Retries:
-    """Return how operations on a storage are repeated."""
-    if isinstance(settings, S3StorageSettings):
-        secrets = [settings.access_key_id, settings.secret_access_key, settings.session_token]
-        hidden = [secret.get_secret_value() for secret in secrets]
-    else:
-        hidden = list(_strings_in(settings.hidden_options))
-    return Retries(settings.retry_seconds, settings.uri, tuple(secret for secret in hidden if len(secret) > 3))
 
 
 class ObjectClient:
-    """The filesystem of fsspec for a store. Safe for threads, and picklable; nothing is connected before it is used.
+    """The filesystem of fsspec for a store. Safe for threads, and picklable; nothing is connected before it is used."""
 
-    Args:
-        settings: The storage.
-    """
-
-    def __init__(self, settings: ObjectSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: ObjectSettings, retries: Retries) -> None:
+        self.settings, self.retries = settings, retries
         self._filesystem: Any = None
-        self._lock = threading.RLock()
-        self._renew_at = 0.0
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.settings,)
-
-    def do(self, operation: Callable[[Any], Answer]) -> Answer:
-        """Carry out an operation; once more with credentials read anew, where the environment gives them."""
-        files = self.filesystem
-        try:
-            return operation(files)
-        except Exception as error:
-            fault = diagnose(error)
-            is_ambient = isinstance(self.settings, S3StorageSettings) and self.settings.is_ambient
-            if fault is None or not fault.kind.startswith("credentials") or not is_ambient:
-                raise
-            with self._lock:
-                if self._filesystem is files:  # no other thread has had them read anew since
-                    if time.monotonic() < self._renew_at:
-                        raise
-                    self._filesystem, self._renew_at = None, time.monotonic() + _RENEW_SECONDS
-            return operation(self.filesystem)
-
-    def find(self, operation: Callable[[Any], Answer]) -> Answer | None:
-        """Carry out an operation; return None if there is no such object, which no bucket is something else than."""
-        try:
-            return self.do(operation)
-        except FileNotFoundError as error:
-            if diagnose(error) is not None:
-                raise
-            return None
+        return type(self), (self.settings, self.retries)
 
     @property
     def filesystem(self) -> Any:
         """The filesystem that fsspec has made, or makes now."""
         with self._lock:
-            if self._filesystem is None:
-                self._filesystem = self._connect()
+            self._filesystem = self._filesystem or self._connect()
             return self._filesystem
 
     def _connect(self) -> Any:
@@ -98,13 +53,13 @@ class ObjectClient:
             if isinstance(self.settings, S3StorageSettings):
                 from prefect_elastic_train.storage.s3 import open_s3
 
-                return open_s3(self.settings, retries_of(self.settings))
+                return open_s3(self.settings, self.retries)
             import fsspec
 
             options = {"skip_instance_cache": True, "use_listings_cache": False, **self.settings.all_options}
             return fsspec.filesystem(scheme, **options)
         except Exception as error:  # noqa: BLE001 - each store has its own, and none of them means a missing object
-            failed = retries_of(self.settings).without_secrets(f"{type(error).__name__}: {error}")
+            failed = self.retries.without_secrets(f"{type(error).__name__}: {error}")
         raise ConfigurationError(
             f"cannot open {scheme}:// here: {failed}. Install the package that it needs on every node "
             "(`pip install 'prefect-elastic-train[s3]'` for S3), and mend the options of the storage block"
@@ -112,13 +67,7 @@ class ObjectClient:
 
 
 class ObjectRunStore(RunStore):
-    """A run directory in an object store.
-
-    Args:
-        path: The run directory, beginning with the bucket.
-        retries: How operations are repeated.
-        client: Of the store.
-    """
+    """A run directory in an object store, at a path that begins with the bucket."""
 
     has_folders = False
 
@@ -134,9 +83,7 @@ class ObjectRunStore(RunStore):
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of an object from ``start`` up to ``end``."""
         key = self._key(name)
-        data: bytes = self.retries.call(
-            f"read {name}", lambda: self.client.do(lambda files: files.cat_file(key, start=start, end=end))
-        )
+        data: bytes = self.retries.call(f"read {name}", lambda: self._files.cat_file(key, start=start, end=end))
         return data
 
     def abandon_uploads(self) -> int:
@@ -144,9 +91,7 @@ class ObjectRunStore(RunStore):
         if not isinstance(self.client.settings, S3StorageSettings):
             return 0
         try:
-            return self.retries.call(
-                "remove unfinished uploads", lambda: int(self.client.do(lambda files: files.abort_uploads(self.path)))
-            )
+            return self.retries.call("remove unfinished uploads", lambda: int(self._files.abort_uploads(self.path)))
         except StorageFaultError as error:
             if not error.permanent:
                 raise
@@ -175,13 +120,13 @@ class ObjectRunStore(RunStore):
 
         def copy(file: str) -> None:
             paths = f"{source}/{file}", self._key(f"{name}/{file}")
-            self.retries.call(f"copy {paths[0]}", lambda: self.client.do(lambda files: files.cp_file(*paths)))
+            self.retries.call(f"copy {paths[0]}", lambda: self._files.cp_file(*paths))
 
         for_each(list(files), copy, _FILES_AT_ONCE)
 
     def _create(self, name: str, data: bytes) -> bool:
         try:
-            self.client.do(lambda files: files.pipe_file(self._key(name), data, mode="create"))
+            self._files.pipe_file(self._key(name), data, mode="create")
         except OSError as error:
             # s3fs raises FileExistsError only where the answer names the condition: AWS does, MinIO does not.
             if diagnose(error) is None and error.errno in (None, errno.EEXIST, errno.EINVAL):
@@ -190,16 +135,16 @@ class ObjectRunStore(RunStore):
         return True
 
     def _replace(self, name: str, data: bytes) -> None:
-        self.client.do(lambda files: files.pipe_file(self._key(name), data))
+        self._files.pipe_file(self._key(name), data)
 
     def _read(self, name: str) -> bytes | None:
-        data: bytes | None = self.client.find(lambda files: files.cat_file(self._key(name)))
+        data: bytes | None = self._find(lambda files: files.cat_file(self._key(name)))
         return data
 
     def _list(self, folder: str) -> tuple[list[str], list[str]]:
         key = self._key(folder)
         names: tuple[list[str], list[str]] = [], []
-        for entry in self.client.find(lambda files: files.ls(key, detail=True, refresh=True)) or []:
+        for entry in self._find(lambda files: files.ls(key, detail=True, refresh=True)) or []:
             name = _below(key, entry["name"])
             if name and "/" not in name:
                 names[entry.get("type") == "directory"].append(name)
@@ -207,7 +152,7 @@ class ObjectRunStore(RunStore):
 
     def _file_sizes(self, folder: str) -> dict[str, int] | None:
         key = self._key(folder)
-        found = self.client.find(lambda files: files.find(key, detail=True)) or {}
+        found = self._find(lambda files: files.find(key, detail=True)) or {}
         # Some programs mark a folder with an empty object of its name.
         files = {path: entry for path, entry in found.items() if entry["type"] == "file" and entry["name"][-1] != "/"}
         sizes = {_below(key, path): int(entry["size"] or 0) for path, entry in files.items()}
@@ -215,11 +160,11 @@ class ObjectRunStore(RunStore):
         return sizes or None  # a store has no empty folders
 
     def _size(self, name: str) -> int | None:
-        info = self.client.find(lambda files: files.info(self._key(name))) or {}
+        info = self._find(lambda files: files.info(self._key(name))) or {}
         return int(info["size"] or 0) if info.get("type") == "file" else None
 
     def _delete(self, name: str) -> None:
-        self.client.find(lambda files: files.rm_file(self._key(name)))
+        self._find(lambda files: files.rm_file(self._key(name)))
 
     def _delete_folder(self, name: str) -> bool:
         files = self._file_sizes(name) or {}
@@ -238,18 +183,29 @@ class ObjectRunStore(RunStore):
         if isinstance(self.client.settings, S3StorageSettings):
             # The parts of huge files are larger, and fewer of them are held at a time.
             how = {"chunksize": part, "max_concurrency": max(1, _PARTS_AT_ONCE * PART_BYTES // part)}
-        self.retries.call(
-            f"upload {name}", lambda: self.client.do(lambda files: files.put_file(source, self._key(name), **how))
-        )
+        self.retries.call(f"upload {name}", lambda: self._files.put_file(source, self._key(name), **how))
 
     def _download(self, name: str, path: Path, size: int) -> None:
         def get() -> None:
-            self.client.do(lambda files: files.get_file(self._key(name), str(path)))
+            self._files.get_file(self._key(name), str(path))
             if (found := path.stat().st_size) != size:
                 raise ConnectionError(errno.ECONNABORTED, f"{name}: got {found} bytes instead of {size}")
 
         path.parent.mkdir(parents=True, exist_ok=True)
         self.retries.call(f"download {name}", get)
+
+    @property
+    def _files(self) -> Any:
+        return self.client.filesystem
+
+    def _find(self, operation: Callable[[Any], Answer]) -> Answer | None:
+        """Carry out an operation; return None if there is no such object, which no bucket is something else than."""
+        try:
+            return operation(self._files)
+        except FileNotFoundError as error:
+            if diagnose(error) is not None:
+                raise
+            return None
 
     def _key(self, name: str) -> str:
         return f"{self.path}/{name.strip('/')}".rstrip("/")
@@ -259,11 +215,3 @@ def _below(folder: str, key: str) -> str:
     """Return a key relative to a folder; empty if it is not below it."""
     folder, key = folder.strip("/"), key.strip("/")
     return key[len(folder) + 1 :] if key.startswith(f"{folder}/") else ""
-
-
-def _strings_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings_in(inner)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
-from prefect_elastic_train.storage.objects import ObjectClient, ObjectRunStore, retries_of
+from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings, StorageSettings
+from prefect_elastic_train.storage.objects import ObjectClient, ObjectRunStore
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A place with run directories.
-
-    Attributes:
-        settings: What it was opened with.
-        retries: How its operations are repeated.
-    """
+    """A place with run directories."""
 
     settings: StorageSettings
     retries: Retries
@@ -44,14 +41,23 @@ class Storage:
 
 
 def open_storage(settings: StorageSettings, retry_seconds: float | None = None) -> Storage:
-    """Open a storage; nothing is connected yet.
-
-    Args:
-        settings: Of the storage block.
-        retry_seconds: How long operations are repeated; default as the settings say.
-    """
+    """Open a storage, whose operations are repeated for as long as its settings say; nothing is connected yet."""
     if retry_seconds is not None:
         settings = settings.model_copy(update={"retry_seconds": retry_seconds})
     if isinstance(settings, LocalStorageSettings):
         return Storage(settings, Retries(settings.retry_seconds, settings.uri))
-    return Storage(settings, retries_of(settings), ObjectClient(settings))
+    if isinstance(settings, S3StorageSettings):
+        keys = [settings.access_key_id, settings.secret_access_key, settings.session_token]
+        secrets = [key.get_secret_value() for key in keys]
+    else:
+        secrets = list(_strings_in(settings.hidden_options))
+    retries = Retries(settings.retry_seconds, settings.uri, tuple(secret for secret in secrets if len(secret) > 3))
+    return Storage(settings, retries, ObjectClient(settings, retries))
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings_in(inner)

@@ -27,15 +27,11 @@ _TELL_SECONDS = 3.0
 
 @dataclass
 class Waits:
-    """What this process has waited for its storage.
+    """What this process has waited for its storage."""
 
-    Attributes:
-        seconds: From first failure to success or surrender, of all operations; those at one time count once.
-        tries: Tries that failed.
-        last: What was wrong, last.
-    """
-
+    #: From first failure to success or surrender, of all operations; those at one time count once.
     seconds: float = 0.0
+    #: Tries that failed, and what was wrong last.
     tries: int = 0
     last: str = ""
 

@@ -70,12 +70,7 @@ def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
 
 
 class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
-    """See :class:`s3fs.S3FileSystem`.
-
-    Args:
-        repeats: How parts of uploads and downloads are repeated.
-        options: As s3fs takes them.
-    """
+    """An :class:`s3fs.S3FileSystem` whose parts of uploads and downloads are repeated."""
 
     retries = 1  # one layer repeats, and it is ours
 

@@ -49,40 +49,6 @@ def test_without_any_credentials_that_is_said_at_once(ambient: RunStore) -> None
     assert caught.value.permanent
 
 
-def test_a_credentials_file_that_somebody_renews_is_read_anew(
-    ambient: RunStore, proxy: FaultProxy, tmp_path: Path
-) -> None:
-    file = tmp_path / "credentials"
-    file.write_text("[default]\naws_access_key_id = AKIAOLD\naws_secret_access_key = old\n")
-    proxy.allow_keys({"AKIAOLD"})
-    _use_everything(ambient, tmp_path)
-    file.write_text("[default]\naws_access_key_id = AKIANEW\naws_secret_access_key = new\n")
-    proxy.allow_keys({"AKIANEW"})
-    _use_everything(ambient, tmp_path)
-    proxy.allow_keys({"AKIAOTHER"})
-    for _ in range(2):  # they were read anew a moment ago
-        proxy.reset_counters()
-        with pytest.raises(StorageFaultError, match="credentials") as caught:
-            ambient.read("small")
-        assert caught.value.permanent
-        assert len(proxy.requests) == 1, "they are read anew again and again"
-
-
-def test_many_transfers_that_find_out_at_once_have_credentials_read_anew_once(
-    ambient: RunStore, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAOLD")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    for number in range(12):
-        ambient.replace(f"many/{number}", b"x")
-    sizes = ambient.file_sizes("many")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIANEW")
-    proxy.allow_keys({"AKIANEW"})
-    monkeypatch.setattr(ambient, "file_sizes", lambda name: sizes)  # so that the transfers are the first to find out
-    ambient.download("many", str(tmp_path / "back"))
-    assert [path.read_bytes() for path in (tmp_path / "back").iterdir()] == [b"x"] * 12
-
-
 @pytest.fixture
 def tls(server: MotoServer, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """The server behind a certificate of its own: its URL, and the file that makes it trusted."""

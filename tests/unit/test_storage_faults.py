@@ -30,7 +30,6 @@ from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultE
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage import retries as retries_module
 from prefect_elastic_train.storage.faults import Fault, diagnose
-from prefect_elastic_train.storage.objects import retries_of
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.retries import Retries, Waits, take_waits, waiting_since
 from tests.support.processes import wait_for
@@ -334,7 +333,7 @@ def test_no_secret_is_in_a_message_in_what_it_was_raised_from_or_in_the_log(
             raise error("no")
 
     with caplog.at_level(logging.DEBUG, "prefect_elastic_train"):
-        for retries in (retries_of(settings), retries_of(other)):
+        for retries in (open_storage(settings).retries, open_storage(other).retries):
             assert SECRET not in repr(retries)
             with pytest.raises(StorageFaultError) as caught:
                 call(Retries(0.05, retries.where, retries.hidden), "do it", fail)
