@@ -30,8 +30,7 @@ from prefect_elastic_train.core.rank_errors import distinct
 from prefect_elastic_train.core.ray_output import mark_told
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.elastic.failures import why_never_again
-from prefect_elastic_train.elastic.loop_state import take_waits_and_stall
-from prefect_elastic_train.elastic.loop_watch import LoopWatch, answers_of, ask, have_answered
+from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_waits_and_stall
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.model import SEED_COMMIT, RunDirectory
@@ -44,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 #: Exceptions of our own that are told of, each with its traceback.
 _TOLD_ERRORS = 10
-#: How long the last answers of a worker group that ends are waited for.
-_LAST_SECONDS = 1.0
+#: How long the ranks may take to say at a commit what they have waited for; the controller stands still meanwhile.
+_ANSWER_SECONDS = 1.0
 
 #: The callback of this controller process. Policy and callbacks are pickled one by one, so they meet here.
 _current: RunCallback | None = None
@@ -103,8 +102,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._workers: list[Any] = []
         #: Of the ranks in the last poll, for the decision that follows.
         self._failures: dict[int, Exception] = {}
-        #: What the workers have been asked for, until all have answered.
-        self._asked: list[Any] = []
         self._has_committed = False
         self._reports_since_checkpoint = 0
         self.errors = 0
@@ -176,7 +173,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Report size and ranks of the new worker group."""
-        self._workers, self._asked = worker_group.get_workers(), []
+        self._workers = worker_group.get_workers()
         self._reports_since_checkpoint, self._has_committed = 0, False
         commit = RunDirectory(self._store, self._attempt).newest_commit
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
@@ -211,16 +208,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         # The statuses' own errors have tracebacks; those that Ray hands out have lost them.
         statuses = worker_group_status.worker_statuses.items()
         self._failures = {rank: status.error for rank, status in statuses if status.error is not None}
-        self._take_answers(0)
         preemption = worker_group_status.get_preemption_info()
         if preemption is not None and self.take_commit():
             self._end_drain(preemption)
 
     @_never_raises
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Take the last answers; the group gives back what it holds."""
+        """Forget the group, which gives back what it holds."""
         self._workers = []
-        self._take_answers(_LAST_SECONDS)
 
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
@@ -236,8 +231,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._reports_since_checkpoint = 0
         size = self._size_of(name) or 0
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
-        if not self._asked:
-            self._asked = ask(self._workers, take_waits_and_stall)
+        answers = ask(self._workers, take_waits_and_stall, _ANSWER_SECONDS).values()
+        self._tell_waits("ranks", [waits for waits, _ in answers])
+        stalled = max((stalled for _, stalled in answers), default=0.0)
+        if stalled >= 0.01:
+            self.tell(ev.CheckpointStalled(seconds=round(stalled, 3)))
 
     @_never_raises
     def _size_of(self, checkpoint: str) -> int:
@@ -253,17 +251,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def before_controller_abort(self) -> None:
         """Send what is left; the process ends at once."""
         self._stop_sending(timeout_seconds=1.0)
-
-    @_never_raises
-    def _take_answers(self, timeout_seconds: float) -> None:
-        """Tell what the ranks have waited for, once all have answered or none is waited for any longer."""
-        if not self._asked or not (timeout_seconds or have_answered(self._asked)):
-            return
-        answers, self._asked = answers_of(self._asked, timeout_seconds), []
-        self._tell_waits("ranks", [waits for waits, _ in answers.values()])
-        stalled = max((stalled for _, stalled in answers.values()), default=0.0)
-        if stalled >= 0.01:
-            self.tell(ev.CheckpointStalled(seconds=round(stalled, 3)))
 
     def _end_drain(self, preemption: Any) -> None:
         """Restart at once: the work is committed, and every step until the deadline would be done twice.

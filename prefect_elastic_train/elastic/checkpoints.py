@@ -31,7 +31,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
-from prefect_elastic_train.elastic.loop_state import note_opened
+from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import CommitLog, check_fence
 from prefect_elastic_train.runs.model import RunDirectory
@@ -311,7 +311,7 @@ class _OfferedCheckpoint(RunCheckpoint):
     def __getattribute__(self, name: str) -> Any:
         # Whatever reads a checkpoint asks for its path; whoever gets a copy may read that.
         if name in ("path", "__reduce_ex__"):
-            note_opened()
+            loop_watch.state.opened = True
         return super().__getattribute__(name)
 
 

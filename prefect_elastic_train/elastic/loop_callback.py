@@ -6,6 +6,7 @@ Uses ``ray.train.v2._internal``: the public callbacks run in the controller.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from ray.train.v2._internal.execution.callback import TrainContextCallback, Work
 from ray.train.v2._internal.execution.context import get_train_context
 
 from prefect_elastic_train.core.ray_output import silence_ray_train
+from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
-from prefect_elastic_train.elastic.loop_state import in_report, note_checkpoints, stalling
 from prefect_elastic_train.loop.context import RunContext, enter_run
 from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
 
@@ -41,6 +42,8 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._group = 0
+        #: The thread of the loop while it reports.
+        self._reporting = 0
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Count the worker groups in the controller; the workers are sent a copy of this callback next."""
@@ -53,20 +56,21 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         context = get_train_context()
         name_folders(context, self._context.attempt, self._group)
         silence_ray_train()
-        note_checkpoints(context)
+        loop_watch.note_checkpoints(context)
         context.checkpoint = readable(context.checkpoint)
         context.storage_context = RunStorageContext(context.storage_context)
 
     @contextmanager
     def on_report(self) -> Iterator[None]:
-        """Wrap a report."""
-        with in_report():
-            try:
-                with stalling():
-                    _wait_for_uploads(get_train_context())
-            except Exception:
-                logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
-            yield
+        """Wrap a report; an upload in the same thread holds the loop up."""
+        self._reporting = threading.get_ident()
+        try:
+            with self._stalling():
+                _wait_for_uploads(get_train_context())
+        except Exception:
+            logger.warning("A report does not wait for earlier uploads; training goes on", exc_info=True)
+        yield
+        self._reporting = 0
         try:
             hold_after_report()
         except Exception:
@@ -76,8 +80,16 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     def on_checkpoint_transfer(self) -> Iterator[None]:
         """Wrap the upload of a checkpoint."""
         saw_checkpoint()
-        with stalling():
+        with self._stalling():
             yield
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """Count the time of the ``with`` as standing still, if this is the loop's own thread in a report."""
+        began = time.monotonic()
+        yield
+        if self._reporting == threading.get_ident():
+            loop_watch.state.stalled += time.monotonic() - began
 
 
 class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]

@@ -8,10 +8,14 @@ Ray's own detector of hangs watches NCCL only.
 
 from __future__ import annotations
 
-import logging
 import math
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,9 +24,7 @@ from ray.train import WorkerGroupError
 from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.elastic.failures import HungLoopError, IgnoredCheckpointError
-from prefect_elastic_train.elastic.loop_state import LoopState, loop_state, stacks
-
-logger = logging.getLogger(__name__)
+from prefect_elastic_train.storage.retries import Waits, take_waits
 
 #: How long the ranks may take to say what their loops have asked for, and where those hang.
 _ANSWER_SECONDS = 5.0
@@ -34,25 +36,70 @@ _UNSAVED_SECONDS = 30.0
 _COUNTERS = ("global_step", "epoch", "iteration", "step")
 
 
-def ask(workers: Sequence[Any], question: Callable[[], Any]) -> list[Any]:
-    """Have each worker run a function; nothing waits for them."""
-    return [worker.execute_async(question) for worker in workers]
+@dataclass
+class LoopState:
+    """What the loop of this worker process has done with checkpoints.
+
+    Attributes:
+        opened: Whether it has looked into the one that it was offered.
+        stalled: Seconds that it has stood still for its own since that was asked last.
+    """
+
+    opened: bool = False
+    stalled: float = 0.0
 
 
-def have_answered(asked: Sequence[Any], timeout_seconds: float = 0.0) -> bool:
-    """Return whether each has answered by then, be it with an error."""
-    return len(ray.wait(list(asked), num_returns=len(asked), timeout=timeout_seconds)[0]) == len(asked)
+#: Of this worker process, which Ray starts for one loop.
+state = LoopState()
 
 
-def answers_of(asked: Sequence[Any], timeout_seconds: float) -> dict[int, Any]:
-    """Return what has come of the answers by then, by rank; a rank that is gone has none."""
-    done = set(ray.wait(list(asked), num_returns=len(asked), timeout=timeout_seconds)[0]) if asked else set()
+def note_checkpoints(context: Any) -> None:
+    """Note from now on whether the loop of this worker asks Ray's ``TrainContext`` for all that it has reported."""
+    get_all = context.get_all_reported_checkpoints
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        state.opened = True
+        return get_all(*arguments, **more)
+
+    context.get_all_reported_checkpoints = noted
+
+
+# What the controller runs in a worker.
+
+
+def has_opened() -> bool:
+    """Return whether this worker's loop has looked into the checkpoint that it was offered."""
+    return state.opened
+
+
+def take_waits_and_stall() -> tuple[Waits, float]:
+    """Return what this worker has waited for since this was asked last: for the storage, and for checkpoints."""
+    stalled, state.stalled = state.stalled, 0.0
+    return take_waits(), stalled
+
+
+def stacks() -> str:
+    """Return the stacks of all threads but this one."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+
+
+# What runs in the controller.
+
+
+def ask(workers: Sequence[Any], question: Callable[[], Any], timeout_seconds: float) -> dict[int, Any]:
+    """Have each worker run a function; return what has come by then, by rank. One that is gone has no answer."""
+    asked = [worker.execute_async(question) for worker in workers]
+    done = set(ray.wait(asked, num_returns=len(asked), timeout=timeout_seconds)[0]) if asked else set()
     answers = {}
     for rank, reference in enumerate(asked):
-        try:
-            answers.update({rank: ray.get(reference, timeout=1)} if reference in done else {})
-        except Exception as error:  # noqa: BLE001 - a rank that is gone has no answer
-            logger.debug("rank %d does not answer: %s", rank, error)
+        if reference in done:
+            with suppress(Exception):
+                answers[rank] = ray.get(reference, timeout=1)
     return answers
 
 
@@ -100,7 +147,7 @@ class LoopWatch:
         return failure
 
     def _hung(self) -> WorkerGroupError:
-        found = answers_of(ask(self._workers, stacks), _STACKS_SECONDS)
+        found = ask(self._workers, stacks, _STACKS_SECONDS)
         failures = {
             rank: HungLoopError(
                 f"no report for {self._hangs_after:g} s; the rank was here:\n{found.get(rank, '(no answer)')}"
@@ -115,31 +162,25 @@ class LoopWatch:
         if self._is_judged:
             return None
         here = {name: value for name, value in _counters(metrics).items() if name in self._before}
-        state = LoopState(opened=True)
-        if not any(value > self._before[name] for name, value in here.items()):
-            state = self._state()
-        if not (state.opened or here or has_checkpoint) and self._reports == 1:
+        goes_on = any(value > self._before[name] for name, value in here.items()) or self._has_opened()
+        if not (goes_on or here or has_checkpoint) and self._reports == 1:
             return None  # a loop may report something before it asks
         self._is_judged = True
-        if state.opened:
+        if goes_on:
             return None
-        asked = "called ray.train.get_checkpoint() and never read what it got"
         message = (
             f"the loop began again{f' at {_in_words(here)}' if here else ''} although the checkpoint"
-            f"{f' of {_in_words(self._before)}' if self._before else ''} is there ({self._checkpoint}): it "
-            f"{asked if state.asked else 'never called ray.train.get_checkpoint()'}. Restore model, optimizer and step "
-            "from ray.train.get_checkpoint() before the loop's first step; what it had done is done again"
+            f"{f' of {_in_words(self._before)}' if self._before else ''} is there ({self._checkpoint}): it never read "
+            "what ray.train.get_checkpoint() returns. Restore model, optimizer and step from that before the loop's "
+            "first step; what it had done is done again"
         )
         self._tell(LoopWarned(problem="checkpoint-ignored", message=message, checkpoint=self._checkpoint))
         return WorkerGroupError(message, {0: IgnoredCheckpointError(message)}) if self._fails else None
 
-    def _state(self) -> LoopState:
-        """Return what the loops have done on any rank; a rank that does not answer may have done all."""
-        states = list(answers_of(ask(self._workers, loop_state), _ANSWER_SECONDS).values())
-        is_known = len(states) == len(self._workers)
-        return LoopState(
-            asked=any(state.asked for state in states), opened=not is_known or any(state.opened for state in states)
-        )
+    def _has_opened(self) -> bool:
+        """Return whether any rank's loop has read its checkpoint; a rank that does not answer may have."""
+        answers = ask(self._workers, has_opened, _ANSWER_SECONDS)
+        return len(answers) < len(self._workers) or any(answers.values())
 
     def _tell_unsaved(self, seconds: float) -> None:
         if self._has_saved:

@@ -15,7 +15,7 @@ from pyarrow import fs
 from ray.train import Checkpoint
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
-from prefect_elastic_train.elastic import loop_state
+from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.elastic.checkpoints import (
     RunCheckpoint,
     RunStorageContext,
@@ -222,12 +222,12 @@ def test_whether_a_loop_looks_into_its_checkpoint_is_noted(disk: Storage, source
         pickle.dumps,
     ]
     for look in looks:
-        loop_state._state.opened = False
+        loop_watch.state.opened = False
         found = readable(Checkpoint(f"{run.path}/ckpt", run_filesystem(run, 1)))
         assert found is not None
-        assert not loop_state._state.opened
+        assert not loop_watch.state.opened
         look(found)
-        assert loop_state._state.opened
+        assert loop_watch.state.opened
 
 
 @on_object_stores

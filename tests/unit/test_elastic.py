@@ -32,9 +32,11 @@ from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks, loop_watch
 from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
-from prefect_elastic_train.elastic.loop_state import in_report, stalling, take_waits_and_stall
+from prefect_elastic_train.elastic.loop_callback import LoopCallback
+from prefect_elastic_train.elastic.loop_watch import take_waits_and_stall
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
 from prefect_elastic_train.elastic.translate import run_config, scaling_config
+from prefect_elastic_train.loop import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.model import RunDirectory
@@ -90,9 +92,19 @@ def test_run_budgets_and_checkpoints_reach_ray() -> None:
 class Worker(SimpleNamespace):
     """A worker's actor, as far as the callback talks to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Any = None) -> None:
         self.infos: list[PreemptionInfo] = []
-        super().__init__(actor=SimpleNamespace(mark_preempt=SimpleNamespace(remote=self.infos.append)))
+        actor = SimpleNamespace(mark_preempt=SimpleNamespace(remote=self.infos.append))
+        super().__init__(actor=actor, answer=answer, execute_async=lambda question: self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def get(self) -> Any:
+        """Return what it answers."""
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
 
 class Controller:
@@ -130,7 +142,7 @@ class Controller:
 def controller(store: LocalRunStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
     """A controller of the first attempt."""
     begin(store)
-    monkeypatch.setattr(callbacks, "ask", lambda workers, question: [])
+    monkeypatch.setattr(callbacks, "ask", lambda workers, question, seconds: {})
     controller = Controller(store)
     yield controller
     controller.receiver.close()
@@ -149,29 +161,19 @@ def test_no_hook_lets_an_exception_out_whatever_it_is_given(controller: Controll
     assert raising >= 4, "the test gave them nothing that they stumble over"
 
 
-def test_an_answer_that_is_an_error_does_not_keep_the_others_from_being_told(
+def test_a_rank_that_is_gone_does_not_keep_from_telling_what_the_others_have_waited_for_at_a_commit(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def get(reference: str, timeout: float) -> tuple[Waits, float]:
-        if reference == "fails":
-            raise ActorDiedError
-        return Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 2.5
-
-    answered = ["answers"]
-    monkeypatch.setattr(loop_watch.ray, "wait", lambda asked, **_: ([one for one in asked if one in answered], []))
-    monkeypatch.setattr(loop_watch.ray, "get", get)
-    controller.callback._asked = ["answers", "fails"]
-    controller.poll({})
-    assert controller.callback._asked, "one has not answered yet"
-    answered.append("fails")
-    controller.poll({})
-    waited, stalled = controller.heard()
-    assert (waited.kind, waited.tries, stalled.kind, stalled.seconds) == (
-        "storage_waited",
-        3,
-        "checkpoint_stalled",
-        2.5,
-    )
+    monkeypatch.setattr(callbacks, "ask", loop_watch.ask)
+    waits = Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 2.5
+    workers = [Worker(waits), Worker(ActorDiedError()), Worker(None)]
+    monkeypatch.setattr(loop_watch.ray, "wait", lambda asked, **_: ([one for one in asked if one.answer], []))
+    monkeypatch.setattr(loop_watch.ray, "get", lambda worker, timeout: worker.get())
+    controller.callback._workers = workers
+    controller.report(checkpoint="ckpt-1")
+    committed, waited, stalled = controller.heard()
+    assert (committed.kind, waited.kind, waited.tries) == ("checkpoint_committed", "storage_waited", 3)
+    assert (stalled.kind, stalled.seconds) == ("checkpoint_stalled", 2.5)
 
 
 @pytest.mark.parametrize("is_seeded", [False, True])
@@ -364,9 +366,10 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
 
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others() -> None:
     take_waits_and_stall()
-    with in_report(), stalling():
+    callback = LoopCallback(RunContext("mnist", "0" * 32, 1, "", ""))
+    with callback.on_report(), callback.on_checkpoint_transfer():  # which does not wait: this is no worker
         time.sleep(0.02)
-    with stalling():  # another thread's upload
+    with callback.on_checkpoint_transfer():  # another thread's
         time.sleep(0.2)
     assert 0.02 <= take_waits_and_stall()[1] < 0.2
     assert take_waits_and_stall()[1] == 0

@@ -11,10 +11,9 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.elastic.failures import IgnoredCheckpointError
-from prefect_elastic_train.elastic.loop_state import LoopState
 from prefect_elastic_train.elastic.loop_watch import LoopWatch
 
-NEVER, ASKED, OPENED = LoopState(), LoopState(asked=True), LoopState(asked=True, opened=True)
+NEVER, OPENED = False, True
 CHECKPOINT: Any = object()
 RUNNING = [WorkerStatus(True, None, None)]
 
@@ -25,17 +24,16 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False, hangs_after_seconds: float = 0.0) -> None:
         self.now = 100.0
         monkeypatch.setattr(loop_watch.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(loop_watch, "ask", lambda workers, question: workers)
-        monkeypatch.setattr(loop_watch, "answers_of", lambda asked, seconds: {0: asked[0]} if asked[0] else {})
+        monkeypatch.setattr(
+            loop_watch, "ask", lambda workers, question, seconds: {0: workers[0]} if workers[0] is not None else {}
+        )
         self.events: list[Event] = []
         self.watch = LoopWatch(fails, self.events.append, hangs_after_seconds)
         self.watch.begin(["in loop.py"], "", {})
 
-    def resume(
-        self, state: LoopState | None, before: dict[str, Any], *reports: dict[str, Any], saves: bool = False
-    ) -> Any:
-        """Have a loop of that state report from a checkpoint on; return what it fails of."""
-        self.watch.begin([state], "checkpoint_a", before)
+    def resume(self, opened: bool | None, before: dict[str, Any], *reports: dict[str, Any], saves: bool = False) -> Any:
+        """Have a loop that has or has not opened it report from a checkpoint on; return what it fails of."""
+        self.watch.begin([opened], "checkpoint_a", before)
         report = CHECKPOINT if saves else None
         looks = [self.watch.look([WorkerStatus(True, None, _TrainingReport(report, made, False))]) for made in reports]
         assert looks[:-1] == [None] * (len(looks) - 1)
@@ -54,7 +52,7 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-    ("state", "before", "reports"),
+    ("opened", "before", "reports"),
     [
         (OPENED, {"step": 8}, [{"step": 9}]),
         (NEVER, {"step": 8}, [{"step": 9}]),  # it restores its state by means of its own
@@ -68,16 +66,16 @@ class Watched:
     ],
 )
 def test_a_loop_that_goes_on_or_has_read_its_checkpoint_is_not_suspected(
-    monkeypatch: pytest.MonkeyPatch, state: LoopState | None, before: dict[str, Any], reports: list[dict[str, Any]]
+    monkeypatch: pytest.MonkeyPatch, opened: bool | None, before: dict[str, Any], reports: list[dict[str, Any]]
 ) -> None:
     watched = Watched(monkeypatch, fails=True)
-    assert watched.resume(state, before, *reports) is None
+    assert watched.resume(opened, before, *reports) is None
     assert watched.events == []
 
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize(
-    ("state", "before", "reports", "message"),
+    ("opened", "before", "reports", "message"),
     [
         (
             NEVER,
@@ -85,21 +83,20 @@ def test_a_loop_that_goes_on_or_has_read_its_checkpoint_is_not_suspected(
             [{"step": 1}],
             "at step 1 although the checkpoint of step 8 is there (checkpoint_a): it never",
         ),
-        (ASKED, {"step": 8}, [{"step": 1}], "never read what it got"),
-        (NEVER, {"epoch": 0}, [{"epoch": 0}], "it never called ray.train.get_checkpoint()"),
+        (NEVER, {"epoch": 0}, [{"epoch": 0}], "it never read what ray.train.get_checkpoint() returns. Restore model"),
         (NEVER, {"loss": 1.0}, [{"loss": 2.0}, {"loss": 1.9}], "again although the checkpoint is there"),
     ],
 )
 def test_a_loop_that_begins_again_is_told_with_the_reason_and_ended_if_so_asked(
     monkeypatch: pytest.MonkeyPatch,
-    state: LoopState,
+    opened: bool,
     before: dict[str, Any],
     reports: list[dict[str, Any]],
     message: str,
     fails: bool,
 ) -> None:
     watched = Watched(monkeypatch, fails)
-    failure = watched.resume(state, before, *reports)
+    failure = watched.resume(opened, before, *reports)
     (told,) = watched.events
     assert isinstance(told, LoopWarned)
     assert told.problem == "checkpoint-ignored"
