@@ -6,10 +6,10 @@ A thread drops progress when it cannot keep up; lifecycle events wait.
 from __future__ import annotations
 
 import logging
+import queue
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from prefect_elastic_train.core.events import Event, encode_event
@@ -34,48 +34,37 @@ class EventQueue:
 
     def __init__(self, write: Callable[[bytes], bool], name: str) -> None:
         self._write = write
-        self._events: deque[Event] = deque()
-        self._changed = threading.Condition()
-        self.closed = threading.Event()
+        self._events: queue.Queue[Event | None] = queue.Queue()
         self._dropped = 0
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def put(self, event: Event) -> None:
         """Hand an event over, which neither fails nor waits."""
-        with self._changed:
-            if event.droppable and len(self._events) >= _MAX_DROPPABLE:
-                self._dropped += 1
-            elif not self.closed.is_set():
-                self._events.append(event)
-                self._changed.notify_all()
+        if event.droppable and self._events.unfinished_tasks >= _MAX_DROPPABLE:
+            self._dropped += 1
+        elif not self.closed.is_set():
+            self._events.put(event)
 
     def close(self, timeout_seconds: float) -> None:
         """Take no more events, and wait for a while until all are written."""
-        with self._changed:
-            if self._dropped and not self.closed.is_set():
-                logger.warning("%d events were dropped", self._dropped)
-            self.closed.set()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._events, timeout_seconds)
+        if self._dropped and not self.closed.is_set():
+            logger.warning("%d events were dropped", self._dropped)
+        self.closed.set()
+        self._events.put(None)
+        self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._events or self.closed.is_set())
-                if not self._events:
-                    return
-                event = self._events[0]
+        for event in iter(self._events.get, None):
             try:
                 line = encode_event(event).encode(errors="replace")
             except Exception:
                 logger.warning("an event of kind %s could not be sent", event.kind, exc_info=True)
                 line = b""  # it may not hold up the others
-            if line and not self._write(line):
+            while line and not self._write(line):
                 time.sleep(_RETRY_SECONDS)
-                continue
-            with self._changed:
-                self._events.popleft()
-                self._changed.notify_all()
+            self._events.task_done()
 
 
 class EventSender(EventQueue):
@@ -89,7 +78,6 @@ class EventSender(EventQueue):
         self._port, self._key = receiving
         self._connection: socket.socket | None = None
         super().__init__(self._write_line, "elastic-train-sender")
-        self.send = self.put
 
     def close(self, timeout_seconds: float = 3.0) -> None:
         """Wait, for a while, until everything is sent, and leave."""

@@ -72,11 +72,11 @@ def test_events_arrive_in_order_all_that_were_sent_before_the_close_and_none_tha
 ) -> None:
     sender = EventSender(inbox.receiver.receiving)
     for number in range(500):
-        sender.send(ev.StateChanged(state=str(number)))
-    sender.send(ev.WorkerFailed(errors={"0": "no such file: 'caf\udce9'"}, retried=True))
-    sender.send(ev.StateChanged(state="last"))
+        sender.put(ev.StateChanged(state=str(number)))
+    sender.put(ev.WorkerFailed(errors={"0": "no such file: 'caf\udce9'"}, retried=True))
+    sender.put(ev.StateChanged(state="last"))
     sender.close(5)
-    sender.send(ev.StateChanged(state="too late"))
+    sender.put(ev.StateChanged(state="too late"))
     wait_for(lambda: "last" in inbox.states(), 5, "the last event")
     inbox.receiver.finish(5)
     assert inbox.states() == [*map(str, range(500)), "last"]
@@ -86,7 +86,7 @@ def test_events_arrive_in_order_all_that_were_sent_before_the_close_and_none_tha
 def test_a_sender_without_the_key_is_not_heard(inbox: Inbox, key: str) -> None:
     for secret, state in ((key, "forged"), (inbox.key, "true")):
         sender = EventSender((inbox.port, secret))
-        sender.send(ev.StateChanged(state=state))
+        sender.put(ev.StateChanged(state=state))
         sender.close(5)
     wait_for(inbox.states, 5, "an event")
     inbox.receiver.finish(5)
@@ -110,10 +110,10 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplo
     sender = EventSender(driver.receiving)
     started = time.monotonic()
     for number in range(3000):
-        sender.send(ev.Reported(metrics={"n": number}, world_size=1))
+        sender.put(ev.Reported(metrics={"n": number}, world_size=1))
     for number in range(50):
-        sender.send(ev.WorkerFailed(errors={"0": str(number)}, retried=True))
-        sender.send(ev.ControllerAlive(doing="RUNNING", seconds=1))
+        sender.put(ev.WorkerFailed(errors={"0": str(number)}, retried=True))
+        sender.put(ev.ControllerAlive(doing="RUNNING", seconds=1))
     assert time.monotonic() - started < 2, "sending held up the controller"
     key, *lines = driver.lines(1 + 1000 + 50)
     sender.close(0.1)
@@ -129,17 +129,17 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplo
 def test_a_sender_finds_its_driver_again_and_leaves_in_time_when_it_is_gone() -> None:
     driver = LateReceiver()
     sender = EventSender(driver.receiving)
-    sender.send(ev.StateChanged(state="first"))
+    sender.put(ev.StateChanged(state="first"))
     driver.lines(2)
     for number in range(5):  # what is on its way when a connection breaks may be lost
-        sender.send(ev.StateChanged(state=f"later-{number}"))
+        sender.put(ev.StateChanged(state=f"later-{number}"))
         time.sleep(0.02)
     key, line = driver.lines(2)
     assert key == b"key\n"
     assert b"later-" in line
     driver.close()
-    sender.send(ev.StateChanged(state="unheard"))
-    sender.send(ev.StateChanged(state="unheard"))
+    sender.put(ev.StateChanged(state="unheard"))
+    sender.put(ev.StateChanged(state="unheard"))
     started = time.monotonic()
     sender.close(0.3)
     assert time.monotonic() - started < 2
