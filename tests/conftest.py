@@ -1,8 +1,4 @@
-"""Fixtures of all tiers: one Prefect server a test session, and nothing left behind.
-
-Several sessions may run beside each other, as those of pytest-xdist do: each has a server, a Prefect home, clusters and
-ports of its own.
-"""
+"""Fixtures of all tiers: each session, of pytest-xdist too, has a server, clusters and ports of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
 
     from prefect_elastic_train import RayCluster
 
-# Workers of the tests read modules of the tests, whatever folder pytest was started in.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 

@@ -19,7 +19,7 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
-from prefect_elastic_train import ConfigurationError, ElasticScaling, LocalStorage, RayCluster, elastic_train
+from prefect_elastic_train import ElasticScaling, LocalStorage, RayCluster, elastic_train
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.operator_settings import get_settings
@@ -147,8 +147,3 @@ def test_a_training_takes_the_blocks_that_the_settings_name(server: str, monkeyp
     asked = elastic_train.ask("package.module:loop", scaling=ElasticScaling(max_workers=2))
     spec = driver_spec(asked.request, asked.blocks)
     assert spec.scaling.max_workers == 2, "what is given stands before the settings"
-    for variable, value in (("DEFAULT_CLUSTER", "nowhere"), ("STOP_GRACE_SECONDS", "soon")):
-        get_settings.cache_clear()
-        monkeypatch.setenv(f"PREFECT_ELASTIC_TRAIN_{variable}", value)
-        with pytest.raises(ConfigurationError, match=f"PREFECT_ELASTIC_TRAIN_{variable}='{value}'"):
-            elastic_train("package.module:loop")

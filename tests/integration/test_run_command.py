@@ -37,10 +37,8 @@ def train_loop(config):
 
     from beside_it import write_step
 
-    first = 1
-    if ray.train.get_checkpoint() is not None:
-        with ray.train.get_checkpoint().as_directory() as folder:
-            first = int(open(f"{folder}/step").read()) + 1
+    checkpoint = ray.train.get_checkpoint()
+    first = int(open(f"{checkpoint.path}/step").read()) + 1 if checkpoint else 1
     for step in range(first, config["steps"] + 1):
         time.sleep(config.get("sleep", 0))
         write_step(config, step, first)
@@ -84,7 +82,7 @@ def _command(project: Path, api_url: str, *arguments: str) -> subprocess.Popen[s
 
 
 def _ended(command: subprocess.Popen[str], timeout: float) -> tuple[int, str, str]:
-    """Wait for the end of the command; give its exit code and its output."""
+    """Wait for the end of the command, and return its exit code and its output."""
     try:
         out, log = command.communicate(timeout=timeout)
     finally:
@@ -147,24 +145,18 @@ def test_a_training_that_fails_is_exit_code_1_with_the_reason_in_one_line(projec
     assert str(_flow_run(last).id) in last
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--profile", "none-such"], ["--profile none-such", "prefect block ls"]),
-        (["--profile", "both"], ["training-storage-directory/both, training-storage-s3/both"]),
-        (["--cluster", "none-such"], ["ray-cluster-training/none-such", "prefect block ls"]),
-        (["--storage", "none-such"], ["'none-such'", "training-storage-s3"]),
-    ],
-)
-def test_blocks_that_do_not_exist_are_refused_before_anything_starts(
-    arguments: list[str], parts: list[str], project: Path, tmp_path: Path
-) -> None:
-    LocalStorage(path=str(tmp_path)).save("both", overwrite=True)
+def test_blocks_that_do_not_exist_are_refused_before_anything_starts(project: Path) -> None:
+    LocalStorage(path=str(project)).save("both", overwrite=True)
     S3Storage(bucket_path="bucket").save("both", overwrite=True)
-    refused = CliRunner().invoke(app, ["run", f"{project}/my_project/loops.py:train_loop", *arguments])
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    for part in parts:
-        assert part in refused.stderr.splitlines()[-1]
+    for given, says in (
+        ("--profile=none-such", "--profile none-such"),
+        ("--profile=both", "training-storage-directory/both, training-storage-s3/both"),
+        ("--cluster=none-such", "ray-cluster-training/none-such"),
+        ("--storage=none-such", "'none-such'"),
+    ):
+        refused = CliRunner().invoke(app, ["run", f"{project}/my_project/loops.py:train_loop", given])
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert says in refused.stderr.splitlines()[-1]
 
 
 @pytest.mark.full

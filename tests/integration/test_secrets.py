@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,25 +41,21 @@ def _found_in(paths: list[Path]) -> list[str]:
     return found
 
 
-class Watch:
-    """Looks at arguments and environments of all other processes again and again, until it is closed."""
+@contextlib.contextmanager
+def _watched() -> Iterator[list[list[str]]]:
+    """What of arguments and environments of all other processes holds a word, at one look after the other."""
+    looks: list[list[str]] = []
+    stop = threading.Event()
 
-    def __init__(self) -> None:
-        self._stop = threading.Event()
-        self.found: set[str] = set()
-        self.looks = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.3):
+    def look() -> None:
+        while not stop.wait(0.3):
             others = [process for process in Path("/proc").glob("[0-9]*") if process.name != str(os.getpid())]
-            self.found |= set(_found_in([process / part for process in others for part in ("cmdline", "environ")]))
-            self.looks += 1
+            looks.append(_found_in([process / part for process in others for part in ("cmdline", "environ")]))
 
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(10)
+    (thread := threading.Thread(target=look, daemon=True)).start()
+    yield looks
+    stop.set()
+    thread.join(10)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +73,7 @@ def test_the_secrets_of_a_storage_are_nowhere_to_be_read(
         block = S3Storage(**{**bucket.block, **{field: WORDS[kind] for field, kind in of_canary.items()}})
         block.save("canary", overwrite=True)
         training = {"storage": "training-storage-s3/canary", "cluster": head.jobs_block if job else head.block}
-        watch = Watch()
-        try:
+        with _watched() as looks:
             good = start("good", config=train_config(str(tmp_path / "good.jsonl")), **training)
             good.wait_for(lambda: bucket.records("commits"), 120, "a commit")
             driver = head.job_driver() if job else good.driver()
@@ -86,13 +83,11 @@ def test_the_secrets_of_a_storage_are_nowhere_to_be_read(
             proxy.allow_tokens({"another"})
             bad = start("bad", config=train_config(str(tmp_path / "bad.jsonl")), **training).wait(120)
             shown = [head.dashboard("GET", f"/api/{what}") for what in ("jobs/", "v0/actors?detail=1", "v0/jobs")]
-        finally:
-            watch.close()
         assert (result["attempts"], result["storage_block"]) == (2, "training-storage-s3/canary")
         assert (bad["state"], bad["outcome"]) == ("FAILED", "storage_error")
         assert _words_in(json.dumps(shown).encode()) == [], "what Ray's dashboard shows"
-        assert watch.looks > 10
-        assert watch.found == set(), "arguments and environments of processes"
+        assert len(looks) > 10
+        assert not any(looks), "arguments and environments of processes"
         objects = {key: moto.client().get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in moto.keys(BUCKET)}
         assert len(objects) > 10
         assert {key: _words_in(data) for key, data in objects.items() if _words_in(data)} == {}

@@ -120,47 +120,16 @@ def _messages(page: str, heading: str, column: int) -> list[str]:
     return found
 
 
-class _Texts(ast.NodeVisitor):
-    """Collects the texts of a module, with a NUL wherever a value is put in."""
-
-    def __init__(self, module: ast.Module) -> None:
-        self.found: list[str] = []
-        self._constants = {
-            target.id: str(node.value.value)
-            for node in module.body
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-        self.visit(module)
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if not isinstance(node.value, ast.Constant):  # no docstrings
-            self.generic_visit(node)
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        self.found.append("".join(map(self._text, node.values)))
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str):
-            self.found.append(re.sub(r"%[-.\d]*[a-zA-Z]|\{[^{}]*\}", "\0", node.value))
-
-    def _text(self, part: ast.expr) -> str:
-        if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name):
-            return self._constants.get(part.value.id, "\0")
-        return str(part.value) if isinstance(part, ast.Constant) else "\0"
-
-
 @cache
 def _texts(module: str) -> str:
-    """Return all texts in the code of a module or a package, one after the other."""
+    """Return the code of a module or a package, with the parts of each text joined, and values that it puts in gone."""
     found = importlib.util.find_spec(module)
     assert found
     assert found.origin
     source = Path(found.origin)
     files = sorted(source.parent.rglob("*.py")) if source.name == "__init__.py" else [source]
-    return "\n".join(text for file in files for text in _Texts(ast.parse(file.read_text())).found)
+    joined = re.sub(r'"\s*\n\s*[rf]*"', "", "\n".join(file.read_text() for file in files))
+    return re.sub(r"\{[^{}]*\}|%[-.\d]*[a-zA-Z]", "\0", joined)
 
 
 MESSAGES = [
