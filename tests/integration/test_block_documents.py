@@ -10,31 +10,24 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import BlockDocumentUpdate
 from prefect.exceptions import ObjectNotFound
 
-from prefect_elastic_train import CheckpointPolicy, ConfigurationError, ElasticScaling, LocalStorage, RayCluster
+from prefect_elastic_train import CheckpointPolicy, ConfigurationError, ElasticScaling, LocalStorage
 from prefect_elastic_train.blocks.documents import apply
 
 pytestmark = pytest.mark.usefixtures("api")
-
-
-@pytest.fixture
-def name() -> str:
-    """A name that no other test saves blocks under."""
-    return f"documents-{secrets.token_hex(4)}"
 
 
 def _lines(documents: dict[str, Any], dry_run: bool = False) -> list[str]:
     return [line for change in apply(documents, dry_run=dry_run) for line in change.lines()]
 
 
-def _edit(client: SyncPrefectClient, name: str, slug: str, **data: Any) -> None:
+def _edit(client: SyncPrefectClient, name: str, **data: Any) -> None:
     """Change a document as somebody does in the UI, which validates nothing."""
-    document = client.read_block_document_by_name(name, slug)
+    document = client.read_block_document_by_name(name, "elastic-scaling")
     client.update_block_document(document.id, BlockDocumentUpdate(data=data))
 
 
-def test_documents_are_created_once_and_what_is_changed_in_the_ui_is_changed_back(
-    client: SyncPrefectClient, name: str
-) -> None:
+def test_documents_are_created_once_and_what_is_changed_in_the_ui_is_changed_back(client: SyncPrefectClient) -> None:
+    name = f"documents-{secrets.token_hex(4)}"
     documents = {name: [LocalStorage(path="/runs"), ElasticScaling(max_workers=4), CheckpointPolicy(keep=3)]}
     assert [line[0] for line in _lines(documents, dry_run=True)] == ["+", "+", "+"]
     with pytest.raises(ObjectNotFound):
@@ -45,26 +38,14 @@ def test_documents_are_created_once_and_what_is_changed_in_the_ui_is_changed_bac
     assert [line[0] for line in _lines(documents)] == ["=", "=", "="]
     assert client.read_block_document_by_name(name, "elastic-scaling").updated == first.updated
 
-    _edit(client, name, "elastic-scaling", max_workers=2)
+    _edit(client, name, max_workers=2)
     changed = [line for line in _lines(documents) if line[0] != "="]
     assert changed == [f"~ elastic-scaling/{name}  max_workers: 2 -> 4"]
     after = client.read_block_document_by_name(name, "elastic-scaling")
     assert (after.id, after.data["max_workers"]) == (first.id, 4), "deployments that refer to it follow"
 
-    _edit(client, name, "elastic-scaling", max_workers="lots", colour="blue")
+    _edit(client, name, max_workers="lots", colour="blue")
     with pytest.raises(ConfigurationError, match="not allowed"):
         ElasticScaling.load(name)
     apply(documents)
     assert ElasticScaling.load(name).max_workers == 4
-
-
-def test_a_secret_is_kept_unless_the_code_gives_one_and_never_shown(client: SyncPrefectClient, name: str) -> None:
-    address = "10.0.0.5:6379"
-    apply({name: [RayCluster(address=address)]})
-    _edit(client, name, "ray-cluster-training", auth_token="typed in the UI", num_cpus=3)
-    assert "typed in the UI" not in "".join(_lines({name: [RayCluster(address=address)]}))
-    assert RayCluster.load(name).auth_token.get_secret_value() == "typed in the UI"
-    given = RayCluster(address=address, auth_token="from the code")
-    assert _lines({name: [given]}) == [f"~ ray-cluster-training/{name}  auth_token: changed"]
-    assert RayCluster.load(name).auth_token.get_secret_value() == "from the code"
-    assert _lines({name: [given]}) == [f"= ray-cluster-training/{name}  unchanged"]

@@ -80,19 +80,15 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(
     assert 0 < result.goodput <= 1
     assert result.steps_lost == 0
 
-    def log() -> list[str]:
-        return flow_run_log(client, flow_run_id)
+    def log(part: str) -> list[str]:
+        return sorted(line for line in flow_run_log(client, flow_run_id) if part in line)
 
-    expected = [f"rank {rank}: printed in step {step}" for rank in (0, 1) for step in range(1, 6)]
-
-    def printed() -> list[str]:
-        tagged = [line.partition("] ") for line in log() if "printed in step" in line and not line.endswith("step 6")]
-        return sorted(f"{tag.removeprefix('[attempt 1 ')}: {text}" for tag, _, text in tagged)
-
+    expected = [f"[attempt 1 rank {rank}] printed in step {step}" for rank in (0, 1) for step in range(1, 6)]
+    printed = lambda: [line for line in log("printed in step") if not line.endswith("step 6")]  # noqa: E731
     wait_for(lambda: len(printed()) >= len(expected), 30, "the log to reach the server")
     assert printed() == expected, "each line once, tagged with its rank"
-    wait_for(lambda: sum(line.startswith("Checkpoint ") for line in log()) == 6, 30, "the rest of the log")
-    assert sum(line.startswith("Attempt ") for line in log()) == 1
+    wait_for(lambda: sum(line.startswith("Checkpoint ") for line in log("Checkpoint")) == 6, 30, "the rest of the log")
+    assert sum(line.startswith("Attempt ") for line in log("Attempt")) == 1
 
     segments = sorted(Path(result.run_uri, ".elastic_train", "events").glob("*.jsonl"))
     kinds = [json.loads(line)["kind"] for file in segments for line in file.read_text().splitlines()]

@@ -29,8 +29,6 @@ STEPS = 20
 HABITS: dict[str, tuple[list[str], int]] = {
     "loads": ([], 0),
     "lets rank 0 load for all": ([], 0),
-    "counts steps of an epoch": ([], 0),
-    "counts nothing": ([], 0),
     "never asks": (["checkpoint-ignored"], 8),
     "asks and does not load": (["checkpoint-ignored"], 8),
     "saves no checkpoint": (["no-checkpoint"], 8),

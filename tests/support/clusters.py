@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from prefect_elastic_train.core.spec import MARK_VARIABLE
-from tests.support.processes import ROOT, call, free_port, kill_all, of_cluster, spawn, titled
+from tests.support.processes import ROOT, call, carrying, free_port, kill_all, spawn, titled
 
 TPU_TOPOLOGY, TPU_TYPE = "2x4", "TPU-V6E"
 #: Carried by the processes of a cluster.
@@ -46,7 +46,7 @@ class _Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the cluster, workers included."""
-        return of_cluster(f"{CLUSTER_VARIABLE}={self.mark}", self.folder)
+        return carrying(f"{CLUSTER_VARIABLE}={self.mark}", self.folder)
 
     def kill(self) -> None:
         """Kill everything of the cluster at once, as a lost machine does."""

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -157,51 +157,38 @@ def assert_each_rank_knew_its_run(path: Path | str, run: Path | None, flow_run_i
     assert bool(known["deployment_id"]) == bool(deployment)
 
 
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+def _those(processes: Iterable[psutil.Process], are: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            if are(process):
+                found.append(process)
+    return found
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that still run; one that is only waiting to be reaped does not."""
-    found = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return _those(processes, lambda one: one.is_running() and one.status() != psutil.STATUS_ZOMBIE)
 
 
-def titled(processes: list[psutil.Process], part: str) -> list[psutil.Process]:
+def titled(processes: Iterable[psutil.Process], part: str) -> list[psutil.Process]:
     """Those that live and have a part in their command line."""
-    found = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            if part in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    return _those(processes, lambda one: part in " ".join(one.cmdline()))
 
 
-def carrying(entry: str) -> list[psutil.Process]:
-    """The processes that have an entry, such as ``NAME=value``, in the environment that they started with."""
-    return alive([process for process in psutil.process_iter() if _carries(process, entry)])
+def carrying(entry: str, folder: Path | None = None) -> list[psutil.Process]:
+    """The processes that have an entry, such as ``NAME=value``, in the environment that they started with.
 
-
-def of_cluster(entry: str, folder: Path) -> list[psutil.Process]:
-    """The processes of a cluster: by an entry in their environment, or by the files that they have open below a folder.
-
-    Ray's agents write their title over their environment.
+    Ray's agents write their title over it: those that have a file below a folder open are found, too.
     """
-    return alive([process for process in psutil.process_iter() if _carries(process, entry) or _logs(process, folder)])
 
+    def does(process: psutil.Process) -> bool:
+        if entry.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+            return True
+        of_ray = folder is not None and "".join(process.cmdline()).startswith("ray::")
+        return of_ray and any(file.path.startswith(f"{folder}/") for file in process.open_files())
 
-def _carries(process: psutil.Process, entry: str) -> bool:
-    try:
-        return entry.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def _logs(process: psutil.Process, folder: Path) -> bool:
-    with contextlib.suppress(psutil.Error):
-        is_rays = "".join(process.cmdline()).startswith("ray::")
-        return is_rays and any(file.path.startswith(f"{folder}/") for file in process.open_files())
-    return False
+    return alive(_those(psutil.process_iter(), does))
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> list[str]:

@@ -122,13 +122,14 @@ def _messages(page: str, heading: str, column: int) -> list[str]:
 
 @cache
 def _texts(module: str) -> str:
-    """Return the code of a module or a package, with the parts of each text joined, and values that it puts in gone."""
+    """Return the code of a module or a package: no docstrings, each text in one piece, and a NUL for a value in it."""
     found = importlib.util.find_spec(module)
     assert found
     assert found.origin
     source = Path(found.origin)
     files = sorted(source.parent.rglob("*.py")) if source.name == "__init__.py" else [source]
-    joined = re.sub(r'"\s*\n\s*[rf]*"', "", "\n".join(file.read_text() for file in files))
+    code = re.sub(r'(?ms)^ *"""\w.*?"""|#:? [^\n]*', "", "\n".join(file.read_text() for file in files))
+    joined = re.sub(r'"\s*\n\s*[rf]*"', "", code)
     return re.sub(r"\{[^{}]*\}|%[-.\d]*[a-zA-Z]", "\0", joined)
 
 
