@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from prefect_elastic_train.blocks._common import BOOKKEEPING, TrainingBlock
-from prefect_elastic_train.core.masking import without_credentials
 from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.settings import without_credentials
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

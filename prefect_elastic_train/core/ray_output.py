@@ -40,8 +40,7 @@ _RAYS_FORM = re.compile(
 #: What a node says of itself that a person can act on.
 _OF_USE = re.compile(r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_MAX_LINE = 8000
-_MAX_BYTES = 200_000
+_MAX_LINE, _MAX_LINES = 2000, 2000
 
 
 def without_marks(text: str) -> str:
@@ -78,8 +77,7 @@ class Details:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lines: deque[bytes] = deque()
-        self._size = 0
+        self._lines: deque[str] = deque(maxlen=_MAX_LINES)
 
     def take(self, write: Callable[[str], object], lines: str) -> None:
         """Take lines that the driver wrote at once and hand them on, marked where a record of Ray's own goes on."""
@@ -92,11 +90,7 @@ class Details:
         """Keep text, and give up the oldest for it."""
         now = time.strftime("%H:%M:%S", time.gmtime())
         with self._lock:
-            for line in text.splitlines():
-                self._lines.append(f"{now} {without_marks(line)[:_MAX_LINE]}\n".encode(errors="replace"))
-                self._size += len(self._lines[-1])
-            while self._size > _MAX_BYTES:
-                self._size -= len(self._lines.popleft())
+            self._lines.extend(f"{now} {without_marks(line)[:_MAX_LINE]}\n" for line in text.splitlines())
 
     def keep_errors(self, errors: Mapping[str, str], also: Mapping[str, list[int]]) -> None:
         """Keep all that failed ranks say."""
@@ -106,4 +100,4 @@ class Details:
     def content(self) -> bytes:
         """Return what is kept."""
         with self._lock:
-            return b"".join(self._lines)
+            return "".join(self._lines).encode(errors="replace")

@@ -25,9 +25,17 @@ from pydantic import (
     model_validator,
 )
 
-from prefect_elastic_train.core.masking import without_credentials
-
 Settings = TypeVar("Settings", bound=BaseModel)
+
+
+#: From the scheme, or from ``user:`` without one, to the last ``@`` of the word: passwords may hold ``/``, ``@`` and
+#: quotes, as AWS's secret keys do, so that nothing tells an ``@`` of the path apart. Rather too much than too little.
+_CREDENTIALS = re.compile(r"(?:(?<=://)|(?<=:/)(?!/)|(?<![^\s\"'])[^\s\"':/@]+:(?!/))\S*@")
+
+
+def without_credentials(text: str) -> str:
+    """Return a text, such as an error or a URL, with asterisks for what may be a user and a password in its URLs."""
+    return _CREDENTIALS.sub("***@", text)
 
 
 def _unwrap_ui_json(value: Any) -> Any:

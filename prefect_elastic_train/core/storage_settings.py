@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, SecretStr, model_validator
 
-from prefect_elastic_train.core.masking import without_credentials
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.settings import JsonDict, SettingsModel
+from prefect_elastic_train.core.settings import JsonDict, SettingsModel, without_credentials
 
 #: Where runs go when no storage is given.
 DEFAULT_STORAGE = "~/elastic_train_runs"

@@ -23,12 +23,11 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
 from prefect_elastic_train.core.events import ClusterConnected, Event
-from prefect_elastic_train.core.masking import without_credentials
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import RunRequest
-from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.core.settings import ClusterSettings, without_credentials
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.orchestration.arguments import driver_spec

@@ -11,7 +11,7 @@ from prefect_elastic_train.report.run_report import COUNTERS, TOTALS, Incident, 
 from prefect_elastic_train.report.words import clock, code, duration, metrics_in_words, plain, size
 
 #: What wall time goes into: the field of the account, and its name for people.
-TIME_PARTS: Sequence[tuple[str, str]] = (
+_TIME_PARTS: Sequence[tuple[str, str]] = (
     ("productive_seconds", "training that was kept"),
     ("startup_seconds", "start-up and wind-up"),
     ("waiting_for_capacity_seconds", "waiting for capacity"),
@@ -87,7 +87,7 @@ def _incident(incident: Incident, now: float) -> str:
 
 
 def _time(account: TimeAccount) -> str:
-    parts = [(name, getattr(account, field)) for field, name in TIME_PARTS]
+    parts = [(name, getattr(account, field)) for field, name in _TIME_PARTS]
     rows = [(name, duration(spent), f"{spent / account.wall_seconds:.1%}") for name, spent in parts if spent]
     rows.append(("**wall time**", duration(account.wall_seconds), ""))
     if account.stopped_seconds:

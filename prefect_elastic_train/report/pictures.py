@@ -12,7 +12,6 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure  # not pyplot, whose state belongs to whoever else draws in this process
 from matplotlib.ticker import MaxNLocator
 
-from prefect_elastic_train.report.markdown import TIME_PARTS
 from prefect_elastic_train.report.run_report import Curve, RunReport
 
 #: Inches of the column that Prefect's UI shows an artifact in, at 100 dots each.
@@ -20,7 +19,6 @@ _WIDTH = 6.9
 _INK = "#7a808b"
 _LINE = "#3b82f6"
 _BAD = "#e5484d"
-_PARTS = ("#2f9e6e", "#8b5cf6", "#d6a419", "#e5484d", "#3b82f6", "#14a3b8", "#e5842f")
 
 
 def draw(report: RunReport, now: float) -> dict[str, str]:
@@ -29,7 +27,7 @@ def draw(report: RunReport, now: float) -> dict[str, str]:
     if report.curves:
         pictures["metrics"] = _uri(_draw_metrics(report.curves))
     if report.world_sizes:
-        pictures["workers and time"] = _uri(_draw_life(report, now))
+        pictures["workers"] = _uri(_draw_workers(report, now))
     return pictures
 
 
@@ -52,34 +50,23 @@ def _draw_metrics(curves: dict[str, Curve]) -> Figure:
     return figure
 
 
-def _draw_life(report: RunReport, now: float) -> Figure:
-    figure = Figure(figsize=(_WIDTH, 2.7), dpi=100, layout="constrained")
-    workers, spent = figure.subplots(2, 1, height_ratios=[2.2, 1])
+def _draw_workers(report: RunReport, now: float) -> Figure:
+    figure = Figure(figsize=(_WIDTH, 1.9), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
     last = report.world_sizes[-1][0]
     changes = [*report.world_sizes, (max(now if report.is_live else report.last_event_at, last + 1), report.world_size)]
     times = [datetime.fromtimestamp(at, timezone.utc) for at, _ in changes]
-    workers.fill_between(times, [size for _, size in changes], step="post", color=_LINE, alpha=0.4)
+    axes.fill_between(times, [size for _, size in changes], step="post", color=_LINE, alpha=0.4)
     bad = [incident.at for incident in report.incidents if incident.kind in ("failure", "preemption", "driver", "loop")]
     for at in bad:
-        workers.axvline(datetime.fromtimestamp(at, timezone.utc), color=_BAD, linewidth=0.8, linestyle="--")
-    workers.set_ylim(bottom=0)
-    workers.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        axes.axvline(datetime.fromtimestamp(at, timezone.utc), color=_BAD, linewidth=0.8, linestyle="--")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     locator = AutoDateLocator(tz=timezone.utc, minticks=3, maxticks=8)  # type: ignore[no-untyped-call]
-    workers.xaxis.set_major_locator(locator)
-    workers.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=timezone.utc))  # type: ignore[no-untyped-call]
-    workers.xaxis.get_offset_text().set(color=_INK, fontsize=8)
-    _style(workers, "workers (red: a failure, a preemption, a new driver or a loop gone wrong)" if bad else "workers")
-    account = report.tally.account(now if report.is_live else None)
-    left = 0.0
-    for (field, name), colour in zip(TIME_PARTS, _PARTS, strict=True):
-        share = getattr(account, field) / (account.wall_seconds or 1.0)
-        spent.barh([0], [share], left=[left], color=colour, label=f"{name} {share:.0%}" if share else None)
-        left += share
-    _style(spent, f"goodput {account.goodput:.1%}")
-    spent.set(xlim=(0, 1))
-    spent.set_axis_off()
-    if left:
-        spent.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=3, fontsize=7, frameon=False, labelcolor=_INK)
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=timezone.utc))  # type: ignore[no-untyped-call]
+    axes.xaxis.get_offset_text().set(color=_INK, fontsize=8)
+    _style(axes, "workers (red: a failure, a preemption, a new driver or a loop gone wrong)" if bad else "workers")
     return figure
 
 

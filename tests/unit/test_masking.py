@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_elastic_train.core.masking import without_credentials
+from prefect_elastic_train.core.settings import without_credentials
 
 
 @pytest.mark.parametrize(
