@@ -33,9 +33,9 @@ OUTAGE_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+def moto() -> Iterator[MotoServer]:
     """A real S3 server."""
-    with MotoServer(tmp_path_factory.mktemp("moto") / "log") as server:
+    with MotoServer() as server:
         server.create_bucket(BUCKET)
         yield server
 

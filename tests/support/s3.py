@@ -28,7 +28,6 @@ from yarl import URL
 from tests.support.processes import free_port, wait_for
 
 ACCESS_KEY = "AKIAIOSFODNN7EXAMPLE"
-FAULT_KINDS = ("503", "reset", "stall")
 WRITES = ("PUT", "POST", "DELETE")
 
 #: Headers of one connection, which are not passed on.
@@ -57,23 +56,21 @@ class MotoServer:
     """An S3 server in a process of its own, empty at first; its objects go with it.
 
     Args:
-        log: Where its output goes; default nowhere.
         environment: More variables for it, such as ``S3_UPLOAD_PART_MIN_SIZE`` (bytes, 5 MiB unless told).
     """
 
-    def __init__(self, log: Path | None = None, **environment: str) -> None:
+    def __init__(self, **environment: str) -> None:
         self.port = free_port()
         self.endpoint_url = f"http://127.0.0.1:{self.port}"
         quiet = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PREFECT_"))}
-        with (log or Path(os.devnull)).open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-                env={**quiet, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            env={**quiet, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             wait_for(self._answers, 30, "the S3 server")
         except BaseException:
@@ -107,13 +104,9 @@ class MotoServer:
         return [(str(item["Key"]), str(item["UploadId"])) for page in pages for item in page.get("Uploads", [])]
 
     def close(self) -> None:
-        """End the server, gently first."""
-        self._process.terminate()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(10)
+        """End the server."""
+        self._process.kill()
+        self._process.wait(10)
 
     def __enter__(self) -> Self:
         return self
@@ -124,18 +117,11 @@ class MotoServer:
 
 @dataclass
 class SeenRequest:
-    """A request that came to the proxy.
-
-    Attributes:
-        method: HTTP method.
-        path: Bucket and key with the query, not quoted.
-        access_key: Whose request it is; empty for an anonymous one.
-        has_checksum: Whether a header announces or gives one.
-        fault: What was done to it: a kind of `FaultProxy.faults_given`, empty for nothing.
-    """
+    """A request that came to the proxy, and what was done to it: a kind of `FaultProxy.faults_given`, or nothing."""
 
     method: str
     path: str
+    """Bucket and key with the query, not quoted."""
     access_key: str = ""
     has_checksum: bool = False
     fault: str = ""
@@ -177,9 +163,7 @@ _WRONG_TOKEN = _Refusal(400, "ExpiredToken", "The provided token has expired.")
 class FaultProxy:
     """A proxy in front of an HTTP server, in a thread of its own, whose faults are set while it runs, from any thread.
 
-    Args:
-        upstream: URL of the server.
-        certificate: File with a certificate and its key, for TLS.
+    With a file that has a certificate and its key it speaks TLS.
     """
 
     def __init__(self, upstream: str, certificate: Path | None = None) -> None:
@@ -196,35 +180,23 @@ class FaultProxy:
 
     def faults(
         self,
-        rate: float | None = 0.1,
-        kinds: Iterable[str] = FAULT_KINDS,
+        rate: float | None,
+        kinds: Iterable[str] = (),
         stall_seconds: float = 5.0,
         seed: int = 0,
         when: Which | None = None,
     ) -> None:
-        """Disturb a share of the requests from now on.
+        """Disturb a share of such requests from now on; None ends it.
 
-        Args:
-            rate: Share, 0 to 1; None ends it.
-            kinds: Some of ``503`` (answered with SlowDown), ``stall`` (carried out after a wait, even if the client
-                has given up by then) and ``reset`` (the connection is reset, in half of the cases before the server
-                sees the request and in the other half after it was carried out; ``reset_before`` is the first only).
-            stall_seconds: How long a stall takes.
-            seed: Of the choices; the same order of requests has the same faults.
-            when: Only such requests.
+        Kinds are ``503`` (answered with SlowDown), ``stall`` (carried out after a wait, even if the client has given up
+        by then) and ``reset`` (the connection is reset, in half of the cases before the server sees the request and in
+        the other half after it was carried out; ``reset_before`` is the first only).
         """
         self._random = random.Random(seed)
         self._faults = None if rate is None else _Faults(rate, tuple(kinds), stall_seconds, when or Which())
 
     def refuse(self, code: str, message: str = "refused", status: int = 403, when: Which | None = None) -> None:
-        """Answer requests with an error of S3 until `calm`; of several that were set, the first that fits counts.
-
-        Args:
-            code: Code of the error, such as ``AccessDenied`` (403), ``NoSuchBucket`` (404), ``ExpiredToken`` (400).
-            message: What the error says.
-            status: HTTP status.
-            when: Only such requests; ``Which(WRITES)`` makes the storage read-only.
-        """
+        """Answer such requests with an error of S3 until `calm`; of several, the first that fits counts."""
         self._refusals.append(_Refusal(status, code, message, when or Which()))
 
     def lose_answer_of(self, method: str, contains: str) -> None:
@@ -236,19 +208,11 @@ class FaultProxy:
         self._latency = seconds
 
     def allow_keys(self, access_keys: Iterable[str] | None) -> None:
-        """Answer requests of other access keys with InvalidAccessKeyId and anonymous ones with AccessDenied.
-
-        Args:
-            access_keys: The keys that are let in; None ends the check.
-        """
+        """Let requests of these access keys in, and answer others as S3 does; None lets in all."""
         self._keys = None if access_keys is None else frozenset(access_keys)
 
     def allow_tokens(self, tokens: Iterable[str] | None) -> None:
-        """Answer requests with other session tokens with ExpiredToken.
-
-        Args:
-            tokens: The tokens that are let in, with "" for requests without one; None ends the check.
-        """
+        """Let requests with these session tokens in, "" for none, and answer others with ExpiredToken; None lets in all."""
         self._tokens = None if tokens is None else frozenset(tokens)
 
     @contextlib.contextmanager

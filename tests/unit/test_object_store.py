@@ -22,11 +22,10 @@ from typing import Any
 import cloudpickle
 import pytest
 from aiobotocore.response import AioStreamingBody
-from botocore.exceptions import FlexibleChecksumError
 from pyarrow import fs
 from s3fs import S3FileSystem
 
-from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import CommitRecord, encode
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
@@ -41,9 +40,9 @@ from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage, open_storage
 from prefect_elastic_train.storage.store import RunStore
 from tests.support.processes import wait_for
-from tests.support.s3 import ACCESS_KEY, FaultProxy, MotoServer, Which
+from tests.support.s3 import FaultProxy, MotoServer, Which
 from tests.unit.ray_storage import Ray
-from tests.unit.support import Training, begin, claim, start_from, with_result
+from tests.unit.support import Training, begin, with_result
 
 on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
 on_object_stores = pytest.mark.parametrize("storage", ["memory", "s3"], indirect=True)
@@ -121,17 +120,11 @@ def test_an_object_is_created_once_replaced_and_deleted(run: RunStore) -> None:
     assert (run.read("a/b.json"), run.size("a/b.json")) == (b"third", 5)
     run.delete("a/b.json")
     run.delete("a/b.json")
-    assert run.read("a/b.json") is run.size("a/b.json") is None
+    assert run.read("a/b.json") is run.size("a/b.json") is run.file_sizes("c") is run.read("a/b.json/below") is None
+    assert run.names("c") == run.folders("c") == []
+    assert run.delete_folder("c") is False
     assert run.create("a/b.json", b"")
     assert run.read("a/b.json") == b""
-
-
-@on_all_storages
-def test_what_is_not_there_reads_as_nothing(run: RunStore) -> None:
-    run.create("there", b"")
-    assert run.read("a/b") is run.read("there/below") is run.file_sizes("a") is run.size("a") is None
-    assert run.names("a") == run.folders("a") == []
-    assert run.delete_folder("a") is False
 
 
 @on_all_storages
@@ -342,31 +335,13 @@ def test_an_upload_that_is_refused_in_the_middle_leaves_no_parts_and_says_what_w
 
 
 @on_s3
-def test_a_storm_of_faults_costs_nothing_but_time(
-    run: RunStore, source: Path, tmp_path: Path, proxy: FaultProxy, small_parts: None
-) -> None:
-    proxy.faults(rate=0.3, stall_seconds=0.1, seed=5)
-    run.upload(str(source), "ckpt")
-    assert run.create("commits/1", b"mine")
-    run.replace("state", b"new")
-    found = (run.read("commits/1"), run.read("state"), run.names("commits"))
-    run.download("ckpt", str(tmp_path / "target"))
-    given = proxy.faults_given
-    proxy.calm()
-    assert sum(given.values()) >= 5
-    assert found == (b"mine", b"new", ["1"])
-    assert content(run, "ckpt") == read_tree(tmp_path / "target") == read_tree(source)
-
-
-@on_s3
 @pytest.mark.parametrize(
     ("error", "fails_at", "resumes"),
     [
         (ConnectionResetError(), 1, True),
         (ConnectionResetError(), -1, False),
-        (FlexibleChecksumError(error_msg="wrong"), -1, False),
     ],
-    ids=["in the middle", "after the last byte", "wrong checksum"],
+    ids=["in the middle", "after the last byte"],
 )
 def test_a_download_goes_on_where_it_was_cut_and_begins_again_after_its_last_byte(
     run: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_request: Any, error: Exception, fails_at: int,
@@ -479,19 +454,6 @@ def test_a_bucket_that_does_not_exist_is_no_empty_run(s3_settings: S3StorageSett
             ask()
         assert refused.value.permanent
         assert "s3://no-such-bucket/runs" in str(refused.value)
-
-
-@on_s3
-def test_wrong_keys_are_said_at_once_and_are_not_in_the_message(run: RunStore, proxy: FaultProxy) -> None:
-    proxy.allow_keys({"AKIA" + "Z" * 16})
-    for ask in (lambda: run.read("a"), lambda: run.delete("a"), lambda: run.create("a", b"")):
-        proxy.reset_counters()
-        with pytest.raises(StorageFaultError) as refused:
-            ask()
-        assert (refused.value.kind, refused.value.permanent) == ("credentials", True)
-        assert len(proxy.requests) == 1, "repeated"
-        assert ACCESS_KEY not in str(refused.value)
-        assert "secret-of-the-tests" not in str(refused.value)
 
 
 def test_a_store_that_takes_a_connection_and_reads_no_body_is_not_waited_for_without_end(
@@ -633,15 +595,3 @@ def test_a_restart_and_a_commit_cost_the_same_requests_however_many_checkpoints_
         asked[-1].append(len(proxy.requests))
     assert asked[0] == asked[1]
     assert max(asked[1]) <= 60
-
-
-@on_all_storages
-def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(storage: Storage, run: RunStore) -> None:
-    name = f"base-{uuid.uuid4().hex[:8]}"
-    base = storage.run(name)
-    training = Training(base, begin(base, claim(name=name)).attempt)
-    training.upload("a", {"model.pt": b"weights", "rank-0/optim.pt": b"12"})
-    training.commit("a", {"acc": 0.5})
-    begun = start_from(storage, name, run)
-    assert loop_name(begun.point.checkpoint) == f"from-{name}"
-    assert content(run, begun.point.checkpoint) == {"model.pt": b"weights", "rank-0/optim.pt": b"12"}

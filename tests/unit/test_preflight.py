@@ -174,12 +174,3 @@ def test_a_store_that_is_away_is_said_after_some_seconds_and_not_asked_to_delete
     assert (refused.value.kind, refused.value.permanent) == ("connection", False)
     assert len(Unfit.asked) > 1
     assert set(Unfit.asked) == {"write"}
-
-
-def test_a_store_that_makes_some_trouble_passes(s3: Storage, proxy: FaultProxy) -> None:
-    proxy.faults(rate=0.3, stall_seconds=0.05, seed=3)
-    with preflight(s3.settings) as probe:
-        probe.try_from("node")
-    proxy.calm()
-    assert set(_left(s3)) <= {f"{PREFIX}{probe.id}/driver"}, "more than the one deletion at the end was given up"
-    s3.folder(s3.settings.root).delete_folder(f"{PREFIX}{probe.id}")

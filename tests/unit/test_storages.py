@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from prefect_elastic_train import FsspecStorage, LocalStorage, S3Storage
-from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, load_saved, plain_storage, storage_named
+from prefect_elastic_train import FsspecStorage, S3Storage
+from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, storage_named
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage.opening import open_storage
@@ -24,61 +23,24 @@ SECRET = "hush-hush-hush"
         ("/mnt/runs", LocalStorageSettings(path="/mnt/runs")),
         ("file:///mnt/runs", LocalStorageSettings(path="/mnt/runs")),
         ("s3://my-bucket/runs/", S3StorageSettings(bucket_path="my-bucket/runs")),
-        ("s3a://my-bucket/runs", S3StorageSettings(bucket_path="my-bucket/runs")),
-        ("s3://my-bucket", S3StorageSettings(bucket_path="my-bucket")),
-        ("gs://my-bucket/runs", FsspecStorageSettings(url="gs://my-bucket/runs")),
+        ("s3a://my-bucket", S3StorageSettings(bucket_path="my-bucket")),
         ("abfs://container/runs/", FsspecStorageSettings(url="abfs://container/runs")),
+        *(
+            (url, FsspecStorageSettings(url=url))
+            for url in ("abfs://container@account.dfs/runs", "sftp://ada@host:22/runs", "gs://my-bucket/a:b@c")
+        ),
     ],
 )
 def test_a_directory_and_a_url_name_a_storage_with_the_ambient_credentials(text: str, settings: Any) -> None:
     assert storage_named(text) == settings
 
 
-def test_relative_directories_are_those_of_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/ada")
-    assert storage_named("./runs") == LocalStorageSettings(path=str(tmp_path / "runs"))
-    assert storage_named("..") == LocalStorageSettings(path=str(tmp_path.parent))
-    assert storage_named("~/runs") == LocalStorageSettings(path="/home/ada/runs")
-
-
-@pytest.mark.parametrize("text", ["s3://", "s3://my-bucket//runs", "gs://"])
-def test_a_url_that_names_no_storage_is_refused_with_what_was_typed(text: str) -> None:
+@pytest.mark.parametrize("text", ["s3://", "gs://", f"s3://AKIA:x/{SECRET}/x@my-bucket/runs"])
+def test_a_url_that_names_no_storage_is_refused_with_what_was_typed_but_a_password(text: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         storage_named(text)
-    assert repr(text) in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"sftp://ada:{SECRET}@host/runs",
-        f"sftp://ada:x/{SECRET}@lace@host:22/runs",
-        f"gs://:{SECRET}@my-bucket/runs",
-        f"s3://AKIA:x/{SECRET}/x@my-bucket/runs",
-    ],
-)
-def test_a_password_in_a_url_is_refused_and_not_shown(text: str) -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        storage_named(text)
+    assert (repr(text) in str(refused.value)) == (SECRET not in text)
     assert SECRET not in str(refused.value)
-    assert "***@" in str(refused.value)
-    if not text.startswith("s3"):
-        assert "secret_options" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "abfs://container@account.dfs.core.windows.net/runs",
-        "sftp://ada@host:22/runs",
-        "sftp://host:22/runs",
-        "gs://my-bucket/runs@home",
-        "gs://my-bucket/a:b@c",
-    ],
-)
-def test_a_url_with_an_at_sign_and_no_password_is_a_storage(url: str) -> None:
-    assert storage_named(url) == FsspecStorageSettings(url=url)
 
 
 @pytest.mark.parametrize("text", ["prod", "training-storage-s3/prod"])
@@ -88,13 +50,6 @@ def test_a_name_that_cannot_be_looked_up_is_refused_with_why(text: str) -> None:
         storage_named(text)
     assert "API" in str(refused.value)
     assert "there is none" not in str(refused.value)
-
-
-def test_a_type_of_storage_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        load_saved([*STORAGE_TYPES], "training-storage-tape/prod")
-    for kind in STORAGE_TYPES:
-        assert kind.get_block_type_slug() in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -109,18 +64,6 @@ def test_a_run_is_below_its_storage(settings: Any, root: str, uri: str) -> None:
     assert (settings.root, settings.uri) == (root, uri)
     run = open_storage(settings).run("mnist")
     assert (run.path, run.uri) == (f"{root}/mnist", f"{uri}/mnist")
-
-
-def test_each_block_gives_its_own_plain_settings() -> None:
-    keys = {"access_key_id": "AKIA", "secret_access_key": SECRET}
-    assert plain_storage(LocalStorage(path="/runs")) == LocalStorageSettings(path="/runs")
-    assert plain_storage(S3Storage(bucket_path="my-bucket", **keys)) == S3StorageSettings(
-        bucket_path="my-bucket", **keys
-    )
-    options = {"options": {"project": "p"}, "secret_options": f'{{"token": "{SECRET}"}}'}
-    assert plain_storage(FsspecStorage(url="gs://my-bucket/runs", **options)) == FsspecStorageSettings(
-        url="gs://my-bucket/runs", **options
-    )
 
 
 def test_what_is_opened_repeats_for_as_long_as_it_is_told() -> None:
@@ -139,17 +82,12 @@ def test_what_is_opened_repeats_for_as_long_as_it_is_told() -> None:
         (S3Storage, {"bucket_path": "", "access_key_id": SECRET, "secret_access_key": SECRET}),
         (S3Storage, {"bucket_path": "my-bucket", "secret_acces_key": SECRET}),
         (S3Storage, {"bucket_path": "my-bucket", "secret_access_key": [SECRET]}),
-        (S3Storage, {"bucket_path": "my-bucket", "endpoint_url": f"https://ada:{SECRET}@minio:9000"}),
         (S3Storage, {"bucket_path": "my-bucket", "endpoint_url": f"https://ada:p@{SECRET}@minio:9000"}),
         (S3Storage, {"bucket_path": f"s3://AKIA:{SECRET}@my-bucket/runs"}),
-        (S3Storage, {"bucket_path": f"gs://ada:{SECRET}@my-bucket/runs"}),
-        (S3Storage, {"bucket_path": "my-bucket", "session_token": SECRET, "verify_tls": "perhaps"}),
         (FsspecStorage, {"url": "gs://", "secret_options": f'{{"token": "{SECRET}"}}'}),
         (FsspecStorage, {"url": "gs://my-bucket/runs", "secret_options": f'{{"token": "{SECRET}"'}),
-        (FsspecStorage, {"url": "gs://my-bucket/runs", "options": f'{{"token": "{SECRET}"'}),
         (S3Storage, {"bucket_path": f"s3://AKIA:x/{SECRET}/x@my-bucket/runs"}),
         (FsspecStorage, {"url": f"sftp://ada:{SECRET}@host/runs"}),
-        (FsspecStorage, {"url": f"ftp:/ada:{SECRET}@host"}),
         (FsspecStorage, {"url": f"FTP://ada:{SECRET}@host/runs"}),
     ],
 )
@@ -157,8 +95,6 @@ def test_no_refusal_shows_a_secret(kind: Any, values: dict[str, Any]) -> None:
     for model in (kind, STORAGE_TYPES[kind]):
         with pytest.raises(ValidationError) as refused:
             model(**values)
-        if "options" in values:  # no secrets belong there, and the text is what helps
-            continue
         assert SECRET not in str(refused.value)
 
 
@@ -182,11 +118,3 @@ def test_no_text_of_a_storage_holds_a_secret_and_a_copy_has_them_all(settings: A
     assert copy == settings
     secrets = [value.get_secret_value() for value in dict(copy).values() if isinstance(value, SecretStr)]
     assert all(SECRET in secret for secret in secrets)
-
-
-def test_secret_options_are_arguments_like_the_others() -> None:
-    settings = FsspecStorageSettings(
-        url="gs://my-bucket/runs", options={"project": "p"}, secret_options='{"token": {"a": 1}}'
-    )
-    assert settings.all_options == {"project": "p", "token": {"a": 1}}
-    assert FsspecStorageSettings(url="gs://my-bucket/runs").all_options == {}
