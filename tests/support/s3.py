@@ -212,7 +212,7 @@ class FaultProxy:
         self._keys = None if access_keys is None else frozenset(access_keys)
 
     def allow_tokens(self, tokens: Iterable[str] | None) -> None:
-        """Let requests with these session tokens in, "" for none, and answer others with ExpiredToken; None lets in all."""
+        """Let requests with these session tokens in, "" for none; answer others with ExpiredToken; None lets in all."""
         self._tokens = None if tokens is None else frozenset(tokens)
 
     @contextlib.contextmanager
