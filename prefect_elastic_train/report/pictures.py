@@ -6,6 +6,7 @@ import base64
 import io
 import math
 from datetime import datetime, timezone
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
@@ -52,7 +53,7 @@ def _draw_metrics(curves: dict[str, Curve]) -> Figure:
 
 def _draw_workers(report: RunReport, now: float) -> Figure:
     figure = Figure(figsize=(_WIDTH, 1.9), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
+    axes: Any = figure.add_subplot()  # its types know no dates
     last = report.world_sizes[-1][0]
     changes = [*report.world_sizes, (max(now if report.is_live else report.last_event_at, last + 1), report.world_size)]
     times = [datetime.fromtimestamp(at, timezone.utc) for at, _ in changes]
