@@ -74,12 +74,13 @@ def main(arguments: list[str]) -> None:
 
     threading.Thread(target=end_if_stuck, name="elastic-train-stop", daemon=True).start()
     try:
-        ended = attempt.run()
-    except (_Stopped, KeyboardInterrupt, SystemExit):
+        try:
+            ended = attempt.run()
+        except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
+            details.keep("".join(traceback.format_exception(error)))
+            ended = attempt.taken_over() or end_by_error(error, spec.storage)
+    except (_Stopped, KeyboardInterrupt, SystemExit):  # which may come while an error is judged, too
         ended = attempt.taken_over() or end_by_signal(spec, spec_file)
-    except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
-        details.keep("".join(traceback.format_exception(error)))
-        ended = attempt.taken_over() or end_by_error(error, spec.storage)
     # From here on a second signal must not cut the last word short.
     _handle_signals(signal.SIG_IGN)
     end(ended, stuck=False)

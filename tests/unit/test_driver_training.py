@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
-from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.spec import DriverSpec, write_spec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver import attempt, relay
 from prefect_elastic_train.driver.attempt import Attempt
@@ -230,6 +231,26 @@ def test_a_driver_that_got_a_signal_ends_as_its_supervisor_has_said(
 ) -> None:
     (tmp_path / "stop").write_text(said)
     assert end_by_signal(_spec(), tmp_path / "spec").outcome is outcome
+
+
+#: A driver that is told to end while it looks why its attempt has failed.
+_ENDED_WHILE_JUDGED = """
+import os, signal, sys
+from prefect_elastic_train.driver import __main__ as driver
+
+ends = [lambda: os.kill(os.getpid(), signal.SIGINT), lambda: None]
+driver.Attempt.run = lambda self: 1 / 0
+driver.Attempt.taken_over = lambda self: ends.pop(0)()
+driver.main(sys.argv[1:])
+"""
+
+
+def test_a_signal_while_an_error_is_judged_does_not_cut_the_last_word(tmp_path: Path) -> None:
+    write_spec(_spec(storage=LocalStorageSettings(path=str(tmp_path))), tmp_path / "spec")
+    (tmp_path / "stop").write_text("cancelled")
+    command = [sys.executable, "-c", _ENDED_WHILE_JUDGED, str(tmp_path / "spec")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert '"outcome":"cancelled"' in done.stdout, done.stderr
 
 
 def test_the_message_of_a_user_error_is_a_line_with_rank_and_cause() -> None:
