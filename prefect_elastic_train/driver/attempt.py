@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import psutil
@@ -20,7 +21,7 @@ from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, Clus
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
-from prefect_elastic_train.core.result import RunResult, bounded
+from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.fit import fit, make_datasets, prepare, requester_id
 from prefect_elastic_train.driver.interruptions import interruptions
@@ -35,6 +36,7 @@ from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_
 from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.preflight import preflight
+from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -62,21 +64,20 @@ class Attempt:
         self._heartbeat: HeartbeatWriter | None = None
         self._receiver: EventReceiver | None = None
 
-    @property
-    def _is_new(self) -> bool:
-        """Whether the run has no commit yet."""
-        return next(RunDirectory(self.store).lineage, None) is None
-
     def run(self) -> AttemptEnded:
         """Run the attempt until the loop has returned; raises whatever ends it otherwise."""
         spec, teller = self.spec, self.teller
+
+        def is_new() -> bool:
+            return next(RunDirectory(self.store).lineage, None) is None
+
         with ExitStack() as trying:
             probe = trying.enter_context(preflight(spec.storage)) if spec.storage.preflight else None
             teller.doing("looking whether the run is free")
             finished = peek(self.store, spec)
             if finished is not None:
                 return self.finish(finished)
-            if spec.request.resume_from and self._is_new:  # refused before a cluster is started or joined
+            if spec.request.resume_from and is_new():  # refused before a cluster is started or joined
                 teller.doing("looking for the checkpoint that the run starts from")
                 choose_source(self._storage, spec.request)
             teller.emit(ClusterWanted())
@@ -93,7 +94,7 @@ class Attempt:
                 raise
             teller.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
             scaling = fit_local_cluster(spec, resources)
-            if probe is not None and not spec.cluster.is_local and self._is_new:
+            if probe is not None and not spec.cluster.is_local and is_new():
                 from prefect_elastic_train.elastic.cluster import try_from_nodes
                 from prefect_elastic_train.elastic.translate import resources_per_worker
 
@@ -139,9 +140,8 @@ class Attempt:
         self.teller.attempt = begun.attempt
         impatient = self.store.impatient(HEARTBEAT_SECONDS)
         # The signal ends fit(), as it does when the supervisor sends it.
-        self._heartbeat = HeartbeatWriter(
-            impatient, begun.attempt, on_fenced_off=lambda: os.kill(os.getpid(), signal.SIGINT)
-        )
+        interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
+        self._heartbeat = HeartbeatWriter(impatient, begun.attempt, on_fenced_off=interrupt)
         self._heartbeat.start()
         self.teller.history = HistoryWriter(impatient, begun.attempt)
         self._receiver = EventReceiver(self.teller.emit)
@@ -177,15 +177,9 @@ class Attempt:
     def finish(self, finished: EndedRecord) -> AttemptEnded:
         """The end of an attempt with nothing to do: the result that the run has had since an earlier one."""
         self.teller.recall(self.spec)
-        found = finished.result
-        # Another version may have written it, with another bound or none.
-        result = bounded(RunResult.model_validate(found), self._score) if found else self._result()
-        return AttemptEnded(
-            outcome=Outcome.COMPLETED,
-            already_finished=True,
-            message="the run was finished before, and its result is given back",
-            result=result.model_dump(mode="json"),
-        )
+        message = "the run was finished before, and its result is given back"
+        result = finished.result or self._result().model_dump(mode="json")
+        return AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message, result=result)
 
     def _result(self, *more: AttemptEnded) -> RunResult:
         from prefect_elastic_train.report.accounts import add_up
@@ -196,13 +190,13 @@ class Attempt:
 
     def taken_over(self) -> AttemptEnded | None:
         """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""
-        attempt, request = self.teller.attempt, self.spec.request
+        attempt, request, store = self.teller.attempt, self.spec.request, self._patient_enough()
         try:
-            newest = newest_attempt(self.store) if attempt else 0
-            record = decode(AttemptRecord, self.store.read(layout.attempt_name(newest))) if newest > attempt else None
+            newest = newest_attempt(store) if attempt else 0
+            if newest <= attempt:
+                return None
+            record = decode(AttemptRecord, store.read(layout.attempt_name(newest)))
         except OSError:
-            return None
-        if newest <= attempt:
             return None
         if record is None or record.owner.flow_run_id == request.owner.flow_run_id:
             message = f"attempt {newest}, of another process of the same flow run, has taken over"
@@ -221,8 +215,7 @@ class Attempt:
         if self._heartbeat is not None:
             self._heartbeat.stop()
         if teller.attempt and not ended.already_finished:
-            # Whoever was told to end has some seconds; any other may wait for the storage to record its end.
-            store = self.store.impatient(1.0) if interruptions() else self.store
+            store = self._patient_enough()
             teller.doing("recording the attempt's end")
             if ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST):
                 _within(_LEAVE_SECONDS, teller.write_details)
@@ -238,6 +231,10 @@ class Attempt:
             # A storage that is away shall not hide the end; resume_from='latest' would not find this run.
             _within(_LEAVE_SECONDS, lambda: note_completed(self._storage, self.spec.request.run_name))
 
+    def _patient_enough(self) -> RunStore:
+        """The run directory for the last word: who was told to end has some seconds, others may wait for a storage."""
+        return self.store.impatient(1.0) if interruptions() else self.store
+
     def leave_cluster(self, stuck: bool) -> None:
         """Leave nothing of the attempt in the cluster, also when ``fit()`` is stuck, which tidies up after itself."""
         ray = sys.modules.get("ray")
@@ -252,6 +249,7 @@ class Attempt:
             _within(_LEAVE_SECONDS, self._abandon_uploads)
 
     def _release(self) -> None:
+        """Release what is reserved for the run."""
         from prefect_elastic_train.elastic.policy import release_reservation
 
         if newest_attempt(self.store) == self.teller.attempt:  # or the id, one for all attempts, is the successor's

@@ -28,30 +28,25 @@ def prepare(spec: DriverSpec) -> Payload:
     """Import the framework, unpickle the user's objects with their train loop, and let Ray judge its configuration.
 
     Raises:
-        AttemptFailedError: Something of it does not work out; outcome ``invalid``.
+        ConfigurationError: Something of it does not work out.
+        ImportError: The framework is not installed where the driver runs.
     """
     request = spec.request
     sys.path[:] = list(dict.fromkeys([*sys.path, *spec.sys_path]))
-    try:
-        if request.framework != "none":
-            importlib.import_module({"torch": "ray.train.torch", "jax": "jax"}[request.framework])
-    except ImportError as error:
-        raise _invalid(
-            f"framework {request.framework!r} is not installed where the driver runs ({error}); install it with "
-            f"`pip install 'prefect-elastic-train[{request.framework}]'`"
-        ) from error
+    if request.framework != "none":
+        importlib.import_module({"torch": "ray.train.torch", "jax": "jax"}[request.framework])
     try:
         payload: Payload = pickle.loads(request.payload)
         if isinstance(payload.train_loop, str):
             payload = replace(payload, train_loop=resolve_loop(payload.train_loop))
         check_loop(payload.train_loop)
-    except ConfigurationError as error:
-        raise _invalid(str(error)) from error
+    except ConfigurationError:
+        raise
     except Exception as error:
         where = "in the cluster (send it with working_dir of the RayCluster, or install it there)"
         if not spec.cluster.is_submitted:
             where = "by another process of this Python environment"
-        raise _invalid(
+        raise ConfigurationError(
             f"the driver cannot load train loop {request.fingerprint.loop!r} and its configuration: "
             f"{type(error).__name__}: {error}. What it refers to must be importable {where}, or defined in the "
             "flow's own script"
@@ -68,12 +63,8 @@ def prepare(spec: DriverSpec) -> Payload:
             if not isinstance(config, BackendConfig | None):
                 raise TypeError(f"torch_config and jax_config are Ray's TorchConfig and JaxConfig, got {config!r}")
     except (TypeError, ValueError) as error:
-        raise _invalid(f"Ray does not accept the configuration: {error}") from error
+        raise ConfigurationError(f"Ray does not accept the configuration: {error}") from error
     return payload
-
-
-def _invalid(message: str) -> AttemptFailedError:
-    return AttemptFailedError(message, outcome=Outcome.INVALID)
 
 
 def resolve_loop(path: str) -> Callable[..., Any]:
@@ -85,21 +76,11 @@ def resolve_loop(path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
     try:
         found = importlib.import_module(module_name)
-    except SystemExit as error:
-        raise ConfigurationError(f"train loop {path!r}: module {module_name!r} {ends_at_import(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"train loop {path!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     return function_in(found, function_name, path)
-
-
-def ends_at_import(error: SystemExit) -> str:
-    """Say in words that a script ended the program while its functions were looked for."""
-    return (
-        f"ends the program while it is imported (exit code {error.code}); put what it does as a program below "
-        '`if __name__ == "__main__":`'
-    )
 
 
 def function_in(module: ModuleType, function_name: str, path: str) -> Callable[..., Any]:
@@ -139,11 +120,7 @@ def check_loop(loop: Any) -> None:
 
 
 def make_datasets(payload: Payload) -> dict[str, Any]:
-    """Return the datasets, calling the functions that make them.
-
-    Raises:
-        AttemptFailedError: One of them failed; outcome ``user_error``.
-    """
+    """Return the datasets, calling the functions that make them; one that fails is a ``user_error``."""
     datasets = payload.datasets
     try:
         if callable(datasets):
@@ -196,7 +173,7 @@ def fit(
             jax_config=payload.jax_config,
         )
     except (TypeError, ValueError, DeprecationWarning) as error:
-        raise _invalid(f"Ray Train does not accept the configuration: {error}") from error
+        raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
     trainer.fit()
 
 

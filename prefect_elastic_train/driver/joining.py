@@ -65,7 +65,7 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
     Raises:
         AttemptFailedError: ``min_workers`` do not fit, or the node is not what they ask for; outcome ``invalid``.
     """
-    scaling, problem = spec.scaling, ""
+    scaling, problem, fitting = spec.scaling, "", spec.scaling.max_workers
     if not spec.cluster.is_local:
         return scaling
     from prefect_elastic_train.elastic.translate import resources_per_worker
@@ -73,20 +73,18 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
         problem = "label_selector and placement_strategy 'STRICT_SPREAD' want nodes that others join"
         problem += ", and the local cluster is one node without labels; leave them at their defaults"
-    cpus_for_datasets = int(spec.request.has_datasets)
-    fitting = scaling.max_workers
+    for_datasets = {"CPU": int(spec.request.has_datasets)}
     for name, amount in resources_per_worker(scaling).items():
-        there = resources.get(name, 0) - (cpus_for_datasets if name == "CPU" else 0)
+        there = resources.get(name, 0) - for_datasets.get(name, 0)
         if amount * scaling.min_workers > there:
-            beside = f" beside the {cpus_for_datasets} for the datasets" if name == "CPU" and cpus_for_datasets else ""
-            needed = f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}"
-            problem = f"{needed}, and the local cluster on this machine has {there:g}{beside}; lower min_workers or "
+            problem = f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}"
+            problem += f", and the local cluster on this machine has {there:g} for them; lower min_workers or "
             problem += "resources_per_worker, set num_cpus or num_gpus"
         elif amount:
             fitting = min(fitting, int(there / amount))
     if problem:
         raise AttemptFailedError(f"{problem}, or join a larger cluster", outcome=Outcome.INVALID)
-    return scaling.model_copy(update={"max_workers": fitting}) if cpus_for_datasets else scaling
+    return scaling.model_copy(update={"max_workers": fitting}) if spec.request.has_datasets else scaling
 
 
 def _cluster_address(spec: DriverSpec) -> str:
@@ -100,8 +98,7 @@ def _cluster_address(spec: DriverSpec) -> str:
         return find_address()
     except (ConnectionError, ValueError, OSError) as error:
         raise _lost(
-            f"address 'auto' finds no single Ray cluster on this machine ({error}); start one with "
-            "`ray start --head`, set RAY_ADDRESS, or give host:port as address of the RayCluster"
+            f"address 'auto' finds no single Ray cluster on this machine ({error}); give its address in the RayCluster"
         ) from error
 
 
@@ -112,11 +109,11 @@ def _check_head(address: str, timeout: float) -> None:
     from prefect_elastic_train.elastic.cluster import ask_head
 
     host, _, port = address.rpartition(":")
-    deadline, listens = time.monotonic() + timeout, False
-    while not listens:
+    deadline = time.monotonic() + timeout
+    while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
-            listens = True
+            break
         except OSError as error:
             if time.monotonic() > deadline:
                 raise _lost(

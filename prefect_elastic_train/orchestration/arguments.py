@@ -38,7 +38,7 @@ from prefect_elastic_train.core.settings import (
     plain,
 )
 from prefect_elastic_train.core.spec import DriverSpec
-from prefect_elastic_train.driver.fit import check_loop, ends_at_import, function_in, resolve_loop
+from prefect_elastic_train.driver.fit import check_loop, function_in, resolve_loop
 from prefect_elastic_train.orchestration.flow_runs import Place, this_training
 from prefect_elastic_train.runs.identity import (
     LATEST_RUN,
@@ -219,10 +219,8 @@ def _module_of(file: str) -> ModuleType:
     _search(os.path.dirname(file))
     try:
         return load_script_as_module(file)
-    except SystemExit as error:
-        raise ConfigurationError(f"{file} {ends_at_import(error)}") from error
-    except ScriptError as error:
-        cause = error.user_exc
+    except (ScriptError, SystemExit) as error:
+        cause = error.user_exc if isinstance(error, ScriptError) else error
         raise ConfigurationError(f"{file} cannot be imported: {type(cause).__name__}: {cause}") from error
 
 

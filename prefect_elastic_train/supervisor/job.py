@@ -207,8 +207,7 @@ class JobDriver(Driver):
         self._ask(self._client.check_version, _SUBMIT_SECONDS)
         owner = self._spec.request.owner.model_copy(update={"job": submission_id})
         spec = replace(self._spec, request=replace(self._spec.request, owner=owner))
-        about = {"flow_run_id": owner.flow_run_id, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}
-        metadata = {**metadata, **{name: value for name, value in about.items() if value}}
+        metadata = {**metadata, "flow_run_name": owner.flow_run_name, "flow_name": owner.flow_name}
         self._left = submission_id  # from here on the cluster may have it
         with job_package(spec, self._folder) as package:
 

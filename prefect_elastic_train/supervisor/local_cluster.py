@@ -23,17 +23,14 @@ _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
 _PORTS, _PORT_PROBES = range(20_000, 32_768), 100
 
 
-def write_token(token: str, folder: Path) -> dict[str, str]:
-    """Put a cluster token into a private file.
-
-    Returns:
-        Environment variables that make Ray use it, none of which holds the token itself.
-    """
+def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
+    """Have Ray use a token in a process with this environment, which holds only the path of a private file with it."""
     path = folder / "token"
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token)
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
+    environment.pop("RAY_AUTH_TOKEN", None)  # Ray looks there first, and would not see the file
 
 
 class LocalCluster:
@@ -47,7 +44,6 @@ class LocalCluster:
 
     Attributes:
         address: ``host:port``; nothing listens there before it is up.
-        driver_environment: Environment variables that a driver needs to join.
     """
 
     def __init__(self, settings: ClusterSettings, extra_cpus: int, folder: Path, environment: dict[str, str]) -> None:
@@ -58,9 +54,14 @@ class LocalCluster:
         self._process: subprocess.Popen[bytes] | None = None
         self._port = _free_port()
         self.address = f"127.0.0.1:{self._port}"
-        self.driver_environment = write_token(secrets.token_hex(32), folder) | _RECONNECT
-        self._environment = {**environment, **self.driver_environment, "RAY_USAGE_STATS_ENABLED": "0"}
-        self._environment.pop("RAY_AUTH_TOKEN", None)
+        self._token = secrets.token_hex(32)
+        self._environment = {**environment, "RAY_USAGE_STATS_ENABLED": "0"}
+        self.admit(self._environment)
+
+    def admit(self, environment: dict[str, str]) -> None:
+        """Add to the environment of a process what it needs to join."""
+        use_token(environment, self._token, self._folder)
+        environment.update(_RECONNECT)
 
     def start(self) -> None:
         """Start the head node, unless that was done; one that is to be given up is ended by its mark."""
@@ -94,7 +95,7 @@ class LocalCluster:
 
     def _command(self, port: int, session_folder: Path) -> list[str]:
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             "--include-dashboard=false",
             "--node-ip-address=127.0.0.1",
             f"--port={port}",

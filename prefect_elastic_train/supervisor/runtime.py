@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.events import AttemptEnded
-from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.spec import MARK_VARIABLE, DriverSpec
 from prefect_elastic_train.supervisor.attempt import ChildDriver, Follower
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
-from prefect_elastic_train.supervisor.local_cluster import LocalCluster, write_token
+from prefect_elastic_train.supervisor.local_cluster import LocalCluster, use_token
 
 if TYPE_CHECKING:
     from prefect_elastic_train.supervisor.job import JobDriver
@@ -65,12 +64,22 @@ class Runtime(Follower):
 
             self._job = JobDriver(self, spec, folder, self._job)
             return self.follow(self._job)
-        cluster = self._local_cluster(spec, folder, environment) if spec.cluster.is_local else None
-        if cluster is not None:
+        cluster, token = None, spec.cluster.auth_token.get_secret_value()
+        if spec.cluster.is_local:
+            if self._cluster is not None and self._cluster.is_dead():
+                end_marked(str(folder), _END_SECONDS)
+                self._cluster = None
+            # Ray Data needs a CPU beside those that the workers hold.
+            extra_cpus = int(spec.request.has_datasets)
+            cluster = self._cluster = self._cluster or LocalCluster(spec.cluster, extra_cpus, folder, environment)
+            cluster.admit(environment)
             patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             settings = spec.cluster.model_copy(update=patience)
             spec = replace(spec, cluster=settings, local_address=cluster.address)
-        _let_join(environment, spec.cluster, folder, cluster)
+        elif token:
+            use_token(environment, token, folder)
+        if spec.cluster.address == "auto" and "RAY_ADDRESS" in os.environ:
+            environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
         return self.follow(ChildDriver(self, self.driver_command, environment, spec, folder, cluster))
 
     def turn(self) -> None:
@@ -126,27 +135,3 @@ class Runtime(Follower):
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
         environment.setdefault("RAY_DEDUP_LOGS", "0")
         return self._folder, environment
-
-    def _local_cluster(self, spec: DriverSpec, folder: Path, environment: dict[str, str]) -> LocalCluster:
-        """Return the training's local cluster, which a driver starts when it needs it."""
-        if self._cluster is not None and self._cluster.is_dead():
-            end_marked(str(folder), _END_SECONDS)
-            self._cluster = None
-        if self._cluster is None:
-            # Ray Data needs a CPU beside those that the workers hold.
-            self._cluster = LocalCluster(spec.cluster, int(spec.request.has_datasets), folder, environment)
-        return self._cluster
-
-
-def _let_join(environment: dict[str, str], settings: ClusterSettings, folder: Path, local: LocalCluster | None) -> None:
-    """Add to the environment of a process what it needs to join a cluster, perhaps one of this machine's own."""
-    token = settings.auth_token.get_secret_value()
-    if local is None and settings.address == "auto" and "RAY_ADDRESS" in os.environ:
-        environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
-    if local is not None or token:
-        # Ray looks at this variable first, and would not see the file.
-        environment.pop("RAY_AUTH_TOKEN", None)
-    if local is not None:
-        environment.update(local.driver_environment)
-    elif token:
-        environment.update(write_token(token, folder))

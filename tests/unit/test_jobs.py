@@ -362,7 +362,7 @@ def test_a_job_is_submitted_followed_and_told_and_its_package_lies_in_the_privat
     assert (flow.events, flow.lines) == ([STARTED, STATE, ENDED], ["a line of before"])
     assert (seen, [*private.rglob("*.zip")]) == ([(1, 0)], [])
     [job] = dashboard.jobs.values()
-    assert job["metadata"]["flow_run_id"] == SPEC.request.owner.flow_run_id
+    assert job["metadata"]["elastic_train_owner"] == SPEC.request.owner.flow_run_id
     names = {name for package in dashboard.uploads for name in ZipFile(BytesIO(package)).namelist()}
     assert {"prefect_elastic_train/driver/attempt.py", "elastic_train_job/spec"} <= names, "whatever a user excludes"
 
