@@ -84,7 +84,7 @@ def test_trainings_of_subflows_go_on_when_the_flow_run_that_called_them_does(
 def test_controller_that_gives_no_sign_of_life_is_replaced_and_one_that_computes_is_not(
     start: Start, ledger: str, head: RayHead
 ) -> None:
-    bound = 8
+    bound = 15  # seconds, in which a driver and a controller also start beside other tests
     environment = {"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": bound}
     config = train_config(ledger, steps=10, sleep_once=bound + 6)
     flow = start(config=config, cluster=head.block, environment=environment)
