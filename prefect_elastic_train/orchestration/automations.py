@@ -63,11 +63,7 @@ class Change(NamedTuple):
 
 
 def scopes(client: SyncPrefectClient, deployments: Sequence[str], tags: Sequence[str]) -> list[Scope]:
-    """Look up deployments, by ``flow/deployment``, beside tags of flow runs or deployments.
-
-    Raises:
-        ConfigurationError: There is no such deployment, or nothing was named.
-    """
+    """Look up deployments, by ``flow/deployment``, beside tags of flow runs or deployments."""
     if not deployments and not tags:
         raise ConfigurationError("name at least one deployment (flow/deployment) or tag whose runs shall be resumed")
     found = [Scope(name, "deployment", str(_deployment_id(client, name))) for name in deployments]
@@ -93,17 +89,8 @@ def apply(
 ) -> list[Change]:
     """Create the automations of some scopes, or bring them up to date; doing so again changes nothing.
 
-    Args:
-        client: The Prefect API.
-        wanted: The scopes.
-        max_resumes: How often a flow run may be resumed, at least 1.
-        heartbeat_timeout_seconds: Without a heartbeat for so long, a run counts as crashed. At least 60, and
-            longer than any outage of the Prefect API that the runs shall survive untouched.
-        evaluate_with: Deployment that is started with checkpoints, ``flow/deployment``. One of before stays.
-        evaluate_at: ``"best-checkpoint"``, or ``"completed"`` for the best one of each completed training.
-
-    Raises:
-        ConfigurationError: There is no such deployment, or no such time to evaluate.
+    Without a heartbeat for so long a run counts as crashed: longer than any outage of the Prefect API that the runs
+    shall survive untouched. The evaluation of before stays if there is none now.
     """
     if evaluate_at not in _EVALUATIONS:
         raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")

@@ -126,12 +126,9 @@ class FlowRunWatch:
 
     Attributes:
         stop: Why the training shall end, by the outermost flow run that says so; None as long as it shall not.
-        is_executed_again: The outermost was begun once more since the first look, by another process.
     """
 
     stop: Stop | None = None
-    is_executed_again = False
-    _executions: int | None = None
 
     def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
         self._flow_run_ids, self._interval = flow_run_ids, interval_seconds
@@ -148,13 +145,7 @@ class FlowRunWatch:
         while not self._closed.wait(self._interval):
             try:
                 with get_client(sync_client=True) as client:
-                    self._look(client)
+                    flow_runs = [client.read_flow_run(UUID(one)) for one in reversed(self._flow_run_ids)]
+                self.stop = next((Stop(str(one.id)) for one in flow_runs if wants_an_end(one.state)), None)
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
                 logger.debug("cannot read the state of the flow run: %s", error)
-
-    def _look(self, client: SyncPrefectClient) -> None:
-        flow_runs = [client.read_flow_run(UUID(one)) for one in reversed(self._flow_run_ids)]
-        self.stop = next((Stop(str(one.id)) for one in flow_runs if wants_an_end(one.state)), None)
-        executions = flow_runs[0].run_count or 0
-        self._executions = executions if self._executions is None else self._executions
-        self.is_executed_again = executions > self._executions

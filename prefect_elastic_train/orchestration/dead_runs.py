@@ -37,10 +37,7 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
 
     A run that looks running becomes Lost, of type Crashed, and one that looks cancelling Cancelled, which is the end
     of it. What has crashed, failed or was cancelled before is scheduled again as by the Retry of Prefect's UI. Unless
-    it is forced, signs of life are looked for.
-
-    Raises:
-        ConfigurationError: It lives, or may; or it is not a run to be resumed.
+    it is forced, one that shows a sign of life is refused.
     """
     try:
         flow_run = client.read_flow_run(flow_run_id)
@@ -77,11 +74,7 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
 
 
 def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
-    """Find the flow run that a run belongs to: that of its newest attempt, before the first one that which claimed it.
-
-    Raises:
-        ConfigurationError: No storage has the run, several have, or it belongs to no flow run.
-    """
+    """Find the flow run that a run belongs to: that of its newest attempt, or which claimed it."""
     places = ", ".join(storage.uri for storage in storages) or "anywhere that is looked at: say where with --storage"
     try:
         found = [RunDirectory(storage.run(run_name)).owner for storage in storages if run_name in storage.run_names()]

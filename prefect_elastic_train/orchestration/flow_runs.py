@@ -43,25 +43,20 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Place:
-    """Where a flow run stands, and which of its trainings one is.
+    """Where a flow run stands, and which of its trainings one is."""
 
-    Attributes:
-        owner: The root, which its trainings belong to. Outside of flows a made-up one.
-        flow_run_ids: The flow run, the one that called it, and so on up to the root; none outside of flows.
-        calls: The calls of subflows that lead from the root to it; none for the root.
-        related: What the events of a subflow's training relate to besides what Prefect finds itself, which is the
-            subflow's own: the root, its deployment and its tags. None for the root.
-        flow_name: Name of the flow itself.
-        number: Which training of the flow run it is, counted from 1.
-        resumed: The flow run ran before, perhaps in another process.
-    """
-
+    #: The root, which its trainings belong to. Outside of flows a made-up one.
     owner: Owner
+    #: The flow run, the one that called it, and so on up to the root; none outside of flows.
     flow_run_ids: tuple[str, ...] = ()
+    #: The calls of subflows that lead from the root to it; none for the root.
     calls: tuple[Call, ...] = ()
+    #: What the events of a subflow's training relate to besides what Prefect finds itself: the root and its own.
     related: tuple[dict[str, str], ...] = ()
+    #: Name of the flow itself, and which training of the flow run it is, counted from 1.
     flow_name: str = ""
     number: int = 1
+    #: The flow run ran before, perhaps in another process.
     resumed: bool = False
 
 
@@ -84,13 +79,13 @@ def ask_prefect(question: Callable[[SyncPrefectClient], _T], seconds: float) -> 
 
 
 def last_told_at(client: SyncPrefectClient, run_name: str) -> float | None:
-    """When the training of a run last logged something in an earlier task run, in seconds since the epoch."""
+    """When an earlier task run of a run's training last logged something, less 2 s: rather told twice than never."""
     own = TaskRunContext.get()
     tasks = client.read_task_runs(task_run_filter=TaskRunFilter(name=TaskRunFilterName(any_=[run_name])))
     earlier = [task.id for task in tasks if own is None or task.id != own.task_run.id]
     logs = LogFilter(task_run_id=LogFilterTaskRunId(any_=earlier))
     newest = client.read_logs(logs, limit=1, sort=LogSort.TIMESTAMP_DESC) if earlier else []
-    return newest[0].timestamp.timestamp() if newest else None
+    return newest[0].timestamp.timestamp() - 2.0 if newest else None
 
 
 def this_training() -> Place:
@@ -99,12 +94,9 @@ def this_training() -> Place:
     if context is None or context.flow_run is None:
         return Place(Owner(flow_run_id=uuid4().hex))
     flow_run_id, executions = str(context.flow_run.id), context.flow_run.run_count or 0
-    return replace(
-        current_place(context),
-        flow_name=context.flow.name if context.flow else "",
-        number=_numbered(("training", flow_run_id, str(executions)), flow_run_id),
-        resumed=executions > 1,
-    )
+    flow_name = context.flow.name if context.flow else ""
+    number = _numbered(("training", flow_run_id, str(executions)), flow_run_id)
+    return replace(current_place(context), flow_name=flow_name, number=number, resumed=executions > 1)
 
 
 def current_place(context: FlowRunContext) -> Place:
@@ -119,10 +111,9 @@ def current_place(context: FlowRunContext) -> Place:
         found = ask_prefect(lambda client: _climb(client, flow_run, flow_name), _LOOK_UP_SECONDS)
         if found is None and not is_root(flow_run):
             logger.warning(
-                "cannot ask the Prefect API from which flow run %r of flow %r is called: its trainings are its own, "
-                "and a retry of the calling flow run will not go on with them",
+                "cannot ask the Prefect API which flow run calls %r: a retry of that one will not go on with "
+                "its trainings",
                 flow_run.name,
-                flow_name,
             )
         place = found or place
     return _places.setdefault(own_id, place)
@@ -165,20 +156,19 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
 
 
 def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
-    return Owner(
-        flow_run_id=str(flow_run.id),
-        flow_name=flow_name,
-        flow_run_name=flow_run.name,
-        deployment_id=str(flow_run.deployment_id or ""),
-    )
+    ids = {"flow_run_id": str(flow_run.id), "deployment_id": str(flow_run.deployment_id or "")}
+    return Owner(**ids, flow_name=flow_name, flow_run_name=flow_run.name)
 
 
 def _related(root: Owner, tags: Sequence[str]) -> Iterator[dict[str, str]]:
-    named = [("flow-run", root.flow_run_id, root.flow_run_name)]
-    named += [("deployment", root.deployment_id, root.deployment_name)] if root.deployment_id else []
+    named = [
+        ("flow-run", root.flow_run_id, root.flow_run_name),
+        ("deployment", root.deployment_id, root.deployment_name),
+    ]
     for role, identity, name in [*named, *(("tag", tag, "") for tag in sorted(tags))]:
-        label = {"prefect.resource.name": name} if name else {}
-        yield {"prefect.resource.id": f"prefect.{role}.{identity}", "prefect.resource.role": role, **label}
+        if identity:
+            label = {"prefect.resource.name": name} if name else {}
+            yield {"prefect.resource.id": f"prefect.{role}.{identity}", "prefect.resource.role": role, **label}
 
 
 def _numbered(key: tuple[str, ...], flow_run_id: str) -> int:

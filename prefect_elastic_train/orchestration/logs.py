@@ -18,8 +18,6 @@ from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.layout import details_name
 
 _MAX_LINE = 8000
-#: Different errors of a failure that are told in full.
-_MAX_ERRORS = 5
 #: Lines are counted for so many seconds, then anew.
 _WINDOW_SECONDS = 10.0
 #: Lines a second of rank 0, which is to be read in full.
@@ -144,13 +142,11 @@ class RunLog(ev.EventHandler):
             then = f"the worker group is restarted from {where}, {again} done again"
         what = "Preemption" if isinstance(event, ev.WorkersPreempted) else "Worker failure"
         why = "; ".join(causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
-        texts = [
+        errors = "".join(
             f"\n[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error.rstrip()}"
             for rank, error in own_errors(event.errors).items()
             if "\n" in error.strip()
-        ]
-        more = len(texts) - _MAX_ERRORS
-        errors = "".join(texts[:_MAX_ERRORS]) + (f"\nand {more} other errors of other ranks" if more > 0 else "")
+        )
         self._say(WARNING, f"{what}: {why}; {then}; details: {self._run_uri}/{details_name(self._attempt)}{errors}")
 
     def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
@@ -173,9 +169,6 @@ class RunLog(ev.EventHandler):
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
             self._say(INFO, f"Nothing to train: {event.message}")
-
-    def on_state_changed(self, event: ev.StateChanged) -> None:
-        self._say(DEBUG, f"Ray Train is {event.state}")
 
     def _lets_through(self, source: str) -> bool:
         self._say(INFO, self._limits.notice())

@@ -40,17 +40,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class _ElasticTrain(Generic[_Arguments]):
-    """Train elastically with Ray Train, in a Prefect task whose retries are driver restarts.
-
-    Call it in a flow, or outside of one::
-
-        result = elastic_train(train_loop, scaling=ElasticScaling(max_workers=8))
-
-    ``elastic_train.submit(...)`` takes the same arguments and gives a future.
-
-    Args:
-        ask: Checks the arguments and makes a training of them.
-    """
+    """``elastic_train`` and its ``submit``, with the arguments of the function that makes a training of them."""
 
     def __init__(self, ask: Callable[_Arguments, Training]) -> None:
         update_wrapper(self, ask)
@@ -59,11 +49,8 @@ class _ElasticTrain(Generic[_Arguments]):
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> TrainingResult:
         training = self.ask(*args, **kwargs)
-        try:
-            with _as_of_the_flow():
-                result: TrainingResult = _with_budget(_elastic_train_task, training)(training)
-        finally:
-            training.end(sys.exc_info()[1])
+        with _ended_with_its_call(training):
+            result: TrainingResult = _with_budget(_elastic_train_task, training)(training)
         return result
 
     def submit(self, train_loop: TrainLoop, **arguments: Any) -> PrefectFuture[TrainingResult]:
@@ -77,14 +64,16 @@ class _ElasticTrain(Generic[_Arguments]):
 
 
 @contextmanager
-def _as_of_the_flow() -> Iterator[None]:
-    """Raise what the task has failed with as the flow is to have it."""
+def _ended_with_its_call(training: Training) -> Iterator[None]:
+    """Leave nothing of a training, and raise what its task has failed with as the flow is to have it."""
     try:
         yield
     except SilentEndError as error:
         raise Abort(str(error)) from error
     except AttemptFailedError as error:
         raise error.with_traceback(None)  # noqa: B904 - the message says it all, and Prefect logs all frames
+    finally:
+        training.end(sys.exc_info()[1])
 
 
 @_ElasticTrain
@@ -165,15 +154,13 @@ async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingRes
     interrupts = interruptions(signal.SIGINT)
     training = elastic_train.ask(train_loop, **arguments)
     try:
-        with _as_of_the_flow():
+        with _ended_with_its_call(training):
             result: TrainingResult = await _with_budget(_aelastic_train_task, training)(training)
     except asyncio.CancelledError:
         if interruptions(signal.SIGINT) > interrupts:
             # asyncio makes a cancellation of Ctrl-C, which Prefect could not tell from the end of a machine.
             raise KeyboardInterrupt from None
         raise
-    finally:
-        await asyncio.to_thread(training.end, sys.exc_info()[1])
     return result
 
 

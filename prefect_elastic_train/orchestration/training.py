@@ -50,8 +50,6 @@ from prefect_elastic_train.supervisor.runtime import Runtime
 
 #: How long the Prefect API is asked for the state of a flow run, and told of it.
 _STATE_SECONDS = 8.0
-#: How much later than it happens an event of a job may be told: rather told twice than never.
-_TOLD_LATE_SECONDS = 2.0
 #: How long the signal of a runner is waited for once its flow run is seen cancelling; it kills after 30 s.
 _SIGNAL_SECONDS = 40.0
 
@@ -219,16 +217,11 @@ class Training:
         return self.cancelled.is_set() or interruptions() > self._interruptions or any(map(is_ending, self._flows))
 
     def _check_stop(self) -> None:
-        name = self.request.run_name
         if stop := Stop() if self._is_told_to_end() else self._watch.stop:
             raise stop
-        # No fence tells two processes apart that follow the same job.
-        if self._watch.is_executed_again and self._runtime and self._runtime.follows_job:
-            message = f"training {name!r} is left to another process, which executes the flow run"
-            raise SilentEndError(message, outcome=Outcome.SUPERSEDED)
         if self.timeout_seconds is not None and time.monotonic() - self._asked_at > self.timeout_seconds:
             raise TrainingTimeoutError(
-                f"training {name!r} was ended after timeout_seconds={self.timeout_seconds:g}; what it "
+                f"training {self.request.run_name!r} was ended after timeout_seconds={self.timeout_seconds:g}; what it "
                 "has committed is kept, and a retry of the flow run goes on from there",
                 outcome=Outcome.TIMED_OUT,
             )
@@ -238,13 +231,11 @@ class Training:
         return self._detached
 
     def _may_detach(self, reason: BaseException) -> bool:
-        """Whether a job goes on without us: another process follows it, or will, since nobody wants its end.
+        """Whether a job goes on without us, for another process to follow it, since nobody wants its end.
 
         A machine that is taken away sends SIGTERM, as does a runner that carries out a cancellation. In the main
         thread Prefect's own signal handler raises; elsewhere only the pipe knows.
         """
-        if isinstance(reason, SilentEndError):
-            return True
         if isinstance(reason, TimeoutError) or (isinstance(reason, Stop) and reason.flow_run_id):
             return False
         terminated = isinstance(reason, TerminationSignal) or interruptions(signal.SIGTERM) > self._terminations
@@ -260,10 +251,9 @@ class Training:
         return not ids or bool(ask_prefect(ask, _STATE_SECONDS))
 
     def _followed_until(self) -> float:
-        """When this training last told something in an earlier process: from there a job is followed on."""
+        """When this training last told something in an earlier process, from where a job is followed; else now."""
         told_at = ask_prefect(lambda client: last_told_at(client, self.request.run_name), _STATE_SECONDS)
-        # Without an answer what was before is not told again.
-        return time.time() if told_at is None else told_at - _TOLD_LATE_SECONDS
+        return told_at or time.time()
 
     def _said_of(self, stop: Stop) -> AttemptFailedError:
         """What is raised of a flow run's end, which gets the state that it should have. The training has ended by now.

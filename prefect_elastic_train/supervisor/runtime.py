@@ -48,9 +48,6 @@ class Runtime(Follower):
     _guard: subprocess.Popen[bytes] | None = None
     _cluster: LocalCluster | None = None
 
-    #: Whether the attempt is a job, which others may follow, too.
-    follows_job = False
-
     def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
         """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
 
@@ -58,8 +55,7 @@ class Runtime(Follower):
             AttemptFailedError: The cluster cannot be reached.
         """
         folder, environment = self._prepare()
-        self.follows_job = spec.cluster.is_submitted
-        if self.follows_job:
+        if spec.cluster.is_submitted:
             from prefect_elastic_train.supervisor.job import JobDriver  # it loads Ray's client
 
             self._job = JobDriver(self, spec, folder, self._job)

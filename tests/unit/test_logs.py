@@ -88,13 +88,12 @@ def test_events_are_never_left_out_but_for_commits_in_quick_succession(lines: Li
     assert "49 of checkpoints" in lines.messages[-1]
 
 
-def test_the_different_errors_of_a_failure_are_told_whole_up_to_a_few(lines: Lines) -> None:
+def test_the_different_errors_of_a_failure_are_told_whole(lines: Lines) -> None:
     errors = {str(rank): "\n".join([*TRACEBACK, f"end {rank}"]) for rank in range(12)}
     _log(lines).event(ev.WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
     [text] = lines.messages
-    assert [rank for rank in range(12) if errors[str(rank)] in text] == [0, 1, 2, 3, 4]
+    assert all(error in text for error in errors.values())
     assert "[ranks 3, 20-21] Traceback" in text
-    assert text.endswith("\nand 7 other errors of other ranks")
 
 
 def test_empty_lines_are_left_out_uncounted_and_long_ones_cut_with_a_note(lines: Lines) -> None:

@@ -67,7 +67,6 @@ def test_a_job_that_goes_on_is_told_as_that() -> None:
         (KeyboardInterrupt(), False, False, False),
         (TimeoutError(), True, False, False),
         (Stop("1"), True, False, False),
-        (SilentEndError("another process follows it", outcome=Outcome.SUPERSEDED), False, True, True),
     ],
 )
 def test_a_job_goes_on_without_its_flow_process_unless_somebody_wants_its_end(
