@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from markdown_it import MarkdownIt
 
 from tests.support.doc_blocks import LANGUAGES, DocBlock, blocks_of, markers_of, pages, run_block
 from tests.support.processes import ROOT
@@ -111,13 +110,8 @@ def _messages(page: str, heading: str, column: int) -> list[str]:
     start = re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)
     assert start, heading
     section = re.split(rf"^#{{1,{len(start[1])}}} ", text[start.end() :], maxsplit=1, flags=re.MULTILINE)[0]
-    found: list[str] = []
-    cell = 0
-    for token in MarkdownIt("commonmark").enable("table").parse(section):
-        cell = 0 if token.type == "tr_close" else cell + (token.type == "td_open")
-        if token.type == "inline" and cell == column:
-            found += [child.content for child in token.children or () if child.type == "code_inline"]
-    return found
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return [span for row in rows for span in re.findall(r"`([^`]+)`", row[column - 1])]
 
 
 @cache
