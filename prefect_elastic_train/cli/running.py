@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from prefect_elastic_train.cli.common import errors, fail, metrics_in_short, print_pairs
-from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError
+from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.rank_errors import cause
 from prefect_elastic_train.report.words import duration
 
@@ -110,13 +110,10 @@ def run_training(
         return
     flow_run, state = ended
     if not state.is_completed():
-        # In one line what went wrong, with the outcome; the log has all of it.
-        error = state.result(raise_on_failure=False)
-        first, _, rest = str(error or state.message).strip().partition("\n")
-        words = [first.strip().rstrip("."), cause(rest) if rest.strip() else ""]
-        if isinstance(error, AttemptFailedError) and error.outcome.value not in " ".join(words):
-            words.append(f"outcome {error.outcome.value}")
-        fail(f"{state.name}: {': '.join(filter(None, words))}. Flow run {_where_to_look(flow_run)}")
+        # In one line what went wrong; the log has all of it.
+        first, _, rest = str(state.result(raise_on_failure=False) or state.message).strip().partition("\n")
+        words = f"{first.strip().rstrip('.')}: {cause(rest)}" if rest.strip() else first
+        fail(f"{state.name}: {words}. Flow run {_where_to_look(flow_run)}")
     from prefect_elastic_train.orchestration.result import TrainingResult
 
     result = TrainingResult.model_validate(state.result())
@@ -197,6 +194,8 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
     Raises:
         ConfigurationError: A file or a setting cannot be used, or holds what JSON does not know.
     """
+    from prefect.utilities.collections import deep_merge
+
     parts: list[tuple[str, Path | str, list[str]]] = [(f"config {file}", file, []) for file in files]
     for setting in settings:
         path, separator, value = setting.partition("=")
@@ -218,13 +217,5 @@ def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
             more = {key: more}
         if not isinstance(more, dict | None):
             raise ConfigurationError(f"{source} must be a table of keys and values, got a {type(more).__name__}")
-        _merge(config, more or {})
+        config = deep_merge(config, more or {})
     return config
-
-
-def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(config.get(key), dict):
-            _merge(config[key], value)
-        else:
-            config[key] = value

@@ -145,10 +145,9 @@ def prune_runs(
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
     """Return the names of the runs that are meant, in the order given."""
     known = storage.run_names()
-    for run in runs or []:
-        if run not in known:
-            raise ConfigurationError(f"there is no run {run!r} in {storage.uri}; see `elastic-train runs list`")
-    return list(dict.fromkeys(runs)) if runs else known
+    if unknown := [run for run in runs or [] if run not in known]:
+        raise ConfigurationError(f"there is no run {unknown[0]!r} in {storage.uri}; see `elastic-train runs list`")
+    return list(dict.fromkeys(runs or known))
 
 
 def _of_each(look: Callable[[RunDirectory], Answer | None], storage: Storage, names: Sequence[str]) -> list[Answer]:
@@ -183,35 +182,33 @@ def _print_details(details: RunDetails) -> None:
         f"{accounts.worker_failures} worker failures, {accounts.preemptions} preemptions, {accounts.resizes} resizes, "
         f"{accounts.steps_lost} reports done again, {accounts.storage_wait_seconds:.1f} s of storage waits"
     )
-    common.print_pairs(
-        [
-            ("run", summary.name),
-            ("where", summary.uri),
-            ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
-            (
-                "created",
-                f"{common.age(run.created_at, now)} ago by {run.creator.describe()}" if run is not None else "",
-            ),
-            ("started from", details.started_from or (run.resume_from if run is not None else "")),
-            ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run is not None else ""),
-            ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
-            ("faults", faults),
-            ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
+    pairs = [
+        ("run", summary.name),
+        ("where", summary.uri),
+        ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
+        ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
+        ("faults", faults),
+        ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
+    ]
+    if run is not None:
+        pairs[3:3] = [
+            ("created", f"{common.age(run.created_at, now)} ago by {run.creator.describe()}"),
+            ("started from", details.started_from or run.resume_from),
+            ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})"),
         ]
-    )
+    common.print_pairs(pairs)
     headings = ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"]
     common.print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
     rows = []
     snapshot, manifest = (details.commit.snapshot, details.commit.manifest) if details.commit is not None else ({}, {})
     which = {"latest": latest_checkpoint(snapshot), "best": (snapshot.get("checkpoint_results") or [None])[-1]}
     for index, one in reported(snapshot) if snapshot else []:
-        name, metrics = one["checkpoint_dir_name"], common.metrics_in_short(one["metrics"] or {}, 6)
-        files = manifest.get(name, {})
+        name, files = one["checkpoint_dir_name"], manifest.get(one["checkpoint_dir_name"], {})
         words = ", ".join(word for word, checkpoint in which.items() if one == checkpoint)
+        metrics = common.metrics_in_short(one["metrics"] or {}, 6)
         rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
-    common.print_table(
-        ["checkpoint", "report", "metrics", "files", "size", ""], rows, right=["report", "files", "size"]
-    )
+    headings = ["checkpoint", "report", "metrics", "files", "size", ""]
+    common.print_table(headings, rows, right=["report", "files", "size"])
 
 
 def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
@@ -231,6 +228,5 @@ def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
 
 
 def _state(summary: RunSummary) -> str:
-    if summary.state is RunState.FAILED:
-        return f"failed: {summary.outcome}"
-    return str(summary.state.value).replace("_", " ")
+    words = summary.state.value.replace("_", " ")
+    return f"{words}: {summary.outcome}" if summary.state is RunState.FAILED else words

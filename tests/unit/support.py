@@ -168,6 +168,17 @@ class SteppedStore(LocalRunStore):
         return super()._delete_folder(name)
 
 
+def happening_before(store: RunStore, operation: str, happens: Callable[[], object]) -> SteppedStore:
+    """Return the same disk, where something happens once before an operation."""
+    pending = [happens]
+
+    def before(next_operation: str) -> None:
+        if next_operation == operation and pending:
+            pending.pop()()
+
+    return SteppedStore(store.path, before)
+
+
 class Wrapped:
     """A store whose operations are another one's, but for those that a subclass has of its own."""
 

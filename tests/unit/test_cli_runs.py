@@ -47,7 +47,7 @@ from prefect_elastic_train.storage.opening import Storage, open_storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.s3 import MotoServer
 from tests.unit.ray_storage import Ray
-from tests.unit.support import FLOW_RUN, Training, begin, claim, private_folder, python, tear
+from tests.unit.support import FLOW_RUN, Training, begin, claim, happening_before, private_folder, python, tear
 
 DAY = 86400.0
 LONG_AGO = 30 * DAY
@@ -122,6 +122,12 @@ def _beat(store: LocalRunStore, age: float, interval: float = 0.05) -> None:
     store.replace(layout.HEARTBEAT, encode(beat))
 
 
+def _claim_only(storage: Storage) -> None:
+    """Create a run that no attempt has begun."""
+    record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().request.fingerprint)
+    _local(storage, "claimed").create(layout.RUN, encode(record))
+
+
 def _interrupt_upload(store: Any, name: str = "d") -> str:
     """Begin to upload a checkpoint and return its folder."""
     folder = physical_name(name, newest_attempt(store))
@@ -147,25 +153,6 @@ def _summaries(storage: Storage) -> dict[str, Any]:
     return {run["name"]: run for run in _json("list", storage.uri)["runs"]}
 
 
-class Hooked(LocalRunStore):
-    """A disk on which something happens before an operation on a name."""
-
-    def __init__(self, store: LocalRunStore, name: str, happens: Callable[[], object]) -> None:
-        super().__init__(store.path)
-        self._name = name
-        self._happens = happens
-
-    def create(self, name: str, data: bytes) -> bool:
-        if name == self._name:
-            self._happens()
-        return super().create(name, data)
-
-    def delete_folder(self, name: str, check: Callable[[], object] | None = None) -> bool:
-        if name == self._name:
-            self._happens()
-        return super().delete_folder(name, check)
-
-
 # list
 
 
@@ -181,8 +168,7 @@ def test_list_tells_of_each_run_where_it_stands(storage: Storage) -> None:
     _beat(_trained(storage, "slow"), age=60)
     _beat(_trained(storage, "ahead"), age=-3600)
     _local(storage, "raw").create(layout.SNAPSHOT, b"of Ray Train alone")
-    record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().request.fingerprint)
-    _local(storage, "claimed").create(layout.RUN, encode(record))
+    _claim_only(storage)
     runs = _summaries(storage)
     assert {name: (run["state"], run["outcome"], run["life"]) for name, run in runs.items()} == {
         "alive": ("training", "", "alive"),
@@ -244,10 +230,8 @@ def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage) ->
     _trained(storage, "mnist")
     for command in ("list", "verify", "prune"):
         assert "there is no directory /nowhere" in _refused(command, "/nowhere")
-    assert "there is no run 'mnits'" in _refused("show", storage.uri, "mnits")
-    assert "runs list" in _refused("verify", storage.uri, "mnits")
-    assert "there is no run '..'" in _refused("prune", storage.uri, "..", "--yes")
-    assert "expected protocol://bucket/prefix" in _refused("list", "gs://")
+    for command, name in (("show", "mnits"), ("verify", "mnits"), ("prune", "..")):
+        assert f"there is no run '{name}' in" in _refused(command, storage.uri, name)
 
 
 def test_a_run_that_may_not_be_read_does_not_hide_the_others(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,18 +386,6 @@ def test_a_run_without_any_commit_left_is_damaged_and_refused_and_not_pruned(sto
     assert _everything(storage) == before
 
 
-@pytest.mark.parametrize("tear_it", [layout.RUN, layout.attempt_name(1), layout.SNAPSHOT, layout.commit_name(1, 2)])
-def test_what_a_resume_does_without_is_no_damage_and_hides_no_run(storage: Storage, tear_it: str) -> None:
-    store = _trained(storage, "mnist")
-    _end(store)
-    tear(store, tear_it)
-    assert _done("verify", storage.uri).startswith("mnist: whole\n")
-    [run] = _json("list", storage.uri)["runs"]
-    assert (run["state"], run["attempts"], run["checkpoints"]) == ("completed", 1, 3)
-    details = _json("show", storage.uri, "mnist")
-    assert (details["attempts"][0]["record"] is None) is (tear_it == layout.attempt_name(1))
-
-
 @pytest.mark.parametrize("choice", ["latest", "best"])
 def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one(storage: Storage, choice: str) -> None:
     store = _trained(storage, "mnist", "abcd")
@@ -519,15 +491,13 @@ def test_prune_leaves_alone_what_lives_and_what_may(storage: Storage) -> None:
     _beat(runs["beating"], age=1, interval=60)
     _beat(runs["unknown"], age=60)
     _end(runs["ending"])
-    record = RunRecord(name="claimed", creator=claim().request.owner, fingerprint=claim().request.fingerprint)
-    _local(storage, "claimed").create(layout.RUN, encode(record))
+    _claim_only(storage)
     before = _everything(storage)
     text = _done("prune", storage.uri, "--older-than", "0", "--yes")
-    assert "left alone: alive: it is being trained, or may be: process" in text
-    assert "left alone: beating: it is being trained, or may be: last sign of life 1 s ago on elsewhere" in text
-    assert "left alone: unknown: it is being trained, or may be" in text
-    assert "left alone: ending: it was active just now" in text
-    assert "left alone: claimed: it was active just now, or was claimed within a day" in text
+    trained, active = "it is being trained, or may be:", "it was active just now, or was claimed within a day"
+    reasons = {"alive": f"{trained} process", "beating": f"{trained} last sign of life 1 s ago", "unknown": trained}
+    for name, reason in {**reasons, "ending": active, "claimed": active}.items():
+        assert f"left alone: {name}: {reason}" in text
     assert _everything(storage) == before
 
 
@@ -566,7 +536,9 @@ def test_nothing_goes_once_a_driver_thought_dead_has_committed(storage: Storage,
     kept = plan_run(RunDirectory(store)).kept
     assert kept.startswith("its newest attempt has no end: resume the run, which removes")
     planned = plan_run(RunDirectory(store), DAY)
-    late = Hooked(store, layout.attempt_name(2), lambda: ray.report("e"))  # between the last look and the fence
+    late = happening_before(
+        store, f"create {layout.attempt_name(2)}", lambda: ray.report("e")
+    )  # between the last look and the fence
     if not is_late:
         ray.report("e")
     with pytest.raises(RunChangedError, match="run mnist has gone on meanwhile"):
@@ -605,7 +577,7 @@ def test_a_driver_that_begins_while_a_run_is_deleted_is_told_and_another_pruner_
             begin_attempt(store, claim())
         assert "left alone: mnist: it is being deleted: process" in _done("prune", storage.uri, "--yes")
 
-    list(carry_out(Hooked(store, "b", interfere), plan_run(RunDirectory(store), DAY)))
+    list(carry_out(happening_before(store, "delete b", interfere), plan_run(RunDirectory(store), DAY)))
     assert os.listdir(storage.uri) == []
     assert begin(store).point.checkpoint == ""
 
@@ -618,7 +590,7 @@ def test_a_deletion_that_another_flow_run_stops_by_taking_over_is_finished_by_th
         store.create(layout.attempt_name(3), begun.replace(b'"attempt": 2', b'"attempt": 3'))
 
     with pytest.raises(RunChangedError, match="run mnist was begun anew while it was deleted"):
-        list(carry_out(Hooked(store, "b", take_over), plan_run(RunDirectory(store), DAY)))
+        list(carry_out(happening_before(store, "delete b", take_over), plan_run(RunDirectory(store), DAY)))
     assert store.folders() == [layout.STATE_FOLDER, "b", "c"]
     pruner = json.loads(store.read(layout.attempt_name(3)) or b"")
     pruner["owner"]["pid"] = 2**22 + 1  # a pruner that was killed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,33 +26,19 @@ from tests.unit.support import (
     begin,
     claim,
     examples,
+    happening_before,
     private_folder,
     tear,
     with_result,
 )
+
+on_a_disk = pytest.mark.parametrize("store", ["disk"], indirect=True)
 
 
 @pytest.fixture(params=["disk", "memory"])
 def store(request: pytest.FixtureRequest, store: RunStore, memory: Storage) -> RunStore:
     """A run directory that nobody has used yet, on a disk and in an object store."""
     return store if request.param == "disk" else memory.run("mnist")
-
-
-class HookedStore(Wrapped):
-    """A store after one of whose creations something happens."""
-
-    def __init__(self, store: RunStore, after: str, happens: Callable[[], object]) -> None:
-        super().__init__(store)
-        self._after = after
-        self._happens: Callable[[], object] | None = happens
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Create, then let it happen, once."""
-        created: bool = self.store.create(name, data)
-        if created and name.startswith(self._after) and self._happens is not None:
-            happens, self._happens = self._happens, None
-            happens()
-        return created
 
 
 def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: RunStore) -> None:
@@ -98,13 +84,14 @@ def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: RunS
     assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
 
 
+@on_a_disk
 def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunStore) -> None:
     first = Training(store, begin(store).attempt)
     first.report("a")
     before = store.read(layout.SNAPSHOT)
     successor = AttemptRecord(attempt=2, owner=claim().request.owner, base=(1, 1))
-    hooked = HookedStore(store, layout.COMMITS, lambda: store.create(layout.attempt_name(2), encode(successor)))
-    first.log = CommitLog(hooked, 1)
+    overtake = partial(store.create, layout.attempt_name(2), encode(successor))
+    first.log = CommitLog(happening_before(store, f"create {layout.commit_name(1, 2)}", overtake), 1)
     first.upload("b")
     with pytest.raises(FencedOffError):
         first.commit("b")

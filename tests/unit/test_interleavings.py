@@ -314,24 +314,6 @@ def test_nothing_committed_is_lost_or_mixed_whoever_overlaps_and_dies(schedule: 
     play(schedule, drivers=3, workload=workload)
 
 
-@examples(15)
-@given(holder=st.integers(1, 30), successor=st.integers(1, 40), dies=st.booleans(), workload=workloads(3))
-def test_a_commit_that_falls_into_the_beginning_of_a_successor_is_not_lost(
-    holder: int, successor: int, dies: bool, workload: Workload
-) -> None:
-    play(
-        [
-            Turn(0, "copy"),
-            Turn(0, "", times=holder),
-            Turn(1, "", times=successor),
-            Turn(0, "copy"),
-            Turn(1, "load", dies=dies),
-        ],
-        drivers=2,
-        workload=workload,
-    )
-
-
 COMMIT = f"create {layout.COMMITS}"
 
 
