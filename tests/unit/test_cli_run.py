@@ -135,7 +135,8 @@ def test_a_value_of_a_setting_is_what_yaml_takes_it_for(text: str, value: object
 def test_what_comes_later_counts_and_dots_nest(tmp_path: Path) -> None:
     first, second, empty = tmp_path / "first.yaml", tmp_path / "second.json", tmp_path / "empty.yaml"
     first.write_text(
-        "steps: 3\nname: no  # no boolean in YAML 1.2\noptimizer: &same {lr: 0.1, name: sgd}\nlike: *same\ndata: {path: a}\n"
+        "steps: 3\nname: no  # no boolean in YAML 1.2\noptimizer: &same {lr: 0.1, name: sgd}\nlike: *same\n"
+        "data: {path: a}\n"
     )
     second.write_text('{"optimizer": {"lr": 0.2}, "data": "b"}')
     empty.write_text("# nothing yet\n")
