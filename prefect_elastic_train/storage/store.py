@@ -150,9 +150,9 @@ class RunStore(abc.ABC):
             FileNotFoundError: There is nothing.
         """
 
-    @abc.abstractmethod
     def copy_folder(self, source: str, name: str) -> None:
         """Copy a folder of the same storage, by its path, into the run directory."""
+        self.upload(source, name)
 
     @abc.abstractmethod
     def _create(self, name: str, data: bytes) -> bool: ...
@@ -194,10 +194,6 @@ class LocalRunStore(RunStore):
     def download(self, name: str, target: str) -> None:
         """See :meth:`RunStore.download`."""
         shutil.copytree(self._root / name, target, ignore=shutil.ignore_patterns(NOTHING), dirs_exist_ok=True)
-
-    def copy_folder(self, source: str, name: str) -> None:
-        """See :meth:`RunStore.copy_folder`."""
-        self.upload(source, name)
 
     def _create(self, name: str, data: bytes) -> bool:
         target = self._root / name

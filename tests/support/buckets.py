@@ -17,8 +17,6 @@ class Bucket:
 
     def __init__(self, moto: MotoServer, proxy: FaultProxy, prefix: str) -> None:
         self.moto, self.proxy, self.prefix = moto, proxy, prefix
-        # Tests look many times a second, and a client takes longer to make than to ask.
-        self._client = moto.client()
 
     @property
     def block(self) -> dict[str, Any]:
@@ -38,8 +36,7 @@ class Bucket:
 
     def all_keys(self, below: str = "") -> list[str]:
         """Return the keys of all objects below the prefix, in order."""
-        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{self.prefix}/{below}")
-        return [item["Key"] for page in pages for item in page.get("Contents", [])]
+        return self.moto.keys(BUCKET, f"{self.prefix}/{below}")
 
     def fetch(self, uri: str, name: str) -> Path:
         """Copy an object of a checkpoint to a file."""
@@ -48,5 +45,5 @@ class Bucket:
         return target
 
     def _read(self, key: str) -> bytes:
-        data: bytes = self._client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        data: bytes = self.moto.client().get_object(Bucket=BUCKET, Key=key)["Body"].read()
         return data
