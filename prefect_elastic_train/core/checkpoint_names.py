@@ -14,17 +14,9 @@ _PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})$", re.DOTALL)
 
 
 def physical_name(name: str, attempt: int, group: int = 0, report: int = 0) -> str:
-    """Return the folder of a checkpoint, relative to the run directory; a name too long for a disk is cut.
+    """Return the folder of a checkpoint, such as ``epoch-3.a0002.g01.r0004``; a name too long for a disk is cut.
 
-    Args:
-        name: The loop's own name.
-        attempt: Number of the attempt that writes it; 0 for what was there before the first.
-        group: How many worker groups the attempt has started.
-        report: How many reports the group has made.
-
-    Example:
-        >>> physical_name("epoch-3", 2, 1, 4)
-        'epoch-3.a0002.g01.r0004'
+    Attempt 0 is what was there before the first.
     """
     suffix = f".a{attempt:04d}.g{group:02d}.r{report:04d}"
     parent, slash, last = name.rpartition("/")

@@ -60,21 +60,13 @@ class ElasticTrainSettings(PrefectBaseSettings):
     """Saved RayCluster of trainings that give none. Empty: a local cluster each."""
 
     def poll_interval(self, max_workers: int) -> float:
-        """Return the poll interval in seconds for a worker group of up to ``max_workers``.
-
-        Short, since ``report()`` waits for a poll and what was not polled is lost with a worker; longer for
-        large groups, since a poll costs a call to each worker.
-        """
+        """Return the seconds between polls: short, as ``report()`` waits for one; longer for large groups."""
         return self.poll_interval_seconds or min(2.0, max(0.1, 0.005 * max_workers))
 
 
 @cache
 def get_settings() -> ElasticTrainSettings:
-    """Return the settings of this process.
-
-    Raises:
-        ConfigurationError: A value is not allowed, or a file cannot be read.
-    """
+    """Return the settings of this process, or raise a ConfigurationError."""
     try:
         return ElasticTrainSettings()
     except ValidationError as error:

@@ -165,11 +165,7 @@ def encode(record: _Record) -> bytes:
 
 
 def decode(record_type: type[Record], data: bytes | None) -> Record | None:
-    """Read a record; None if there is none or if it is torn.
-
-    Raises:
-        AttemptFailedError: An older version of this package has written it; outcome ``invalid``.
-    """
+    """Read a record; None if there is none or if it is torn. One of an older version is refused."""
     if data is None:
         return None
     try:

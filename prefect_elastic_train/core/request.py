@@ -74,9 +74,6 @@ def dump_payload(payload: Payload) -> bytes:
 
     A function of a script goes by value, since only this process may be able to import the script; so does
     one whose module no other process would find, as Prefect loads flow scripts under made-up names.
-
-    Raises:
-        Exception: Something that the loop refers to cannot be pickled.
     """
     hidden, scripts = _user_modules()
     with _PICKLING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -129,23 +130,13 @@ class RunResult(Counts):
 
 
 def bounded(result: RunResult, score: str = "") -> RunResult:
-    """A result in the size that the last event of an attempt has room for; of the checkpoints those that come last.
-
-    Args:
-        result: Of any size.
-        score: Name of the metric that checkpoints are ranked by.
-    """
-    checkpoints: list[BestCheckpoint] = []
-    room = MAX_CHECKPOINTS_BYTES
-    for made in reversed(result.best_checkpoints):
-        shown = made.model_copy(update={"metrics": bounded_metrics(made.metrics, score)})
-        room -= size_of(shown)
-        if room < 0:
-            break
-        checkpoints.insert(0, shown)
+    """A result in the size that the last event of an attempt has room for; of the checkpoints those that come last."""
+    kept = [one.model_copy(update={"metrics": bounded_metrics(one.metrics, score)}) for one in result.best_checkpoints]
+    sizes = accumulate(size_of(made) for made in reversed(kept))
+    fitting = sum(size <= MAX_CHECKPOINTS_BYTES for size in sizes)
     parts: dict[str, list[Any]] = {
         "history": thinned([bounded_metrics(row, score) for row in result.history], MAX_HISTORY_BYTES),
-        "best_checkpoints": checkpoints,
+        "best_checkpoints": kept[len(kept) - fitting :],
         "world_sizes": thinned(result.world_sizes, MAX_WORLD_SIZES_BYTES),
     }
     left_out = Counter(result.left_out)

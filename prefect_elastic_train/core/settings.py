@@ -111,18 +111,15 @@ class ScalingSettings(SettingsModel):
     accelerator_type: _Text = ""
     """Ray's accelerator type, such as A100 or TPU-V6E. Empty: any. Needed with a topology."""
 
-    @field_validator("resources_per_worker")
-    @classmethod
-    def _resources_can_be_held(cls, value: dict[str, float]) -> dict[str, float]:
-        if value and not any(value.values()):
-            raise ValueError(f"a worker must hold some resource, got {value}; leave the field empty for the default")
-        gpus = value.get("GPU", 0)
-        if gpus > 1 and not gpus.is_integer():
-            raise ValueError(f"GPU {gpus:g} is neither a share of one GPU nor a whole number of them")
-        return value
-
     @model_validator(mode="after")
     def _values_fit_together(self) -> ScalingSettings:
+        held, gpus = self.resources_per_worker, self.resources_per_worker.get("GPU", 0)
+        if held and not any(held.values()):
+            raise ValueError(f"a worker must hold some resource, got {held}; leave resources_per_worker empty")
+        if gpus > 1 and not gpus.is_integer():
+            raise ValueError(
+                f"resources_per_worker: GPU {gpus:g} is neither a share of one GPU nor a whole number of them"
+            )
         if self.min_workers > self.max_workers:
             raise ValueError(
                 f"min_workers ({self.min_workers}) must be at most max_workers ({self.max_workers}); "

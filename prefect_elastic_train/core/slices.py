@@ -28,11 +28,7 @@ class SliceShape:
 
 
 def slice_shape(topology: str, accelerator_type: str, resources_per_worker: Mapping[str, float]) -> SliceShape:
-    """Return the shape of a slice whose workers hold what ``resources_per_worker`` says, by default a host's chips.
-
-    Raises:
-        ValueError: There is no such type or topology, or workers with so many chips do not fill a host.
-    """
+    """Return the shape of a slice whose workers hold what ``resources_per_worker`` says, by default a host's chips."""
     from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
     from ray.util.tpu import get_tpu_version_from_type, get_tpu_worker_resources
 

@@ -180,16 +180,9 @@ StorageSettings = LocalStorageSettings | S3StorageSettings | FsspecStorageSettin
 
 
 def storage_at(text: str) -> StorageSettings | None:
-    """Return the storage at a directory or a URL, with the ambient credentials.
+    """Return the storage at a directory (``./runs``, ``~/runs``, ``/mnt/runs``) or a URL, with the ambient credentials.
 
-    Args:
-        text: A directory (``./runs``, ``~/runs``, ``/mnt/runs``) or a URL (``s3://bucket/runs``).
-
-    Returns:
-        None if it is neither, and perhaps the name of a saved block.
-
-    Raises:
-        ConfigurationError: It is one that cannot be a storage.
+    None if the text is neither, and perhaps the name of a saved block.
     """
     try:
         if text.startswith(("s3://", "s3a://")):

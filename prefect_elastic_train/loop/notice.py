@@ -89,11 +89,7 @@ def resize_requested() -> bool:
 
 
 def announce(growth: int) -> None:
-    """Announce a growth, or withdraw it with 0. The controller has this run in each worker.
-
-    Args:
-        growth: Number of the growth in this worker group.
-    """
+    """Announce a growth by its number in this worker group, or withdraw it with 0. The controller runs this in each."""
     _notice.growth = growth
 
 

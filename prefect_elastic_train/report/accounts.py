@@ -22,10 +22,7 @@ _BUCKETS = ("startup", "waiting_for_capacity", "restart", "resize", "checkpoint_
 
 
 class Tally(Counts, ev.EventHandler):
-    """Counts and times of a run, event by event: all that is told of them comes from here.
-
-    Its state is plain values of a bounded size. Times are seconds; events must come in their order, over all attempts.
-    """
+    """Counts and seconds of a run from its events in order, over all attempts, as plain values of a bounded size."""
 
     attempt: int = 0
     #: Reports of earlier attempts; and of this one the newest, and the newest that a commit keeps.

@@ -103,13 +103,7 @@ class Curve(BaseModel):
 
 
 class RunReport(BaseModel, ev.EventHandler):
-    """The state of a run as far as its events tell.
-
-    Args:
-        run_name: Name of the run.
-        score_attribute: Metric that checkpoints are ranked by; empty for none.
-        score_order: ``"max"`` or ``"min"``.
-    """
+    """The state of a run as far as its events tell."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants", extra="ignore")
 
