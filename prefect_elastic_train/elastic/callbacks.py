@@ -73,14 +73,7 @@ def _never_raises(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]
-    """Reports the controller's life to the driver.
-
-    Args:
-        receiving: Where the driver listens.
-        store: The run directory.
-        attempt: The attempt that holds the fence.
-        failures: What ends the training, or a drain.
-        score_attribute: Metric that checkpoints are ranked by; empty for none.
+    """Reports the life of the controller of ``attempt`` to the driver, which listens at ``receiving``.
 
     Attributes:
         errors: Exceptions that this callback has passed over.
@@ -126,7 +119,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Begin to send, and to show signs of life."""
         global _current
         _current = self
         mark_told()
@@ -144,20 +136,12 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self.tell(ev.StateChanged(state=name))
 
     def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
-        """Report that a healthy worker group gives way to one of another size.
-
-        Raises:
-            FencedOffError: Another attempt has taken over, and no worker shall be started for this one.
-        """
+        """Report that a healthy worker group gives way to another; none is started for an attempt that lost the run."""
         self._stop_if_fenced_off()
         self._tell_resize(resize_decision)
 
     def before_controller_execute_failure_decision(self, failure_decision: FailureDecision) -> None:
-        """Report a failure of the worker group and what is done about it.
-
-        Raises:
-            FencedOffError: Another attempt has taken over, which may be why this one's workers fail.
-        """
+        """Report a failure of the worker group, of which another attempt that has taken over may be the cause."""
         self._stop_if_fenced_off()
         self._tell_failure(failure_decision)
 
@@ -172,7 +156,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Report size and ranks of the new worker group."""
         self._workers = worker_group.get_workers()
         self._reports_since_checkpoint, self._has_committed = 0, False
         commit = RunDirectory(self._store, self._attempt).newest_commit
@@ -181,18 +164,12 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         # What another run has counted says nothing of this one.
         is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
         self._loops.begin(self._workers, loop_name(self.checkpoint), latest["metrics"] if latest and is_own else {})
-        ranks = {
-            f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
-            for worker in self._workers
-        }
+        found = [(worker.metadata, worker.distributed_context.world_rank) for worker in self._workers]
+        ranks = {f"{process.node_ip}:{process.pid}": rank for process, rank in found}
         self.tell(ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks))
 
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
-        """Look at what a poll has found before Ray Train does.
-
-        Raises:
-            WorkerGroupError: The loop hangs, or ignores its checkpoint, which ends the training.
-        """
+        """Look at what a poll has found before Ray Train does; raise what the worker group fails of, if it does."""
         failure = self._look(statuses)
         if failure is not None:
             self._failures = dict(failure.worker_failures)
@@ -214,7 +191,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Forget the group, which gives back what it holds."""
         self._workers = []
 
     @_never_raises
@@ -244,12 +220,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def after_controller_finish(self, result: Any) -> None:
-        """Send what is left; the process ends soon."""
         self._stop_sending(timeout_seconds=3.0)
 
     @_never_raises
     def before_controller_abort(self) -> None:
-        """Send what is left; the process ends at once."""
         self._stop_sending(timeout_seconds=1.0)
 
     def _end_drain(self, preemption: Any) -> None:
@@ -291,12 +265,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         if not failures and not self.is_draining:
             return
         is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
-        errors, also = distinct(
-            {
-                rank: getattr(failure, "_traceback_str", "") or f"{type(failure).__name__}: {failure}"
-                for rank, failure in failures.items()
-            }
-        )
+        errors, also = distinct({rank: _text(failure) for rank, failure in failures.items()})
         event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
         self.tell(
             event_type(
@@ -309,7 +278,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         )
 
     def _tell_waits(self, who: str, waits: Sequence[Waits]) -> None:
-        """Report what processes waited for their storage, if they did."""
         tries = sum(waited.tries for waited in waits)
         if tries:
             longest = max(waits, key=lambda waited: waited.seconds)
@@ -331,3 +299,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                     seconds=time.time() - self._state_since if waiting is None else time.monotonic() - waiting,
                 )
             )
+
+
+def _text(failure: Exception) -> str:
+    return getattr(failure, "_traceback_str", "") or f"{type(failure).__name__}: {failure}"

@@ -40,16 +40,13 @@ from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
-#: What a reader asks for at a time.
-_READ_BYTES = 8 * 2**20
+_READ_BYTES = 8 * 2**20  # that a reader asks for at a time
 
 
 class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
     """pyarrow filesystem handler of one attempt, which may change the run as long as no other has taken over.
 
-    Args:
-        store: The run directory, or a checkpoint in it to read.
-        attempt: The attempt that holds the fence; 0 to read only.
+    Attempt 0 may only read, a run or a checkpoint of one.
     """
 
     def __init__(self, store: RunStore, attempt: int = 0) -> None:
@@ -66,38 +63,29 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return isinstance(other, RunFilesystem) and (self.store.uri, self.attempt) == (other.store.uri, other.attempt)
 
     def get_type_name(self) -> str:
-        """Name of the filesystem in Ray's messages."""
         return "elastic-train"
 
     def normalize_path(self, path: str) -> str:
-        """Return the path, which is as stores write it."""
         return path
 
     def name(self, path: str) -> str:
-        """Return a path relative to the run directory; empty for itself.
-
-        Raises:
-            ElasticTrainError: It is not inside of it.
-        """
+        """Return a path relative to the run directory, empty for itself; whatever is not in it is refused."""
         root, parts = PurePosixPath(self.store.path), PurePosixPath(path)
         if not parts.is_relative_to(root) or ".." in parts.parts:
             raise ElasticTrainError(f"{path} is not in {self.store.uri}")
         return "" if parts == root else parts.relative_to(root).as_posix()
 
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        """Describe some paths."""
         return [self._describe(path) for path in paths]
 
     def get_file_info_selector(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        """Describe what a selector finds."""
         sizes = self.store.file_sizes(self.name(selector.base_dir))
         if sizes is None and not selector.allow_not_found:
             raise FileNotFoundError(f"{selector.base_dir}: there is no such folder")
         found: dict[str, fs.FileInfo] = {}
         for name, size in (sizes or {}).items():
-            for parent in list(PurePosixPath(name).parents)[:-1]:
-                path = f"{selector.base_dir}/{parent}"
-                found[str(parent)] = fs.FileInfo(path, type=fs.FileType.Directory)
+            for parent in map(str, list(PurePosixPath(name).parents)[:-1]):
+                found[parent] = fs.FileInfo(f"{selector.base_dir}/{parent}", type=fs.FileType.Directory)
             found[name] = fs.FileInfo(f"{selector.base_dir}/{name}", type=fs.FileType.File, size=size)
         return [info for name, info in found.items() if selector.recursive or "/" not in name]
 
@@ -106,7 +94,6 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         self._check_fence()
 
     def delete_dir(self, path: str) -> None:
-        """Delete a folder, unless another attempt has taken over."""
         self._check_fence()
         name = self.name(path)
         if name.split("/")[0] in ("", layout.STATE_FOLDER):
@@ -114,10 +101,6 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         self._handed.discard(name)
         if not self.store.delete_folder(name, self._check_fence):
             raise FileNotFoundError(f"{path}: there is no such folder")
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open a file for reading from its beginning."""
-        return self.open_input_file(path)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open a file for reading anywhere; for Ray's snapshot, what this attempt goes on from."""
@@ -134,6 +117,8 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
             raise FileNotFoundError(f"{self.store.uri}/{name}: there is no such object")
         return pa.PythonFile(_Reader(self.store, name, block_size=_READ_BYTES, size=size), mode="r")
 
+    open_input_stream = open_input_file
+
     def open_output_stream(self, path: str, metadata: dict[str, str] | None) -> pa.NativeFile:
         """Open a small file for writing, whole or not at all; Ray's snapshot becomes a commit when it is closed."""
         name = self.name(path)
@@ -145,16 +130,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         return pa.PythonFile(_Written(self.log.commit if name == layout.SNAPSHOT else keep), mode="w")
 
     def upload_folder(self, source: str, target: str) -> None:
-        """Copy a folder or a file of this machine's disk into the run directory, with all below it; durable on return.
-
-        Args:
-            source: On the disk.
-            target: On this filesystem.
-
-        Raises:
-            FencedOffError: Another attempt has taken over.
-            StorageFaultError: The storage refuses, or was away for too long.
-        """
+        """Copy a folder or a file of this machine's disk into the run directory; durable on return."""
         self._check_fence()
         try:
             self.store.upload(source, self.name(target))
@@ -223,29 +199,18 @@ def run_filesystem(store: RunStore, attempt: int = 0) -> fs.PyFileSystem:
 
 
 class RunStorageContext(StorageContext):  # type: ignore[misc]
-    """Ray's, which writes checkpoints by the run filesystem: file by file in parallel, with retries.
-
-    Args:
-        original: The one that Ray has made.
-    """
+    """Ray's ``original``, which writes checkpoints by the run filesystem: file by file in parallel, with retries."""
 
     def __init__(self, original: StorageContext) -> None:
         self.__dict__.update(original.__dict__)
 
     def persist_current_checkpoint(self, checkpoint: Checkpoint, checkpoint_dir_name: str) -> Checkpoint:
-        """Write a checkpoint into the run directory, from this machine's disk or from another filesystem.
-
-        Raises:
-            FileNotFoundError: There is no such checkpoint.
-            FencedOffError: Another attempt has taken over.
-            StorageFaultError: The storage refuses, or was away for too long.
-        """
+        """Write a checkpoint into the run directory, from this machine's disk or from another filesystem."""
         path = self.build_checkpoint_path_from_name(checkpoint_dir_name)
-        handler: RunFilesystem = self.storage_filesystem.handler
         with checkpoint.as_directory() as folder:
             if not os.path.exists(folder):
                 raise FileNotFoundError(f"the checkpoint to report is not there: {folder}")
-            handler.upload_folder(folder, path)
+            self.storage_filesystem.handler.upload_folder(folder, path)
         return RunCheckpoint(path, self.storage_filesystem)
 
 
@@ -253,11 +218,7 @@ def name_folders(context: TrainContext, attempt: int, group: int) -> None:
     """Have the checkpoints of a worker written into folders whose names are never used again.
 
     Rank 0's name is that of all ranks, for uploads in the foreground, in the background and by the loop's own function.
-
-    Args:
-        context: Of the worker.
-        attempt: Its number.
-        group: How many worker groups the attempt has started.
+    ``group`` is how many worker groups the attempt has started.
     """
     agree, reports = context._sync_checkpoint_dir_name_across_ranks, itertools.count(1)
 
@@ -265,8 +226,7 @@ def name_folders(context: TrainContext, attempt: int, group: int) -> None:
         name = name or context.storage_context.make_default_checkpoint_dir_name()
         if ".." in name.split("/"):
             raise ConfigurationError(f"checkpoint_dir_name={name!r} is refused: give one without '..'")
-        folder: str = agree(physical_name(name.rstrip("/"), attempt, group, next(reports)))
-        return folder
+        return str(agree(physical_name(name.rstrip("/"), attempt, group, next(reports))))
 
     context._sync_checkpoint_dir_name_across_ranks = agree_on_folder
 
@@ -283,7 +243,7 @@ class RunCheckpoint(Checkpoint):  # type: ignore[misc]
         handler: RunFilesystem = self.filesystem.handler
         name = handler.name(self.path)
         if path is not None:
-            handler.store.download(name, os.path.normpath(os.path.expanduser(os.fspath(path))))
+            handler.store.download(name, os.path.expanduser(path))
             return os.fspath(path)
         shared = str(self._get_temporary_checkpoint_dir())
         with TempFileLock(shared):
@@ -325,12 +285,7 @@ def readable(checkpoint: Checkpoint | None) -> Checkpoint | None:
 
 
 def open_checkpoint(uri: str, settings: StorageSettings) -> Checkpoint:
-    """Return a checkpoint of a run to read, from wherever its storage can be reached.
-
-    Args:
-        uri: Of the checkpoint.
-        settings: Of the storage that it is in.
-    """
+    """Return a checkpoint of a run to read, from wherever the storage that it is in can be reached."""
     if isinstance(settings, LocalStorageSettings):
         return Checkpoint(uri)
     path = uri.partition("://")[2].rstrip("/")

@@ -38,14 +38,11 @@ _COUNTERS = ("global_step", "epoch", "iteration", "step")
 
 @dataclass
 class LoopState:
-    """What the loop of this worker process has done with checkpoints.
+    """What the loop of this worker process has done with checkpoints."""
 
-    Attributes:
-        opened: Whether it has looked into the one that it was offered.
-        stalled: Seconds that it has stood still for its own since that was asked last.
-    """
-
+    #: Whether it has looked into the one that it was offered.
     opened: bool = False
+    #: Seconds that it has stood still for its own since that was asked last.
     stalled: float = 0.0
 
 
@@ -104,18 +101,14 @@ def ask(workers: Sequence[Any], question: Callable[[], Any], timeout_seconds: fl
 
 
 class LoopWatch:
-    """Watches the loops of one worker group after the other. Lives in the controller; for one thread.
+    """Watches the loops of one worker group after the other, in the controller.
 
-    Args:
-        fails: Whether a loop that ignores its checkpoint ends the training.
-        tell: Takes the events.
-        hangs_after_seconds: How long no rank may report anything, 0 for ever.
+    A loop that ignores its checkpoint ends the training if ``fails``, one that reports nothing for
+    ``hangs_after_seconds`` (0: for ever) fails the worker group.
     """
 
     def __init__(self, fails: bool, tell: Callable[[Event], None], hangs_after_seconds: float = 0.0) -> None:
-        self._fails = fails
-        self._tell = tell
-        self._hangs_after = hangs_after_seconds
+        self._fails, self._tell, self._hangs_after = fails, tell, hangs_after_seconds
         self._has_saved = False
         self.begin([], "", {})
 
@@ -140,7 +133,9 @@ class LoopWatch:
         if statuses and statuses[0].training_report is not None:
             self._reports += 1
             failure = self._judge(statuses[0].training_report.metrics, has_checkpoint)
-        if self._reports >= _UNSAVED_REPORTS and (has_ended or now - self._began >= _UNSAVED_SECONDS):
+        is_late = self._reports >= _UNSAVED_REPORTS and (has_ended or now - self._began >= _UNSAVED_SECONDS)
+        if is_late and not self._has_saved:
+            self._has_saved = True  # told once
             self._tell_unsaved(now - self._began)
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
             failure = self._hung()
@@ -183,9 +178,6 @@ class LoopWatch:
         return len(answers) < len(self._workers) or any(answers.values())
 
     def _tell_unsaved(self, seconds: float) -> None:
-        if self._has_saved:
-            return
-        self._has_saved = True  # told once
         message = (
             f"the loop has reported {self._reports} times in {seconds:.0f} s and never with a checkpoint: "
             "whatever ends the workers begins the training from the beginning. Save with "
@@ -196,11 +188,7 @@ class LoopWatch:
 
 def _counters(metrics: Mapping[str, Any]) -> dict[str, float]:
     plain = plain_metrics({name: metrics[name] for name in _COUNTERS if name in metrics})
-    return {
-        name: value
-        for name, value in plain.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    return {name: value for name, value in plain.items() if type(value) in (int, float) and math.isfinite(value)}
 
 
 def _in_words(counters: Mapping[str, float]) -> str:
