@@ -74,7 +74,7 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.elastic.failures import CapacityTimeoutError, decisive, is_death
+    from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, decisive, is_death
 
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):

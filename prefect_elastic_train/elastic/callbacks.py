@@ -29,8 +29,7 @@ from prefect_elastic_train.core.events import ALIVE_SECONDS
 from prefect_elastic_train.core.rank_errors import distinct
 from prefect_elastic_train.core.ray_output import mark_told
 from prefect_elastic_train.core.settings import FailureSettings
-from prefect_elastic_train.elastic.failures import why_never_again
-from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_waits_and_stall
+from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_waits_and_stall, why_never_again
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.model import SEED_COMMIT, RunDirectory

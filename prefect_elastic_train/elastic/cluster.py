@@ -24,16 +24,12 @@ from prefect_elastic_train.storage.preflight import Probe
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 _ASK_SECONDS = 5
-#: How long all nodes together may take to try the storage. One that says nothing until then may be busy or gone; it
-#: is not waited for.
+#: For all nodes together to try the storage. One that says nothing until then may be busy or gone.
 _TRY_SECONDS = 30.0
 
 
 def ask_head(address: str, timeout_seconds: float) -> Exception | None:
-    """Ask the head at ``host:port``, with the token of this process, and wait so long; return why it does not answer.
-
-    An ``AuthenticationError`` of Ray's says that it refused the token.
-    """
+    """Ask the head at ``host:port``, with the token of this process, for so long; return why it does not let us in."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     answers: list[Exception | None] = []
@@ -94,14 +90,10 @@ def demand_of(scaling_config: ScalingConfig) -> Demand:
 
 
 def try_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> None:
-    """Try a storage from each node that can hold a worker, bar the driver's own.
-
-    Raises:
-        StorageFaultError: A node cannot use it.
-    """
+    """Try a storage from each node that can hold a worker, bar the driver's own; raise the fault that one has."""
     own = ray.get_runtime_context().get_node_id()
     # Without CPUs, so that it starts on a node that others fill.
-    task = ray.remote(num_cpus=0, max_retries=0)(_try_here)
+    task = ray.remote(num_cpus=0, max_retries=0)(lambda probe: probe.try_from(socket.gethostname()))
     asked = [
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(probe)
         for node in cluster_nodes()
@@ -119,7 +111,3 @@ def try_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> N
         ray.cancel(answer, force=True)
     if silent:
         logger.warning("%d of %d nodes did not try the storage within %g s", len(silent), len(asked), _TRY_SECONDS)
-
-
-def _try_here(probe: Probe) -> None:
-    probe.try_from(socket.gethostname())

@@ -1,11 +1,9 @@
 """Joins the processes of a JAX worker group, also on CPUs, and takes them apart again without a delay.
 
-Uses ``ray.train.v2.jax.config._JaxBackend``: Ray Train sets its workers up through a backend, and the one of its
-``JaxTrainer`` has no public base. What Ray's own does not do:
+Uses ``ray.train.v2.jax.config._JaxBackend``, which has no public base. What it does not do:
 
 - On CPUs it joins nobody, so that each rank trains alone. Here they are joined, and collectives run over Gloo.
-- On GPUs it counts the devices of each worker from 0, so that two workers of a host take the same one, and fails on
-  a number like ``1.0``. Here each worker keeps the devices that Ray gave to it.
+- On GPUs it counts the devices of each worker from 0, so that two workers of a host take the same one.
 - On TPUs it sets ``MEGASCALE_*`` for several slices and leaves them alone for one. A pod that was made for several
   has them in its environment, and libtpu would wait for slices that are no longer there.
 - When a rank has died, the others would wait for it as they shut down. Here nobody waits for the dead.
@@ -39,7 +37,6 @@ class RunJaxConfig(JaxConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[RunJaxBackend]:
-        """The backend that Ray makes from this configuration."""
         return RunJaxBackend
 
 
@@ -55,11 +52,7 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
     """Sets the processes of a worker group up for JAX, each time one starts: its processes are always new."""
 
     def on_start(self, worker_group: Any, backend_config: JaxConfig) -> None:
-        """Join the workers before their loops run.
-
-        Raises:
-            RayActorError: A worker died meanwhile; Ray starts another worker group.
-        """
+        """Join the workers before their loops run; when one dies meanwhile, Ray starts another worker group."""
         if backend_config.use_tpu:
             if worker_group.get_worker_group_context().num_slices == 1:
                 worker_group.execute(forget_other_slices)
@@ -73,18 +66,12 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
         ray.get([worker_group.execute_single_async(rank, _join, platform, address, size, rank) for rank in range(size)])
 
     def on_shutdown(self, worker_group: Any, backend_config: JaxConfig) -> None:
-        """Let the workers part before they are ended, so that none takes the end of another for a failure.
-
-        They part together or not at all: if one of them is gone, the others are ended as they are.
-        """
+        """Let the workers part before they are ended, all or none, so that none takes another's end for a failure."""
         try:
             if any(ray.get(worker_group.execute_async(_is_joined), timeout=_ANSWER_SECONDS)):
                 ray.get(worker_group.execute_async(_leave), timeout=_LEAVE_SECONDS + _ANSWER_SECONDS)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.debug("jax.distributed is not shut down, a rank is gone: %s", error)
-
-
-# What runs in a worker.
 
 
 def forget_other_slices() -> None:

@@ -34,16 +34,12 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     Checkpoints are written and read by the run filesystem, into folders that are never used again. After the
     report that a restart waits for, the worker stands still: what it did from then on would be done twice. And a loop
     that reports faster than its checkpoints are uploaded waits: Ray would let them pile up on the disk.
-
-    Args:
-        context: What the loop may know of the run and its attempt.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._group = 0
-        #: The thread of the loop while it reports.
-        self._reporting = 0
+        self._reporting = 0  # the thread of the loop while it reports
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Count the worker groups in the controller; the workers are sent a copy of this callback next."""
@@ -78,7 +74,6 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
 
     @contextmanager
     def on_checkpoint_transfer(self) -> Iterator[None]:
-        """Wrap the upload of a checkpoint."""
         saw_checkpoint()
         with self._stalling():
             yield
@@ -96,11 +91,9 @@ class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]
     """Stands in for Ray's manager of datasets in a training without datasets."""
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Hand each worker its provider of dataset shards."""
         return {"dataset_shard_provider": [self] * len(workers)}
 
     def get_dataset_shard(self, dataset_info: Any) -> Any:
-        """Refuse, as Ray does where no dataset was given."""
         raise KeyError(
             f"Dataset shard for '{dataset_info.dataset_name}' not found: pass it to elastic_train in `datasets`"
         )

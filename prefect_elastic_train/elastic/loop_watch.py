@@ -3,7 +3,9 @@
 A loop that begins again although a checkpoint is there trains on as if nothing were wrong, and so does one that never
 saves. The controller looks at each report before Ray Train handles it, so that a loop can be stopped before it
 replaces a checkpoint that it has ignored. A loop that hangs is a failure of the worker group, like a worker that died;
-Ray's own detector of hangs watches NCCL only.
+Ray's own detector of hangs watches NCCL only. And which failure of a rank decides how training goes on.
+
+Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not answer has no public type.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray.exceptions
 from ray.train import WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
 from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.events import Event, LoopWarned
-from prefect_elastic_train.elastic.failures import HungLoopError, IgnoredCheckpointError
+from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.storage.retries import Waits, take_waits
 
 #: How long the ranks may take to say what their loops have asked for, and where those hang.
@@ -34,6 +38,40 @@ _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
 #: What a loop counts its way with, the most significant first.
 _COUNTERS = ("global_step", "epoch", "iteration", "step")
+
+
+class CapacityTimeoutError(Exception):
+    """``min_workers`` did not fit for longer than ``capacity_timeout_seconds``."""
+
+
+class IgnoredCheckpointError(Exception):
+    """The loop began again although a checkpoint was there, and the failure budget does not allow that."""
+
+
+class HungLoopError(Exception):
+    """A rank reported nothing for longer than ``stall_timeout_seconds``; carries the stacks of its threads."""
+
+
+def decisive(failures: Iterable[Exception]) -> IgnoredCheckpointError | StorageFaultError | None:
+    """Return the failure of a rank that decides how training goes on: of the storage's faults the permanent first."""
+    causes = [getattr(failure, "_base_exc", failure) for failure in failures]
+    found = [cause for cause in causes if isinstance(cause, IgnoredCheckpointError | StorageFaultError)]
+    return min(found, key=lambda cause: isinstance(cause, StorageFaultError) and not cause.permanent, default=None)
+
+
+def why_never_again(failures: Iterable[Exception]) -> str:
+    """Return why a new worker group would fail of the same, empty if it might not."""
+    cause = decisive(failures)
+    if isinstance(cause, IgnoredCheckpointError):
+        return "the training ends, as ignored_checkpoint='fail' asks for"
+    return "the storage refuses for good" if cause is not None and cause.permanent else ""
+
+
+def is_death(failure: Exception) -> bool:
+    """Return whether a rank's failure is that of its process or node, not of its train loop."""
+    if isinstance(failure, ray.exceptions.RayTaskError):
+        return False  # the loop itself asked Ray for something, which raised
+    return isinstance(failure, ray.exceptions.RayError | WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError)
 
 
 @dataclass

@@ -35,7 +35,7 @@ from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
-from prefect_elastic_train.elastic.failures import CapacityTimeoutError, why_never_again
+from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, why_never_again
 from prefect_elastic_train.elastic.sizing import Growth, Node, Stability, Start, describe_missing, possible_workers
 from prefect_elastic_train.loop.notice import announce
 
@@ -67,12 +67,9 @@ class GrowthDecision(ResizeDecision):  # type: ignore[misc]
 
 
 class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
-    """Decides the size of the worker group of one run.
+    """Decides the size of the worker group of one run, which reserves resources under ``requester_id`` in all attempts.
 
-    Args:
-        scaling_config: Ray's scaling configuration, elastic.
-        requester_id: Under which the run reserves resources; the same for every attempt of the run.
-        settings: What the configuration was made from, which also says what to wait for.
+    ``settings`` are what Ray's configuration was made from, and say what to wait for.
     """
 
     def __init__(self, scaling_config: ScalingConfig, requester_id: str, settings: ScalingSettings) -> None:
@@ -83,8 +80,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         self._settings = settings
         self._demand = demand_of(scaling_config)
         self._stability = Stability(settings.stability_delay_seconds)
-        step = self._demand.shape.workers if self._demand.shape is not None else 1
-        self._start = Start(settings.min_workers, settings.max_workers, step, settings.wait_for_max_seconds)
+        self._start = Start(self._demand, settings.wait_for_max_seconds)
         self._asked_for = 0
         self._why_not = ""
         self._growth = Growth(0)
@@ -100,12 +96,9 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         self._send_resource_request()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
-        """Start as large as possible, once ``min_workers`` fit.
+        """Start as large as possible, once ``min_workers`` fit, which are not waited for beyond the time set for it.
 
         Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once.
-
-        Raises:
-            CapacityTimeoutError: ``min_workers`` did not fit for longer than they may be waited for.
         """
         now, workers, possible, missing = time.monotonic(), 0, 0, "an answer of the cluster"
         try:
@@ -182,10 +175,8 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         committed = callback.take_commit() or self._commit_to_use
         # The ranks stand still since they have saved: that is used as soon as the cluster answers.
         self._commit_to_use = committed and growth.target > 0
-        is_due = growth.due(now, committed, bool(callback.checkpoint))
-        if not all(worker.running for worker in status.worker_statuses.values()) or not (
-            is_due or now >= self._next_look
-        ):
+        is_due = growth.due(now, committed, bool(callback.checkpoint)) or now >= self._next_look
+        if not is_due or not all(worker.running for worker in status.worker_statuses.values()):
             return NoopDecision()
         self._next_look = now + self._settings.resize_check_interval_seconds
         _, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
@@ -211,11 +202,8 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
 
     def _get_reserved_resources(self) -> dict[str, dict[str, float]]:
         """Return what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""
-        reserved: dict[str, dict[str, float]] = ray.get(
-            self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True),
-            timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
-        )
-        return reserved
+        asked = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
+        return dict(ray.get(asked, timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S))
 
 
 class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]

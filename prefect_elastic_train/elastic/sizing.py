@@ -69,13 +69,10 @@ def possible_workers(
     held: Mapping[str, int] | None = None,
     reserved: Collection[Mapping[str, float]] | None = None,
 ) -> int:
-    """Return how many workers of a run could be placed now, at most ``demand.max_workers``.
+    """Return how many workers of a run could be placed on nodes now.
 
-    Args:
-        nodes: The living nodes.
-        demand: What the workers ask for.
-        held: Workers that the run itself has on each node, which give way to the new group.
-        reserved: What the arbiter between several trainings reserves for the run on each node, None without one.
+    ``held`` are those that the run itself has on each node, which give way to the new group, and ``reserved`` is what
+    the arbiter between several trainings reserves for the run on each node.
     """
     most = demand.max_workers
     if not any(demand.resources.values()):
@@ -102,9 +99,8 @@ def slices_of(nodes: Collection[Node], demand: Demand, held: Mapping[str, int] |
             name = node.id if is_whole else node.labels.get("ray.io/tpu-slice-name", "")
             if name:
                 members.setdefault(name, []).append(node)
-    return [
-        Slice(name, tuple(hosts), _problem(hosts, demand, shape, held or {})) for name, hosts in sorted(members.items())
-    ]
+    found = sorted(members.items())
+    return [Slice(name, tuple(hosts), _problem(hosts, demand, shape, held or {})) for name, hosts in found]
 
 
 def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> str:
@@ -219,13 +215,10 @@ class Growth:
 class Start:
     """The starts of the worker groups of a run, one after the other.
 
-    The number of workers is a multiple of ``step``, those of a TPU slice; ``max_workers`` have
-    ``wait_for_max_seconds`` to come before the first group starts smaller.
+    ``max_workers`` have ``wait_for_max_seconds`` to come before the first group starts smaller.
     """
 
-    min_workers: int
-    max_workers: int
-    step: int = 1
+    demand: Demand
     wait_for_max_seconds: float = 0.0
     _lost: int | None = None
     _since: float | None = None
@@ -242,7 +235,7 @@ class Start:
 
     def limit(self, now: float) -> int:
         """Return the most workers that may be tried, after a larger group could not be placed."""
-        return self._limit if now < self._limited_until else self.max_workers
+        return self._limit if now < self._limited_until else self.demand.max_workers
 
     def started(self, size: int) -> None:
         """Take in that a group of that size trains."""
@@ -252,21 +245,22 @@ class Start:
         """Take in that a group did not start; one of size ``refused`` was counted to fit and could not be placed."""
         self._failures += 1
         if refused:
-            fewer = refused - self.step * 2 ** (self._failures - 1)
-            self._limit = max(self.min_workers, fewer // self.step * self.step)
+            step = self.demand.shape.workers if self.demand.shape is not None else 1
+            fewer = refused - step * 2 ** (self._failures - 1)
+            self._limit = max(self.demand.min_workers, fewer // step * step)
             self._limited_until = now + _REFUSED_SECONDS
-        if refused <= self.min_workers:
+        if refused <= self.demand.min_workers:
             self._not_before = now + min(2.0 ** min(self._failures - 1, 10), _MAX_PAUSE_SECONDS)
 
     def size(self, now: float, possible: int, stable: int) -> int:
         """Return how many workers to start of those that fit now, on any or on stable nodes; 0 to go on waiting."""
         waited, limit = self.waited(now), self.limit(now)
         possible, stable = min(possible, limit), min(stable, limit)
-        if possible < self.min_workers or now < self._not_before:
+        if possible < self.demand.min_workers or now < self._not_before:
             return 0
         if self._lost is None:
             return 0 if possible < limit and waited < self.wait_for_max_seconds else possible
         if possible < self._lost and waited < _SETTLING_SECONDS:
             return 0
         # What has only just come may go as quickly; without it, if that is enough, nothing is lost when it does.
-        return stable if stable >= self.min_workers else possible
+        return stable if stable >= self.demand.min_workers else possible

@@ -48,13 +48,8 @@ class _ElasticTrainerMixin:
         return super()._initialize_and_run_controller(**controller_arguments | policies)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Ray's callbacks and ours, without two of Ray's that cost more than they give here.
-
-        Placement groups go with the job of their driver, which ends when its controller does. The cleaner of
-        placement groups may ask another cluster on the same host whether the controller lives, and remove a
-        living group. And without datasets, nobody needs an actor that manages them, which every start of a
-        worker group would wait for.
-        """
+        # Placement groups go with the job of their driver; the cleaner may ask another cluster on the same host whether
+        # the controller lives, and remove a living group. Without datasets, no start need wait for their manager.
         ours = [self._elastic_setup.callback, LoopCallback(self._elastic_setup.context)]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
         if not self.datasets:
@@ -66,10 +61,7 @@ class _ElasticTrainerMixin:
 def make_trainer(framework: str, setup: ControllerSetup, **arguments: Any) -> DataParallelTrainer:
     """Return the trainer of a framework (``"torch"``, ``"jax"`` or ``"none"``) with our parts in its controller.
 
-    Args:
-        framework: Its name.
-        setup: Our parts.
-        **arguments: The trainer's own; ``torch_config`` and ``jax_config`` reach the one they belong to.
+    Of the trainer's own arguments, ``torch_config`` and ``jax_config`` reach the one they belong to.
     """
     torch_config, jax_config = arguments.pop("torch_config", None), arguments.pop("jax_config", None)
     base: type[DataParallelTrainer] = DataParallelTrainer

@@ -18,20 +18,19 @@ from prefect_elastic_train.core.slices import slice_shape, tpu_accelerator_type
 
 def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
     """Return Ray's ``ScalingConfig``: always elastic, also when min equals max, so that our policy is in charge."""
-    optional: dict[str, Any] = {
+    of_tpus = _of_tpus(scaling) if scaling.accelerator == "tpu" else {}
+    optional = {
         "resources_per_worker": dict(scaling.resources_per_worker) or None,
-        "label_selector": dict(scaling.label_selector) or None,
         "accelerator_type": scaling.accelerator_type or None,
     }
-    if scaling.accelerator == "tpu":
-        optional |= _of_tpus(scaling)
     return ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers),
         use_gpu=scaling.accelerator == "gpu",
         use_tpu=scaling.accelerator == "tpu",
         placement_strategy=scaling.placement_strategy,
+        label_selector=dict(scaling.label_selector) or None,
         elastic_resize_monitor_interval_s=scaling.resize_check_interval_seconds,
-        **optional,
+        **optional | of_tpus,
     )
 
 

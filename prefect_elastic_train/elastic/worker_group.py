@@ -29,12 +29,9 @@ from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
 from prefect_elastic_train.elastic.sizing import Demand, Slice, head_resource, slices_of
 
-#: Seconds for slices that the group before has just given back to become free.
-_RELEASE_SECONDS = 15.0
-#: Seconds for the head of a slice that was free a moment ago.
-_HEAD_SECONDS = 10.0
-#: Seconds between two looks at the nodes while a placement group or a slice is waited for.
-_LOOK_SECONDS = 0.5
+_RELEASE_SECONDS = 15.0  # for slices that the group before has just given back to become free
+_HEAD_SECONDS = 10.0  # for the head of a slice that was free a moment ago
+_LOOK_SECONDS = 0.5  # between two looks at the nodes
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.elastic import loop_watch
-from prefect_elastic_train.elastic.failures import IgnoredCheckpointError
-from prefect_elastic_train.elastic.loop_watch import LoopWatch
+from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError, LoopWatch
 
 NEVER, OPENED = False, True
 CHECKPOINT: Any = object()

@@ -23,7 +23,7 @@ from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, policy, worker_group
-from prefect_elastic_train.elastic.failures import CapacityTimeoutError, decisive
+from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, decisive
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.elastic.sizing import Node
 from prefect_elastic_train.elastic.translate import scaling_config
@@ -305,16 +305,16 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     client = policy.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient
     monkeypatch.setattr(policy.autoscaling_coordinator_client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
 
-    def reserved(requester: str, recompute: bool) -> str:
+    def reserved(requester: str, recompute: bool) -> dict[str, dict[str, float]]:
         asked.append((requester, recompute))
-        return "an answer"
+        return {"n0": {"CPU": 1.0}}
 
     coordinator = SimpleNamespace(get_reserved_resources=SimpleNamespace(remote=reserved))
     monkeypatch.setattr(client, "_autoscaling_coordinator", coordinator)
     monkeypatch.setattr(policy.ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(client, "send_resource_request", lambda self, config, size: asked.append(self._requester_id))
     travelled.after_controller_start(None)
-    assert travelled._get_reserved_resources() == "an answer"
+    assert travelled._get_reserved_resources() == {"n0": {"CPU": 1.0}}
     assert asked == ["run-x", ("run-x", True)]
     assert policy.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
     assert travelled._settings.wait_for_max_seconds == 5.0

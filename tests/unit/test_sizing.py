@@ -20,6 +20,7 @@ from prefect_elastic_train.elastic.sizing import (
 
 PAIR = SliceShape("2x4", "TPU-V6E", "v6e-8", chips=8, workers=2, chips_per_worker=4)
 SINGLE = SliceShape("2x2", "TPU-V6E", "v6e-4", chips=4, workers=1, chips_per_worker=4)
+SLICES = {1: SINGLE, 2: PAIR, 4: SliceShape("4x4", "TPU-V6E", "v6e-16", chips=16, workers=4, chips_per_worker=4)}
 
 
 def node(name: str, free: float = 1.0, total: float = 1.0, draining: bool = False, **labels: str) -> Node:
@@ -42,6 +43,10 @@ def host(
 
 def gpus(each: float = 1.0, low: int = 1, high: int = 100, strategy: str = "PACK", **labels: str) -> Demand:
     return Demand({"GPU": each}, low, high, labels, strategy)
+
+
+def cpus(low: int, high: int) -> Demand:
+    return Demand({"CPU": 1.0}, low, high)
 
 
 def tpus(low: int = 2, high: int = 8, shape: SliceShape = PAIR) -> Demand:
@@ -180,7 +185,7 @@ def test_a_start_is_within_bounds_and_capacity_and_of_whole_slices_and_comes_in_
     story: list[tuple[str, int, int, float]], fewest: int, more: int, step: int, wait_for_max: float
 ) -> None:
     smallest, largest = fewest * step, (fewest + more) * step
-    start, now, asked = Start(smallest, largest, step, wait_for_max), 0.0, 0
+    start, now, asked = Start(tpus(smallest, largest, SLICES[step]), wait_for_max), 0.0, 0
     for what, one, other, seconds in story:
         now += seconds
         possible, stable = max(one, other) * step, min(one, other) * step
@@ -201,7 +206,7 @@ def test_a_start_is_within_bounds_and_capacity_and_of_whole_slices_and_comes_in_
 
 
 def test_what_cannot_be_placed_is_asked_for_in_ever_smaller_sizes() -> None:
-    start, sizes = Start(2, 16), []
+    start, sizes = Start(cpus(2, 16)), []
     for _ in range(5):
         sizes.append(start.size(0.0, 16, 16))
         start.failed(0.0, refused=sizes[-1])
@@ -211,14 +216,14 @@ def test_what_cannot_be_placed_is_asked_for_in_ever_smaller_sizes() -> None:
 
 @pytest.mark.parametrize(("lost", "moment", "size"), [(4, 1.0, 0), (4, 2.0, 3), (3, 0.0, 3)])
 def test_after_a_loss_what_is_given_back_has_a_moment_to_be_seen(lost: int, moment: float, size: int) -> None:
-    start = Start(1, 4)
+    start = Start(cpus(1, 4))
     start.started(lost)
     start.waited(0.0)
     assert start.size(moment, 3, 3) == size
 
 
 def test_failures_over_days_pause_half_a_minute_each_and_overflow_nothing() -> None:
-    start = Start(1, 4)
+    start = Start(cpus(1, 4))
     for _ in range(5000):
         start.failed(0.0)
     assert start.size(29.9, 4, 4) == 0
