@@ -106,26 +106,6 @@ def test_killed_driver_of_a_job_is_followed_by_another_job(start: Start, ledger:
     assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
 
 
-@pytest.mark.full
-def test_a_dashboard_that_does_not_answer_is_not_a_failure(start: Start, ledger: str, head: RayHead) -> None:
-    flow = _train(start, ledger, head, steps=200)
-    flow.wait_for_commits()
-    living = head.processes()
-    dashboards = titled(living, "dashboard/dashboard.py") + titled(living, "ray-dashboard")
-    assert dashboards
-    for one in dashboards:
-        one.suspend()
-    try:
-        time.sleep(60)
-        assert flow.process.poll() is None
-        assert "The dashboard has not answered for" in flow.log
-    finally:
-        for one in dashboards:
-            one.resume()
-    _assert_complete(flow, ledger, attempts=1, steps=200)
-    assert len(_jobs_of(head, flow)) == 1
-
-
 def test_a_cancelled_flow_run_leaves_nothing_in_the_cluster(
     start: Start, ledger: str, head: RayHead, client: SyncPrefectClient
 ) -> None:
