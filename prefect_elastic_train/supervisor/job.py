@@ -99,6 +99,7 @@ class JobDriver(Driver):
         self._id: str = self.job.submission_id
         self._left = self._id
         self._ask_at = self._began = self._heard_at = time.monotonic()
+        self.seen_alive()  # the submission may have taken long
         log = f"{self._client.address}/#/jobs/{self._id}"
         self.follower.on_note(f"The training runs as job {self._id}{is_running}; its log: {log}")
         self._log = JobLog(self._client)

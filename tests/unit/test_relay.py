@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +15,6 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import MAX_LINE_BYTES, whole_lines
 from prefect_elastic_train.driver.relay import EventOutput, EventReceiver, LineStream
 from prefect_elastic_train.elastic.sending import EventSender
-from prefect_elastic_train.supervisor.attempt import read_lines
 from tests.support.processes import wait_for
 
 
@@ -197,11 +193,9 @@ def test_lines_of_several_threads_and_events_leave_whole() -> None:
 def test_a_stream_stands_in_for_standard_output_and_hands_lines_on_when_they_are_complete() -> None:
     written: list[str] = []
     stream: Any = LineStream(written.append, 7)
-    assert stream.write("one ") == 4
-    stream.flush()
-    assert written == []
-    stream.write("two\nthree\nfo")
-    stream.write("ur\n")
+    assert (stream.write("one "), written) == (4, [])
+    for piece in ("two\nthree\nfo", "ur\n"):
+        stream.write(piece)
     assert written == ["one two\nthree\nfour\n"], "whole, since what the first line is, the others are, too"
     print("a", "b", sep="-", file=stream, flush=True)
     stream.writelines(["c\n", "d\n"])
@@ -216,16 +210,6 @@ def test_a_driver_whose_supervisor_is_gone_is_not_held_up_by_its_output() -> Non
     started = time.monotonic()
     output.events.close(5)
     assert time.monotonic() - started < 3
-
-
-def test_the_lines_of_a_child_arrive_with_their_source_and_then_its_end() -> None:
-    code = "import sys; print('out'); sys.stdout.flush(); sys.stdout.buffer.write(b'no newline \\xff')"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    lines: queue.Queue[Any] = queue.Queue()
-    assert child.stdout is not None
-    read_lines(child.stdout, "driver", lines).join(10)
-    child.wait(10)
-    assert [*lines.queue] == [("driver", b"out"), ("driver", b"no newline \xff"), ("driver", None)]
 
 
 def test_a_line_longer_than_any_event_is_cut_with_a_note_wherever_the_pieces_end() -> None:
