@@ -43,7 +43,7 @@ _WORDS: dict[Fault | None, str] = {
         InternalError OperationAborted PriorRequestNotComplete RequestLimitExceeded RequestTimeout
         RequestTimeoutException ServerBusy ServiceUnavailable SlowDown TooManyRequests TooManyRequestsException
         TransactionInProgressException XAmzContentChecksumMismatch XAmzContentSHA256Mismatch EAGAIN EBUSY
-        EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH ENOTCONN ENOTEMPTY EREMOTEIO ESTALE""",
+        EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETRESET ENETUNREACH ENOTCONN EREMOTEIO ESTALE""",
     _CREDENTIALS: """401 403 AccessDenied AccountProblem AllAccessDisabled InvalidAccessKeyId InvalidToken
         SignatureDoesNotMatch ClientAuthenticationError ConfigNotFound DefaultCredentialsError NoCredentialsError
         PartialCredentialsError ProfileNotFound""",

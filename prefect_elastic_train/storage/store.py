@@ -246,8 +246,9 @@ class LocalRunStore(RunStore):
         path = self._root / name
         if not path.is_dir():
             return False
-        # Others may delete it, too; a writer that was stopped may write into it still, and then it is tried again.
-        shutil.rmtree(path, onerror=lambda function, name, error: _raise_unless_gone(error[1]))
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():  # others may delete it, too, and a writer that was stopped may write into it still
+            shutil.rmtree(path, onerror=lambda function, name, error: _raise_unless_gone(error[1]))
         _sync_folder(path.parent)
         return True
 

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -335,39 +336,29 @@ def test_an_upload_that_is_refused_in_the_middle_leaves_no_parts_and_says_what_w
 
 
 @on_s3
-@pytest.mark.parametrize(
-    ("error", "fails_at", "resumes"),
-    [
-        (ConnectionResetError(), 1, True),
-        (ConnectionResetError(), -1, False),
-    ],
-    ids=["in the middle", "after the last byte"],
-)
+@pytest.mark.parametrize("in_the_middle", [True, False])
 def test_a_download_goes_on_where_it_was_cut_and_begins_again_after_its_last_byte(
-    run: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_request: Any, error: Exception, fails_at: int,
-    resumes: bool,
-) -> None:  # fmt: skip
+    run: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_request: Any, in_the_middle: bool
+) -> None:
     data = os.urandom(1000 * KIB)
     run.create("ckpt/a", data)
-    reads = 0
-    read = AioStreamingBody.read
+    read, cuts, got = AioStreamingBody.read, iter([ConnectionResetError()]), 0
 
-    async def fail_once(self: Any, *size: Any) -> bytes:
-        nonlocal reads
+    async def cut_once(self: Any, *size: Any) -> bytes:
+        nonlocal got
         piece: bytes = await read(self, *size)
-        reads += 1 if reads >= 0 else 0
-        if reads >= 0 and (reads == fails_at + 1 if fails_at > 0 else not piece):
-            reads = -1
+        got += len(piece)
+        if (not piece or (in_the_middle and got > len(piece))) and (error := next(cuts, None)):
             raise error
         return piece
 
-    monkeypatch.setattr(AioStreamingBody, "read", fail_once)
+    monkeypatch.setattr(AioStreamingBody, "read", cut_once)
     asked, _ = on_request
     run.download("ckpt", str(tmp_path / "target"))
     assert read_tree(tmp_path / "target") == {"a": data}
     first, second = [arguments.get("Range", "") for method, arguments in asked if method == "get_object"]
     assert first == ""
-    assert int(second[6:-1]) > 0 if resumes else second == "", second
+    assert int(second[6:-1]) > 0 if in_the_middle else second == "", second
 
 
 @on_object_stores
@@ -436,24 +427,16 @@ def test_a_bucket_that_does_not_exist_is_no_empty_run(s3_settings: S3StorageSett
     run = nowhere.run("mnist")
     (tmp_path / "model.pt").write_bytes(b"x")
     asked: list[Callable[[], Any]] = [
-        lambda: run.read("a"),
-        lambda: run.size("a"),
-        lambda: run.names("a"),
-        lambda: run.file_sizes("a"),
-        lambda: run.create("a", b""),
-        lambda: run.replace("a", b""),
-        lambda: run.delete("a"),
-        lambda: run.delete_folder("a"),
+        *(partial(ask, "a") for ask in (run.read, run.size, run.names, run.file_sizes, run.delete, run.delete_folder)),
+        *(partial(ask, "a", b"") for ask in (run.create, run.replace)),
         lambda: run.download("ckpt", str(tmp_path / "target")),
         lambda: run.upload(str(tmp_path), "ckpt"),
-        lambda: nowhere.run_names(),
-        lambda: RunDirectory(run).resume_point,
+        nowhere.run_names,
     ]
     for ask in asked:
-        with pytest.raises(StorageFaultError, match="no such bucket") as refused:
+        with pytest.raises(StorageFaultError, match=r"s3://no-such-bucket/runs.*no such bucket") as refused:
             ask()
         assert refused.value.permanent
-        assert "s3://no-such-bucket/runs" in str(refused.value)
 
 
 def test_a_store_that_takes_a_connection_and_reads_no_body_is_not_waited_for_without_end(

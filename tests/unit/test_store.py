@@ -180,9 +180,8 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(
 
 
 def test_a_folder_is_deleted_that_somebody_still_writes_into_and_links_are_not_followed(
-    disk: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: LocalRunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = disk.run("mnist")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_bytes(b"x")
     store.create("ckpt/a/b", b"")
