@@ -18,21 +18,9 @@ from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import PrefectHTTPStatusError
 
-from prefect_elastic_train import (
-    CheckpointPolicy,
-    ElasticScaling,
-    FailureBudget,
-    LocalStorage,
-    RayCluster,
-    S3Storage,
-    TrainingResult,
-    checkpoint_directory,
-)
-from tests.support.buckets import BUCKET
+from prefect_elastic_train import CheckpointPolicy, ElasticScaling, FailureBudget, LocalStorage, RayCluster
 from tests.support.deployments import Program, deployment_id, end_of, project_served, runs_of
-from tests.support.loops import hash_after
 from tests.support.processes import ROOT, call
-from tests.support.s3 import MotoServer
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -45,12 +33,6 @@ def served(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     folder = tmp_path_factory.mktemp("served")
     with project_served(folder, api_url, "tests", ELASTIC_TRAIN_RUNS=str(folder / "runs")) as program:
         yield program
-
-
-def _train(client: SyncPrefectClient, **parameters: Any) -> Any:
-    loop = {"train_loop": "tests.support.loops:hashing_loop", "train_loop_config": {"steps": 3}, "framework": "none"}
-    deployment = deployment_id(client, "train/train")
-    return client.create_flow_run_from_deployment(deployment, parameters={**loop, **parameters})
 
 
 def test_blocks_are_registered_from_the_package_saved_and_loaded(client: SyncPrefectClient, api_url: str) -> None:
@@ -72,30 +54,16 @@ def test_blocks_are_registered_from_the_package_saved_and_loaded(client: SyncPre
         ElasticScaling.load("from-the-ui")
 
 
-@pytest.mark.full
-def test_a_deployment_takes_a_bucket_by_reference_and_its_result_reads_from_it(
-    client: SyncPrefectClient, served: Program
-) -> None:
-    with MotoServer() as moto:
-        moto.create_bucket(BUCKET)
-        keys = {"access_key_id": "AKIATEST", "secret_access_key": "a-secret", "region": "us-east-1"}
-        storage = S3Storage(bucket_path=f"{BUCKET}/runs", endpoint_url=moto.endpoint_url, **keys)
-        run = _train(client, storage={"$ref": {"block_document_id": str(storage.save("bucket", overwrite=True))}})
-        state = end_of(client, run.id, 180)
-        assert state.is_completed(), served.log[-3000:]
-        result = TrainingResult.model_validate(state.result())
-        assert result.run_name == f"train-{str(run.id)[:8]}"
-        assert result.storage_block == "training-storage-s3/bucket"
-        assert result.checkpoint_uri.startswith(f"s3://{BUCKET}/runs/{result.run_name}/")
-        with checkpoint_directory(result.checkpoint_uri, result.storage_block) as directory:
-            assert json.loads((directory / "state.json").read_text()) == [3, hash_after(3)]
-
-
 def test_secret_that_is_given_inline_is_refused_with_the_way_out(
     client: SyncPrefectClient, served: Program, tmp_path: Path
 ) -> None:
-    storage = LocalStorage(path=str(tmp_path / "runs"))
-    run = _train(client, storage=storage, cluster=RayCluster(address="127.0.0.1:6379", auth_token=SECRET))
+    parameters = {
+        "train_loop": "tests.support.loops:hashing_loop",
+        "storage": LocalStorage(path=str(tmp_path / "runs")),
+        "cluster": RayCluster(address="127.0.0.1:6379", auth_token=SECRET),
+    }
+    deployment = deployment_id(client, "train/train")
+    run = client.create_flow_run_from_deployment(deployment, parameters=parameters)
     state = end_of(client, run.id, 60)
     assert state.type == StateType.FAILED
     assert "RayCluster.auth_token is masked" in (state.message or "")

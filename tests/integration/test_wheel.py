@@ -120,12 +120,14 @@ class Terminal:
 
     def close(self) -> None:
         """Press Ctrl-C and close it; kill what does not end by that."""
-        shell = psutil.Process(self._process.pid)
-        tree = [*shell.children(recursive=True), shell]
-        with contextlib.suppress(OSError):
+        tree: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error, OSError):
+            shell = psutil.Process(self._process.pid)
+            tree = [*shell.children(recursive=True), shell]
             self._process.stdin.close()  # type: ignore[union-attr]
             os.killpg(self._process.pid, signal.SIGINT)
-        kill_all(lambda left=psutil.wait_procs(tree, timeout=30)[1]: alive(left))  # type: ignore[misc]
+        _, left = psutil.wait_procs(tree, timeout=30)
+        kill_all(lambda: alive(left))
         self._process.wait(10)
 
 
