@@ -68,18 +68,6 @@ def test_the_next_writer_goes_on_with_the_run_and_with_what_the_one_before_left_
     assert run.data.tags["prefect.flow_run_id"] == RUN.flow_run_id
 
 
-def test_a_finished_run_that_is_trained_on_runs_again_with_the_parameters_that_it_began_with(
-    client: MlflowClient,
-) -> None:
-    first = TrackedRun(client, "nightly", RUN, PARAMETERS)
-    first.finish()
-    second = TrackedRun(client, "nightly", RUN, {**PARAMETERS, "steps": 9, "seed": 1})
-    run = client.get_run(second.mlflow_run_id)
-    assert run.info.run_id == first.mlflow_run_id
-    assert run.info.status == "RUNNING"
-    assert run.data.params == {"steps": "6", "learning_rate": "0.1", "seed": "1"}
-
-
 def test_more_points_than_mlflow_takes_at_once_arrive(client: MlflowClient) -> None:
     tracked = TrackedRun(client, "nightly", RUN, PARAMETERS)
     tracked.log(_points(1, METRICS_OF_A_CALL))

@@ -138,11 +138,8 @@ def test_a_new_driver_says_why_it_had_to_come_and_what_it_has_repaired() -> None
     told = report_of(started(), lost, started(2, previous_end="cluster_lost: the head node is gone"))
     assert told.incidents[-1].why == "cluster_lost: the head node is gone"
     silent = report_of(started(), started(2, checkpoint="a", notes=["a was dropped", "b too"]))
-    assert [incident.what for incident in silent.incidents[1:]] == [
-        "attempt 2: a new driver goes on from checkpoint a",
-        "a was dropped",
-        "b too",
-    ]
+    whats = ["attempt 2: a new driver goes on from checkpoint a", "a was dropped", "b too"]
+    assert [incident.what for incident in silent.incidents[1:]] == whats
     assert silent.incidents[1].why == "the driver before it ended without a word"
     assert silent.driver_restarts == 1
 
@@ -277,12 +274,7 @@ def test_what_an_attempt_does_not_go_on_from_is_not_the_best(checkpoint: str, be
 
 
 @pytest.mark.parametrize(
-    ("kept", "best"),
-    [
-        ([("c", {"acc": 0.1}), ("b", {"acc": 0.9})], "b"),  # validated after its commit
-        ([("b", {})], "a"),
-        ([], "a"),
-    ],
+    ("kept", "best"), [([("c", {"acc": 0.1}), ("b", {"acc": 0.9})], "b"), ([("b", {})], "a"), ([], "a")]
 )
 def test_the_result_says_which_checkpoint_is_the_best_in_the_end(kept: list[Any], best: str) -> None:
     made = [committed(30, "a", acc=0.5), committed(40, "b", loss=2), committed(50, "c", loss=1)]
@@ -368,8 +360,7 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
 
 def test_a_report_of_nothing_yet_is_a_report() -> None:
     text = render(RunReport(run_name="llama"), T)
-    for words in ("## Starting", "Nothing yet.", "None yet."):
-        assert words in text
+    assert all(words in text for words in ("## Starting", "Nothing yet.", "None yet."))
     assert draw(RunReport(run_name="llama"), T) == {}
 
 
