@@ -1,4 +1,4 @@
-"""The driver's work with Ray Train: the user's objects, ``fit()``, and how it ended."""
+"""The driver's work with Ray Train: the user's objects, and ``fit()``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def resolve_loop(path: str) -> Callable[..., Any]:
     """Import a train loop given as ``"package.module:function"``.
 
     Raises:
-        ConfigurationError: The path has another form, the module cannot be imported, or it has no such function.
+        ConfigurationError: The module cannot be imported, or has no such function.
     """
     module_name, _, function_name = path.partition(":")
     try:
@@ -84,11 +84,7 @@ def resolve_loop(path: str) -> Callable[..., Any]:
 
 
 def function_in(module: ModuleType, function_name: str, path: str) -> Callable[..., Any]:
-    """Return the train loop of a module that the user has named by a path; dots are for one of a class.
-
-    Raises:
-        ConfigurationError: It has no such function.
-    """
+    """Return the train loop of a module that the user has named by a path; dots are for one of a class."""
     try:
         found: Callable[..., Any] = operator.attrgetter(function_name)(module)
     except AttributeError as error:
@@ -101,10 +97,10 @@ def function_in(module: ModuleType, function_name: str, path: str) -> Callable[.
 
 
 def check_loop(loop: Any) -> None:
-    """Check that a loop takes nothing or the config.
+    """Refuse a loop that requires more than the config, or that by name: Ray Train passes it by position.
 
     Raises:
-        ConfigurationError: It requires more arguments, or one by name: Ray Train passes the config by position.
+        ConfigurationError: It does.
     """
     try:
         parameters = inspect.signature(loop).parameters.values()

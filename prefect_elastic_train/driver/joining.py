@@ -16,10 +16,7 @@ from prefect_elastic_train.core.spec import DriverSpec
 
 
 def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
-    """Join the cluster.
-
-    Returns:
-        Its address, the URL of its dashboard (empty without one) and its resources.
+    """Join the cluster, and return its address, the URL of its dashboard (empty without one) and its resources.
 
     Raises:
         AttemptFailedError: Nothing answers, or it does not let us in.
@@ -57,13 +54,9 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
 
 
 def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
-    """Refuse what a local cluster can never hold, since nothing will join it later.
+    """Refuse what a local cluster can never hold, since nothing will join it later, and return the scaling.
 
-    Returns:
-        The scaling to train with. Beside datasets, ``max_workers`` is what fits: more would starve them.
-
-    Raises:
-        AttemptFailedError: ``min_workers`` do not fit, or the node is not what they ask for; outcome ``invalid``.
+    Beside datasets its ``max_workers`` are those that fit: more would starve them.
     """
     scaling, problem, fitting = spec.scaling, "", spec.scaling.max_workers
     if not spec.cluster.is_local:

@@ -203,15 +203,9 @@ def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> thread
 
 
 class ChildDriver(Driver):
-    """A driver in a process of its own.
+    """A driver in a process of its own, which is told its spec in the private folder of the training.
 
-    Args:
-        follower: Who follows it.
-        command: What starts it; the path of its spec follows.
-        environment: Its environment.
-        spec: What it is told.
-        folder: Private folder of the training, where it is told that.
-        cluster: The local cluster that it may want, None for one that joins another.
+    The cluster is the local one that it may want, None for a driver that joins another.
     """
 
     def __init__(

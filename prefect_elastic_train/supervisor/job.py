@@ -49,8 +49,8 @@ class JobDriver(Driver):
 
     Args:
         follower: Who follows it.
-        spec: What it is told, if it does not run already.
-        folder: Private folder of the training, where its package is made.
+        spec: What it is told, if it does not run already; its package is made in the training's private folder.
+        folder: That folder.
         before: The job of the attempt before, in this process.
     """
 
@@ -70,11 +70,7 @@ class JobDriver(Driver):
         self._over_at = float("inf")
 
     def start(self) -> None:
-        """Look for the run's job, and submit one if none is there that is not over.
-
-        Raises:
-            AttemptFailedError: The cluster cannot be reached, or cannot run the driver.
-        """
+        """Look for the run's job, and submit one if none is there that is not over."""
         request, cluster = self._spec.request, self._spec.cluster
         self._is_known = self._is_known or request.resumed
         metadata = {
