@@ -92,9 +92,6 @@ def make_request(
     """Make the request of a training whose other arguments were checked, and say which one of its flow run it is.
 
     The user's own objects are pickled now, since they may be changed for the next training.
-
-    Raises:
-        ConfigurationError: The loop is none, or cannot be sent to another process.
     """
     loop, config = payload.train_loop, payload.train_loop_config
     if isinstance(loop, str):
@@ -186,9 +183,6 @@ def named_loop(name: str) -> Callable[..., Any] | str:
     """Return what ``elastic_train`` takes for a loop that a person names.
 
     Modules are looked for in the current folder too, as by ``python -m``; those that a file imports, in its folder.
-
-    Raises:
-        ConfigurationError: The file cannot be read or run, or has no such function.
     """
     place, _, function = name.rpartition(":")
     if place.endswith(".py"):

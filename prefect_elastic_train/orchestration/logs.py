@@ -25,13 +25,7 @@ _IN_FULL = 1000.0
 
 
 class OutputLimits:
-    """Decides for each line. For one thread.
-
-    Args:
-        lines_per_second: What each source may print on average over ten seconds; ranks other than 0 together as much.
-            Rank 0 is let through in full, which is 1,000 lines a second.
-        clock: Gives the time in seconds.
-    """
+    """Decides for each line: what each source may print on average over ten seconds, ranks other than 0 together."""
 
     def __init__(self, lines_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._clock = lines_per_second, clock

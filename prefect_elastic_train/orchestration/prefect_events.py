@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -32,19 +32,13 @@ _Told = list[tuple[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class RunEvent:
-    """An event of a run as Prefect gets it.
-
-    Attributes:
-        name: With the prefix.
-        at: Seconds since the epoch.
-        payload: Plain values, of some kilobytes at most.
-        key: Tells it from every other event of the run; the same when it is told again.
-    """
+    """An event of a run as Prefect gets it, under its name with the prefix."""
 
     name: str
     at: float
-    payload: dict[str, Any] = field(default_factory=dict)
-    key: str = ""
+    payload: dict[str, Any]
+    #: Tells it from every other event of the run; the same when it is told again.
+    key: str
 
     def send(self, flow_run_id: str, related: Sequence[Mapping[str, str]] = ()) -> None:
         """Hand it to Prefect's own queue. Prefect adds flow run and task run, and what these relate to, itself."""

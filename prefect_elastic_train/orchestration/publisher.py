@@ -58,18 +58,10 @@ def artifact_key(run_name: str, what: str = "") -> str:
 
 
 class Publisher:
-    """Takes a training's events, and shows what they add up to in Prefect.
+    """Takes a training's events into its report, and shows what they add up to in Prefect, at most every 5 s.
 
-    Args:
-        report: The state to begin with, and as of the newest event from then on.
-        interval_seconds: Between updates of the report, at least 5.
-        storage_block: The saved storage block, for whoever reads the checkpoints.
-        flow_run_id: Of the flow run that trains; empty outside of flows.
-        related: Resources that the events relate to besides those that Prefect finds itself.
-        on_trouble: Called once with why nothing can be written, when that begins.
-
-    Attributes:
-        errors: How often something went wrong and was passed over.
+    The events relate to ``related`` besides what Prefect finds itself. ``on_trouble`` is told why nothing can be
+    written, when that begins; ``errors`` counts what went wrong.
     """
 
     def __init__(

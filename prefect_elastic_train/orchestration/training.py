@@ -60,21 +60,17 @@ class Training:
 
     Prefect runs the task's function anew for each attempt, with the same argument. This is that argument, so that
     what outlives an attempt (processes, cluster, report) has an owner and an end. In another process it begins anew.
-
-    Args:
-        request: What was asked for.
-        blocks: Its blocks by argument; those given by name are loaded anew at each attempt.
-        place: Which training of which flow run it is.
-        timeout_seconds: After so many seconds from now it is ended; None for no bound.
-        restart_delay_seconds: Before the first new driver; doubled before each one after it.
-        submitted: Its caller holds a future.
     """
 
     request: RunRequest
+    #: By argument; those given by name are loaded anew at each attempt.
     blocks: Mapping[str, GivenBlock]
     place: Place
+    #: From now on, until it is ended; None for no bound.
     timeout_seconds: float | None = None
+    #: Before the first new driver; doubled before each one after it.
     restart_delay_seconds: float = 0.0
+    #: Its caller holds a future.
     submitted: bool = False
 
     def __post_init__(self) -> None:
@@ -99,13 +95,7 @@ class Training:
         return f"<training {self.request.run_name}>"
 
     def attempt(self) -> TrainingResult:
-        """Run one attempt, and keep what the next one needs if it may follow.
-
-        Raises:
-            ConfigurationError: It cannot start as configured.
-            AttemptFailedError: It failed; its ``outcome`` says how.
-            Stop: It was told to end.
-        """
+        """Run one attempt, and keep what the next one needs if it may follow."""
         context = TaskRunContext.get()
         run_count, retries = (context.task_run.run_count, context.task.retries) if context is not None else (1, 0)
         self._flows, self._detached = list(flows_around()), False

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from pydantic import BaseModel
 
 from prefect_elastic_train.core.records import CommitRecord, Owner
 from prefect_elastic_train.core.request import RunRequest
@@ -46,41 +47,24 @@ OTHER_FLOW_RUN = "22222222-aaaa-bbbb-cccc-000000000002"
 
 
 def examples(number: int) -> settings:
-    """Give the settings of a test that looks at so many examples, or at many more in the wide profile."""
+    """The settings of a test that looks at so many examples, or at many more in the wide profile."""
     return settings(max_examples=number * WIDER if PROFILE == "wide" else number)
 
 
-def claim(
-    flow_run: str = FLOW_RUN,
-    *,
-    name: str = "mnist",
-    config: dict[str, Any] | None = None,
-    host: str = "elsewhere/1",
-    pid: int = 0,
-    process_started_at: float = 0.0,
-    flow_run_name: str = "eager-otter",
-    driver_restarts: int = 3,
-    max_attempts_without_progress: int = 2,
-    **arguments: Any,
-) -> DriverSpec:
-    """Give what a driver is told that wants a run, by default one on another machine."""
-    owner = Owner(
-        flow_run_id=flow_run,
-        flow_name="nightly",
-        flow_run_name=flow_run_name,
-        host=host,
-        pid=pid,
-        process_started_at=process_started_at,
-    )
-    request = RunRequest(name, owner, fingerprint("train:loop", "torch", config), **arguments)
-    failures = FailureSettings(
-        driver_restarts=driver_restarts, max_attempts_without_progress=max_attempts_without_progress
-    )
-    return spec(request, failures=failures)
+def claim(flow_run: str = FLOW_RUN, *, name: str = "mnist", config: Any = None, **arguments: Any) -> DriverSpec:
+    """What a driver is told that wants a run, by default one on another machine; with fields of owner and budget."""
+
+    def its(kind: type[BaseModel]) -> dict[str, Any]:
+        return {field: arguments.pop(field) for field in kind.model_fields.keys() & arguments.keys()}
+
+    failures = FailureSettings(**{"driver_restarts": 3, **its(FailureSettings)})
+    described = {"flow_name": "nightly", "flow_run_name": "eager-otter", "host": "elsewhere/1"}
+    owner = Owner(flow_run_id=flow_run, **{**described, **its(Owner)})
+    return spec(RunRequest(name, owner, fingerprint("train:loop", "torch", config), **arguments), failures=failures)
 
 
 def spec(request: RunRequest | None = None, **settings: Any) -> DriverSpec:
-    """Give what the driver of a run is told, with the settings that blocks have by default."""
+    """What the driver of a run is told, with the settings that blocks have by default."""
     request = request or RunRequest("mnist", Owner(flow_run_id="1"), fingerprint("m:loop", "none", {}))
     defaults = {
         "scaling": ScalingSettings(),
@@ -101,7 +85,7 @@ def begin(store: RunStore, wanted: DriverSpec | RunRequest | None = None, **argu
 
 
 def empty_snapshot() -> dict[str, Any]:
-    """Give the state of Ray Train's checkpoint manager before the first report."""
+    """The state of Ray Train's checkpoint manager before the first report."""
     return {
         "ray_version": "2.60.0",
         "checkpoint_results": [],
@@ -117,7 +101,7 @@ def empty_snapshot() -> dict[str, Any]:
 
 
 def with_result(snapshot: dict[str, Any], name: str, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Give a snapshot with one more report that brought a checkpoint."""
+    """A snapshot with one more report that brought a checkpoint."""
     snapshot = deepcopy(snapshot)
     result = {"version": 0, "checkpoint_dir_name": name, "metrics": metrics}
     snapshot["checkpoint_results"].append(result)
@@ -132,7 +116,7 @@ on_disk_and_in_memory = pytest.mark.parametrize("store", ["disk", "memory"], ind
 
 
 def neighbour(store: RunStore, name: str) -> RunStore:
-    """Give another run directory beside one."""
+    """Another run directory beside one."""
     if isinstance(store, LocalRunStore):
         return LocalRunStore(f"{store.path}-{name}")
     assert isinstance(store, ObjectRunStore)
@@ -243,7 +227,7 @@ def tear(store: RunStore, name: str) -> None:
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """Give a folder in memory where there is one."""
+    """A folder in memory where there is one."""
     return tempfile.TemporaryDirectory(prefix="elastic-train-test-", dir=MEMORY)
 
 

@@ -40,6 +40,8 @@ def committed(number: int, **metrics: Any) -> ev.CheckpointCommitted:
 
 
 ERRORS = {"1": "The actor died", "0": "RuntimeError: Connection closed"}
+FAILED = {"retried": True, "reports_lost": 2, "worker_failures": 1, "preemptions": 0}
+PREEMPTED = {"retried": False, "reports_lost": 0, "worker_failures": 0, "preemptions": 1}
 CAPACITY = {"possible_workers": 1, "min_workers": 2, "resources_per_worker": {"GPU": 1.0}, "missing": "1 GPU"}
 WAITED = {"who": "ranks", "seconds": 4.5, "tries": 7, "last": "SlowDown"}
 FROM = {"checkpoint": "from-base-x", "started_from": "s3://b/base/x"}
@@ -60,26 +62,12 @@ AGAIN = STARTED.model_copy(update={"attempt": 2, "checkpoint": "c1", "previous_e
         (
             ev.WorkerFailed(errors=ERRORS, also={"0": [2, 3]}, retried=True, reports_lost=2),
             "worker-failed",
-            {
-                "ranks": [0, 1, 2, 3],
-                "reasons": ["rank 1: The actor died"],
-                "retried": True,
-                "reports_lost": 2,
-                "worker_failures": 1,
-                "preemptions": 0,
-            },
+            {**FAILED, "ranks": [0, 1, 2, 3], "reasons": ["rank 1: The actor died"]},
         ),
         (
-            ev.WorkersPreempted(errors={}, retried=False, reports_lost=1),
+            ev.WorkersPreempted(errors={}, retried=False),
             "preempted",
-            {
-                "ranks": [],
-                "reasons": [],
-                "retried": False,
-                "reports_lost": 1,
-                "worker_failures": 0,
-                "preemptions": 1,
-            },
+            {**FAILED, "ranks": [], "reasons": [], **PREEMPTED},
         ),
         (ev.WaitingForCapacity(**CAPACITY, since=T), "waiting-for-capacity", CAPACITY),
         (
@@ -108,27 +96,10 @@ def test_an_event_is_told_by_its_name_with_its_payload(event: ev.Event, name: st
     assert told[-1] == RunEvent(f"{PREFIX}{name}", T + 20, {**BASE, **payload}, f"{event.attempt}-9")
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        ev.ClusterWanted(),
-        ev.ClusterConnected(address="x"),
-        ev.StateChanged(state="RUNNING"),
-        ev.Reported(metrics={"loss": 1}, world_size=1),
-        ev.CheckpointStalled(seconds=1),
-        ev.ControllerAlive(doing="RUNNING", seconds=1),
-        ev.AttemptEnded(outcome=Outcome.COMPLETED),
-        ev.RunRecalled(report=RunReport(run_name="x").model_dump(mode="json")),
-    ],
-    ids=lambda event: event.kind,
-)
-def test_prefect_is_not_told_of_the_ordinary_course_of_things(event: ev.Event) -> None:
-    assert _told(event) == []
-
-
-def test_a_wait_for_capacity_is_told_once() -> None:
-    wait = ev.WaitingForCapacity(**CAPACITY)
-    names = [told.name.removeprefix(PREFIX) for told in _told(STARTED, wait, wait, GROUP, wait)]
+def test_a_wait_for_capacity_is_told_once_and_the_ordinary_course_of_things_not() -> None:
+    wait, ordinary = ev.WaitingForCapacity(**CAPACITY), ev.Reported(metrics={"loss": 1}, world_size=1)
+    brief = ev.StorageWaited(who="ranks", seconds=0.5)
+    names = [told.name.removeprefix(PREFIX) for told in _told(STARTED, wait, wait, GROUP, ordinary, brief, wait)]
     assert names == ["started", "waiting-for-capacity", "workers-started", "waiting-for-capacity"]
 
 
@@ -207,20 +178,6 @@ def test_the_end_tells_what_there_was() -> None:
         "time": account.model_dump(),
     }
     assert account.wall_seconds == 60
-
-
-@pytest.mark.parametrize(("own", "best"), [(0.6, "from-night-1-c9"), (0.95, "c30")])
-def test_a_checkpoint_of_the_run_before_stays_the_best_until_one_is_better(own: float, best: str) -> None:
-    inherited = {"checkpoint": "from-night-1-c9", "checkpoint_at": T, "inherited": {"acc": 0.9}}
-    report = RunReport(run_name="llama", score_attribute="acc")
-    told = []
-    for event in (STARTED.model_copy(update=inherited), GROUP, committed(30, acc=own)):
-        report.take(event)
-        told += [one.name for one in translate(event, report, BLOCK)]
-    assert (f"{PREFIX}best-checkpoint" in told) == (best == "c30")
-    payload = ending(report, "completed", T + 61, "", BLOCK).payload
-    assert payload["best_checkpoint_uri"] == f"s3://b/llama/{best}"
-    assert payload["checkpoint_uri"] == "s3://b/llama/c30"
 
 
 def test_the_end_of_a_training_that_never_began_and_of_a_huge_one_can_be_told() -> None:
