@@ -114,18 +114,6 @@ def test_what_is_no_checkpoint_on_this_machines_disk_is_refused_by_its_path(run:
     assert "another" not in run.folders()
 
 
-@on_all_storages
-def test_ranks_write_into_one_checkpoint(run: RunStore, tmp_path: Path) -> None:
-    begin(run)
-    for rank in range(3):
-        folder = tmp_path / f"rank-{rank}"
-        folder.mkdir()
-        (folder / f"rank-{rank}.pt").write_bytes(b"1")
-        reported = _report(run, folder)
-    with reported.as_directory() as found:
-        assert _read(found) == {f"rank-{rank}.pt": b"1" for rank in range(3)}
-
-
 @pytest.mark.parametrize("storage", ["disk", "memory"], indirect=True)
 def test_a_checkpoint_of_another_filesystem_is_copied_as_ray_does(run: RunStore, source: Path) -> None:
     begin(run)

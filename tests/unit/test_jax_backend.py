@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,28 +65,16 @@ def test_all_variables_that_ray_sets_for_several_slices_are_forgotten_for_one_an
     assert not set(of_several) & set(os.environ)
 
 
-class _Group:
-    """A worker group that remembers what it is asked for."""
-
-    def __init__(self, slices: int) -> None:
-        self.num_slices = slices
-        self.asked: list[Any] = []
-
-    def get_worker_group_context(self) -> _Group:
-        return self
-
-    def execute(self, function: Any) -> None:
-        self.asked.append(function)
-
-
 @pytest.mark.parametrize(("slices", "forgets"), [(1, [forget_other_slices]), (2, [])])
 def test_workers_on_one_slice_forget_the_others_before_ray_sets_them_up(
     slices: int, forgets: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_JaxBackend, "on_start", lambda self, group, config: group.asked.append("set up"))
-    group = _Group(slices)
+    asked: list[Any] = []
+    monkeypatch.setattr(_JaxBackend, "on_start", lambda *told: asked.append("set up"))
+    context = SimpleNamespace(num_slices=slices)
+    group = SimpleNamespace(get_worker_group_context=lambda: context, execute=asked.append)
     RunJaxBackend().on_start(group, RunJaxConfig(use_tpu=True))
-    assert group.asked == [*forgets, "set up"]
+    assert asked == [*forgets, "set up"]
 
 
 @pytest.mark.parametrize(("given", "chosen"), [("", "cpu"), ("cuda,cpu", "cuda,cpu")])

@@ -91,16 +91,10 @@ def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callback]:
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets seconds pass."""
-    passed = 0.0
-
-    def let_pass(seconds: float) -> None:
-        nonlocal passed
-        passed += seconds
-
-    monkeypatch.setattr(
-        policy, "time", SimpleNamespace(monotonic=lambda: 1000 + passed, time=time.time, sleep=time.sleep)
-    )
-    return let_pass
+    passed: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 1000 + sum(passed), time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(policy, "time", clock)
+    return passed.append
 
 
 def _policy(minimum: int, maximum: int, **more: float) -> Cluster:
@@ -113,8 +107,7 @@ class Worker:
     """A worker on a node, and what it was told."""
 
     def __init__(self, node_id: str) -> None:
-        self.metadata = SimpleNamespace(node_id=node_id)
-        self.told: list[Any] = []
+        self.metadata, self.told = SimpleNamespace(node_id=node_id), list[Any]()
 
     def execute_async(self, function: Any, *arguments: Any) -> None:
         assert function is announce
@@ -249,11 +242,11 @@ def test_a_commit_while_the_cluster_does_not_answer_is_used_when_it_does() -> No
 def test_a_cluster_that_does_not_answer_is_asked_about_growth_once_in_an_interval(
     monkeypatch: pytest.MonkeyPatch, later: Callable[[float], None]
 ) -> None:
-    policy, group, asked = _policy(1, 4), _group(2), []
+    policy, asked = _policy(1, 4), []
     monkeypatch.setattr(policy, "_get_reserved_resources", lambda: [asked.append("each time 5 s"), 1 / 0])
-    assert [policy.grow(4, group) for _ in range(3)] == [None] * 3
-    later(1.0)
-    policy.grow(4, group)
+    for seconds in (0.0, 0.0, 1.0):
+        later(seconds)
+        assert policy.grow(4, _group(2)) is None
     assert len(asked) == 2
 
 
@@ -280,14 +273,7 @@ def test_a_group_never_shrinks_and_is_left_alone_when_a_rank_has_finished() -> N
     assert isinstance(policy.make_decision_for_running_worker_group(_group(2), status), NoopDecision)
 
 
-def test_what_goes_wrong_in_a_decision_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, broken = _policy(1, 4), object()
-    monkeypatch.setattr(policy, "_get_reserved_resources", lambda: 1 / 0)
-    assert policy.start(4) == 0
-    assert isinstance(policy.make_decision_for_running_worker_group(broken, broken), NoopDecision)
-
-
-@pytest.mark.parametrize(("each", "total"), [(0.2, 4), (0.1, 4), (0.6, 3), (0.4, 8), (0.8, 16), (1.0, 3)])
+@pytest.mark.parametrize(("each", "total"), [(0.2, 4), (0.6, 3), (1.0, 3)])
 def test_what_is_asked_for_fits_also_by_a_coordinator_that_counts_in_floating_point(each: float, total: float) -> None:
     settings = ScalingSettings(resources_per_worker={"CPU": each})
     asked_for = RunScalingPolicy(scaling_config(settings), "run-x", settings)
@@ -300,7 +286,7 @@ def test_what_is_asked_for_fits_also_by_a_coordinator_that_counts_in_floating_po
 def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings, asked = ScalingSettings(max_workers=4, wait_for_max_seconds=5), []
+    settings, asked = ScalingSettings(max_workers=4), []
     travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(scaling_config(settings), "run-x", settings)))
     client = policy.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient
     monkeypatch.setattr(policy.autoscaling_coordinator_client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
@@ -317,7 +303,6 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     assert travelled._get_reserved_resources() == {"n0": {"CPU": 1.0}}
     assert asked == ["run-x", ("run-x", True)]
     assert policy.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
-    assert travelled._settings.wait_for_max_seconds == 5.0
 
 
 @pytest.mark.parametrize("permanent_is_first", [True, False])

@@ -121,18 +121,10 @@ def test_only_a_slice_that_is_whole_and_free_counts(
         assert problem in missing
 
 
-def test_slices_of_a_single_host_count_one_by_one() -> None:
+def test_slices_of_a_single_host_count_one_by_one_and_none_without_another_resource() -> None:
     nodes = [host("s0", 0, free=0, shape=SINGLE), *(host(f"s{n}", 0, shape=SINGLE) for n in (1, 2))]
     assert possible_workers(nodes, tpus(1, 8, SINGLE)) == 2
-
-
-def test_a_slice_whose_hosts_lack_another_resource_does_not_count() -> None:
-    hungry = Demand({"TPU": 4.0, "CPU": 9.0}, 2, 8, shape=PAIR)
-    assert "CPU=9" in describe_missing([host("s1", 0), host("s1", 1)], hungry, 0)
-
-
-def test_what_is_missing_is_said_in_one_line() -> None:
-    assert describe_missing([node("a")], gpus(low=4), 1) == "3 more worker(s) with GPU=1 each"
+    assert possible_workers(nodes, Demand({"TPU": 4.0, "CPU": 9.0}, 1, 8, shape=SINGLE)) == 0
 
 
 def test_nodes_of_the_first_look_are_relied_on_at_once_and_later_ones_after_the_delay_without_a_gap() -> None:
