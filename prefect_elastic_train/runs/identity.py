@@ -90,21 +90,14 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
 
     The code of the loop is left out on purpose: a mended loop continues the run.
     """
-    return Fingerprint(
-        loop=loop_name(train_loop),
-        path=_loop_path(train_loop),
-        framework=framework,
-        config={str(key): _digest(value) for key, value in (config or {}).items()},
-    )
-
-
-def _loop_path(train_loop: Callable[..., Any] | str) -> str:
-    """Return where a loop is imported from; nothing for a script's, or of a flow's file that Prefect has loaded."""
     if isinstance(train_loop, str):
-        return train_loop
-    module, name = getattr(train_loop, "__module__", None) or "", _qualified_name(train_loop)
-    is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
-    return "" if is_by_value else f"{module}:{name}"
+        path = train_loop
+    else:  # a script's, or of a flow's file that Prefect has loaded, is imported from nowhere
+        module, name = getattr(train_loop, "__module__", None) or "", _qualified_name(train_loop)
+        is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
+        path = "" if is_by_value else f"{module}:{name}"
+    digests = {str(key): _digest(value) for key, value in (config or {}).items()}
+    return Fingerprint(loop=loop_name(train_loop), path=path, framework=framework, config=digests)
 
 
 def _qualified_name(train_loop: Callable[..., Any]) -> str:
@@ -112,13 +105,12 @@ def _qualified_name(train_loop: Callable[..., Any]) -> str:
 
 
 def _digest(value: Any) -> str:
+    def type_only(value: Any) -> str:
+        """Stand in for a value without a stable text form, such as an object with an address in its repr."""
+        return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
     try:
-        text = json.dumps(value, sort_keys=True, default=_type_only)
+        text = json.dumps(value, sort_keys=True, default=type_only)
     except (TypeError, ValueError):
-        text = _type_only(value)
+        text = type_only(value)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _type_only(value: Any) -> str:
-    """Stand in for a value without a stable text form, such as an object with an address in its repr."""
-    return f"<{type(value).__module__}.{type(value).__qualname__}>"

@@ -116,7 +116,7 @@ def summarize(run: RunDirectory) -> RunSummary | None:
     if not run.is_begun:
         return None
     commit, attempt, record, owner = run.newest_commit, run.newest_attempt, run.record, run.owner
-    snapshot = commit.snapshot if commit is not None else {}
+    snapshot, manifest = (commit.snapshot, commit.manifest) if commit is not None else ({}, {})
     times = [commit.at if commit is not None else 0.0, record.created_at if record is not None else 0.0]
     if attempt is not None and attempt.record is not None:
         times.append(attempt.record.started_at)
@@ -140,7 +140,7 @@ def summarize(run: RunDirectory) -> RunSummary | None:
         reports=snapshot.get("current_report_index", 0),
         metrics=(latest_checkpoint(snapshot) or {}).get("metrics") or {},
         checkpoints=len(snapshot.get("checkpoint_results", [])),
-        size_bytes=sum(sum(files.values()) for files in commit.manifest.values()) if commit is not None else 0,
+        size_bytes=sum(sum(files.values()) for files in manifest.values()),
         last_commit_at=commit.at if commit is not None else None,
         last_activity_at=max(times) or None,
         **found,

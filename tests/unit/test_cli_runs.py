@@ -234,9 +234,13 @@ def test_what_cannot_be_looked_at_is_one_line_that_says_why(storage: Storage) ->
         assert f"there is no run '{name}' in" in _refused(command, storage.uri, name)
 
 
-def test_a_run_that_may_not_be_read_does_not_hide_the_others(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_may_not_be_read_or_is_of_an_older_version_does_not_hide_the_others(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _trained(storage, "mine")
-    secret = _trained(storage, "secret")
+    secret, old = _trained(storage, "secret"), _trained(storage, "old")
+    record = (old.read(layout.attempt_name(1)) or b"").replace(b'"schema_version": 2', b'"schema_version": 1')
+    old.replace(layout.attempt_name(1), record)
     allowed = LocalRunStore._list
 
     def names(self: LocalRunStore, folder: str) -> tuple[list[str], list[str]]:
@@ -245,26 +249,17 @@ def test_a_run_that_may_not_be_read_does_not_hide_the_others(storage: Storage, m
         return allowed(self, folder)
 
     monkeypatch.setattr(LocalRunStore, "_list", names)
+    before = _everything(storage)
     result = _run("list", storage.uri, "--json")
     assert result.exit_code == 1
     states = {run["name"]: run["state"] for run in json.loads(result.stdout)["runs"]}
-    assert states == {"mine": "unknown", "secret": "unreadable"}
-    assert result.stderr.startswith("error: 1 of 2 runs cannot be read: ")
+    assert states == {"mine": "unknown", "secret": "unreadable", "old": "unreadable"}
+    assert result.stderr.startswith("error: 2 of 3 runs cannot be read: ")
     assert "Permission denied" in _refused("show", storage.uri, "secret")
-
-
-@pytest.mark.parametrize("older", [layout.RUN, layout.attempt_name(1)])
-def test_a_run_of_an_older_version_is_refused_in_one_line_and_hides_no_other(storage: Storage, older: str) -> None:
-    _trained(storage, "new")
-    store = _trained(storage, "old")
-    store.replace(older, (store.read(older) or b"").replace(b'"schema_version": 2', b'"schema_version": 1'))
-    before = _everything(storage)
-    with pytest.raises(AttemptFailedError, match="written by an older version") as refused:
-        begin(store)
-    assert refused.value.outcome is Outcome.INVALID
     assert "go on with that version, or give another run_name" in _refused("show", storage.uri, "old")
-    runs = json.loads(_run("list", storage.uri, "--json").stdout)["runs"]
-    assert {run["name"]: run["state"] for run in runs}["new"] == "unknown"
+    with pytest.raises(AttemptFailedError, match="written by an older version") as refused:
+        begin(old)
+    assert refused.value.outcome is Outcome.INVALID
     assert _everything(storage) == before
 
 

@@ -81,26 +81,15 @@ def test_a_repaired_snapshot_fits_together(snapshot: dict[str, Any], dropped: se
         return
     assert checkpoint_names(repaired) == kept
     assert parse_snapshot(json.dumps(repaired)) == repaired
-    index_of = {
-        result["checkpoint_dir_name"]: index
-        for result, index in zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
-    }
-    results = repaired["checkpoint_results"]
-    assert [index_of[r["checkpoint_dir_name"]] for r in results] == repaired["checkpoint_report_indices"]
-    assert results == [r for r in snapshot["checkpoint_results"] if r["checkpoint_dir_name"] in kept]
-    latest = latest_checkpoint(repaired)
-    assert latest in results
-    assert latest["checkpoint_dir_name"] == max(kept, key=index_of.__getitem__)
-    pending = [result["checkpoint_dir_name"] for result in repaired["pending_training_results"]]
+    pairs = zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
+    left = [(result, index) for result, index in pairs if result["checkpoint_dir_name"] in kept]
+    assert (repaired["checkpoint_results"], repaired["checkpoint_report_indices"]) == tuple(map(list, zip(*left)))
+    assert latest_checkpoint(repaired)["checkpoint_dir_name"] == kept[-1]
+    pending = [one for one in snapshot["pending_training_results"] if one["checkpoint_dir_name"] in kept]
+    assert repaired["pending_training_results"] == pending
     assert len(pending) == len(repaired["pending_validation_specs"])
-    assert pending == [
-        result["checkpoint_dir_name"]
-        for result in snapshot["pending_training_results"]
-        if result["checkpoint_dir_name"] in kept
-    ]
-    if dropped:
-        for name in _STATUS_LISTS:
-            assert repaired[name] == [checkpoint for checkpoint in snapshot[name] if checkpoint in kept]
+    for name in _STATUS_LISTS if dropped else ():
+        assert repaired[name] == [checkpoint for checkpoint in snapshot[name] if checkpoint in kept]
     for untouched in ("ray_version", "current_report_index"):
         assert repaired[untouched] == snapshot[untouched]
 
