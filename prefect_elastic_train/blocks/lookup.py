@@ -72,7 +72,7 @@ def load_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock:
     if block is None:
         short = name.rpartition("/")[2]
         tried = " or ".join(f"{kind.get_block_type_slug()}/{short}" for kind in kinds)
-        hint = f"; a directory is given as ./{short}" if len(kinds) > 1 else ""
+        hint = f"; a directory is given as ./{short}" if kinds[0] in STORAGE_TYPES else ""
         raise ConfigurationError(
             f"cannot load block {name!r}: there is no {tried}. See `prefect block ls`, or save one with "
             f"{kinds[0].__name__}(...).save({short!r}){hint}"

@@ -103,12 +103,12 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         return await bounded()
 
     async def _put_file(self, lpath: str, rpath: str, **more: Any) -> None:
-        put, checksum = super()._put_file, self._checksum
+        put = super()._put_file
         try:
-            await put(lpath, rpath, **checksum, **more)
+            await put(lpath, rpath, **self._checksum, **more)
         except OSError as error:
             fault = diagnose(error)
-            if fault is None or fault.kind not in _NO_CHECKSUMS or not checksum:
+            if fault is None or fault.kind not in _NO_CHECKSUMS:
                 raise
             self._checksum = {}
             await put(lpath, rpath, **more)
