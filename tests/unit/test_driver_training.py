@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
 from prefect_elastic_train.driver.fit import check_loop, prepare, requester_id, resolve_loop
 from prefect_elastic_train.driver.joining import fit_local_cluster
 from prefect_elastic_train.driver.relay import EventOutput
+from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.storage.store import LocalRunStore
@@ -287,3 +289,27 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
     output.close(10)
     assert signs() - before > 3
     assert '"attempt_ended"' in told.read_text()
+
+
+@pytest.mark.parametrize(("successor", "outcome"), [("1", Outcome.SUPERSEDED), ("2", Outcome.INVALID)])
+def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, successor: str, outcome: Outcome
+) -> None:
+    patience: list[float] = []
+    with (tmp_path / "output").open("w") as file:
+        driver = Attempt(
+            replace(_spec(), storage=LocalStorageSettings(path=str(tmp_path))), EventOutput(file), Details()
+        )
+    driver.begin()
+    monkeypatch.setattr(LocalRunStore, "impatient", lambda self, seconds: patience.append(seconds) or self)
+    monkeypatch.setattr(attempt, "interruptions", lambda: 1)
+    assert driver.taken_over() is None
+    first, second = (tmp_path / "mnist" / layout.attempt_name(number) for number in (1, 2))
+    record = json.loads(first.read_text())
+    record["owner"]["flow_run_id"] = successor
+    second.write_text(json.dumps(record))
+    ended = driver.taken_over()
+    driver.close(AttemptEnded(outcome=outcome))
+    assert ended is not None
+    assert ended.outcome is outcome
+    assert patience[:2] == [1.0, 1.0]
