@@ -252,6 +252,7 @@ def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_i
 def test_other_records_are_not_needed_to_resume(store: RunStore, training: Training, lose: Any, name: str) -> None:
     lose(store, name)
     begun = begin(store)
+    assert begun.attempt == 2, "a number is used again"
     assert begun.point.checkpoint == _ray_resumes(store) == "c"
     assert begun.notes == (["run.json was torn or missing and was written anew"] if name == layout.RUN else [])
     assert begin(store).notes == [], "what was repaired already was told again"
