@@ -95,8 +95,7 @@ class Attempt:
             teller.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
             scaling = fit_local_cluster(spec, resources)
             if probe is not None and not spec.cluster.is_local and is_new():
-                from prefect_elastic_train.elastic.cluster import try_from_nodes
-                from prefect_elastic_train.elastic.translate import resources_per_worker
+                from prefect_elastic_train.elastic.cluster import resources_per_worker, try_from_nodes
 
                 # Before the first checkpoint each node is to show that it can write it.
                 teller.doing("trying the storage from the nodes")

@@ -54,7 +54,7 @@ def prepare(spec: DriverSpec) -> Payload:
     from ray.runtime_env import RuntimeEnv
     from ray.train.backend import BackendConfig
 
-    from prefect_elastic_train.elastic.translate import resources_per_worker
+    from prefect_elastic_train.elastic.cluster import resources_per_worker
 
     try:
         resources_per_worker(spec.scaling)
@@ -141,8 +141,8 @@ def fit(
 
     from prefect_elastic_train.elastic.callbacks import RunCallback
     from prefect_elastic_train.elastic.checkpoints import run_filesystem
+    from prefect_elastic_train.elastic.cluster import run_config, scaling_config
     from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
-    from prefect_elastic_train.elastic.translate import run_config, scaling_config
 
     attempt = context.attempt
     callback = RunCallback(receiving, store, attempt, spec.failures, spec.checkpoints.score_attribute)

@@ -25,7 +25,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     _check_head(address, spec.cluster.connect_timeout_seconds)
     import ray
 
-    from prefect_elastic_train.elastic.translate import job_config
+    from prefect_elastic_train.elastic.cluster import job_config
 
     user_env: dict[str, Any] = {}
     if not spec.cluster.is_submitted:  # a job has its environment by now
@@ -61,7 +61,7 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
     scaling, problem, fitting = spec.scaling, "", spec.scaling.max_workers
     if not spec.cluster.is_local:
         return scaling
-    from prefect_elastic_train.elastic.translate import resources_per_worker
+    from prefect_elastic_train.elastic.cluster import resources_per_worker
 
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
         problem = "label_selector and placement_strategy 'STRICT_SPREAD' want nodes that others join"

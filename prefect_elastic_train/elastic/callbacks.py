@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ray.train import WorkerGroupError
@@ -87,13 +88,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._receiving, self._store, self._attempt = receiving, store, attempt
         self._grace_seconds, self._score_attribute = failures.preemption_grace_seconds, score_attribute
         self._loops = LoopWatch(failures.ignored_checkpoint == "fail", self.tell, failures.stall_timeout_seconds)
-        # Made in the controller: a lock cannot be pickled on its way there.
-        self._sender: EventSender | None = None
+        self._sender: EventSender | None = None  # made in the controller: a lock cannot be pickled on its way there
         self._state, self._state_since = "INITIALIZING", time.time()
-        #: Of the group that trains, none while there is none.
-        self._workers: list[Any] = []
-        #: Of the ranks in the last poll, for the decision that follows.
-        self._failures: dict[int, Exception] = {}
+        self._workers: list[Any] = []  # of the group that trains
+        self._failures: dict[int, Exception] = {}  # of the ranks in the last poll, for the decision that follows
         self._has_committed = False
         self._reports_since_checkpoint = 0
         self.errors = 0
@@ -122,9 +120,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         _current = self
         mark_told()
         self._sender = EventSender(self._receiving)
-        threading.Thread(
-            target=self._show_life, args=(self._sender.closed,), name="elastic-train-alive", daemon=True
-        ).start()
+        threading.Thread(target=self._show_life, args=(self._sender.closed,), daemon=True).start()
 
     @_never_raises
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -204,18 +200,15 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
         self.checkpoint, self._has_committed = name, True
         self._reports_since_checkpoint = 0
-        size = self._size_of(name) or 0
+        size = 0
+        with suppress(Exception):  # the commit is told all the same
+            size = sum((self._store.file_sizes(name) or {}).values())
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
         answers = ask(self._workers, take_waits_and_stall, _ANSWER_SECONDS).values()
         self._tell_waits("ranks", [waits for waits, _ in answers])
         stalled = max((stalled for _, stalled in answers), default=0.0)
         if stalled >= 0.01:
             self.tell(ev.CheckpointStalled(seconds=round(stalled, 3)))
-
-    @_never_raises
-    def _size_of(self, checkpoint: str) -> int:
-        """Return the bytes of a checkpoint; if the storage does not say, the commit is told all the same."""
-        return sum((self._store.file_sizes(checkpoint) or {}).values())
 
     @_never_raises
     def after_controller_finish(self, result: Any) -> None:

@@ -27,9 +27,7 @@ Receiving = tuple[int, str]
 class EventQueue:
     """Events that a thread writes one after the other; a long queue drops progress, and says so in the end.
 
-    Args:
-        write: Writes an event as a line without its end; False if it is to be tried again.
-        name: Of the thread.
+    ``write`` takes an event as a line without its end, and returns False if it is to be tried again.
     """
 
     def __init__(self, write: Callable[[bytes], bool], name: str) -> None:
@@ -68,11 +66,7 @@ class EventQueue:
 
 
 class EventSender(EventQueue):
-    """Sends events from the controller's process to the driver. Never raises and never blocks.
-
-    Args:
-        receiving: Where the driver listens.
-    """
+    """Sends events from the controller's process to the driver. Never raises and never blocks."""
 
     def __init__(self, receiving: Receiving) -> None:
         self._port, self._key = receiving
@@ -80,7 +74,6 @@ class EventSender(EventQueue):
         super().__init__(self._write_line, "elastic-train-sender")
 
     def close(self, timeout_seconds: float = 3.0) -> None:
-        """Wait, for a while, until everything is sent, and leave."""
         super().close(timeout_seconds)
         self._leave()
 

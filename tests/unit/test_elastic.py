@@ -32,10 +32,10 @@ from prefect_elastic_train.core.settings import CheckpointSettings, FailureSetti
 from prefect_elastic_train.driver.relay import EventReceiver
 from prefect_elastic_train.elastic import callbacks, loop_watch
 from prefect_elastic_train.elastic.callbacks import RunCallback
+from prefect_elastic_train.elastic.cluster import run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.elastic.loop_watch import take_waits_and_stall
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
-from prefect_elastic_train.elastic.translate import run_config, scaling_config
 from prefect_elastic_train.loop import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError

@@ -23,10 +23,10 @@ from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, policy, worker_group
+from prefect_elastic_train.elastic.cluster import scaling_config
 from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, decisive
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.elastic.sizing import Node
-from prefect_elastic_train.elastic.translate import scaling_config
 from prefect_elastic_train.elastic.worker_group import RunWorkerGroup, TrainController
 from prefect_elastic_train.loop.notice import announce
 

@@ -13,7 +13,7 @@ from ray.util.tpu import get_tpu_num_slices_for_workers
 
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.core.slices import SliceShape, slice_shape
-from prefect_elastic_train.elastic.translate import resources_per_worker, scaling_config
+from prefect_elastic_train.elastic.cluster import resources_per_worker, scaling_config
 from tests.unit.support import python
 
 #: Slices of four hosts with four chips each.
