@@ -105,6 +105,7 @@ def test_empty_lines_are_left_out_uncounted_long_ones_cut_and_events_that_cannot
         ("plain words", "driver] plain words"),
         ("(RayTrainWorker pid=78) loss 0.5", "rank 2] loss 0.5"),
         ("(RayTrainWorker pid=77, ip=10.0.0.12) loss 0.5", "rank 1] loss 0.5"),
+        ("(RayTrainWorker pid=77) loss 0.5", "rank 0] loss 0.5"),
         ("\x1b[33m(RayTrainWorker pid=78, ip=10.0.0.1)\x1b[0m \x1b[1mbold\x1b[0m", "rank 2] bold"),
         ("(RayTrainWorker pid=99) early", "worker 99] early"),
         ("\x1b[36m(TrainController pid=5)\x1b[0m state", "TrainController] state"),
