@@ -437,6 +437,15 @@ def test_a_job_that_the_cluster_does_not_know_any_more_is_lost(dashboard: Dashbo
     assert (ended.outcome, "started anew" in ended.message) == (Outcome.CLUSTER_LOST, True)
 
 
+@pytest.mark.usefixtures("own_job")
+def test_a_job_of_another_process_that_was_overtaken_is_followed_by_one_of_ours(
+    dashboard: Dashboard, flow: Flow
+) -> None:
+    flow.on_past_event = lambda event: dashboard.end("FAILED")
+    dashboard.say(STARTED, ENDED.model_copy(update={"outcome": Outcome.SUPERSEDED}))
+    assert flow.train(dashboard).outcome is Outcome.DRIVER_LOST
+
+
 @pytest.mark.parametrize("can_be_read", [True, False])
 def test_a_driver_whose_log_says_nothing_hangs_and_one_whose_log_cannot_be_read_may_not(
     dashboard: Dashboard, flow: Flow, can_be_read: bool
