@@ -106,8 +106,12 @@ class Retries:
 
     async def call_async(self, what: str, operation: Callable[[], Awaitable[Answer]]) -> Answer:
         """Carry out an operation of an event loop."""
+
+        async def attempt() -> Answer:  # tenacity awaits what was defined to be
+            return await operation()
+
         with self._rules(what) as rules:
-            answer: Answer = await tenacity.AsyncRetrying(**rules)(operation)
+            answer: Answer = await tenacity.AsyncRetrying(**rules)(attempt)
             return answer
 
     def at_most(self, seconds: float) -> Retries:
