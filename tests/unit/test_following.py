@@ -161,6 +161,13 @@ def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     assert not {local_cluster._free_port() for _ in range(50)} & {*range(first, last + 1)}
 
 
+def test_a_token_is_in_a_private_file_and_in_no_environment(tmp_path: Path) -> None:
+    environment = {"RAY_AUTH_TOKEN": "of another cluster"}
+    local_cluster.use_token(environment, "hush", tmp_path)
+    assert environment == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    assert ((tmp_path / "token").read_text(), (tmp_path / "token").stat().st_mode & 0o777) == ("hush", 0o600)
+
+
 #: A head that listens as Ray's does, and says on its way out which of its processes it has lost.
 _HEAD = """
 import signal, socket, sys
