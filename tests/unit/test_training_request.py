@@ -19,6 +19,7 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import may_retry
+from prefect_elastic_train.orchestration import arguments
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.orchestration.task import _elastic_train_task, _with_budget, elastic_train
 from prefect_elastic_train.orchestration.training import error_of
@@ -96,6 +97,12 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
     assert spec.poll_interval_seconds == pytest.approx(0.32)
     payload = pickle.loads(wanted.payload)
     assert {name: getattr(payload, name) for name in of_the_user} == of_the_user
+
+
+def test_a_block_that_the_settings_name_is_loaded_anew_at_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "default_block_name", lambda argument: "elastic-scaling/lab")
+    monkeypatch.setattr(arguments, "chosen_block", lambda argument: ElasticScaling())
+    assert arguments.given_blocks(scaling=None) == {"scaling": "elastic-scaling/lab"}
 
 
 def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay() -> None:
