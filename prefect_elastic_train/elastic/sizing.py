@@ -246,8 +246,7 @@ class Start:
         self._failures += 1
         if refused:
             step = self.demand.shape.workers if self.demand.shape is not None else 1
-            fewer = refused - step * 2 ** (self._failures - 1)
-            self._limit = max(self.demand.min_workers, fewer // step * step)
+            self._limit = max(self.demand.min_workers, refused - step * 2 ** (self._failures - 1))
             self._limited_until = now + _REFUSED_SECONDS
         if refused <= self.demand.min_workers:
             self._not_before = now + min(2.0 ** min(self._failures - 1, 10), _MAX_PAUSE_SECONDS)
