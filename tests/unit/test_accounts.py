@@ -215,6 +215,14 @@ TIMES: dict[str, tuple[list[ev.Event], dict[str, float]]] = {
         [started(10, 0, 1, "x", 5), *KEPT[1:], commit(150, "b"), started(220, 210, 2, "x", 5)],
         {"wall": 220, "startup": 50, "lost": 100, "restart": 70},
     ),
+    # The loop did all again, so that going back to "d" preserves nothing of what came after.
+    "a commit before a loop that ignored it preserves nothing any more": (
+        numbered(
+            *(started(0), group(0), *map(commit, (10, 20, 30)), commit(40, "d"), failed(40), group(50), ignored(60)),
+            *(*map(commit, (60, 70, 80)), started(100, 90, 2, "d", 40)),
+        ),
+        {"wall": 100, "restart": 10 + 20, "lost": 40 + 30},
+    ),
     "the oldest that is remembered, the fiftieth, loses what came after": (
         [*MANY, started(400, 390, 2, "c150")],
         {"wall": 400, "productive": 70 + 150, "startup": 50, "lost": 49, "restart": 81},

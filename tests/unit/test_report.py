@@ -274,7 +274,7 @@ def test_what_an_attempt_does_not_go_on_from_is_not_the_best(checkpoint: str, be
 
 
 @pytest.mark.parametrize(
-    ("kept", "best"), [([("c", {"acc": 0.1}), ("b", {"acc": 0.9})], "b"), ([("b", {})], "a"), ([], "a")]
+    ("kept", "best"), [([("b", {"acc": 0.9})], "b"), ([("b", {"acc": 0.3})], "b"), ([("b", {})], "a"), ([], "a")]
 )
 def test_the_result_says_which_checkpoint_is_the_best_in_the_end(kept: list[Any], best: str) -> None:
     made = [committed(30, "a", acc=0.5), committed(40, "b", loss=2), committed(50, "c", loss=1)]
