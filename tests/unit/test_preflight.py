@@ -97,6 +97,10 @@ class Unfit(MemoryFileSystem):  # type: ignore[misc]
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
         return [] if "hides" in path else super().ls(path, detail, **options)
 
+    def find(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self.asked.append("find")
+        return super().find(path, *arguments, **options)
+
     def rm_file(self, path: str) -> None:
         self.asked.append("delete")
         super().rm_file(path)
