@@ -130,6 +130,14 @@ def test_a_fenced_off_attempt_changes_nothing_and_no_attempt_what_is_no_checkpoi
     assert store.file_sizes("") == before
 
 
+def test_a_filesystem_without_an_attempt_only_reads(store: LocalRunStore) -> None:
+    store.create("a/model.pt", b"1")
+    for name in ("write", "upload", "delete a folder"):
+        with pytest.raises(io.UnsupportedOperation, match="read only"):
+            CHANGES[name](run_filesystem(store), store.path)
+    assert store.read("a/model.pt") == b"1"
+
+
 class Died(BaseException):
     """The process was killed."""
 
