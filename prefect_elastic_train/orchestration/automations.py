@@ -22,7 +22,7 @@ from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.dead_runs import LOST
-from prefect_elastic_train.orchestration.prefect_events import BEST_CHECKPOINT, COMPLETED
+from prefect_elastic_train.orchestration.publisher import BEST_CHECKPOINT, COMPLETED
 
 _RESUME = "elastic-train: resume crashed runs of "
 _FIND = "elastic-train: find dead runs of "

@@ -1,7 +1,10 @@
-"""For which flow run a training is: the root of the flow runs that call each other, which a retry starts again.
+"""The flow runs around a training: which of them it is for, and whether one of them has come to an end.
 
-Prefect makes a new flow run for a subflow when its parent is retried. What stays is the root's id, and the call of
-the subflow in its parent.
+It is for the root of the flow runs that call each other, which a retry starts again. Prefect makes a new flow run for
+a subflow when its parent is retried. What stays is the root's id, and the call of the subflow in its parent.
+
+Python shows signals to the main thread only, and nobody signals a flow that runs without a runner. Without a look at
+the flow runs, a cancelled flow would wait for a training in another thread, perhaps for weeks.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId, TaskRunFilter, TaskRunFilterName
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import LogSort
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.states import Cancelled
 
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.runs.identity import Call
@@ -192,3 +196,76 @@ def _kept(key: tuple[str, ...], make: Callable[[], int]) -> int:
         if key not in _kept_numbers:
             _kept_numbers[key] = make()
         return _kept_numbers[key]
+
+
+def wants_an_end(state: State | None) -> bool:
+    """Whether a flow run's state is an end for its trainings.
+
+    Crashed is none: a watchdog sets it when Prefect has not heard of a flow run, and that may be living. Nor is
+    Completed, since a flow may end before what it has submitted.
+    """
+    return state is not None and (state.is_cancelling() or state.is_cancelled() or state.is_failed())
+
+
+def mark_cancelled(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> None:
+    """Say of flow runs that their cancellation is carried out, unless they have ended."""
+    for flow_run_id in map(UUID, flow_run_ids):
+        state = client.read_flow_run(flow_run_id).state
+        if state is None or not state.is_final():
+            client.set_flow_run_state(flow_run_id, Cancelled(message="The training was cancelled."), force=True)
+
+
+def watched_by_runner() -> bool:
+    """Whether a runner has started this process: it then signals a cancellation and sets the final state."""
+    return os.environ.get("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true").lower() == "false"
+
+
+def flows_around() -> Iterator[FlowRunContext]:
+    """The flows of this process that the caller runs in, the innermost first."""
+    context = FlowRunContext.get()
+    while context is not None:
+        yield context
+        outer = context._token.old_value if context._token is not None else None
+        context = outer if isinstance(outer, FlowRunContext) else None
+
+
+def is_ending(flow: FlowRunContext) -> bool:
+    """Whether a flow ends, or has ended, otherwise than completed; this shows in any thread.
+
+    Prefect's engine leaves the context of a flow run before it waits for the flow's threads. If the run is not
+    completed by then, it ends by a signal or another exception, and nobody wants the training to go on.
+    """
+    state = flow.flow_run.state if flow.flow_run is not None else None
+    return not state.is_completed() if state is not None and state.is_final() else flow._token is None
+
+
+class FlowRunWatch:
+    """Looks at the states of a flow run and those that it is called from now and then, in a thread of its own.
+
+    An API that is away is no news: the last answer stands.
+
+    Attributes:
+        ended: The outermost flow run whose state is an end for the training; empty as long as there is none.
+    """
+
+    ended = ""
+
+    def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:
+        self._flow_run_ids, self._interval = flow_run_ids, interval_seconds
+        self._closed = threading.Event()
+        context = contextvars.copy_context()  # Prefect's settings and client
+        if flow_run_ids:
+            threading.Thread(target=context.run, args=(self._run,), name="elastic-train-flow-run", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more; a look that is under way is not waited for."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval):
+            try:
+                with get_client(sync_client=True) as client:
+                    flow_runs = [client.read_flow_run(UUID(one)) for one in reversed(self._flow_run_ids)]
+                self.ended = next((str(one.id) for one in flow_runs if wants_an_end(one.state)), "")
+            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                logger.debug("cannot read the state of the flow run: %s", error)

@@ -30,9 +30,8 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry
 from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.orchestration.arguments import check_arguments, given_blocks, load_given, make_request
-from prefect_elastic_train.orchestration.cancellation import SilentEndError
 from prefect_elastic_train.orchestration.result import TrainingResult
-from prefect_elastic_train.orchestration.training import Training
+from prefect_elastic_train.orchestration.training import SilentEndError, Training
 
 TrainLoop = Callable[..., Any] | str
 

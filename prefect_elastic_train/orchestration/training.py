@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import enum
 import random
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 from uuid import UUID
@@ -29,19 +31,17 @@ from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
-from prefect_elastic_train.orchestration.cancellation import (
-    End,
+from prefect_elastic_train.orchestration.flow_runs import (
     FlowRunWatch,
-    SilentEndError,
-    Stop,
-    ending_of,
+    Place,
+    ask_prefect,
     flows_around,
     is_ending,
+    last_told_at,
     mark_cancelled,
     wants_an_end,
     watched_by_runner,
 )
-from prefect_elastic_train.orchestration.flow_runs import Place, ask_prefect, last_told_at
 from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.result import TrainingResult
@@ -52,6 +52,58 @@ from prefect_elastic_train.supervisor.runtime import Runtime
 _STATE_SECONDS = 8.0
 #: How long the signal of a runner is waited for once its flow run is seen cancelling; it kills after 30 s.
 _SIGNAL_SECONDS = 40.0
+
+
+class Stop(BaseException):
+    """The training shall end: a signal came, its coroutine was cancelled, or its flow run has come to an end.
+
+    Attributes:
+        flow_run_id: Which flow run's state said so; empty for a signal or a cancelled coroutine.
+    """
+
+    def __init__(self, flow_run_id: str = "") -> None:
+        super().__init__("the flow run was cancelled or has ended" if flow_run_id else "told to end")
+        self.flow_run_id = flow_run_id
+
+
+class SilentEndError(AttemptFailedError):
+    """The flow run has its state already, or another process speaks for it: the flow must end without a word.
+
+    Prefect's ``Abort`` does that. Raised in a task it would leave the task run Running for ever, so a task fails with
+    this, and whoever has called it raises the other.
+    """
+
+
+class End(str, enum.Enum):
+    """What a training that goes on no more is shown as."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed out"
+    INTERRUPTED = "interrupted"
+    LEFT = "left to its job"
+
+
+def ending_of(error: BaseException, detached: bool, is_wanted: Callable[[], bool]) -> tuple[End, str] | None:
+    """What a training that raised an error is shown as, and why; None if another process shows it now.
+
+    A machine that is taken away sends the same signal as a cancellation: it is asked whether the end was wanted.
+    """
+    if isinstance(error, SilentEndError | Abort):
+        return None
+    if detached:
+        return End.LEFT, "the flow process was told to end; the job goes on"
+    if isinstance(error, TimeoutError):
+        return End.TIMED_OUT, str(error)
+    if isinstance(error, AttemptFailedError):
+        return End.CANCELLED if error.outcome is Outcome.CANCELLED else End.FAILED, str(error)
+    if isinstance(error, Exception):
+        return End.FAILED, f"{type(error).__name__}: {error}"
+    by_state = isinstance(error, Stop) and error.flow_run_id
+    if by_state or isinstance(error, KeyboardInterrupt | asyncio.CancelledError) or is_wanted():
+        return End.CANCELLED, str(error)
+    return End.INTERRUPTED, "the flow process was told to end; what is committed stays"
 
 
 @dataclass(eq=False, repr=False)
@@ -207,8 +259,8 @@ class Training:
         return self.cancelled.is_set() or interruptions() > self._interruptions or any(map(is_ending, self._flows))
 
     def _check_stop(self) -> None:
-        if stop := Stop() if self._is_told_to_end() else self._watch.stop:
-            raise stop
+        if (told := self._is_told_to_end()) or self._watch.ended:
+            raise Stop("" if told else self._watch.ended)
         if self.timeout_seconds is not None and time.monotonic() - self._asked_at > self.timeout_seconds:
             raise TrainingTimeoutError(
                 f"training {self.request.run_name!r} was ended after timeout_seconds={self.timeout_seconds:g}; what it "

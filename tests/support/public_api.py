@@ -23,8 +23,8 @@ from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.events import LoopWarned
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.result import BestCheckpoint, TimeAccount, WorldSize
-from prefect_elastic_train.orchestration import prefect_events
-from prefect_elastic_train.orchestration.cancellation import End
+from prefect_elastic_train.orchestration import publisher
+from prefect_elastic_train.orchestration.training import End
 from tests.support.processes import ROOT
 
 SNAPSHOT = ROOT / "tests" / "unit" / "public_api.txt"
@@ -53,7 +53,7 @@ def listed() -> dict[str, list[str]]:
     points = [line.partition(":")[0] for line in _entry_points()]
     return {
         "api.md": [*prefect_elastic_train.__all__, *_PARTS_OF_RESULTS, *loop.__all__, *commands, *points],
-        "events.md": [name.removeprefix(prefect_events.PREFIX) for name in _events()],
+        "events.md": [name.removeprefix(publisher.PREFIX) for name in _events()],
         "operations.md": [line.partition(":")[0] for line in _settings()],
     }
 
@@ -118,9 +118,9 @@ def _commands(command: Any = None, name: str = "elastic-train") -> Iterator[str]
 def _events() -> list[str]:
     """The names of the events, read from where they are told."""
     named = set(get_args(LoopWarned.model_fields["problem"].annotation))
-    named |= set(re.findall(r'(?:\(|else )"([a-z-]+)"', inspect.getsource(prefect_events._Payloads)))
+    named |= set(re.findall(r'(?:\(|else )"([a-z-]+)"', inspect.getsource(publisher._Payloads)))
     ends = {end.value.replace(" ", "-") for end in End} - {"left-to-its-job"}  # which is no end
-    return sorted(f"{prefect_events.PREFIX}{name}" for name in named | ends)
+    return sorted(f"{publisher.PREFIX}{name}" for name in named | ends)
 
 
 def _settings() -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.orchestration.prefect_events import PREFIX, RunEvent, ending, translate
+from prefect_elastic_train.orchestration.publisher import PREFIX, RunEvent, ending, translate
 from prefect_elastic_train.report.run_report import RunReport
 
 T = 1_763_770_000.0

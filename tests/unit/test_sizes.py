@@ -23,7 +23,7 @@ from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.relay import EventOutput
 from prefect_elastic_train.elastic.callbacks import RunCallback
-from prefect_elastic_train.orchestration import prefect_events
+from prefect_elastic_train.orchestration import publisher
 from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
@@ -70,7 +70,7 @@ class Supervisor(logging.Handler):
             self.events.append(said)
             log.event(said)
             self.report.take(said)
-            self.payloads += [size_of(told.payload) for told in prefect_events.translate(said, self.report, "")]
+            self.payloads += [size_of(told.payload) for told in publisher.translate(said, self.report, "")]
         [ended] = [event for event in self.events if isinstance(event, AttemptEnded)]
         assert ended.outcome is Outcome.COMPLETED
         return TrainingResult.model_validate(ended.result)

@@ -17,10 +17,9 @@ from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import task
 from prefect_elastic_train.orchestration import training as training_of
-from prefect_elastic_train.orchestration.cancellation import End, SilentEndError, Stop, ending_of
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.task import elastic_train
-from prefect_elastic_train.orchestration.training import Training
+from prefect_elastic_train.orchestration.training import End, SilentEndError, Stop, Training, ending_of
 from prefect_elastic_train.report.run_report import RunReport
 
 
