@@ -8,7 +8,7 @@
     train.serve("train", entrypoint_type=EntrypointType.MODULE_PATH)
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from prefect import flow
 from pydantic import Field
@@ -26,8 +26,6 @@ from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import load_saved, saved_name
 from prefect_elastic_train.orchestration.arguments import LOOP_PATTERN, named_loop
 from prefect_elastic_train.orchestration.task import elastic_train
-
-AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 DEFAULT_CONFIG: dict[str, Any] = {}
 DEFAULT_SCALING = ElasticScaling()
@@ -95,7 +93,7 @@ def train(
     return result.model_dump(mode="json")
 
 
-def _given(block: AnyBlock, default: AnyBlock | None = None) -> AnyBlock | str | None:
+def _given(block: TrainingBlock, default: TrainingBlock | None = None) -> Any:
     """Return a saved block by its name, which each attempt loads anew, so that a mended token is used; else the block.
 
     The flow's own default is nothing. A block whose values are no longer those that are saved is given as it is:

@@ -41,7 +41,7 @@ def resume_flow_run(
     from prefect.client.orchestration import get_client
 
     from prefect_elastic_train.core.operator_settings import default_block_name
-    from prefect_elastic_train.orchestration import dead_runs
+    from prefect_elastic_train.orchestration import resuming
 
     with errors(), get_client(sync_client=True) as client:
         try:
@@ -50,8 +50,8 @@ def resume_flow_run(
             if not storages:
                 default = default_block_name("storage") or DEFAULT_STORAGE
                 storages = [default] if default != DEFAULT_STORAGE or Path(default).expanduser().is_dir() else []
-            flow_run_id = dead_runs.flow_run_of(run, [open_briefly(text) for text in storages])
-        for line in dead_runs.resume(client, flow_run_id, force=force):
+            flow_run_id = resuming.flow_run_of(run, [open_briefly(text) for text in storages])
+        for line in resuming.resume(client, flow_run_id, force=force):
             console().print(line, markup=False)
 
 
@@ -75,12 +75,12 @@ def create_automations(
     """Create or update the automations that resume crashed and lost runs. May be repeated."""
     from prefect.client.orchestration import get_client
 
-    from prefect_elastic_train.orchestration import automations
+    from prefect_elastic_train.orchestration import resuming
 
     with errors(), get_client(sync_client=True) as client:
-        scopes = automations.scopes(client, deployments or [], tags or [])
-        for change in automations.apply(client, scopes, max_resumes, heartbeat_timeout, evaluate_with, evaluate_at):
-            console().print(f"{change.what:<10}{change.name}", markup=False)
+        scopes = resuming.scopes(client, deployments or [], tags or [])
+        for what, name in resuming.apply(client, scopes, max_resumes, heartbeat_timeout, evaluate_with, evaluate_at):
+            console().print(f"{what:<10}{name}", markup=False)
 
 
 @app.command("delete")
@@ -92,14 +92,14 @@ def delete_automations(
     """Delete automations that `create` has made."""
     from prefect.client.orchestration import get_client
 
-    from prefect_elastic_train.orchestration import automations
+    from prefect_elastic_train.orchestration import resuming
 
     labels = [*(deployments or []), *(f"tag {tag}" for tag in tags or [])]
     if everything == bool(labels):
         raise typer.BadParameter("name deployments or tags, or give --all")
     with errors(), get_client(sync_client=True) as client:
-        changes = automations.delete(client, None if everything else labels)
-        for change in changes:
-            console().print(f"{change.what:<10}{change.name}", markup=False)
-    if not changes:
+        deleted = resuming.delete(client, None if everything else labels)
+        for name in deleted:
+            console().print(f"deleted   {name}", markup=False)
+    if not deleted:
         fail("there are no such automations; see `prefect automation ls`")

@@ -18,15 +18,8 @@ from prefect.exceptions import ScriptError
 from prefect.utilities.importtools import load_script_as_module
 from pydantic import SecretStr
 
+from prefect_elastic_train.blocks import lookup
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import (
-    BLOCK_TYPES,
-    StorageBlock,
-    chosen_block,
-    load_saved,
-    plain_storage,
-    saved_name,
-)
 from prefect_elastic_train.core.operator_settings import default_block_name, get_settings
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
@@ -40,14 +33,7 @@ from prefect_elastic_train.core.settings import (
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.fit import check_loop, function_in, resolve_loop
 from prefect_elastic_train.orchestration.flow_runs import Place, this_training
-from prefect_elastic_train.runs.identity import (
-    LATEST_RUN,
-    check_run_name,
-    default_run_name,
-    fingerprint,
-    loop_name,
-    training_part,
-)
+from prefect_elastic_train.runs import identity
 from prefect_elastic_train.supervisor.runtime import import_path
 
 FRAMEWORKS = ("torch", "jax", "none")
@@ -72,10 +58,10 @@ def check_arguments(
             "checkpoint: give run_name, and one of them"
         )
     if resume_from:
-        check_run_name(resume_from.partition("@")[0])
+        identity.check_run_name(resume_from.partition("@")[0])
     if run_name is not None:
-        check_run_name(run_name)
-    if run_name == LATEST_RUN:
+        identity.check_run_name(run_name)
+    if run_name == identity.LATEST_RUN:
         raise ConfigurationError(
             f"run_name={run_name!r} is what resume_from calls the newest earlier run; give the run another name"
         )
@@ -108,21 +94,22 @@ def make_request(
         pickled = dump_payload(payload)
     except Exception as error:
         raise ConfigurationError(
-            f"train loop {loop_name(loop)!r} or its configuration cannot be sent to another process: "
+            f"train loop {identity.loop_name(loop)!r} or its configuration cannot be sent to another process: "
             f"{type(error).__name__}: {error}. Keep locks, open files and connections out of what the loop refers to"
         ) from error
     # Last, since it counts the trainings of the flow run: one that is refused is none.
     place = this_training()
     which = (place.number, place.calls)
-    flow_name = place.flow_name or loop_name(loop)
+    flow_name = place.flow_name or identity.loop_name(loop)
     request = RunRequest(
-        run_name=run_name or check_run_name(default_run_name(flow_name, place.owner.flow_run_id, *which)),
+        run_name=run_name
+        or identity.check_run_name(identity.default_run_name(flow_name, place.owner.flow_run_id, *which)),
         owner=place.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
-        fingerprint=fingerprint(loop, framework, config),
+        fingerprint=identity.fingerprint(loop, framework, config),
         named=run_name is not None,
         resume=resume,
         resume_from=resume_from or "",
-        part=training_part(flow_name, *which),
+        part=identity.training_part(flow_name, *which),
         resumed=place.resumed,
         has_datasets=bool(payload.datasets),
         worker_runtime_env=worker_runtime_env or {},
@@ -138,15 +125,15 @@ def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     """
     blocks: dict[str, GivenBlock] = {}
     for argument, block in given.items():
-        loaded = chosen_block(argument) if block is None else load_given(argument, block)
+        loaded = lookup.chosen_block(argument) if block is None else load_given(argument, block)
         blocks[argument] = block or default_block_name(argument) or loaded
     return blocks
 
 
 def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
     """Return a block, loaded if its name was given; refuse one whose secrets Prefect has masked."""
-    types = BLOCK_TYPES[argument]
-    block = load_saved(types, given) if isinstance(given, str) else given
+    types = lookup.BLOCK_TYPES[argument]
+    block = lookup.load_saved(types, given) if isinstance(given, str) else given
     if not (type(block) in types if argument == "storage" else isinstance(block, *types)):
         names = " or ".join(kind.__name__ for kind in types)
         raise ConfigurationError(f"{argument}: expected a {names} or the name of one, got {type(given).__name__}")
@@ -164,15 +151,15 @@ def driver_spec(request: RunRequest, given: Mapping[str, GivenBlock], previous_e
     """Return what the driver of the next attempt is told, with the blocks as they are saved now."""
     blocks = {argument: load_given(argument, block) for argument, block in given.items()}
     scaling, storage = plain(ScalingSettings, blocks["scaling"]), blocks["storage"]
-    assert isinstance(storage, StorageBlock)
+    assert isinstance(storage, lookup.StorageBlock)
     return DriverSpec(
         request=request,
         scaling=scaling,
         failures=plain(FailureSettings, blocks["failures"]),
         checkpoints=plain(CheckpointSettings, blocks["checkpoints"]),
-        storage=plain_storage(storage),
+        storage=lookup.plain_storage(storage),
         cluster=plain(ClusterSettings, blocks["cluster"]),
-        storage_block=saved_name(storage),
+        storage_block=lookup.saved_name(storage),
         poll_interval_seconds=get_settings().poll_interval(scaling.max_workers),
         sys_path=import_path(),
         previous_end=previous_end,

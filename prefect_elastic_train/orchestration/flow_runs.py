@@ -193,9 +193,7 @@ def _next(key: tuple[str, ...]) -> int:
 
 def _kept(key: tuple[str, ...], make: Callable[[], int]) -> int:
     with _lock:
-        if key not in _kept_numbers:
-            _kept_numbers[key] = make()
-        return _kept_numbers[key]
+        return _kept_numbers.get(key) or _kept_numbers.setdefault(key, make())
 
 
 def wants_an_end(state: State | None) -> bool:
@@ -213,11 +211,6 @@ def mark_cancelled(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> No
         state = client.read_flow_run(flow_run_id).state
         if state is None or not state.is_final():
             client.set_flow_run_state(flow_run_id, Cancelled(message="The training was cancelled."), force=True)
-
-
-def watched_by_runner() -> bool:
-    """Whether a runner has started this process: it then signals a cancellation and sets the final state."""
-    return os.environ.get("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true").lower() == "false"
 
 
 def flows_around() -> Iterator[FlowRunContext]:

@@ -60,9 +60,8 @@ class RunLog(ev.EventHandler):
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
         self._logger, self._has_failed = logger, False
         self._limits = OutputLimits(lines_per_second)
-        #: By node and process id, and by the latter alone, as Ray leaves out the address of the driver's node.
+        #: By node and process id, and by ":" and the latter alone, as Ray leaves out the address of the driver's node.
         self._ranks: dict[str, int] = {}
-        self._ranks_by_pid: dict[str, int] = {}
         self._attempt, self._run_uri = 0, ""
         #: Where a restart begins, as far as is known.
         self._checkpoint = ""
@@ -91,8 +90,8 @@ class RunLog(ev.EventHandler):
         elif isinstance(event, ev.CheckpointCommitted):
             self._checkpoint = event.checkpoint
         elif isinstance(event, ev.WorkerGroupStarted):
-            self._ranks = event.ranks
-            self._ranks_by_pid = {worker.rpartition(":")[2]: rank for worker, rank in reversed(event.ranks.items())}
+            by_pid = {f":{worker.rpartition(':')[2]}": rank for worker, rank in reversed(event.ranks.items())}
+            self._ranks = {**event.ranks, **by_pid}
         if not told:
             self.handle(event)
 
@@ -197,6 +196,5 @@ class RunLog(ev.EventHandler):
         rest = text[match.end() :]
         if match["actor"] != "RayTrainWorker":
             return match["actor"], rest
-        ip, pid = match["ip"], match["pid"] or ""
-        rank = self._ranks.get(f"{ip}:{pid}") if ip else self._ranks_by_pid.get(pid)
-        return (f"rank {rank}" if rank is not None else f"worker {pid}"), rest
+        rank = self._ranks.get(f"{match['ip'] or ''}:{match['pid']}")
+        return (f"rank {rank}" if rank is not None else f"worker {match['pid']}"), rest

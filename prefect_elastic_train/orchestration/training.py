@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
 import random
 import signal
 import threading
@@ -30,18 +31,8 @@ from prefect_elastic_train.core.outcomes import (
 from prefect_elastic_train.core.request import RunRequest
 from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.interruptions import interruptions
+from prefect_elastic_train.orchestration import flow_runs
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
-from prefect_elastic_train.orchestration.flow_runs import (
-    FlowRunWatch,
-    Place,
-    ask_prefect,
-    flows_around,
-    is_ending,
-    last_told_at,
-    mark_cancelled,
-    wants_an_end,
-    watched_by_runner,
-)
 from prefect_elastic_train.orchestration.logs import RunLog
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.result import TrainingResult
@@ -117,7 +108,7 @@ class Training:
     request: RunRequest
     #: By argument; those given by name are loaded anew at each attempt.
     blocks: Mapping[str, GivenBlock]
-    place: Place
+    place: flow_runs.Place
     #: From now on, until it is ended; None for no bound.
     timeout_seconds: float | None = None
     #: Before the first new driver; doubled before each one after it.
@@ -132,11 +123,11 @@ class Training:
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)
         # From the first attempt to the end; there is no publisher if the operator wants none.
         self._runtime: Runtime | None = None
-        self._watch: FlowRunWatch
+        self._watch: flow_runs.FlowRunWatch
         self._log: RunLog
         self._publisher: Publisher | None = None
         # Of the attempt:
-        self._flows = list(flows_around())
+        self._flows = list(flow_runs.flows_around())
         self._detached = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -150,7 +141,7 @@ class Training:
         """Run one attempt, and keep what the next one needs if it may follow."""
         context = TaskRunContext.get()
         run_count, retries = (context.task_run.run_count, context.task.retries) if context is not None else (1, 0)
-        self._flows, self._detached = list(flows_around()), False
+        self._flows, self._detached = list(flow_runs.flows_around()), False
         if self._runtime is None:
             self._runtime = self._begin(in_task=context is not None)
         try:
@@ -180,7 +171,7 @@ class Training:
         settings = get_settings()
         logger = get_run_logger() if in_task else get_logger("elastic_train")
         self._log = log = RunLog(logger, settings.log_lines_per_second)
-        self._watch = FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
+        self._watch = flow_runs.FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
         runtime = Runtime(settings, self._take, log.line, self._check_stop, log.note)
         runtime.on_past_event = lambda event: self._take(event, told=True)
         runtime.detaches, runtime.followed_until = self._leaves_job, self._followed_until
@@ -256,7 +247,8 @@ class Training:
     # -- what ends it from outside
 
     def _is_told_to_end(self) -> bool:
-        return self.cancelled.is_set() or interruptions() > self._interruptions or any(map(is_ending, self._flows))
+        told = self.cancelled.is_set() or interruptions() > self._interruptions
+        return told or any(map(flow_runs.is_ending, self._flows))
 
     def _check_stop(self) -> None:
         if (told := self._is_told_to_end()) or self._watch.ended:
@@ -288,14 +280,14 @@ class Training:
         ids = self.place.flow_run_ids
 
         def ask(client: SyncPrefectClient) -> bool:
-            return any(wants_an_end(client.read_flow_run(one).state) for one in map(UUID, ids))
+            return any(flow_runs.wants_an_end(client.read_flow_run(one).state) for one in map(UUID, ids))
 
-        return not ids or bool(ask_prefect(ask, _STATE_SECONDS))
+        return not ids or bool(flow_runs.ask_prefect(ask, _STATE_SECONDS))
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""
-        told_at = ask_prefect(lambda client: last_told_at(client, self.request.run_name), _STATE_SECONDS)
-        return told_at or time.time()
+        name = self.request.run_name
+        return flow_runs.ask_prefect(lambda client: flow_runs.last_told_at(client, name), _STATE_SECONDS) or time.time()
 
     def _said_of(self, stop: Stop) -> AttemptFailedError:
         """What is raised of a flow run's end, which gets the state that it should have. The training has ended by now.
@@ -306,13 +298,14 @@ class Training:
         """
         of_the_root, ids = stop.flow_run_id == self.request.owner.flow_run_id, self.place.flow_run_ids
         ended = ids[: ids.index(stop.flow_run_id) + 1]  # with the subflows around the training
-        deadline = time.monotonic() + (_SIGNAL_SECONDS if of_the_root and watched_by_runner() else 0)
+        has_runner = os.environ.get("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true").lower() == "false"
+        deadline = time.monotonic() + (_SIGNAL_SECONDS if of_the_root and has_runner else 0)
         while time.monotonic() < deadline:
             if self._is_told_to_end():
                 break
             time.sleep(0.1)
         else:
-            ask_prefect(lambda client: mark_cancelled(client, ended), _STATE_SECONDS)
+            flow_runs.ask_prefect(lambda client: flow_runs.mark_cancelled(client, ended), _STATE_SECONDS)
         error_type = SilentEndError if of_the_root else AttemptFailedError
         return error_type(f"training {self.request.run_name!r} ended: {stop}", outcome=Outcome.CANCELLED)
 

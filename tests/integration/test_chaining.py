@@ -20,7 +20,7 @@ from flows.digits import REQUIRED_ACCURACY, DigitsSummary
 from flows.digits_jax import digits_jax
 from prefect_elastic_train import CheckpointPolicy, ElasticScaling, LocalStorage, RayCluster, TrainingResult
 from prefect_elastic_train.cli import app
-from prefect_elastic_train.orchestration import automations
+from prefect_elastic_train.orchestration import resuming
 from tests.support.deployments import deployment_id, end_of, flow_run_log, project_served, runs_of
 from tests.support.processes import wait_for
 from tests.support.reports import artifacts_of, report_of, run_events
@@ -50,10 +50,10 @@ def _completed(client: SyncPrefectClient, flow_run_id: UUID, timeout: float) -> 
 
 def _automate(client: SyncPrefectClient, deployment: str, at: str) -> None:
     """Have an automation start the evaluation of a deployment's trainings."""
-    wanted = automations.scopes(client, [deployment], [])
+    wanted = resuming.scopes(client, [deployment], [])
     for what in ("created", "unchanged"):
-        changes = automations.apply(client, wanted, 10, 600.0, evaluate_with="evaluate/digits", evaluate_at=at)
-        assert [change.what for change in changes] == [what] * 3
+        changes = resuming.apply(client, wanted, 10, 600.0, evaluate_with="evaluate/digits", evaluate_at=at)
+        assert [done for done, _ in changes] == [what] * 3
     time.sleep(2)  # a server takes up to a second to load them
 
 
@@ -94,7 +94,7 @@ def test_nights_are_chained_by_deployments_and_each_goes_on_from_the_best_checkp
     evaluation = wait_for(lambda: [r for r in runs_of(client, evaluate) if r.id != evaluated.id], 30, "an evaluation")[
         0
     ]
-    automations.delete(client, ["train/train"])
+    resuming.delete(client, ["train/train"])
     best = second.best_checkpoints[-1]
     assert evaluation.parameters["checkpoint_uri"] == told["payload"]["best_checkpoint_uri"] == best.uri
     assert _completed(client, evaluation.id, 60)["epoch"] == best.metrics["epoch"]
@@ -128,7 +128,7 @@ def test_digits_deployment_learns_to_read_and_its_best_checkpoints_are_evaluated
     assert {related["prefect.resource.role"] for related in bests[-1]["related"]} >= {"flow-run", "flow", "deployment"}
     evaluate = deployment_id(client, "evaluate/digits")
     wait_for(lambda: len(runs_of(client, evaluate)) == len(bests), 30, "an evaluation of each")
-    automations.delete(client, ["digits/digits"])
+    resuming.delete(client, ["digits/digits"])
     for made in runs_of(client, evaluate):
         assert made.parameters["checkpoint_uri"] in uris
         # A checkpoint that is not kept may be gone before its evaluation starts.

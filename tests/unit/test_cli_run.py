@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.cli.running import loop_config
 from prefect_elastic_train.core.outcomes import ConfigurationError, StorageFaultError
-from prefect_elastic_train.orchestration import dead_runs
+from prefect_elastic_train.orchestration import resuming
 from prefect_elastic_train.storage.opening import Storage
 
 LOOPS = '''
@@ -186,7 +186,7 @@ def test_resume_waits_for_a_storage_less_than_trainings_do_and_says_in_one_line_
         waits.extend(storage.retries.seconds for storage in storages)
         raise StorageFaultError("s3://bucket/runs is away", kind="away", permanent=False)
 
-    monkeypatch.setattr(dead_runs, "flow_run_of", flow_run_of)
+    monkeypatch.setattr(resuming, "flow_run_of", flow_run_of)
     monkeypatch.setattr(prefect.client.orchestration, "get_client", lambda **_: nullcontext())
     done = CliRunner().invoke(app, ["resume", "mnist", "--storage", "s3://bucket/runs"])
     assert (done.exit_code, done.output) == (1, "error: s3://bucket/runs is away\n")

@@ -101,7 +101,7 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
 
 def test_a_block_that_the_settings_name_is_loaded_anew_at_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "default_block_name", lambda argument: "elastic-scaling/lab")
-    monkeypatch.setattr(arguments, "chosen_block", lambda argument: ElasticScaling())
+    monkeypatch.setattr(arguments.lookup, "chosen_block", lambda argument: ElasticScaling())
     assert arguments.given_blocks(scaling=None) == {"scaling": "elastic-scaling/lab"}
 
 

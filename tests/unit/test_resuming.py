@@ -9,7 +9,7 @@ import pytest
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, Outcome
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.orchestration.dead_runs import flow_run_of
+from prefect_elastic_train.orchestration.resuming import flow_run_of
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.runs.model import PRUNER

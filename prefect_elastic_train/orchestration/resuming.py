@@ -1,0 +1,289 @@
+"""Flow runs that nobody executes any more: resumed by a person, or by automations, which are created as code.
+
+Such a run may look running for ever, while Prefect offers a retry for final states only. Whoever resumes it has to end
+it first, and should not do that to one that lives.
+
+Two automations for each deployment or tag resume. One resumes a Crashed run: the same flow run, so that its trainings
+take over where they were. The other finds runs whose heartbeat has stopped, when nobody is left to say that they
+crashed, and says so, which the first then acts on. A run that somebody has cancelled, or that failed, is left alone.
+
+A third, if it is asked for, starts another deployment at each new best checkpoint, or when a training has completed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import psutil
+from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture, RunDeployment
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.events.actions import ActionTypes
+from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+from prefect.states import AwaitingRetry, Cancelled, Crashed
+
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.orchestration.flow_runs import is_root
+from prefect_elastic_train.orchestration.publisher import BEST_CHECKPOINT, COMPLETED
+from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.storage.opening import Storage
+
+#: Name of the state, of type Crashed, that a dead run gets. Automations for Crashed runs shall not resume it, too.
+LOST = "Lost"
+#: A run counts as living until it has missed so many of Prefect's heartbeats, by default one in 180 s.
+_MISSED_BEATS = 2
+_HEARTBEAT_SECONDS = 180
+#: A runner kills 30 s after the signal, and a training waits 40 s for a runner that has died.
+_CANCELLATION_SECONDS = 90.0
+_RESUME = "elastic-train: resume crashed runs of "
+_FIND = "elastic-train: find dead runs of "
+#: When an evaluation can be started: of what, at which event, and where that has the checkpoint; without a score there
+#: is no best one.
+_EVALUATIONS = {
+    "best-checkpoint": ("best checkpoints", BEST_CHECKPOINT, "checkpoint_uri"),
+    "completed": ("completed trainings", COMPLETED, "best_checkpoint_uri or event.payload.checkpoint_uri"),
+}
+_EVALUATE = "elastic-train: evaluate {} of "
+_NAMES = (_RESUME, _FIND, *(_EVALUATE.format(what) for what, _, _ in _EVALUATIONS.values()))
+#: Prefect's names for a run that begins to run, the first time and again.
+_BEGINNINGS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
+_HEARTBEAT = "prefect.flow-run.heartbeat"
+#: What ends the wait for the next heartbeat. A run that is scheduled again, paused or suspended has none.
+_FINAL = {"Completed", "Failed", "TimedOut", "Cancelled", "Crashed", LOST}
+_ENDINGS = {f"prefect.flow-run.{name}" for name in (*_FINAL, "AwaitingRetry", "Scheduled", "Paused", "Suspended")}
+#: How long after its beginning a run may crash. Longer than any training.
+_LIFETIME = timedelta(days=366)
+#: The state of a run whose own terminal got Ctrl-C: its user meant that. An async flow ends so if the signal comes
+#: while it trains; else with a message that the loss of a machine has, too.
+_INTERRUPTED = "Execution was aborted by an interrupt signal."
+
+
+def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False) -> Iterator[str]:
+    """End a flow run that is dead, and have it executed again; say each step when it is done.
+
+    A run that looks running becomes Lost, of type Crashed, and one that looks cancelling Cancelled, which is the end
+    of it. What has crashed, failed or was cancelled before is scheduled again as by the Retry of Prefect's UI. Unless
+    it is forced, one that shows a sign of life is refused.
+    """
+    try:
+        flow_run = client.read_flow_run(flow_run_id)
+    except ObjectNotFound as error:
+        raise ConfigurationError(f"there is no flow run {flow_run_id}; see `prefect flow-run ls`") from error
+    name, state = flow_run.name, flow_run.state
+    if not is_root(flow_run):
+        raise ConfigurationError(f"flow run {name} was called by another flow run: resume that one")
+    if state is None or state.is_scheduled() or state.is_paused() or state.is_completed():
+        said = state.name if state is not None else "not scheduled yet"
+        raise ConfigurationError(f"flow run {name} is {said}: there is nothing left to resume")
+    if not state.is_final():
+        sign = None if force else next(_signs_of_life(client, flow_run, state), None)
+        if sign is not None:
+            raise ConfigurationError(
+                f"flow run {name} may be alive: {sign}. Wait, or give --force if you know better; then a process "
+                "that does live gives way"
+            )
+        if state.is_cancelling():
+            _set(client, flow_run_id, Cancelled(message="It was being cancelled, and nobody was left to do it."))
+            yield f"{name} was being cancelled and is Cancelled now. To resume it, do the same again"
+            return
+        _set(client, flow_run_id, Crashed(name=LOST, message="It gave no sign of life, as a person has found."))
+        yield f"{name} was {state.name} and is {LOST} (Crashed) now"
+    if flow_run.deployment_id is None:
+        yield (
+            "It has no deployment, so no runner will take it: execute it with `prefect flow-run retry "
+            f"{flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
+            "prefect_elastic_train.train_flow.train"
+        )
+        return
+    _set(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
+    yield f"{name} is scheduled again: the next free runner of its deployment takes it"
+
+
+def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
+    """Find the flow run that a run belongs to: that of its newest attempt, or which claimed it."""
+    places = ", ".join(storage.uri for storage in storages) or "anywhere that is looked at: say where with --storage"
+    found = [RunDirectory(storage.run(run_name)).owner for storage in storages if run_name in storage.run_names()]
+    owners = {owner.flow_run_id: owner for owner in found if owner is not None}
+    if not owners:
+        raise ConfigurationError(f"{run_name!r} is no id of a flow run, and no run of this name is in {places}")
+    if len(owners) > 1:
+        raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")
+    [owner] = owners.values()
+    try:
+        return UUID(owner.flow_run_id if owner.is_flow_run else "")
+    except ValueError as error:
+        raise ConfigurationError(
+            f"run {run_name!r} belongs to {owner.describe()}, which cannot be resumed; to go on with the run, "
+            f"train with run_name={run_name!r} and resume=True"
+        ) from error
+
+
+def _signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:
+    """Find what tells that a flow run is being executed, or is about to be, the quick looks first."""
+    now = datetime.now(timezone.utc)
+    age = (now - state.timestamp).total_seconds()
+    if state.is_pending() or (state.is_cancelling() and age < _CANCELLATION_SECONDS):
+        yield f"it is {state.name} for {age:.0f} s, and somebody may be about to change that"
+    for process in psutil.process_iter():
+        try:  # Prefect's runners write the id into the environment of what they start
+            if process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run.id):
+                yield f"process {process.pid} ({process.name()}) on this machine belongs to it"
+        except psutil.Error:
+            continue
+    silence = _MISSED_BEATS * (get_current_settings().flows.heartbeat_frequency or _HEARTBEAT_SECONDS)
+    beats = EventFilter(
+        event=EventNameFilter(name=[_HEARTBEAT]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run.id}"]),
+        occurred=EventOccurredFilter(since=now - timedelta(seconds=silence)),
+    )
+    if client.read_events(beats, limit=1).events:
+        yield f"it has sent a heartbeat within {silence} s"
+
+
+def _set(client: SyncPrefectClient, flow_run_id: UUID, state: State) -> None:
+    """Propose a state as the UI does, under Prefect's rules."""
+    answer = client.set_flow_run_state(flow_run_id, state)
+    if answer.state is None or answer.state.name != state.name:
+        reason = getattr(answer.details, "reason", None) or "no reason given"
+        raise ConfigurationError(f"Prefect did not make the flow run {state.name}: {reason}")
+
+
+class Scope(NamedTuple):
+    """Which flow runs some automations are for: a deployment's or a tag's, by what people call it and by its id."""
+
+    label: str
+    role: str
+    id: str
+
+
+def scopes(client: SyncPrefectClient, deployments: Sequence[str], tags: Sequence[str]) -> list[Scope]:
+    """Look up deployments, by ``flow/deployment``, beside tags of flow runs or deployments."""
+    if not deployments and not tags:
+        raise ConfigurationError("name at least one deployment (flow/deployment) or tag whose runs shall be resumed")
+    found = [Scope(name, "deployment", str(_deployment_id(client, name))) for name in deployments]
+    return [*found, *(Scope(f"tag {tag}", "tag", tag) for tag in tags)]
+
+
+def _deployment_id(client: SyncPrefectClient, name: str) -> UUID:
+    try:
+        return client.read_deployment_by_name(name).id
+    except (ObjectNotFound, ValueError) as error:
+        raise ConfigurationError(
+            f"there is no deployment {name!r} ({error}), as flow/deployment; see `prefect deployment ls`"
+        ) from error
+
+
+def apply(
+    client: SyncPrefectClient,
+    wanted: Sequence[Scope],
+    max_resumes: int,
+    heartbeat_timeout_seconds: float,
+    evaluate_with: str = "",
+    evaluate_at: str = "best-checkpoint",
+) -> list[tuple[str, str]]:
+    """Create the automations of some scopes, or bring them up to date; doing so again changes nothing.
+
+    Without a heartbeat for so long a run counts as crashed: longer than any outage of the Prefect API that the runs
+    shall survive untouched. The evaluation of before stays if there is none now. Returns what was done with each.
+    """
+    if evaluate_at not in _EVALUATIONS:
+        raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")
+    automations = [one for scope in wanted for one in _resuming(scope, max_resumes, heartbeat_timeout_seconds)]
+    if evaluate_with:
+        deployment_id = _deployment_id(client, evaluate_with)
+        automations += [_evaluating(scope, evaluate_with, deployment_id, evaluate_at) for scope in wanted]
+    return [(_save(client, automation), automation.name) for automation in automations]
+
+
+def delete(client: SyncPrefectClient, labels: Sequence[str] | None = None) -> list[str]:
+    """Delete automations that :func:`apply` has created, by the labels of their scopes; return the names of these."""
+    deleted = []
+    for automation in client.read_automations():
+        label = next((automation.name.removeprefix(name) for name in _NAMES if automation.name.startswith(name)), None)
+        if label is not None and (labels is None or label in labels):
+            client.delete_automation(automation.id)
+            deleted.append(automation.name)
+    return deleted
+
+
+def _resuming(scope: Scope, max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[AutomationCore]:
+    bound, silence = f"{max_resumes} times at most", f"{heartbeat_timeout_seconds:g} s"
+    yield _automation(
+        scope,
+        _RESUME,
+        f"The same flow run goes on after a crash, {bound}.",
+        ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message=f"Resumed after a crash, {bound}."),
+        # A crash counts once it follows a beginning, so that a run which cannot even be started again stays Crashed.
+        # The count of beginnings is the bound.
+        after=_BEGINNINGS,
+        expect={"prefect.flow-run.Crashed"},
+        match={
+            "prefect.resource.id": "prefect.flow-run.*",
+            "prefect.run-count": [str(count) for count in range(1, max_resumes + 1)],
+            "prefect.state-message": f"!{_INTERRUPTED}",
+        },
+        for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,
+        within=_LIFETIME,
+    )
+    yield _automation(
+        scope,
+        _FIND,
+        f"A flow run without a heartbeat for {silence} is Crashed.",
+        ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {silence}."),
+        after={_HEARTBEAT},
+        expect={_HEARTBEAT, *_ENDINGS},
+        match={"prefect.resource.id": "prefect.flow-run.*"},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        within=timedelta(seconds=heartbeat_timeout_seconds),
+    )
+
+
+def _evaluating(scope: Scope, deployment: str, deployment_id: UUID, at: str) -> AutomationCore:
+    """The automation that starts a deployment, of a flow that takes ``checkpoint_uri`` and ``storage``."""
+    what, event, checkpoint = _EVALUATIONS[at]
+    parameters = {
+        parameter: {"__prefect_kind": "jinja", "template": f"{{{{ event.payload.{value} }}}}"}
+        for parameter, value in {"checkpoint_uri": checkpoint, "storage": "storage_block"}.items()
+    }
+    return _automation(
+        scope,
+        _EVALUATE.format(what),
+        f"At the event {event}, {deployment} is started with the checkpoint.",
+        RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
+        expect={event},
+        match={"prefect.resource.id": "elastic-train.run.*"},
+        posture=Posture.Reactive,
+        within=timedelta(0),
+    )
+
+
+def _automation(scope: Scope, name: str, description: str, action: ActionTypes, **trigger: Any) -> AutomationCore:
+    related = {"prefect.resource.role": scope.role, "prefect.resource.id": f"prefect.{scope.role}.{scope.id}"}
+    return AutomationCore(
+        name=f"{name}{scope.label}",
+        description=description,
+        trigger=EventTrigger(match_related=related, threshold=1, **trigger),
+        actions=[action],
+    )
+
+
+def _save(client: SyncPrefectClient, automation: AutomationCore) -> str:
+    def content(of: AutomationCore) -> dict[str, Any]:
+        return of.model_dump(include={*AutomationCore.model_fields}, exclude={"trigger": {"id"}})
+
+    existing = client.read_automations_by_name(automation.name)
+    if not existing:
+        client.create_automation(automation)
+        return "created"
+    # An update ends what the automation waits for: a run that has begun before it would not be resumed.
+    if content(existing[0]) == content(automation):
+        return "unchanged"
+    client.update_automation(existing[0].id, automation)
+    return "updated"
