@@ -173,7 +173,7 @@ class SimulatedRun:
 
     def _fail(self) -> Iterator[Event]:
         from prefect_elastic_train.core.events import StateChanged, WorkerFailed
-        from prefect_elastic_train.core.rank_errors import distinct
+        from prefect_elastic_train.core.ray_output import distinct
 
         texts = {rank: BEREAVED.format(rank=rank) for rank in range(self._workers)}
         texts[self._workers // 2] = DEAD

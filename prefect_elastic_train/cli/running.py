@@ -16,7 +16,7 @@ from ruamel.yaml.error import YAMLError
 
 from prefect_elastic_train.cli.common import errors, fail, metrics_in_short, print_pairs
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.rank_errors import cause
+from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.report.words import duration
 
 if TYPE_CHECKING:

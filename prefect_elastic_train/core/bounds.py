@@ -16,12 +16,7 @@ from pydantic_core import PydanticSerializationError
 MAX_EVENT_BYTES = 512 * 1024
 #: A line of a driver's output. An event fits in, so none is ever cut on its way.
 MAX_LINE_BYTES = MAX_EVENT_BYTES + 1024
-#: The metrics of a report: some 800 numbers.
 MAX_METRICS_BYTES = 32 * 1024
-#: Parts of a result, which the last event carries: together with its metrics and its message they fit into one.
-MAX_HISTORY_BYTES = 256 * 1024
-MAX_CHECKPOINTS_BYTES = 96 * 1024
-MAX_WORLD_SIZES_BYTES = 16 * 1024
 #: How an attempt ended. It is the message of a Prefect state, too, of which Prefect's events keep 100,000 characters.
 MAX_MESSAGE_BYTES = 32 * 1024
 #: A log record. In Prefect's JSON it is up to six times as long, of which its API takes 1,000,000 bytes.
@@ -31,8 +26,7 @@ MAX_LOG_BYTES = 128 * 1024
 _FIRST = ("global_step", "iteration", "step", "epoch", "progress", "_attempt", "_at", "_world_size")
 #: In place of a metric that is no number, or that takes more than a fourth of what there is room for.
 _MAX_METRIC_TEXT = 200
-#: A larger integer is none to any float.
-_MAX_BITS = 1024
+_MAX_BITS = 1024  # of an integer that a float can hold
 
 Item = TypeVar("Item")
 

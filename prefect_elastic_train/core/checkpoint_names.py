@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-#: Of one component of a path, in bytes.
-_MAX_COMPONENT = 255
+_MAX_COMPONENT = 255  # bytes
 _PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})$", re.DOTALL)
 
 

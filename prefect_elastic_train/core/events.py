@@ -38,7 +38,6 @@ class Event(BaseModel):
 
     #: Number of the event within its attempt, 0 until the driver has numbered it.
     sequence: int = 0
-    #: Seconds since the epoch.
     at: float = Field(default_factory=time.time)
     attempt: int = 0
     #: Whether the event may be dropped when a channel is full.
@@ -75,7 +74,6 @@ class AttemptStarted(Event):
     driver_started_at: float = 0.0
     #: Which one it is of the flow run's attempts since the last end that no automatic restart followed; 0: unknown.
     counted: int = 0
-    #: How the attempt before it ended, as far as the supervisor of both has seen it.
     previous_end: str = ""
     #: The checkpoint of another run that the run started from; empty for none.
     started_from: str = ""
@@ -108,23 +106,15 @@ class WorkerGroupStarted(Event):
 
 
 class LoopWarned(Event):
-    """Something is wrong with the loop itself.
-
-    ``problem`` is ``"checkpoint-ignored"`` (it began again although a checkpoint is there: all work is done again), or
-    ``"no-checkpoint"`` (it has never saved one).
-    """
+    """The loop itself began again although a checkpoint is there, to do all work again, or has never saved one."""
 
     problem: Literal["checkpoint-ignored", "no-checkpoint"]
-    #: What is wrong and the way out.
     message: str
     checkpoint: str = ""
 
 
 class WorkerGroupResized(Event):
-    """A healthy worker group is taken down to start with another size.
-
-    ``reason`` is ``"commit"``, right after one, or ``"patience"``: none came within ``resize_patience_seconds``.
-    """
+    """A healthy group goes down for another size, right after a ``"commit"`` or, as none came, by ``"patience"``."""
 
     old_size: int
     new_size: int
@@ -136,15 +126,11 @@ class WorkerGroupResized(Event):
 
 
 class GroupFailed(Event):
-    """The worker group failed.
-
-    ``errors`` maps a rank to its traceback, each different one once; ``also`` has the other ranks with the same.
-    """
+    """Each different traceback by the first rank that has it; ``also`` has the others with the same."""
 
     errors: dict[str, str]
     also: dict[str, list[int]] = Field(default_factory=dict)
     retried: bool
-    #: Why not, if it is not.
     gives_up: str = "the budget is used up"
     #: Reports since the last checkpoint, which are done again.
     reports_lost: int = 0
@@ -181,16 +167,11 @@ class CheckpointCommitted(Report):
 
 
 class StorageWaited(Event):
-    """The storage did not answer for a while, and does again: what that has cost.
-
-    ``who`` waited: ``"controller"``, or ``"ranks"``, whose longest wait ``seconds`` is.
-    """
+    """The storage did not answer ``who`` for a while, and does again: the controller, or the slowest of the ranks."""
 
     who: str
     seconds: float
-    #: Requests that failed and were repeated.
     tries: int = 0
-    #: What was wrong, last.
     last: str = ""
 
 
@@ -236,10 +217,7 @@ KINDS: dict[str, type[Event]] = {
 
 
 class EventHandler:
-    """Hands each event to its method ``on_<kind>``, or that of a class it is derived from, as ``on_report``.
-
-    Any other event is passed over.
-    """
+    """Hands each event to its method ``on_<kind>``, or that of a base class, as ``on_report``, or none."""
 
     def handle(self, event: Event) -> Any:
         """Return what the method for this kind of event returns, None if there is none."""

@@ -73,10 +73,6 @@ def get_settings() -> ElasticTrainSettings:
         wrong = [(variable_of(one["loc"][0]), one["input"], one["msg"]) for one in error.errors()]
         told = [f"{variable}={value!r} is not allowed: {rule}" for variable, value, rule in wrong]
         raise ConfigurationError("; ".join(told)) from None
-    except (AttributeError, TypeError, ValueError, OSError) as error:  # Prefect's sources take a file as it comes
-        raise ConfigurationError(
-            f"settings in .env, prefect.toml, pyproject.toml or the active Prefect profile cannot be read: {error!r}"
-        ) from error
 
 
 def variable_of(setting: object) -> str:
@@ -86,5 +82,4 @@ def variable_of(setting: object) -> str:
 
 def default_block_name(argument: str) -> str:
     """Return the name of the saved block that stands for an argument of ``elastic_train``; empty if none does."""
-    name: str = getattr(get_settings(), f"default_{argument}")
-    return name
+    return str(getattr(get_settings(), f"default_{argument}"))

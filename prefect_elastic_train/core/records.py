@@ -31,7 +31,6 @@ class Owner(_Record):
     flow_name: str = ""
     flow_run_name: str = ""
     deployment_id: str = ""
-    #: Empty also if the Prefect API did not say.
     deployment_name: str = ""
     host: str = ""
     pid: int = 0
@@ -84,14 +83,12 @@ class RunRecord(_Record):
     """``run.json``: what the run is and who created it."""
 
     name: str
-    #: Told apart from a run of the same name in another storage, or of one that was begun anew.
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     created_at: float = Field(default_factory=time.time)
     creator: Owner
     fingerprint: Fingerprint
     resume_from: str = ""
-    #: What ``resume_from`` came to, as ``<run>@<checkpoint folder>``: empty for nothing, so that the run begins at the
-    #: beginning; None if it was not looked for.
+    #: What ``resume_from`` came to, as ``<run>@<checkpoint folder>``: empty for nothing; None if it was not looked for.
     source: str | None = None
     #: Which training of its flow run it is, the same in each night's flow run; see :func:`runs.identity.training_part`.
     part: str = ""
@@ -108,20 +105,16 @@ class AttemptRecord(_Record):
     """``attempts/<n>.json``: a driver attempt; its existence fences off all earlier ones."""
 
     attempt: int
-    #: Of the run, should ``run.json`` be lost.
     run_id: str = ""
     owner: Owner
     #: What it trained with, which a resumed run may have changed since it was created.
     fingerprint: Fingerprint | None = None
     started_at: float = Field(default_factory=time.time)
-    #: Whether it has looked a second time and found its base to be the newest commit still. Until then it has
-    #: done nothing, and its base binds nobody.
+    #: Whether its base was the newest commit at a second look, too. Until then it binds nobody.
     confirmed: bool = True
-    #: The commit it starts from, as ``(attempt, sequence)``; None for the beginning.
+    #: Attempt and sequence of the commit that it starts from; None for the beginning.
     base: tuple[int, int] | None = None
-    #: Checkpoints of the base's lineage that were damaged.
     dropped: list[str] = Field(default_factory=list)
-    #: What had to be repaired or dropped, in words.
     repairs: list[str] = Field(default_factory=list)
     versions: dict[str, str] = Field(default_factory=dict)
 
@@ -134,8 +127,7 @@ class EndedRecord(_Record):
     at: float = Field(default_factory=time.time)
     message: str = ""
     result: dict[str, Any] | None = None
-    #: Which budget was used up after it, in words: no automatic restart follows, and a person's retry starts with fresh
-    #: budgets.
+    #: Which budget was used up after it, in words: no automatic restart follows, and a person's retry has fresh ones.
     verdict: str = ""
 
 

@@ -1,21 +1,30 @@
-"""What a call of ``elastic_train`` asks for: made once from its arguments, and carried whole to the run directory."""
+"""What a call of ``elastic_train`` asks for, and what a driver is told: written to a private file, read once."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import sysconfig
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
 from prefect_elastic_train.core.records import Fingerprint, Owner
+from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.storage_settings import StorageSettings
 
+#: Environment variable with the mark that all processes of one training inherit.
+MARK_VARIABLE = "PREFECT_ELASTIC_TRAIN_PROCESS_MARK"
+#: Beside the spec; the supervisor makes it before it ends a driver on purpose.
+STOP_FILE = "stop"
 #: What cloudpickle sends by value is the process's: two trainings in two threads would take it from one another.
 _PICKLING = threading.Lock()
 
@@ -25,17 +34,11 @@ class RunRequest:
     """The training that is wanted, the same in all its attempts.
 
     Attributes:
-        run_name: Name of the run.
         owner: The flow run that it is for; host and process are filled in by the driver.
-        fingerprint: What makes it the same training as before.
         named: The user gave the run name, so that a changed configuration is meant.
-        resume: Take over a run of another flow run.
-        resume_from: Run whose checkpoint a new run starts from, empty for none.
         part: Which training of its flow run it is, the same in each night's flow run.
         resumed: The flow run ran before, so that the run may have begun.
         has_datasets: Ray Data needs a CPU beside those that the workers hold.
-        worker_runtime_env: Ray runtime environment of the workers.
-        payload: The pickled :class:`Payload`.
     """
 
     run_name: str
@@ -57,6 +60,30 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
+class DriverSpec:
+    """Everything a driver needs to run one attempt: the request, and the blocks as they are now.
+
+    Attributes:
+        storage_block: Name of the saved storage block, if it was one.
+        sys_path: Where the user's modules are found.
+        local_address: Address of the local cluster, which may not be up yet; empty when joining one.
+        previous_end: How the attempt before ended, as far as this supervisor has seen it.
+    """
+
+    request: RunRequest
+    scaling: ScalingSettings
+    failures: FailureSettings
+    checkpoints: CheckpointSettings
+    storage: StorageSettings
+    cluster: ClusterSettings
+    storage_block: str = ""
+    poll_interval_seconds: float = 0.1
+    sys_path: list[str] = field(default_factory=list)
+    local_address: str = ""
+    previous_end: str = ""
+
+
+@dataclass(frozen=True)
 class Payload:
     """The user's own objects, which only the driver unpickles, after Ray is imported."""
 
@@ -69,11 +96,22 @@ class Payload:
     validation_config: Any = None
 
 
+def write_spec(spec: DriverSpec, path: Path) -> None:
+    """Write a spec to a file that only this user can read."""
+    with open(path, "wb", opener=partial(os.open, mode=0o600)) as file:
+        pickle.dump(spec, file)
+
+
+def read_spec(path: Path) -> DriverSpec:
+    """Read a spec, whose payload stays pickled."""
+    spec: DriverSpec = pickle.loads(path.read_bytes())
+    return spec
+
+
 def dump_payload(payload: Payload) -> bytes:
     """Pickle the user's objects so that the driver, and workers on other nodes, can load them.
 
-    A function of a script goes by value, since only this process may be able to import the script; so does
-    one whose module no other process would find, as Prefect loads flow scripts under made-up names.
+    What only this process may be able to import goes by value: scripts, and what Prefect loads under made-up names.
     """
     hidden, scripts = _user_modules()
     with _PICKLING:
@@ -89,8 +127,7 @@ def _dumps(payload: Payload, by_value: list[ModuleType]) -> bytes:
         for module in by_value:
             cloudpickle.register_pickle_by_value(module)
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
-        data: bytes = cloudpickle.dumps(payload)
-        return data
+        return bytes(cloudpickle.dumps(payload))
 
 
 def _user_modules() -> tuple[list[ModuleType], list[ModuleType]]:

@@ -8,14 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from prefect_elastic_train.core.bounds import (
-    MAX_CHECKPOINTS_BYTES,
-    MAX_HISTORY_BYTES,
-    MAX_WORLD_SIZES_BYTES,
-    bounded_metrics,
-    size_of,
-    thinned,
-)
+from prefect_elastic_train.core.bounds import bounded_metrics, size_of, thinned
+
+#: Parts of a result, which the last event carries: together with its metrics and its message they fit into one.
+_MAX_HISTORY_BYTES, _MAX_CHECKPOINTS_BYTES, _MAX_WORLD_SIZES_BYTES = 256 * 1024, 96 * 1024, 16 * 1024
 
 
 class WorldSize(BaseModel):
@@ -23,7 +19,6 @@ class WorldSize(BaseModel):
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
-    #: Seconds since the epoch.
     at: float
     size: int
 
@@ -133,11 +128,11 @@ def bounded(result: RunResult, score: str = "") -> RunResult:
     """A result in the size that the last event of an attempt has room for; of the checkpoints those that come last."""
     kept = [one.model_copy(update={"metrics": bounded_metrics(one.metrics, score)}) for one in result.best_checkpoints]
     sizes = accumulate(size_of(made) for made in reversed(kept))
-    fitting = sum(size <= MAX_CHECKPOINTS_BYTES for size in sizes)
+    fitting = sum(size <= _MAX_CHECKPOINTS_BYTES for size in sizes)
     parts: dict[str, list[Any]] = {
-        "history": thinned([bounded_metrics(row, score) for row in result.history], MAX_HISTORY_BYTES),
+        "history": thinned([bounded_metrics(row, score) for row in result.history], _MAX_HISTORY_BYTES),
         "best_checkpoints": kept[len(kept) - fitting :],
-        "world_sizes": thinned(result.world_sizes, MAX_WORLD_SIZES_BYTES),
+        "world_sizes": thinned(result.world_sizes, _MAX_WORLD_SIZES_BYTES),
     }
     left_out = Counter(result.left_out)
     left_out.update({name: len(getattr(result, name)) - len(kept) for name, kept in parts.items()})

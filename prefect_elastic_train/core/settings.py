@@ -48,10 +48,8 @@ def _unwrap_ui_json(value: Any) -> Any:
             return {}
         try:
             return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"expected a JSON object such as {{}}, got {text[:80]!r} (line {error.lineno}: {error.msg})"
-            ) from None
+        except ValueError as error:
+            raise ValueError(f"expected a JSON object such as {{}}, got {text[:80]!r} ({error})") from None
     return value
 
 
@@ -117,9 +115,7 @@ class ScalingSettings(SettingsModel):
         if held and not any(held.values()):
             raise ValueError(f"a worker must hold some resource, got {held}; leave resources_per_worker empty")
         if gpus > 1 and not gpus.is_integer():
-            raise ValueError(
-                f"resources_per_worker: GPU {gpus:g} is neither a share of one GPU nor a whole number of them"
-            )
+            raise ValueError(f"resources_per_worker: GPU {gpus:g} is neither a share of one nor a whole number of them")
         if self.min_workers > self.max_workers:
             raise ValueError(
                 f"min_workers ({self.min_workers}) must be at most max_workers ({self.max_workers}); "

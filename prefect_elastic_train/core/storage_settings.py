@@ -42,9 +42,7 @@ def _bucket_path(value: str) -> str:
 def _endpoint(value: str) -> str:
     value = value.strip().rstrip("/")
     if not _ENDPOINT.fullmatch(value):
-        raise ValueError(
-            f"expected http(s)://host[:port] without credentials in it, got {without_credentials(value)!r}"
-        )
+        raise ValueError(f"expected http(s)://host[:port] without credentials, got {without_credentials(value)!r}")
     return value
 
 
@@ -167,13 +165,7 @@ class FsspecStorageSettings(_StorageSettings):
     @property
     def hidden_options(self) -> dict[str, Any]:
         """Those arguments of the fsspec filesystem that are secrets."""
-        options: dict[str, Any] = json.loads(self.secret_options.get_secret_value().strip() or "{}")
-        return options
-
-    @property
-    def all_options(self) -> dict[str, Any]:
-        """Arguments of the fsspec filesystem, secrets included."""
-        return {**self.options, **self.hidden_options}
+        return dict(json.loads(self.secret_options.get_secret_value().strip() or "{}"))
 
 
 StorageSettings = LocalStorageSettings | S3StorageSettings | FsspecStorageSettings

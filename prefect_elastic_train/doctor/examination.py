@@ -26,9 +26,8 @@ from prefect_elastic_train.core.events import ClusterConnected, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import ClusterSettings, without_credentials
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.runs.identity import fingerprint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefect_elastic_train.core import events
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.spec import read_spec
+from prefect_elastic_train.core.request import read_spec
 from prefect_elastic_train.driver.joining import connect
 
 

@@ -21,7 +21,7 @@ from types import FrameType
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
-from prefect_elastic_train.core.spec import read_spec
+from prefect_elastic_train.core.request import read_spec
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions

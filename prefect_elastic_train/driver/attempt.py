@@ -21,8 +21,8 @@ from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, Clus
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.result import RunResult
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.fit import fit, make_datasets, prepare, requester_id
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.driver.joining import connect, fit_local_cluster

@@ -13,9 +13,9 @@ from prefect_elastic_train.core.outcomes import (
     StorageFaultError,
     is_passing,
 )
-from prefect_elastic_train.core.rank_errors import cause as in_short
-from prefect_elastic_train.core.rank_errors import causes, distinct
-from prefect_elastic_train.core.spec import STOP_FILE, DriverSpec
+from prefect_elastic_train.core.ray_output import cause as in_short
+from prefect_elastic_train.core.ray_output import causes, distinct
+from prefect_elastic_train.core.request import STOP_FILE, DriverSpec
 from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.runs.commits import FencedOffError
 

@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
-from prefect_elastic_train.core.request import Payload
-from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.request import DriverSpec, Payload
 from prefect_elastic_train.elastic.sending import Receiving
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.storage.store import RunStore

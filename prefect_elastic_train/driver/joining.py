@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.core.spec import DriverSpec
 
 
 def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:

@@ -27,7 +27,7 @@ from prefect_elastic_train.core.events import (
     decode_event,
 )
 from prefect_elastic_train.core.ray_output import Details
-from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history

@@ -27,8 +27,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import bounded_metrics, plain_metrics
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import ALIVE_SECONDS
-from prefect_elastic_train.core.rank_errors import distinct
-from prefect_elastic_train.core.ray_output import mark_told
+from prefect_elastic_train.core.ray_output import distinct, mark_told
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_waits_and_stall, why_never_again
 from prefect_elastic_train.elastic.sending import EventSender, Receiving

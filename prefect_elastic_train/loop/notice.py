@@ -32,14 +32,11 @@ _LOOK_SECONDS = 0.02
 class _Notice:
     """What this worker process knows of a coming restart: it works for one training."""
 
-    #: Number of the announced growth; 0 while none is.
-    growth: int = 0
-    #: What has been answered with yes already.
-    answered: Any = None
+    growth: int = 0  # the number of the announced one; 0 while none is
+    answered: Any = None  # with yes already
     #: Whether the loop was told to save and has not reported since.
     asked_to_save: bool = False
-    #: Questions that need no broadcast any more.
-    free_questions: int = 0
+    free_questions: int = 0  # that need no broadcast any more
     #: Questions since the last broadcast, and when that was; rank 0 reckons with them.
     questions: int = 0
     asked_at: float = 0.0

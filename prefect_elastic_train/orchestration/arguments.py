@@ -22,7 +22,7 @@ from prefect_elastic_train.blocks import lookup
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.core.operator_settings import default_block_name, get_settings
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
+from prefect_elastic_train.core.request import DriverSpec, Payload, RunRequest, dump_payload
 from prefect_elastic_train.core.settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -30,7 +30,6 @@ from prefect_elastic_train.core.settings import (
     ScalingSettings,
     plain,
 )
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.driver.fit import check_loop, function_in, resolve_loop
 from prefect_elastic_train.orchestration.flow_runs import Place, this_training
 from prefect_elastic_train.runs import identity

@@ -11,8 +11,15 @@ from logging import DEBUG, INFO, WARNING
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.rank_errors import causes, own_errors, ranks_in_words
-from prefect_elastic_train.core.ray_output import DETAIL_TAG, WORKER_LINE, is_detail, without_marks
+from prefect_elastic_train.core.ray_output import (
+    DETAIL_TAG,
+    WORKER_LINE,
+    causes,
+    is_detail,
+    own_errors,
+    ranks_in_words,
+    without_marks,
+)
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS
 from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.layout import details_name

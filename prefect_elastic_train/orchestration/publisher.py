@@ -27,7 +27,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.rank_errors import all_ranks, causes
+from prefect_elastic_train.core.ray_output import all_ranks, causes
 from prefect_elastic_train.report.markdown import render, summary_line
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS, RunReport
 

@@ -28,8 +28,7 @@ from prefect_elastic_train.core.outcomes import (
     TrainingTimeoutError,
     restart_delay,
 )
-from prefect_elastic_train.core.request import RunRequest
-from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration import flow_runs
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec

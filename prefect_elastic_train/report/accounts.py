@@ -32,7 +32,6 @@ class Tally(Counts, ev.EventHandler):
     #: What the run does; ``first`` before a group's first report, ``stopped`` while nobody tries to train.
     phase: Literal["setup", "waiting", "first", "training", "winding", "done", "stopped"] | None = None
     setup: Literal["startup", "restart", "resize"] = "startup"
-    #: Up to when the time is spent, in seconds since the epoch.
     mark: float = 0.0
     spent: dict[str, float] = Field(default_factory=dict)
     stopped: float = 0.0
@@ -81,7 +80,6 @@ class Tally(Counts, ev.EventHandler):
         )
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
-        """Begin an attempt: the one before may have died without a word, and what it goes on from may be older."""
         self.attempts += event.attempt != self.attempt
         self.attempt = event.attempt
         self._lose_reports()
@@ -112,8 +110,7 @@ class Tally(Counts, ev.EventHandler):
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
 
     def on_report(self, event: ev.Report) -> None:
-        """Count reports; their numbers tell of those that have been dropped on the way, too."""
-        self.index = event.index
+        self.index = event.index  # which counts those that have been dropped on the way, too
         if self.phase == "first":
             self.phase = "training"
         elif self.first is not None and self.interval is None:

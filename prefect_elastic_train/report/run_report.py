@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.core.rank_errors import causes
+from prefect_elastic_train.core.ray_output import causes
 from prefect_elastic_train.report.accounts import Tally
 
 #: Bounds of what is kept, whatever the run does.
@@ -44,6 +44,7 @@ _OUTCOMES = {
     "timed out": Outcome.TIMED_OUT,
     "interrupted": Outcome.CANCELLED,
 }
+_STATES = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
 
 Kind = Literal["begin", "failure", "preemption", "resize", "driver", "capacity", "storage", "repair", "loop", "end"]
 
@@ -111,7 +112,6 @@ class RunReport(BaseModel, ev.EventHandler):
     score_attribute: str = ""
     score_order: str = "max"
     run_uri: str = ""
-    #: The checkpoint of another run that the run started from.
     started_from: str = ""
     dashboard_url: str = ""
     #: What the run does, in words, and what there is to say of that.
@@ -131,14 +131,11 @@ class RunReport(BaseModel, ev.EventHandler):
     incidents: list[Incident] = Field(default_factory=list)
     checkpoints: list[Checkpoint] = Field(default_factory=list)
     checkpoints_made: int = 0
-    #: The best checkpoint by the score of the checkpoint policy.
     best: Checkpoint | None = None
     curves: dict[str, Curve] = Field(default_factory=dict)
-    #: When the number of workers became what.
     world_sizes: list[tuple[float, int]] = Field(default_factory=list)
     #: Whether the newest waiting for capacity has just begun.
     waits_anew: bool = False
-    #: How the newest attempt ended.
     last_end: str = ""
 
     def take(self, event: ev.Event) -> None:
@@ -150,10 +147,9 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def end(self, at: float, state: str, why: str = "") -> None:
         """Take in how the training ended for the flow, which no event of the driver may tell."""
-        ended = _OUTCOMES.get(state)
-        if ended is not None:
+        if outcome := _OUTCOMES.get(state):
             # What the driver could not say, or nobody has heard: what it trained since its last commit is lost.
-            outcome = ended if ended is not Outcome.DRIVER_LOST or not self.outcome else Outcome(self.outcome)
+            outcome = Outcome(self.outcome) if state == "failed" and self.outcome else outcome
             said_at = (self.last_event_at if state == "failed" else 0.0) or at
             self.tally.take(ev.AttemptEnded(at=said_at, attempt=self.attempt, outcome=outcome, final=True))
             self.outcome = outcome.value
@@ -220,16 +216,14 @@ class RunReport(BaseModel, ev.EventHandler):
         elif event.outcome.retryable and not event.final:
             self._set_state("restarting the driver", event.message)
         elif event.outcome is not Outcome.SUPERSEDED:
-            states = {Outcome.CANCELLED: "cancelled", Outcome.TIMED_OUT: "timed out"}
-            self._set_state(states.get(event.outcome, "failed"), event.message)
+            self._set_state(_STATES.get(event.outcome, "failed"), event.message)
 
     def on_storage_waited(self, event: ev.StorageWaited) -> None:
-        """Tell of a wait; those that follow each other are one incident."""
         if event.seconds < WORTH_TELLING_SECONDS:
             return
         what = f"the {event.who} waited {event.seconds:.1f} s for the storage"
         if self.incidents and self.incidents[-1].kind == "storage":
-            self.incidents.pop()
+            self.incidents.pop()  # those that follow each other are one
             what += f", {self.tally.storage_wait_seconds:.0f} s in all so far"
         self._tell(event.at, "storage", what, f"{event.tries} requests failed and were repeated; last: {event.last}")
 

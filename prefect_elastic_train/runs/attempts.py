@@ -15,9 +15,8 @@ import psutil
 from prefect_elastic_train.core.bounds import cut
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, RunRecord, encode
-from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import FailureSettings
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.version import __version__
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.liveness import driver_process, is_alive

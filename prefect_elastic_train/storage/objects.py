@@ -56,7 +56,8 @@ class ObjectClient:
                 return open_s3(self.settings, self.retries)
             import fsspec
 
-            options = {"skip_instance_cache": True, "use_listings_cache": False, **self.settings.all_options}
+            options = {"skip_instance_cache": True, "use_listings_cache": False}
+            options |= {**self.settings.options, **self.settings.hidden_options}
             return fsspec.filesystem(scheme, **options)
         except Exception as error:  # noqa: BLE001 - each store has its own, and none of them means a missing object
             failed = self.retries.without_secrets(f"{type(error).__name__}: {error}")

@@ -31,9 +31,8 @@ from prefect_elastic_train.core.events import (
 )
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.core.rank_errors import last_cause
-from prefect_elastic_train.core.ray_output import WORKER_LINE, without_marks
-from prefect_elastic_train.core.spec import STOP_FILE, DriverSpec, write_spec
+from prefect_elastic_train.core.ray_output import WORKER_LINE, last_cause, without_marks
+from prefect_elastic_train.core.request import STOP_FILE, DriverSpec, write_spec
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
 
 #: How often a follower looks after everything but the driver's output.

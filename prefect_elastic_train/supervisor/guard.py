@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import psutil
 
-from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.core.request import MARK_VARIABLE
 
 #: Written by the supervisor when it has cleaned up itself.
 DISMISSED = b"dismissed\n"

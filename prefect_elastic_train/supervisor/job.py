@@ -20,7 +20,7 @@ from ray.job_submission import JobDetails
 from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
 from prefect_elastic_train.supervisor.job_package import ENTRYPOINT, end_pending, job_package

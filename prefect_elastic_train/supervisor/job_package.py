@@ -16,7 +16,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 from pydantic import SecretStr
 
-from prefect_elastic_train.core.spec import DriverSpec
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.version import VERSION_FILE, __version__
 
 _PACKAGE = Path(__file__).parents[1]

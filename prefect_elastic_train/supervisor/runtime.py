@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.events import AttemptEnded
-from prefect_elastic_train.core.spec import MARK_VARIABLE, DriverSpec
+from prefect_elastic_train.core.request import MARK_VARIABLE, DriverSpec
 from prefect_elastic_train.supervisor.attempt import ChildDriver, Follower
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster, use_token

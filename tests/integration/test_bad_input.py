@@ -22,7 +22,7 @@ from prefect_elastic_train import (
     RayCluster,
     elastic_train,
 )
-from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.core.request import MARK_VARIABLE
 from tests.support.clusters import RayHead
 from tests.support.processes import SESSION_VARIABLE, attempts, carrying, free_port
 

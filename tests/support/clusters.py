@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.core.request import MARK_VARIABLE
 from tests.support.processes import ROOT, call, carrying, free_port, kill_all, spawn, titled
 
 TPU_TOPOLOGY, TPU_TYPE = "2x4", "TPU-V6E"

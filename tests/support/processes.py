@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import httpx
 import psutil
 
-from prefect_elastic_train.core.spec import MARK_VARIABLE
+from prefect_elastic_train.core.request import MARK_VARIABLE
 from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
 
 T = TypeVar("T")

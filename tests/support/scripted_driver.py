@@ -25,8 +25,8 @@ from prefect_elastic_train.core.events import (
     encode_event,
 )
 from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.request import STOP_FILE, read_spec
 from prefect_elastic_train.core.result import RunResult
-from prefect_elastic_train.core.spec import STOP_FILE, read_spec
 
 #: An event is said; ``kill``, ``hang`` (without a word), ``deaf`` (to SIGINT from now on), ``child`` (starts a process
 #: that heeds no signal that can be ignored); ``{"exit": code}``, ``{"until": file}``,

@@ -17,9 +17,8 @@ from hypothesis import settings
 from pydantic import BaseModel
 
 from prefect_elastic_train.core.records import CommitRecord, Owner
-from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.runs import layout

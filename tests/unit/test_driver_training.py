@@ -25,9 +25,8 @@ from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
+from prefect_elastic_train.core.request import DriverSpec, Payload, RunRequest, dump_payload, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
-from prefect_elastic_train.core.spec import DriverSpec, write_spec
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver import attempt, relay
 from prefect_elastic_train.driver.attempt import Attempt

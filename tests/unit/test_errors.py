@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_elastic_train.core.rank_errors import all_ranks, causes, distinct, last_cause, own_errors, ranks_in_words
+from prefect_elastic_train.core.ray_output import all_ranks, causes, distinct, last_cause, own_errors, ranks_in_words
 
 TRACEBACK = """Traceback (most recent call last):
   File "/work/train.py", line 31, in loop

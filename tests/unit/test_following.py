@@ -25,8 +25,8 @@ from prefect_elastic_train.core.events import (
 )
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.supervisor import attempt, local_cluster
 from prefect_elastic_train.supervisor.local_cluster import LocalCluster
 from prefect_elastic_train.supervisor.runtime import Runtime

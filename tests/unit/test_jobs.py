@@ -40,8 +40,8 @@ from prefect_elastic_train.core.events import (
 )
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.spec import DriverSpec
 from prefect_elastic_train.supervisor import attempt, job_package
 from prefect_elastic_train.supervisor import job as job_module
 from prefect_elastic_train.supervisor.attempt import Follower

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from prefect_elastic_train.core.request import MARK_VARIABLE, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.spec import MARK_VARIABLE, write_spec
 from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
 from tests.support.processes import wait_for
 from tests.unit.support import REPOSITORY, spec
@@ -124,7 +124,7 @@ time.sleep(60)
 _FLOW = """
 import pathlib, sys
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.spec import read_spec
+from prefect_elastic_train.core.request import read_spec
 from prefect_elastic_train.supervisor.runtime import Runtime
 told = lambda source, text: print(text, flush=True)
 runtime = Runtime(ElasticTrainSettings(), print, told, check_stop=lambda: None)

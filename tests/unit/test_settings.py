@@ -11,7 +11,6 @@ import pytest
 from prefect_elastic_train.blocks.lookup import chosen_block
 from prefect_elastic_train.core.operator_settings import (
     ElasticTrainSettings,
-    default_block_name,
     get_settings,
     variable_of,
 )
@@ -88,16 +87,6 @@ def test_a_bad_value_is_refused_by_name_value_and_rule(
         get_settings()
     assert f"{variable_of(setting)}='{text}' is not allowed: " in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("prefect.toml", b"[elastic_train\n"), ("prefect.toml", b"elastic_train = 5\n"), (".env", b"A=\xff\n")],
-)
-def test_a_file_that_cannot_be_read_is_refused_with_the_files_that_are_read(name: str, text: bytes) -> None:
-    Path(name).write_bytes(text)
-    with pytest.raises(ConfigurationError, match=r"^settings in .*prefect.toml.* cannot be read: "):
-        default_block_name("storage")
 
 
 def test_a_default_block_that_is_refused_is_told_with_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:

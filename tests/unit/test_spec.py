@@ -16,9 +16,8 @@ import pytest
 from prefect.utilities.importtools import load_script_as_module
 
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import Payload, RunRequest, dump_payload
+from prefect_elastic_train.core.request import DriverSpec, Payload, RunRequest, dump_payload, read_spec, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.core.spec import DriverSpec, read_spec, write_spec
 from prefect_elastic_train.runs.identity import fingerprint
 from tests.unit.support import python, spec
 
