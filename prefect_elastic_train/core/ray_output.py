@@ -98,6 +98,9 @@ def silence_ray_train() -> None:
     logger = logging.getLogger("ray.train")
     for handler in [handler for handler in logger.handlers if hasattr(handler, "plain_handler")]:
         logger.removeHandler(handler)  # the root logger, which has the same one, keeps it for the loop
+    for name, other in list(logging.root.manager.loggerDict.items()):
+        if "/ray/train/" in name and isinstance(other, logging.Logger):
+            other.parent = logger  # named by its file rather than its module, it would be heard as the root's
 
 
 def mark_told() -> None:

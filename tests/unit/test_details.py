@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from ray._private.log import PlainRayHandler
+from ray.train.v2._internal.execution import context
 
 from prefect_elastic_train.core.ray_output import Details, is_detail, silence_ray_train
 from prefect_elastic_train.driver.relay import LineStream
@@ -72,17 +73,20 @@ def test_what_a_node_has_logged_before_it_was_lost_is_a_detail(caplog: pytest.Lo
     assert all(map(is_detail, "".join(told).splitlines()))
 
 
-def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs() -> None:
+def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs(caplog: pytest.LogCaptureFixture) -> None:
     console, root, trains = PlainRayHandler(), logging.getLogger(), logging.getLogger("ray.train")
-    before = root.handlers[:], trains.handlers[:]
+    before = root.handlers[:], trains.handlers[:], trains.propagate, context.logger.parent
     try:
         for logger in (root, trains):  # as Ray Train's configuration of a worker has it
             logger.addHandler(console)
+        trains.propagate = False
         silence_ray_train()
+        context.logger.warning("Reporting training result 1")
+        assert not caplog.records, "it would reach the root"
         assert (console in root.handlers, console in trains.handlers) == (True, False)
         assert console.plain_handler.format(logging.makeLogRecord({"msg": "epoch 3"})) == "epoch 3"
     finally:
-        root.handlers, trains.handlers = before
+        root.handlers, trains.handlers, trains.propagate, context.logger.parent = before
 
 
 def test_only_so_much_is_kept_and_that_is_the_newest() -> None:
