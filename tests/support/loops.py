@@ -190,7 +190,8 @@ def jax_loop(config: dict[str, Any]) -> None:
         with checkpoint.as_directory() as folder:
             step, saved = _saved_state(folder), dict(np.load(os.path.join(folder, "weights.npz")))
     weights = {name: on_all(array) for name, array in saved.items()}
-    where = {"rank": rank, "world": world, "resumed_from": step, "run": _run_known_here()}
+    node = ray.get_runtime_context().get_node_id()
+    where = {"rank": rank, "world": world, "resumed_from": step, "run": _run_known_here(), "node": node}
     own_rows = np.array_split(np.arange(ROWS), world)[rank]
     while step < config["steps"]:
         weights, loss = take_step(weights, *(on_all(array[own_rows], "batch") for array in jax_batch(step)))
