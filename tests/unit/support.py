@@ -12,7 +12,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from pydantic import BaseModel
 
@@ -32,8 +31,6 @@ from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Where tests with thousands of synced writes keep their directories."""
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
 """How hypothesis looks for examples: ``same`` or ``wide``."""
@@ -110,10 +107,6 @@ def with_result(snapshot: dict[str, Any], name: str, metrics: dict[str, Any]) ->
     return snapshot
 
 
-on_disk_and_in_memory = pytest.mark.parametrize("store", ["disk", "memory"], indirect=True)
-"""Has a test's run directory once on a disk and once in an object store."""
-
-
 def neighbour(store: RunStore, name: str) -> RunStore:
     """Another run directory beside one."""
     if isinstance(store, LocalRunStore):
@@ -182,13 +175,9 @@ class Training:
         self.log = CommitLog(store, attempt)
         self.snapshot = parse_snapshot(store.read(layout.SNAPSHOT)) or empty_snapshot()
 
-    def begin_upload(self, name: str) -> None:
-        """Create a checkpoint's folder as a worker does."""
-        run_filesystem(self.store, self.attempt).create_dir(f"{self.store.path}/{name}")
-
     def upload(self, name: str, files: dict[str, bytes] | None = None) -> None:
         """Write a checkpoint's files as a worker does."""
-        self.begin_upload(name)
+        run_filesystem(self.store, self.attempt).create_dir(f"{self.store.path}/{name}")
         for file, data in (files or {"model.pt": b"weights of " + name.encode()}).items():
             if not isinstance(self.store, LocalRunStore):
                 self.store.replace(f"{name}/{file}", data)
@@ -226,8 +215,9 @@ def tear(store: RunStore, name: str) -> None:
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder in memory where there is one."""
-    return tempfile.TemporaryDirectory(prefix="elastic-train-test-", dir=MEMORY)
+    """A folder, in memory where there is one, since tests sync thousands of writes."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return tempfile.TemporaryDirectory(prefix="elastic-train-test-", dir=memory)
 
 
 def python(*arguments: str, cwd: str | Path = "/", **environment: str) -> subprocess.CompletedProcess[str]:

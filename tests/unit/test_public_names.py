@@ -14,6 +14,7 @@ MODULES = [
     "prefect_elastic_train.loop",
     "prefect_elastic_train.blocks",
     "prefect_elastic_train.orchestration.task",
+    "prefect_elastic_train.train_flow",
 ]
 
 _LOAD_ONE_AFTER_THE_OTHER = """

@@ -21,7 +21,6 @@ from tests.unit.support import (
     begin,
     claim,
     neighbour,
-    on_disk_and_in_memory,
     private_folder,
     python,
     tear,
@@ -37,7 +36,7 @@ CONTEXT = RunContext(
 )
 
 
-@on_disk_and_in_memory
+@pytest.mark.parametrize("store", ["disk", "memory"], indirect=True)
 def test_the_run_id_stays_over_drivers_flow_runs_and_changed_configurations(store: RunStore) -> None:
     first = begin(store)
     Training(store, first.attempt).report("a")

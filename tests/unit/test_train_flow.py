@@ -12,7 +12,6 @@ from prefect.utilities.callables import parameter_schema
 from prefect_elastic_train import ElasticScaling, RayCluster, train_flow
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.arguments import LOOP_PATTERN, absolute, check_named_loop, named_loop
-from tests.unit.support import python
 
 
 @pytest.fixture
@@ -50,14 +49,6 @@ def test_a_form_takes_both_ways_to_name_a_loop_and_nothing_else() -> None:
     good = ["a:b", "a.b.c:d", "a:B.c", "x.py:f", "../some where/x-y.py:f", "/a/b.py:F.g"]
     bad = ["", "a", "a.b", ":f", "a:", "a b:c", "x.py", "x.py:", "x.py:f g", "1:f"]
     assert [name for name in [*good, *bad] if re.match(LOOP_PATTERN, name)] == good
-
-
-def test_the_generic_flow_loads_neither_ray_nor_torch_nor_jax() -> None:
-    code = (
-        "import prefect_elastic_train.train_flow\n"
-        "print([name for name in ('ray', 'torch', 'jax', 'matplotlib', 'pyarrow') if name in sys.modules])"
-    )
-    assert python(code).stdout.strip() == "[]"
 
 
 def test_the_generic_flow_is_described_in_the_form_with_each_of_its_parameters() -> None:
