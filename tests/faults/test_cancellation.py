@@ -86,9 +86,9 @@ def test_cancel_while_the_controller_waits_for_capacity(
 @pytest.mark.full
 def test_training_that_is_out_of_time_leaves_the_cluster(start: Start, ledger: str, head: RayHead) -> None:
     # On a busy machine a training takes half of that to begin.
-    flow = start(**_endless(ledger, cluster=head.block, timeout_seconds=30))
+    flow = start(**_endless(ledger, cluster=head.block, timeout_seconds=60))
     flow.living_driver()
-    outcome = flow.wait(120)
+    outcome = flow.wait(150)
     assert (outcome["state"], outcome["name"]) == ("FAILED", "TimedOut")
     assert commits(flow.run), "it trained until then"
     assert len(attempts(flow.run)) == 1, "no driver restart follows"
