@@ -24,10 +24,7 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt
 from prefect_elastic_train.runs.commits import CommitLog
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.runs.resume import seed_from_source
 from prefect_elastic_train.runs.snapshots import parse_snapshot
-from prefect_elastic_train.storage.objects import ObjectRunStore
-from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,14 +104,6 @@ def with_result(snapshot: dict[str, Any], name: str, metrics: dict[str, Any]) ->
     return snapshot
 
 
-def neighbour(store: RunStore, name: str) -> RunStore:
-    """Another run directory beside one."""
-    if isinstance(store, LocalRunStore):
-        return LocalRunStore(f"{store.path}-{name}")
-    assert isinstance(store, ObjectRunStore)
-    return ObjectRunStore(f"{store.path}-{name}", store.retries, store.client)
-
-
 class SteppedStore(LocalRunStore):
     """A disk where something is called before each operation, and before each file of a folder that is deleted."""
 
@@ -155,16 +144,6 @@ def happening_before(store: RunStore, operation: str, happens: Callable[[], obje
     return SteppedStore(store.path, before)
 
 
-class Wrapped:
-    """A store whose operations are another one's, but for those that a subclass has of its own."""
-
-    def __init__(self, store: RunStore) -> None:
-        self.store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-
 class Training:
     """What Ray's controller and its workers do to a run directory in one attempt, in the order of Ray's."""
 
@@ -200,12 +179,6 @@ class Training:
         """Upload a checkpoint and commit it."""
         self.upload(name)
         return self.commit(name, metrics)
-
-
-def start_from(storage: Storage, resume_from: str, store: RunStore) -> Begun:
-    """Begin a run from another's checkpoint, as a driver does."""
-    wanted = claim(name=store.path.rpartition("/")[2], resume_from=resume_from)
-    return begin(store, wanted, seed=lambda: seed_from_source(storage, wanted.request, store))
 
 
 def tear(store: RunStore, name: str) -> None:

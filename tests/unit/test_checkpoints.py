@@ -22,12 +22,13 @@ from prefect_elastic_train.elastic.checkpoints import (
     readable,
     run_filesystem,
 )
+from prefect_elastic_train.runs.resume import seed_from_source
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.support.s3 import FaultProxy
 from tests.unit.ray_storage import Ray
-from tests.unit.support import begin, start_from
+from tests.unit.support import begin, claim
 
 on_all_storages = pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
 on_object_stores = pytest.mark.parametrize("storage", ["memory", "s3"], indirect=True)
@@ -178,7 +179,8 @@ def test_a_checkpoint_is_on_the_disk_before_its_commit(
     ray = Ray(run, begin(run).attempt).start()
     ray.register(RunStorageContext(ray.storage).persist_current_checkpoint(Checkpoint(str(source)), "epochs/1"))
     copy.create(".elastic_train/run.json", b"{}")
-    start_from(storage, "base", copy)
+    wanted = claim(name="copy", resume_from="base")
+    begin(copy, wanted, seed=lambda: seed_from_source(storage, wanted.request, copy))
     assert left == [{name: len(data) for name, data in FILES.items()}] * 2
     for name in ("base", "copy"):
         commits = storage.run(name).file_sizes(".elastic_train/commits")

@@ -20,7 +20,6 @@ from tests.unit.support import (
     Training,
     begin,
     claim,
-    neighbour,
     private_folder,
     python,
     tear,
@@ -60,8 +59,8 @@ def test_the_run_id_stays_when_the_run_record_is_lost(store: RunStore, lose: Any
 
 
 def test_a_run_elsewhere_one_begun_anew_and_one_that_starts_from_it_have_ids_of_their_own(store: RunStore) -> None:
-    ids = [begin(store).run_id, begin(neighbour(store, "elsewhere")).run_id]
-    ids.append(begin(neighbour(store, "seeded"), claim(resume_from="mnist")).run_id)
+    ids = [begin(store).run_id, begin(LocalRunStore(f"{store.path}-elsewhere")).run_id]
+    ids.append(begin(LocalRunStore(f"{store.path}-seeded"), claim(resume_from="mnist")).run_id)
     with private_folder() as folder:
         ids.append(begin(LocalRunStore(f"{folder}/runs/mnist")).run_id)
     with private_folder() as folder:

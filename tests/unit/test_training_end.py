@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import pytest
 from prefect.exceptions import Abort, TerminationSignal
 
@@ -132,13 +130,6 @@ def test_a_driver_that_is_lost_is_followed_by_another_after_a_pause_on_the_same_
     assert training.attempt().run_name == "mnist"
     assert 40 <= waits[0] <= 48
     assert runtime == {"close": 1}
-
-
-def test_a_training_that_is_sent_to_another_process_begins_anew_there() -> None:
-    training: Training = _waiting(_Runtime(), run_name="mnist")
-    sent = pickle.loads(cloudpickle.dumps(training))
-    assert sent.request == training.request
-    assert sent._runtime is None
 
 
 def _show(training: Training, report: RunReport) -> None:

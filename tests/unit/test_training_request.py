@@ -6,6 +6,7 @@ import pickle
 import threading
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from prefect_elastic_train import (
@@ -87,6 +88,7 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
         datasets={"train": [1]},
     )
     assert repr(training) == str(training) == "<training mnist>"
+    assert pickle.loads(cloudpickle.dumps(training)).request == training.request, "as in another process"
     spec = driver_spec(training.request, training.blocks)
     wanted = spec.request
     assert {name: getattr(wanted, name) for name in asked} == asked
