@@ -133,7 +133,7 @@ class Attempt:
             notes.extend(seed_from_source(self._storage, self.spec.request, self.store))
 
         self.teller.doing("looking for where to resume")
-        begun = begin_attempt(self.store, self.spec, seed=seed)
+        begun = begin_attempt(self.store, self.spec, seed)
         if isinstance(begun, EndedRecord):
             return begun
         self.teller.attempt = begun.attempt
@@ -141,7 +141,6 @@ class Attempt:
         # The signal ends fit(), as it does when the supervisor sends it.
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
         self._heartbeat = HeartbeatWriter(impatient, begun.attempt, on_fenced_off=interrupt)
-        self._heartbeat.start()
         self.teller.history = HistoryWriter(impatient, begun.attempt)
         self._receiver = EventReceiver(self.teller.emit)
         if begun.attempt > 1:

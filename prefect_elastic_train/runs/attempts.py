@@ -16,7 +16,6 @@ from prefect_elastic_train.core.bounds import cut
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, RunRecord, encode
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
-from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.core.version import __version__
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.liveness import driver_process, is_alive
@@ -48,20 +47,13 @@ class Begun:
     run_id: str
 
 
-def begin_attempt(
-    store: RunStore,
-    spec: DriverSpec,
-    *,
-    seed: Callable[[], None] | None = None,
-    watch_seconds: float | None = None,
-) -> Begun | EndedRecord:
+def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | None = None) -> Begun | EndedRecord:
     """Take the run over, or say why not.
 
     Args:
         store: The run directory.
         spec: Who wants it, and how; its owner is the driver process.
         seed: Copies the checkpoint that a new run starts from; called once, if the run has no commit.
-        watch_seconds: How long another flow run's attempt is watched for a sign of life; see :func:`is_alive`.
 
     Returns:
         The attempt, which holds the fence; or how the run was finished before, so that nothing is left to do.
@@ -75,8 +67,7 @@ def begin_attempt(
     for _ in range(_MAX_TURNS):
         run = RunDirectory(store)
         newest = next(run.lineage, None)
-        finished = _find_finished(run, request, watch_seconds)
-        if finished is not None:
+        if (finished := _find_finished(run, request)) is not None:
             return finished
         if run.record is None:
             notes += _claim(run, request)
@@ -84,9 +75,7 @@ def begin_attempt(
         last = run.newest_attempt
         if last is not None:
             notes += _end_old_driver(last, request)
-        counted, idle = _spent(run, request)
-        if last is not None:
-            _check_budgets(store, spec.failures, last, counted, idle)
+        counted = _count(run, spec)
         if seed is not None and newest is None:
             seed()
             seed = None
@@ -121,9 +110,9 @@ def begin_attempt(
     )
 
 
-def peek(store: RunStore, spec: DriverSpec, watch_seconds: float | None = None) -> EndedRecord | None:
+def peek(store: RunStore, spec: DriverSpec) -> EndedRecord | None:
     """Return how the run was finished if it is, for this flow run. Nothing is begun, and the same is refused."""
-    return _find_finished(RunDirectory(store), spec.request, watch_seconds)
+    return _find_finished(RunDirectory(store), spec.request)
 
 
 def end_attempt(
@@ -134,7 +123,7 @@ def end_attempt(
     store.create(layout.ended_name(attempt), encode(record))
 
 
-def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float | None) -> EndedRecord | None:
+def _find_finished(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
     """Return how the flow run's own run was finished; None if there is something to do and it may be done.
 
     Raises:
@@ -149,7 +138,7 @@ def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float 
                 "resume=True to continue it"
             )
     elif not is_own:
-        _check_takeover(run, request, watch_seconds)
+        _check_takeover(run, request)
     if record is not None and request.resume_from and record.resume_from != request.resume_from:
         raise refusal(
             f"run {name!r} exists and did not start from {request.resume_from!r}; resume_from starts a new run, so "
@@ -176,7 +165,7 @@ def _find_finished(run: RunDirectory, request: RunRequest, watch_seconds: float 
     return finished
 
 
-def _check_takeover(run: RunDirectory, request: RunRequest, watch_seconds: float | None) -> None:
+def _check_takeover(run: RunDirectory, request: RunRequest) -> None:
     """Refuse another flow run's run unless the user wants it and nobody works on it."""
     last, owner = run.newest_attempt, run.owner
     whose = owner.describe() if owner is not None else "a flow run whose name cannot be read any more"
@@ -186,7 +175,7 @@ def _check_takeover(run: RunDirectory, request: RunRequest, watch_seconds: float
             "resume=True to take the run over"
         )
     known = owner if last is None or last.record is not None else None  # of a torn one the heartbeat tells
-    if (last is None or last.ended is None) and is_alive(run.store, known, watch_seconds):
+    if (last is None or last.ended is None) and is_alive(run.store, known):
         place = f" on {owner.host.partition('/')[0]}, pid {owner.pid}" if owner is not None else ""
         raise refusal(
             f"run {request.run_name!r} is being trained right now by {whose}{place}; cancel that flow run first, then "
@@ -220,14 +209,18 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
     return notes
 
 
-def _spent(run: RunDirectory, request: RunRequest) -> tuple[int, int]:
-    """Count this flow run's attempts, and those in a row without a commit, since the last end that nobody restarts."""
-    progressed = {attempt for attempt, _ in run.lineage}
+def _count(run: RunDirectory, spec: DriverSpec) -> int:
+    """Count this flow run's attempts since the last end that nobody restarts.
+
+    Raises:
+        AttemptFailedError: A budget is used up, which is recorded as the run's verdict.
+    """
+    progressed, failures = {attempt for attempt, _ in run.lineage}, spec.failures
     counted = idle = 0
     in_a_row = True
     for attempt in reversed(run.attempts):
         record, ended = attempt.record, attempt.ended
-        if record is not None and record.owner.flow_run_id != request.owner.flow_run_id:
+        if record is not None and record.owner.flow_run_id != spec.request.owner.flow_run_id:
             break
         in_a_row = in_a_row and attempt.number not in progressed
         # One that gave way before it did anything, or that a person stopped, says nothing about the budgets; but
@@ -238,11 +231,6 @@ def _spent(run: RunDirectory, request: RunRequest) -> tuple[int, int]:
             break
         counted += 1
         idle += in_a_row
-    return counted, idle
-
-
-def _check_budgets(store: RunStore, failures: FailureSettings, last: Attempt, counted: int, idle: int) -> None:
-    """Refuse another attempt when a budget is used up, and record that as the run's verdict."""
     if idle >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
         verdict = (
@@ -258,9 +246,10 @@ def _check_budgets(store: RunStore, failures: FailureSettings, last: Attempt, co
             "raise driver_restarts of the FailureBudget"
         )
     else:
-        return
+        return counted
+    last = run.attempts[-1]
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="it just died")
-    store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": verdict})))
+    run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": verdict})))
     message = f"{verdict}. The last of them ended as {ended.outcome}: {cut(ended.message, _MESSAGE_BYTES // 4)}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)
 

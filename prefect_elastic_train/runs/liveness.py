@@ -67,9 +67,6 @@ class HeartbeatWriter:
         self._beat = Heartbeat(attempt=attempt, beat=0, interval_seconds=interval_seconds)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-train-heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Write the first beat, then go on in the background."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -128,18 +125,17 @@ def driver_process(owner: Owner) -> psutil.Process | None:
         return None
 
 
-def is_alive(store: RunStore, owner: Owner | None, watch_seconds: float | None = None) -> bool:
+def is_alive(store: RunStore, owner: Owner | None) -> bool:
     """Whether an attempt that has not ended shows a sign of life; no clocks are compared.
 
     On the driver's own machine its process is looked up; elsewhere, and where nothing tells whose it is, the heartbeat
-    is watched for a change, by default for three of its intervals.
+    is watched for a change, for three of its intervals.
     """
     if owner is not None and owner.host == host_id():
         return driver_process(owner) is not None
     first = store.read(layout.HEARTBEAT)
     beat = decode(Heartbeat, first)
-    if watch_seconds is None:
-        watch_seconds = _MISSED_BEATS * (beat.interval_seconds if beat else HEARTBEAT_SECONDS)
+    watch_seconds = _MISSED_BEATS * (beat.interval_seconds if beat else HEARTBEAT_SECONDS)
     deadline = time.monotonic() + watch_seconds
     while time.monotonic() < deadline:
         time.sleep(min(0.5, watch_seconds / 10))

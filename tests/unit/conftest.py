@@ -30,6 +30,12 @@ def _no_prefect_server() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _hearts_beat_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a heartbeat is watched for a moment."""
+    monkeypatch.setattr("prefect_elastic_train.runs.liveness.HEARTBEAT_SECONDS", 0.02)
+
+
 @pytest.fixture
 def store(request: pytest.FixtureRequest) -> Iterator[RunStore]:
     """A run directory that nobody has used yet, on a disk unless the test says otherwise."""

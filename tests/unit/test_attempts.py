@@ -122,8 +122,9 @@ def test_a_run_of_another_flow_run_is_refused_with_its_owner_and_what_to_do(stor
     with pytest.raises(AttemptFailedError, match="belongs to flow run 'eager-otter'"):
         peek(store, claim(OTHER_FLOW_RUN))
     assert all_attempts(store) == before
-    _beat(store, interval=0.05)  # a heart that stands still; one of a run that has ended is not looked at
-    assert begin(store, OTHERS_RESUME, watch_seconds=60 if state == "completed" else 0.1).counted == 1
+    # A heart that stands still; one of a run that has ended is not looked at.
+    _beat(store, interval=20 if state == "completed" else 0.05)
+    assert begin(store, OTHERS_RESUME).counted == 1
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -132,10 +133,10 @@ def test_resume_is_refused_while_the_heart_of_the_run_beats(store: LocalRunStore
     begin(store, claim(host=host_id() if torn else "gpu-7/boot", pid=4711))
     if torn:
         tear(store, layout.attempt_name(1))
-    heart = HeartbeatWriter(store, 1, interval_seconds=0.05)
-    heart.start()
+    heart = HeartbeatWriter(store, 1, interval_seconds=0.3)
+    wait_for(lambda: store.read(layout.HEARTBEAT), 5, "the first beat")
     words = ("is being trained right now", "'eager-otter'", FLOW_RUN, "cancel", *([] if torn else ["gpu-7, pid 4711"]))
-    assert _refused(store, OTHERS_RESUME, *words, watch_seconds=5).outcome is Outcome.INVALID
+    assert _refused(store, OTHERS_RESUME, *words).outcome is Outcome.INVALID
     heart.stop()
     assert all_attempts(store) == [1]
 
@@ -242,7 +243,7 @@ def test_another_configuration_is_refused_with_the_differences(store: LocalRunSt
 )
 def test_a_run_named_by_its_user_goes_on_with_another_config_and_says_so(store: LocalRunStore, wanted: Any) -> None:
     begin(store, claim(config={"lr": 0.1}))
-    begun = begin(store, wanted, watch_seconds=0)
+    begun = begin(store, wanted)
     assert begun.notes == ["the run has another configuration than before: train_loop_config['lr'] changed"]
 
 
@@ -291,7 +292,7 @@ def test_a_run_whose_owner_cannot_be_read_any_more_is_taken_over_only_with_resum
     for wanted in (claim(), claim(OTHER_FLOW_RUN)):
         error = _refused(store, wanted, "a flow run whose name cannot be read any more")
         assert error.outcome is Outcome.INVALID
-    assert begin(store, claim(resume=True), watch_seconds=0.1).point.checkpoint == "a"
+    assert begin(store, claim(resume=True)).point.checkpoint == "a"
 
 
 # budgets
@@ -385,7 +386,6 @@ def test_a_heart_goes_on_after_errors_of_the_storage_and_ends_when_it_is_fenced_
     failing = Failing(store.path)
     fenced_off = threading.Event()
     writer = HeartbeatWriter(failing, 1, fenced_off.set, 0.02)
-    writer.start()
     wait_for(lambda: beat() >= 3, 5, "three beats")
     failing.fails = True
     assert not writer._stopped.wait(0.1)

@@ -30,7 +30,7 @@ def test_a_copy_of_a_run_that_trains_resumes_at_its_newest_whole_checkpoint(tmp_
         ray.report(f"checkpoint_{number}", epoch=number)
     shutil.copytree(run / ".elastic_train", copy / ".elastic_train")
 
-    begun = begin(LocalRunStore(str(copy)), claim(OTHER_FLOW_RUN, resume=True), watch_seconds=0)
+    begun = begin(LocalRunStore(str(copy)), claim(OTHER_FLOW_RUN, resume=True))
 
     assert begun.point.checkpoint == f"checkpoint_{BEFORE}"
     assert (copy / begun.point.checkpoint / "model.pt").read_text() == begun.point.checkpoint

@@ -239,7 +239,7 @@ def test_a_run_that_is_taken_over_before_its_first_commit_starts_from_what_it_wa
     with pytest.raises(KeyboardInterrupt):
         begin_attempt(store, spec(nights.claim("night-2")), seed=die)
     other = replace(nights.claim("night-2", ""), resume=True, named=True)
-    begun = begin(store, other, seed=lambda: seed_from_source(nights.storage, other, store), watch_seconds=0)
+    begun = begin(store, other, seed=lambda: seed_from_source(nights.storage, other, store))
     assert loop_name(begun.point.checkpoint) == "from-night-1"
 
 

@@ -42,7 +42,7 @@ def test_the_run_id_stays_over_drivers_flow_runs_and_changed_configurations(stor
     end_attempt(store, first.attempt, "driver_lost")
     restarted = begin(store)
     end_attempt(store, restarted.attempt, "completed")
-    resumed = begin(store, claim(OTHER_FLOW_RUN, resume=True, config={"lr": 0.2}), watch_seconds=0)
+    resumed = begin(store, claim(OTHER_FLOW_RUN, resume=True, config={"lr": 0.2}))
     assert [begun.attempt for begun in (first, restarted, resumed)] == [1, 2, 3]
     assert {begun.run_id for begun in (first, restarted, resumed)} == {first.run_id}
     assert re.fullmatch("[0-9a-f]{32}", first.run_id)
