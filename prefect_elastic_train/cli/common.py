@@ -55,11 +55,7 @@ def errors(code: int = 1) -> Iterator[None]:
 
 
 def open_briefly(text: str) -> Storage:
-    """Open a storage (a directory, a URL or a saved block) for a person, who waits less than a training does.
-
-    Raises:
-        ConfigurationError: There is no such storage.
-    """
+    """Open a storage (a directory, a URL or a saved block) for a person, who waits less than a training does."""
     settings = storage_at(text)
     if settings is None:
         from prefect_elastic_train.blocks.lookup import storage_named  # it loads Prefect
@@ -95,6 +91,12 @@ def clean(text: str) -> str:
 def age(at: float | None, now: float) -> str:
     """Return how long ago something was; empty if it was not."""
     return "" if at is None else duration(now - at)
+
+
+def faults(of: Any) -> str:
+    """Return what the accounts or the result of a run count."""
+    counts = f"{of.worker_failures} worker failures, {of.preemptions} preemptions, {of.resizes} resizes"
+    return f"{counts}, {of.steps_lost} reports done again"
 
 
 def metrics_in_short(metrics: dict[str, Any], limit: int = 3) -> str:

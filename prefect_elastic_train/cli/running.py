@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from prefect_elastic_train.cli.common import errors, fail, metrics_in_short, print_pairs
+from prefect_elastic_train.cli.common import errors, fail, faults, metrics_in_short, print_pairs
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.report.words import duration
@@ -121,7 +121,6 @@ def run_training(
         # A metric may be NaN, which is no JSON: it becomes null.
         typer.echo(to_json(result.model_dump(), inf_nan_mode="null", indent=2).decode())
         return
-    faults = f"{result.worker_failures} worker failures, {result.preemptions} preemptions, {result.resizes} resizes"
     print_pairs(
         [
             ("run", result.run_name),
@@ -129,7 +128,7 @@ def run_training(
             ("where", result.run_uri),
             ("checkpoint", result.checkpoint_uri),
             ("metrics", metrics_in_short(result.metrics, 10)),
-            ("attempts", f"{result.attempts}, {faults}, {result.steps_lost} reports done again"),
+            ("attempts", f"{result.attempts}, {faults(result)}"),
             ("goodput", f"{result.goodput:.1%} of {duration(result.time.wall_seconds)}"),
             ("flow run", _where_to_look(flow_run)),
         ]
@@ -187,12 +186,7 @@ def _where_to_look(flow_run: FlowRun) -> str:
 def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any]:
     """Put a config together: the files one after the other, then the settings; what comes later counts.
 
-    Args:
-        files: YAML 1.2, and so JSON. Tables in tables are merged.
-        settings: Such as ``optimizer.lr=0.1``: dots nest, and the value is what YAML 1.2 takes it for.
-
-    Raises:
-        ConfigurationError: A file or a setting cannot be used, or holds what JSON does not know.
+    Files are YAML 1.2, and so JSON; tables in tables are merged. Of settings, such as ``optimizer.lr=0.1``, dots nest.
     """
     from prefect.utilities.collections import deep_merge
 

@@ -178,25 +178,19 @@ def _print_json(value: Any) -> None:
 
 def _print_details(details: RunDetails) -> None:
     summary, accounts, run, now = details.summary, details.accounts, details.run, time.time()
-    faults = (
-        f"{accounts.worker_failures} worker failures, {accounts.preemptions} preemptions, {accounts.resizes} resizes, "
-        f"{accounts.steps_lost} reports done again, {accounts.storage_wait_seconds:.1f} s of storage waits"
-    )
-    pairs = [
-        ("run", summary.name),
-        ("where", summary.uri),
-        ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
-        ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
-        ("faults", faults),
-        ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
-    ]
-    if run is not None:
-        pairs[3:3] = [
-            ("created", f"{common.age(run.created_at, now)} ago by {run.creator.describe()}"),
-            ("started from", details.started_from or run.resume_from),
-            ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})"),
+    common.print_pairs(
+        [
+            ("run", summary.name),
+            ("where", summary.uri),
+            ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
+            ("created", f"{common.age(run.created_at, now)} ago by {run.creator.describe()}" if run else ""),
+            ("started from", details.started_from),
+            ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run else ""),
+            ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
+            ("faults", f"{common.faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
+            ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
         ]
-    common.print_pairs(pairs)
+    )
     headings = ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"]
     common.print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
     rows = []

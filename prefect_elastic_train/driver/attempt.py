@@ -31,7 +31,7 @@ from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
-from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, host_id, process_start
+from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
 from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_attempt
 from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
@@ -54,8 +54,7 @@ class Attempt:
     """
 
     def __init__(self, spec: DriverSpec, output: EventOutput, details: Details) -> None:
-        process = {"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid())}
-        owner = spec.request.owner.model_copy(update=process)
+        owner = spec.request.owner.model_copy(update=this_process())
         self.spec = replace(spec, request=replace(spec.request, owner=owner))
         self._storage = open_storage(spec.storage)
         self.store = self._storage.run(spec.request.run_name)
@@ -74,7 +73,7 @@ class Attempt:
         with ExitStack() as trying:
             probe = trying.enter_context(preflight(spec.storage)) if spec.storage.preflight else None
             teller.doing("looking whether the run is free")
-            finished = peek(self.store, spec)
+            finished = peek(RunDirectory(self.store), spec.request)
             if finished is not None:
                 return self.finish(finished)
             if spec.request.resume_from and is_new():  # refused before a cluster is started or joined

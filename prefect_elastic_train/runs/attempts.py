@@ -37,37 +37,28 @@ class Begun:
     """An attempt that holds the fence."""
 
     attempt: int
-    #: What it resumes from.
     point: ResumePoint
     #: How many attempts of this flow run there were, this one included.
     counted: int
     #: What the user should know: repairs, changed configuration, a driver that was ended.
     notes: list[str]
-    #: The same in all attempts.
     run_id: str
 
 
 def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | None = None) -> Begun | EndedRecord:
-    """Take the run over, or say why not.
+    """Take the run over for the spec's owner, or return how it was finished before, so that nothing is left to do.
 
-    Args:
-        store: The run directory.
-        spec: Who wants it, and how; its owner is the driver process.
-        seed: Copies the checkpoint that a new run starts from; called once, if the run has no commit.
-
-    Returns:
-        The attempt, which holds the fence; or how the run was finished before, so that nothing is left to do.
+    ``seed`` copies the checkpoint that a new run starts from; it is called once, if the run has no commit.
 
     Raises:
-        AttemptFailedError: With outcome ``invalid``: the run is another flow run's, or is not the same
-            training. With ``no_progress`` or ``driver_lost``: a budget is used up.
+        AttemptFailedError: The run is another flow run's or not the same training, or a budget is used up.
     """
     notes: list[str] = []
     request = spec.request
     for _ in range(_MAX_TURNS):
         run = RunDirectory(store)
         newest = next(run.lineage, None)
-        if (finished := _find_finished(run, request)) is not None:
+        if (finished := peek(run, request)) is not None:
             return finished
         if run.record is None:
             notes += _claim(run, request)
@@ -110,11 +101,6 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
     )
 
 
-def peek(store: RunStore, spec: DriverSpec) -> EndedRecord | None:
-    """Return how the run was finished if it is, for this flow run. Nothing is begun, and the same is refused."""
-    return _find_finished(RunDirectory(store), spec.request)
-
-
 def end_attempt(
     store: RunStore, attempt: int, outcome: str, message: str = "", *, result: dict[str, object] | None = None
 ) -> None:
@@ -123,12 +109,8 @@ def end_attempt(
     store.create(layout.ended_name(attempt), encode(record))
 
 
-def _find_finished(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
-    """Return how the flow run's own run was finished; None if there is something to do and it may be done.
-
-    Raises:
-        AttemptFailedError: The run is not the flow run's to take, or is not the same training.
-    """
+def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
+    """Return how the flow run's own run was finished; None if there is something to do. Refuse what may not be done."""
     record, last, owner, name = run.record, run.newest_attempt, run.owner, request.run_name
     is_own = owner is not None and owner.flow_run_id == request.owner.flow_run_id
     if record is None and last is None:
@@ -210,11 +192,7 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
 
 
 def _count(run: RunDirectory, spec: DriverSpec) -> int:
-    """Count this flow run's attempts since the last end that nobody restarts.
-
-    Raises:
-        AttemptFailedError: A budget is used up, which is recorded as the run's verdict.
-    """
+    """Count this flow run's attempts since the last end that nobody restarts; a budget used up is the run's verdict."""
     progressed, failures = {attempt for attempt, _ in run.lineage}, spec.failures
     counted = idle = 0
     in_a_row = True

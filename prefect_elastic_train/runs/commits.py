@@ -35,12 +35,7 @@ class FencedOffError(ElasticTrainError):
 
 
 def check_fence(store: RunStore, attempt: int) -> None:
-    """Return if the attempt still holds the fence.
-
-    Raises:
-        FencedOffError: A later attempt has begun.
-        StorageFaultError: This machine does not see that the attempt has begun.
-    """
+    """Return if the attempt still holds the fence; fail if a later one has begun, or this one is not seen."""
     newest = newest_attempt(store)
     if newest < attempt and not _is_seen(store, attempt):
         raise StorageFaultError(
@@ -80,8 +75,7 @@ class CommitLog:
         """Make Ray's snapshot, as Ray writes it, durable together with the files that its checkpoints consist of.
 
         Raises:
-            FencedOffError: Another attempt has taken over. If the commit was already written, it counts for
-                nothing; Ray's file is untouched.
+            FencedOffError: Another attempt has taken over; a commit that was already written counts for nothing.
             ElasticTrainError: The snapshot is torn, or a checkpoint that it names is not there.
         """
         snapshot = parse_snapshot(data)

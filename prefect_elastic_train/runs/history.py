@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 * 1024
 _WRITE_SECONDS = 2.0
-#: Segments kept in memory while the storage fails; the oldest go first.
-_MAX_UNWRITTEN = 64
 #: After each so many reports of a worker group that were kept, those without a checkpoint are a second further apart.
 _REPORTS_IN_FULL = 2000
 _MAX_REPORT_SECONDS = 8.0
@@ -60,7 +58,7 @@ class HistoryWriter:
         self._last_report_at = 0.0
         self._reports_kept = 0
         #: The newest report if it was left out: what happens next shall know how far the training was.
-        self._left_out: Reported | None = None
+        self._left_out: list[Event] = []
         self._thread = threading.Thread(target=self._run, name="elastic-train-history", daemon=True)
         self._thread.start()
 
@@ -71,43 +69,35 @@ class HistoryWriter:
         if isinstance(event, Reported):
             pause = min(_MAX_REPORT_SECONDS, self._reports_kept // _REPORTS_IN_FULL)
             if 0 <= event.at - self._last_report_at < pause:
-                self._left_out = event
+                self._left_out = [event]
                 return
             self._last_report_at = event.at
             self._reports_kept += 1
-        elif not isinstance(event, CheckpointCommitted):
-            self._add_left_out()
         if isinstance(event, WorkerGroupStarted):
             self._reports_kept = 0
-        self._left_out = None
-        self._add(event)
+        before = [] if isinstance(event, Reported | CheckpointCommitted) else self._left_out
+        self._left_out = []
+        self._add(*before, event)
         if not isinstance(event, Reported):
             self._urgent.set()
 
     def close(self) -> None:
         """Write what is left; returns within some seconds. May be called again after a last word."""
-        self._add_left_out()
+        self._add(*self._left_out)
+        self._left_out = []
         self._closed = True
         self._urgent.set()
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._write()
 
-    def _add_left_out(self) -> None:
-        left_out, self._left_out = self._left_out, None
-        if left_out is not None:
-            self._add(left_out)
-
-    def _add(self, event: Event) -> None:
-        line = encode_event(event).encode() + b"\n"
-        with self._lock:
-            if self._lines and sum(map(len, self._lines)) + len(line) > _SEGMENT_BYTES:
-                self._segment, self._lines = self._segment + 1, []
-            self._lines.append(line)
-            self._unwritten[self._segment] = self._lines
-            if len(self._unwritten) > _MAX_UNWRITTEN:
-                lost = self._unwritten.pop(min(self._unwritten))
-                logger.warning("the storage fails for too long: %d events are lost", len(lost))
+    def _add(self, *events: Event) -> None:
+        for line in [encode_event(event).encode() + b"\n" for event in events]:
+            with self._lock:
+                if self._lines and sum(map(len, self._lines)) + len(line) > _SEGMENT_BYTES:
+                    self._segment, self._lines = self._segment + 1, []
+                self._lines.append(line)
+                self._unwritten[self._segment] = self._lines
 
     def _run(self) -> None:
         while not self._closed:

@@ -26,12 +26,7 @@ class Call(NamedTuple):
 
 
 def check_run_name(name: str) -> str:
-    """Return the name if every store can hold it as a folder.
-
-    Raises:
-        ConfigurationError: It is empty, longer than 128 characters, contains ``..`` or a character other than
-            letters, digits, ``.``, ``_`` and ``-``, or does not begin with a letter or digit.
-    """
+    """Return the name if every store can hold it as a folder, else refuse it with the rule."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigurationError(
             f"run_name {name!r} cannot name a run directory: use 1 to 128 letters, digits, '.', '_' and '-', beginning "
@@ -43,14 +38,13 @@ def check_run_name(name: str) -> str:
 def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequence[Call] = ()) -> str:
     """Return the run name of the n-th training of a flow run.
 
-    It stays over retries. Of a subflow, whose own id does not stay, it holds the root's id and the call's number;
-    of a subflow in a subflow, also a digest of the calls that lead there.
+    It stays over retries. Of a subflow, whose own id does not stay, it holds the root's id and the call's number; of a
+    subflow in a subflow, also a digest of the calls that lead there. 8 characters of the id tell runs of one flow
+    apart: the first, unless the id begins with the time, as those of scheduled runs do, many at once.
 
     Args:
         flow_name: The flow's name, or the train loop's outside of flows.
-        flow_run_id: Id of the flow run, the root's for a subflow; 8 characters of it tell runs of one flow apart.
-            They are the first ones, unless the id begins with the time: Prefect makes those for scheduled runs, many
-            at once.
+        flow_run_id: Id of the flow run, the root's for a subflow.
         ordinal: 1 for the first training of the flow run.
         calls: The calls of subflows that lead from the root to the flow run; none if it is the root.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import time
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,13 +37,8 @@ class RunState(str, enum.Enum):
     UNREADABLE = "unreadable"
 
 
-_STATES = {
-    Life.ALIVE: RunState.TRAINING,
-    Life.DEAD: RunState.DIED,
-    Life.UNKNOWN: RunState.UNKNOWN,
-    Outcome.COMPLETED.value: RunState.COMPLETED,
-    Outcome.CANCELLED.value: RunState.CANCELLED,
-}
+_STATES = {Life.ALIVE: RunState.TRAINING, Life.DEAD: RunState.DIED, Life.UNKNOWN: RunState.UNKNOWN}
+_ENDS = {Outcome.COMPLETED.value: RunState.COMPLETED, Outcome.CANCELLED.value: RunState.CANCELLED}
 
 
 class _View(BaseModel):
@@ -123,12 +117,12 @@ def summarize(run: RunDirectory) -> RunSummary | None:
     found: dict[str, Any] = {"state": RunState.NOT_BEGUN, "detail": "no attempt has begun"}
     if attempt is not None and attempt.ended is not None:
         detail = (attempt.ended.verdict or attempt.ended.message).strip().partition("\n")[0]
-        found = {"outcome": attempt.outcome, "state": _STATES.get(attempt.outcome, RunState.FAILED), "detail": detail}
+        found = {"outcome": attempt.outcome, "state": _ENDS.get(attempt.outcome, RunState.FAILED), "detail": detail}
         times.append(attempt.ended.at)
     elif attempt is not None:
-        sign = look_for_life(run, attempt, time.time())
-        found = {"life": sign.life, "state": _STATES[sign.life], "detail": sign.words}
-        times.append(sign.at)
+        life, words, at = look_for_life(run, attempt)
+        found = {"life": life, "state": _STATES[life], "detail": words}
+        times.append(at)
     if attempt is not None and attempt.is_pruner:
         found["state"] = RunState.DELETING
     if owner is not None:
@@ -172,26 +166,14 @@ def verify(run: RunDirectory) -> Verification | None:
         point, leftovers = run.resume_point, run.leftovers
     except AttemptFailedError as error:
         return Verification(name=run.name, uri=run.uri, resume=f"is refused: {error}")
-    checkpoint, commit = loop_name(point.checkpoint), commit_label(point.base)
-    return Verification(
-        name=run.name,
-        uri=run.uri,
-        whole=not point.repairs,
-        resume=f"starts from checkpoint {checkpoint} of commit {commit}" if checkpoint else "begins from the beginning",
-        checkpoint=checkpoint,
-        commit=commit,
-        repairs=point.repairs,
-        leftovers=leftovers,
-    )
+    found = {"checkpoint": loop_name(point.checkpoint), "commit": commit_label(point.base)}
+    resume = "starts from checkpoint {checkpoint} of commit {commit}" if point.commit else "begins from the beginning"
+    told = {"whole": not point.repairs, "resume": resume.format(**found), "repairs": point.repairs}
+    return Verification(name=run.name, uri=run.uri, leftovers=leftovers, **found, **told)
 
 
 def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", score: str = "") -> RunResult:
-    """The result of a run from its newest whole commit and what its history adds up to, in a bounded size.
-
-    Args:
-        storage_block: Name of the saved storage block, empty for an inline one.
-        score: Name of the metric that checkpoints are ranked by.
-    """
+    """The result of a run from its newest whole commit and what its history adds up to, in a bounded size."""
     run = RunDirectory(store)
     snapshot = run.look_back(whole=True).snapshot or {}
     latest = latest_checkpoint(snapshot)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import psutil
 
@@ -37,22 +38,10 @@ class Life(str, enum.Enum):
     UNKNOWN = "unknown"
 
 
-class Sign(NamedTuple):
-    """What was found: what it means, what it is for people, and when that was, in seconds since the epoch."""
-
-    life: Life
-    words: str
-    at: float
-
-
 class HeartbeatWriter:
     """Writes ``heartbeat.json`` from a thread until it is stopped. Errors are logged once and passed over.
 
-    Args:
-        store: The run directory.
-        attempt: The attempt that lives.
-        on_fenced_off: Called, once, when a later attempt has begun; nothing is written from then on.
-        interval_seconds: Time between two beats.
+    ``on_fenced_off`` is called once, when a later attempt has begun; nothing is written from then on.
     """
 
     def __init__(
@@ -93,26 +82,19 @@ class HeartbeatWriter:
 
 def host_id() -> str:
     """Return where a process id means one process: this machine or container, since it was booted."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
     return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
 def process_start(pid: int) -> float:
-    """When a process of this machine began, in clock ticks since boot: a time of day moves when the clock is set.
+    """When a process of this machine began, in clock ticks since boot: a time of day moves when the clock is set."""
+    return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
 
-    Without ``/proc`` it is in seconds since the epoch.
 
-    Raises:
-        psutil.NoSuchProcess: There is none.
-    """
-    try:
-        return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    except OSError:
-        return psutil.Process(pid).create_time()
+def this_process() -> dict[str, Any]:
+    """Return what an :class:`Owner` says of its process, for this one."""
+    return {"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid())}
 
 
 def driver_process(owner: Owner) -> psutil.Process | None:
@@ -121,7 +103,7 @@ def driver_process(owner: Owner) -> psutil.Process | None:
         process = psutil.Process(owner.pid)
         is_same = owner.host == host_id() and process_start(owner.pid) == owner.process_started_at
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (psutil.Error, ValueError):
+    except (psutil.Error, OSError, ValueError):
         return None
 
 
@@ -144,12 +126,13 @@ def is_alive(store: RunStore, owner: Owner | None) -> bool:
     return False
 
 
-def look_for_life(run: RunDirectory, attempt: Attempt, now: float) -> Sign:
-    """Look at once whether the driver of an attempt that has not ended lives.
+def look_for_life(run: RunDirectory, attempt: Attempt) -> tuple[Life, str, float]:
+    """Look at once whether the driver of an attempt that has not ended lives; also in words, and when that was seen.
 
     On the driver's own machine its process is looked up. Elsewhere its last sign of life is held against this machine's
     clock, which proves nothing if one of the two is wrong; :func:`is_alive` does.
     """
+    now = time.time()
     beat = decode(Heartbeat, run.read(layout.HEARTBEAT))
     beats_at = beat.at if beat is not None and beat.attempt == attempt.number else 0.0
     at = max(beats_at, attempt.record.started_at if attempt.record is not None else 0.0)
@@ -157,9 +140,9 @@ def look_for_life(run: RunDirectory, attempt: Attempt, now: float) -> Sign:
     if owner.host == host_id():
         lives = driver_process(owner) is not None
         words = f"process {owner.pid} on this machine" + ("" if lives else " is gone")
-        return Sign(Life.ALIVE if lives else Life.DEAD, words, at)
+        return Life.ALIVE if lives else Life.DEAD, words, at
     life = Life.DEAD if at and now - at > _SILENT_SECONDS else Life.UNKNOWN
     if beat is not None and abs(now - beats_at) <= _MISSED_BEATS * beat.interval_seconds:
         life = Life.ALIVE
     words = f"last sign of life {now - at:.0f} s ago on {owner.host.partition('/')[0]}" if at else "no sign of life"
-    return Sign(life, words, at)
+    return life, words, at

@@ -107,17 +107,14 @@ class ResumePoint:
     def inherited_metrics(self) -> dict[str, Any]:
         """What was reported with the checkpoint if it is another run's and was copied; else nothing."""
         latest = latest_checkpoint(self.snapshot) if self.base == SEED_COMMIT else None
-        return (latest["metrics"] or {}) if latest else {}
+        return (latest or {}).get("metrics") or {}
 
 
 class RunDirectory:
     """A run directory as it was when it was first asked for each thing. Nothing is written.
 
-    Args:
-        store: The run directory, for whoever looks again.
-        attempt: As this attempt found it when it began, with what it has done since; default: all attempts. Ray's file
-            is no answer to that: a holder that was stopped for a while may mirror its last commit there after it was
-            fenced off.
+    With an attempt, it is as that found it when it began, with what it has done since. Ray's file is no answer to that:
+    a holder that was stopped for a while may mirror its last commit there after it was fenced off.
     """
 
     def __init__(self, store: RunStore, attempt: int | None = None) -> None:
@@ -192,10 +189,9 @@ class RunDirectory:
 
     @property
     def lineage(self) -> Iterator[tuple[int, int]]:
-        """The commits that count, newest first.
+        """The commits that count, newest first: the newest attempt's, then those up to its base, and so on.
 
-        These are the commits of the newest attempt, then those up to its base, and so on. What an attempt committed
-        after its successor had confirmed its base is passed over.
+        What an attempt committed after its successor had confirmed its base is passed over.
         """
         upto: tuple[float, float] = (math.inf, math.inf)
         # An attempt's record may have been removed by hand; its commits still tell that it was there.
@@ -231,10 +227,8 @@ class RunDirectory:
         """Checkpoints' folders that no commit needs, and the size of their files in bytes.
 
         These are interrupted uploads, and what was dropped or is not kept any more. While something is broken, whatever
-        any commit or Ray's file names is needed; while the newest commit cannot be read, everything is.
-
-        Raises:
-            AttemptFailedError: See :attr:`resume_point`.
+        any commit or Ray's file names is needed; while the newest commit cannot be read, everything is. What
+        :attr:`resume_point` refuses is refused here.
         """
         newest = next(self.lineage, None)
         if newest is not None and self.commit(newest) is None:
@@ -280,9 +274,7 @@ class RunDirectory:
     def look_back(self, *, whole: bool) -> ResumePoint:
         """Return the newest commit that counts and has a checkpoint left, without what was given up; or the beginning.
 
-        Args:
-            whole: Look at the files, too, and give up what is damaged; else only what attempts have dropped is left
-                out.
+        ``whole`` looks at the files, too, and gives up what is damaged.
         """
         lost: set[str] = set()
         dropped: list[str] = []
@@ -325,7 +317,13 @@ class RunDirectory:
         """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
         left = self._folders
         named = checkpoint_names(self.mirror) if self.mirror is not None else []
-        if not self._has_ever_committed() and not any(_overlaps(folder, named) for folder in left):
+        # Traces of commits, which may be lost by now. Ray's file is written after one.
+        has_committed = (
+            self.commits
+            or any(one.record is not None and one.record.base is not None for one in self.attempts)
+            or any(isinstance(event, CheckpointCommitted) for event in read_history(self.store))
+        )
+        if not has_committed and not any(_overlaps(folder, named) for folder in left):
             # Interrupted uploads, and folders that a person or the loop itself has made.
             left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) is None]
         if not left:
@@ -337,12 +335,6 @@ class RunDirectory:
             f"to begin anew, move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, if there is "
             "one, or give another run_name"
         )
-
-    def _has_ever_committed(self) -> bool:
-        """Whether there are traces of commits, which may be lost by now. Ray's file is written after one."""
-        if self.commits or any(one.record is not None and one.record.base is not None for one in self.attempts):
-            return True
-        return any(isinstance(event, CheckpointCommitted) for event in read_history(self.store))
 
 
 def _by_folder(sizes: dict[str, int]) -> dict[str, dict[str, int]]:

@@ -7,7 +7,6 @@ run is.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,8 @@ from typing import NamedTuple
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ElasticTrainError
 from prefect_elastic_train.core.records import AttemptRecord, Owner, encode
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.inspecting import RunState, RunSummary, summarize
-from prefect_elastic_train.runs.liveness import Life, host_id, is_alive, process_start
+from prefect_elastic_train.runs.inspecting import RunState, summarize
+from prefect_elastic_train.runs.liveness import Life, is_alive, this_process
 from prefect_elastic_train.runs.model import PRUNER, RunDirectory, all_attempts, newest_attempt
 from prefect_elastic_train.storage.store import RunStore
 
@@ -53,18 +52,25 @@ class RunPlan:
 
 def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunPlan:
     """Find what can be deleted of a run: the whole, if it has ended and its last activity is longer ago than that."""
-    summary, newest, now = summarize(run), run.newest_attempt, time.time()
+    summary, newest = summarize(run), run.newest_attempt
     seen = RunPlan(run.name, newest.number if newest is not None else 0, next(run.lineage, None))
     if summary is None:
         return seen
-    if kept := _why_kept(summary, now):
-        return replace(seen, kept=kept)
-    has_no_end = newest is not None and newest.ended is None
-    if reason := _why_whole(summary, older_than_seconds, now):
+    state, idle_seconds = summary.state, time.time() - (summary.last_activity_at or 0.0)
+    is_cut_short, has_no_end = state is RunState.DELETING, newest is not None and newest.ended is None
+    if summary.life in (Life.ALIVE, Life.UNKNOWN):
+        what = "deleted" if is_cut_short else "trained, or may be"
+        return replace(seen, kept=f"it is being {what}: {summary.detail}")
+    if not is_cut_short and idle_seconds <= (_CLAIM_SECONDS if state is RunState.NOT_BEGUN else _SETTLE_SECONDS):
+        return replace(seen, kept="it was active just now, or was claimed within a day and is about to begin")
+    is_old = older_than_seconds is not None and summary.last_activity_at and idle_seconds > older_than_seconds
+    if is_cut_short or is_old:
         owner = newest.record.owner if newest is not None and newest.record is not None else None
         # Somebody else's clock may be wrong: before a run is taken from a driver, its heartbeat is watched.
         if has_no_end and is_alive(run.store, owner):
             return replace(seen, kept="it is being trained: its heart beats")
+        reason = f"{state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
+        reason = "its deletion was cut short" if is_cut_short else reason
         return replace(seen, deletions=[Deletion("", sum((run.file_sizes("") or {}).values()), reason)])
     try:
         leftovers = run.leftovers
@@ -98,27 +104,6 @@ def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
         store.abandon_uploads()  # an object store keeps the parts of files that were interrupted out of sight
 
 
-def _why_kept(summary: RunSummary, now: float) -> str:
-    """Say why nothing of a run may be deleted; empty if something may."""
-    age = now - (summary.last_activity_at or 0.0)
-    if summary.state is RunState.DELETING:
-        return "" if summary.life in (None, Life.DEAD) else f"it is being deleted: {summary.detail}"
-    if summary.life in (Life.ALIVE, Life.UNKNOWN):
-        return f"it is being trained, or may be: {summary.detail}"
-    if age <= (_CLAIM_SECONDS if summary.state is RunState.NOT_BEGUN else _SETTLE_SECONDS):
-        return "it was active just now, or was claimed within a day and is about to begin"
-    return ""
-
-
-def _why_whole(summary: RunSummary, older_than_seconds: float | None, now: float) -> str:
-    """Say why a whole run goes; empty if it stays."""
-    if summary.state is RunState.DELETING:
-        return "its deletion was cut short"
-    age = now - (summary.last_activity_at or now)
-    is_old = older_than_seconds is not None and age > older_than_seconds
-    return f"{summary.state.value.replace('_', ' ')}, last activity {age / 86400:.1f} days ago" if is_old else ""
-
-
 def _check_unchanged(run: RunDirectory, planned: RunPlan) -> None:
     if newest_attempt(run.store) != planned.newest_attempt or next(run.lineage, None) != planned.newest_commit:
         raise RunChangedError(f"run {planned.run} has gone on meanwhile")
@@ -129,12 +114,10 @@ def _delete_run(store: RunStore, planned: RunPlan) -> None:
 
     It is held by an attempt that trains nothing, begun as any is: created, then looked again.
     """
-    run, pid = RunDirectory(store), os.getpid()
+    run = RunDirectory(store)
     _check_unchanged(run, planned)
     number = run.next_number
-    owner = Owner(
-        flow_run_id=PRUNER, flow_run_name=PRUNER, host=host_id(), pid=pid, process_started_at=process_start(pid)
-    )
+    owner = Owner(flow_run_id=PRUNER, flow_run_name=PRUNER, **this_process())
     record = AttemptRecord(attempt=number, owner=owner, confirmed=False, base=planned.newest_commit)
     if not store.create(layout.attempt_name(number), encode(record)):
         raise RunChangedError(f"run {planned.run} has gone on meanwhile")

@@ -47,11 +47,7 @@ def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
 
 
 def adopt_snapshot(store: RunStore) -> list[str]:
-    """Make the state of a run that raw Ray Train has written the first commit; return in words what that is.
-
-    Raises:
-        AttemptFailedError: Its snapshot is torn, or no checkpoint that it names is left; outcome ``invalid``.
-    """
+    """Make the state of a run that raw Ray Train has written the first commit; return in words what that is."""
     run = RunDirectory(store)
     snapshot = run.mirror
     names = checkpoint_names(snapshot) if snapshot is not None else []
@@ -77,13 +73,7 @@ def _write_first_commit(store: RunStore, snapshot: dict[str, Any]) -> None:
 
 
 def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
-    """Remove checkpoint folders that no commit needs, before an attempt starts workers; return their names.
-
-    What later attempts upload is left alone.
-
-    Raises:
-        FencedOffError: Another attempt has taken over; nothing that it needs was removed.
-    """
+    """Remove checkpoint folders that no commit needs, but for those of later attempts; return their names."""
 
     def check() -> None:
         check_fence(store, attempt)
@@ -107,13 +97,8 @@ class Source:
 def choose_source(storage: Storage, request: RunRequest) -> Source:
     """Choose the checkpoint that a new run starts from, ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``.
 
-    Nothing is written. Without a choice it is the newest checkpoint of a run that is named, and the best one of
-    ``"latest"``.
-
-    Raises:
-        ConfigurationError: The run's name is not one.
-        AttemptFailedError: A run was named that has no such checkpoint, or what tells the newest run is torn; outcome
-            ``invalid``.
+    Without a choice it is the newest checkpoint of a run that is named, and the best one of ``"latest"``. What is not
+    there is refused.
     """
     name, _, choice = request.resume_from.partition("@")
     try:
@@ -127,13 +112,9 @@ def choose_source(storage: Storage, request: RunRequest) -> Source:
 
 
 def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) -> list[str]:
-    """Copy the checkpoint that a new run starts from into it, as its first commit.
+    """Copy the checkpoint that a new run starts from into it, as its first commit; return what the user should know.
 
-    The copy has a name of its own each time, and is no checkpoint until it was checked and committed. The new run's
-    record exists. What the user should know is returned in words.
-
-    Raises:
-        AttemptFailedError: There is no such checkpoint, or it could not be copied.
+    The copy has a name of its own each time, and is no checkpoint until it was checked and committed.
     """
     record = decode(RunRecord, target.read(layout.RUN))
     # A run that is taken over starts from what it was to start from.
@@ -161,10 +142,7 @@ def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) ->
 
 
 def note_completed(storage: Storage, name: str) -> None:
-    """Note that a run has completed, for those that start from the newest one.
-
-    Two runs of the same training that complete in the same instant may forget one another; the later one stays.
-    """
+    """Note that a run has completed, for those that start from the newest one; of two at once the later one stays."""
     record = decode(RunRecord, storage.run(name).read(layout.RUN))
     if record is None:
         return
@@ -205,11 +183,7 @@ def _newest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
 
 
 def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | None = None) -> Source:
-    """Return a whole checkpoint of a run: ``latest``, ``best``, or one by the loop's name or its folder's.
-
-    Raises:
-        AttemptFailedError: It is being deleted, has no such checkpoint, or is not that completed run any more.
-    """
+    """Return a whole checkpoint of a run: ``latest``, ``best``, or one by the loop's name or its folder's."""
     run = RunDirectory(storage.run(name))
     newest = run.newest_attempt
     is_completed = newest is not None and newest.outcome == Outcome.COMPLETED.value
@@ -222,9 +196,8 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
         raise refusal("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
     results: list[dict[str, Any]] = point.commit.snapshot["checkpoint_results"]
     folders = [result["checkpoint_dir_name"] for result in results]
-    alike = [choice] if choice in folders else [folder for folder in folders if loop_name(folder) == choice]
-    if choice in ("latest", "best"):
-        alike = [point.checkpoint] if choice == "latest" else folders[-1:]
+    alike = {"latest": [point.checkpoint], "best": folders[-1:]}.get(choice)
+    alike = alike or [folder for folder in folders if choice in (folder, loop_name(folder))]
     if not alike:
         names = ", ".join(sorted(map(loop_name, folders)))
         raise refusal("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))

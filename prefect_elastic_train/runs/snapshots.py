@@ -55,8 +55,7 @@ def latest_checkpoint(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
 def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> dict[str, Any] | None:
     """Return the snapshot without some checkpoints, None if no checkpoint is left.
 
-    Results and report indices stay parallel; the latest result and the pending validations point into the
-    results; the newest checkpoint is the one with the highest report index, whatever its place in the list.
+    The newest one is that with the highest report index, whatever its place in the list.
     """
     if not dropped:
         return snapshot

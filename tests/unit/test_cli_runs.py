@@ -39,12 +39,12 @@ from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.inspecting import make_result
-from prefect_elastic_train.runs.liveness import host_id, process_start
+from prefect_elastic_train.runs.liveness import this_process
 from prefect_elastic_train.runs.model import RunDirectory, all_commits, newest_attempt
 from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
 from prefect_elastic_train.runs.resume import choose_source, remove_interrupted_uploads
 from prefect_elastic_train.storage.opening import Storage, open_storage
-from prefect_elastic_train.storage.store import LocalRunStore
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 from tests.support.s3 import MotoServer
 from tests.unit.ray_storage import Ray
 from tests.unit.support import FLOW_RUN, Training, begin, claim, happening_before, private_folder, python, tear
@@ -109,12 +109,12 @@ def _over(storage: Storage, name: str = "mnist", outcome: Outcome = Outcome.USER
     return store
 
 
-def _make_older(store: LocalRunStore, seconds: float) -> None:
+def _make_older(store: RunStore, seconds: float) -> None:
     """Set back all times that the records hold."""
-    for path in Path(store.path, layout.STATE_FOLDER).rglob("*.json"):
-        record = json.loads(path.read_bytes())
-        older = {name: record[name] - seconds for name in ("at", "started_at", "created_at") if name in record}
-        path.write_text(json.dumps({**record, **older}))
+    for name in store.file_sizes(layout.STATE_FOLDER) or {}:
+        record = json.loads(store.read(f"{layout.STATE_FOLDER}/{name}") or b"")
+        older = {field: record[field] - seconds for field in ("at", "started_at", "created_at") if field in record}
+        store.replace(f"{layout.STATE_FOLDER}/{name}", json.dumps({**record, **older}).encode())
 
 
 def _beat(store: LocalRunStore, age: float, interval: float = 0.05) -> None:
@@ -141,7 +141,7 @@ def _tell(store: LocalRunStore, *events: Event) -> None:
 
 
 def _own_process(**arguments: Any) -> Any:
-    return {"host": host_id(), "pid": os.getpid(), "process_started_at": process_start(os.getpid()), **arguments}
+    return {**this_process(), **arguments}
 
 
 def _everything(storage: Storage) -> dict[str, bytes]:
@@ -344,10 +344,8 @@ Damage = Callable[[LocalRunStore], object]
     ("damage", "repair"),
     [
         (lambda store: store.delete_folder("c"), "checkpoint c was dropped: 2 of 2 files are missing, first model.pt"),
-        (lambda store: tear(store, "c/rank-0/optim.pt"), "rank-0/optim.pt has 1 bytes instead of 2"),
         (lambda store: tear(store, layout.commit_name(1, 3)), "commit 0001-000003 is torn and was passed over"),
     ],
-    ids=["folder missing", "file cut", "newest commit torn"],
 )
 def test_damage_is_told_with_what_a_resume_would_do_about_it_and_it_does_that(
     storage: Storage, damage: Damage, repair: str
@@ -621,11 +619,7 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, 
     message = {"Bucket": "cli-runs", "Key": f"runs/mnist/{folder}/large.pt"}
     server.client().create_multipart_upload(**message)
     end_attempt(store, 1, Outcome.USER_ERROR.value)
-    names = [layout.RUN, layout.ended_name(1), layout.attempt_name(1)]
-    for name in [*names, *(layout.commit_name(*commit) for commit in all_commits(store))]:
-        record = json.loads(store.read(name))
-        older = {key: record[key] - LONG_AGO for key in ("at", "started_at", "created_at") if key in record}
-        store.replace(name, json.dumps({**record, **older}).encode())
+    _make_older(store, LONG_AGO)
     assert _summaries(bucket)["mnist"]["size_bytes"] == 2 * CHECKPOINT_BYTES
     assert f"left over: {folder} (3 B)" in _done("verify", bucket.uri)
     assert f"deleted mnist {folder}" in _done("prune", bucket.uri, "--yes")

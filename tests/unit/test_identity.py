@@ -11,26 +11,10 @@ import pytest
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.runs.identity import Call, check_run_name, default_run_name, fingerprint, loop_name
 
-BAD_NAMES = [
-    "",
-    "..",
-    ".hidden",
-    "-dash",
-    "a/b",
-    "../up",
-    "a..b",
-    "a b",
-    "a\n",
-    "a\0b",
-    "naïve",
-    "٣",
-    "a:b",
-    "x" * 129,
-    7,
-]
 
-
-@pytest.mark.parametrize("name", BAD_NAMES)
+@pytest.mark.parametrize(
+    "name", ["", ".hidden", "-dash", "a/b", "a..b", "a b", "a\n", "a\0b", "naïve", "٣", "x" * 129, 7]
+)
 def test_a_name_that_is_no_folder_everywhere_is_refused_with_the_rule(name: Any) -> None:
     with pytest.raises(ConfigurationError) as refused:
         check_run_name(name)
@@ -59,18 +43,10 @@ def test_the_default_name_in_a_subflow_is_of_the_root_and_the_calls_that_lead_th
 
 
 @pytest.mark.parametrize(
-    ("flow", "name"),
-    [
-        ("My Flow!", "My-Flow-01234567"),
-        ("v1.2", "v1-2-01234567"),
-        ("../../etc", "etc-01234567"),
-        ("训练", "training-01234567"),
-        ("", "training-01234567"),
-        ("f" * 300, "f" * 100 + "-01234567"),
-    ],
+    ("flow", "slug"), [("My Flow!", "My-Flow"), ("../v1.2", "v1-2"), ("训练", "training"), ("f" * 300, "f" * 100)]
 )
-def test_the_default_name_of_any_flow_is_a_good_one(flow: str, name: str) -> None:
-    assert check_run_name(default_run_name(flow, "0123456789abcdef", 1)) == name
+def test_the_default_name_of_any_flow_is_a_good_one(flow: str, slug: str) -> None:
+    assert check_run_name(default_run_name(flow, "0123456789abcdef", 1)) == f"{slug}-01234567"
 
 
 def _loop(config: dict[str, Any]) -> None:

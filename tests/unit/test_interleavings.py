@@ -124,16 +124,11 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Workload:
-    """What each attempt does.
-
-    Attributes:
-        reports: How many checkpoints it reports.
-        keep: How many of them stay.
-        interrupted: Whether its first upload is cut short by a worker that dies, and another group begins it anew.
-    """
+    """What each attempt does: how many checkpoints it reports, and how many of them stay."""
 
     reports: int
     keep: int
+    #: Its first upload is cut short by a worker that dies, and another group begins it anew.
     interrupted: bool = False
 
 
@@ -206,14 +201,7 @@ def _load_snapshot(filesystem: RunFilesystem, driver: Driver) -> dict[str, Any] 
 
 @dataclass(frozen=True)
 class Turn:
-    """One line of a schedule: who goes on, how far, and whether it dies then.
-
-    Attributes:
-        who: Number of the attempt.
-        until: The kind of operation before which it stands still again.
-        times: How many operations of that kind it goes on.
-        dies: Whether it is killed there, and another attempt takes its place.
-    """
+    """One line of a schedule: who goes on, before which kind of operation it stands still, and whether it dies then."""
 
     who: int
     until: str
@@ -345,13 +333,7 @@ def test_two_that_begin_at_once_do_not_hold_the_same_attempt() -> None:
 
 
 def test_a_holder_that_froze_before_it_mirrored_a_commit_cannot_make_ray_start_from_it_later() -> None:
-    frozen_before_mirror = Turn(0, f"replace {layout.SNAPSHOT}")
-    successor_commits = Turn(1, "copy", times=3)
-    third_has_begun = Turn(2, "load")
-    frozen_wakes_up = Turn(0, "")
-    third_loads = Turn(2, "copy")
-    play(
-        [frozen_before_mirror, successor_commits, third_has_begun, frozen_wakes_up, third_loads],
-        drivers=3,
-        workload=Workload(reports=3, keep=1),
-    )
+    frozen_before_mirror, successor_commits = Turn(0, f"replace {layout.SNAPSHOT}"), Turn(1, "copy", times=3)
+    third_has_begun, frozen_wakes_up, third_loads = Turn(2, "load"), Turn(0, ""), Turn(2, "copy")
+    schedule = [frozen_before_mirror, successor_commits, third_has_begun, frozen_wakes_up, third_loads]
+    play(schedule, drivers=3, workload=Workload(reports=3, keep=1))

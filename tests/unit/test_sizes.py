@@ -29,6 +29,7 @@ from prefect_elastic_train.report import markdown
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, peek
+from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.supervisor.attempt import read_lines
 from tests.unit.support import Training, private_folder, spec
 
@@ -104,7 +105,7 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
 def find_finished(folder: str) -> TrainingResult:
     """Ask for the run once more, as the driver of a retry does."""
     supervisor = Supervisor(folder)
-    finished = peek(supervisor.driver.store, supervisor.driver.spec)
+    finished = peek(RunDirectory(supervisor.driver.store), supervisor.driver.spec.request)
     assert finished is not None
     supervisor.driver.close(supervisor.driver.finish(finished))
     return supervisor.hear_all()
