@@ -9,7 +9,7 @@ from pathlib import Path
 from prefect_elastic_train.core import events
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import read_spec
-from prefect_elastic_train.driver.joining import connect
+from prefect_elastic_train.driver.fit import connect
 
 
 def _tell(event: events.Event) -> None:

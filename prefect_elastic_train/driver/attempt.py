@@ -23,9 +23,8 @@ from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.result import RunResult
-from prefect_elastic_train.driver.fit import fit, make_datasets, prepare, requester_id
+from prefect_elastic_train.driver.fit import connect, fit, fit_local_cluster, make_datasets, prepare, requester_id
 from prefect_elastic_train.driver.interruptions import interruptions
-from prefect_elastic_train.driver.joining import connect, fit_local_cluster
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.runs import layout

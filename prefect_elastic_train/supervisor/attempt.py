@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from prefect_elastic_train.core.bounds import cut, whole_lines
 from prefect_elastic_train.core.events import (
@@ -33,7 +33,9 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import WORKER_LINE, last_cause, without_marks
 from prefect_elastic_train.core.request import STOP_FILE, DriverSpec, write_spec
-from prefect_elastic_train.supervisor.local_cluster import LocalCluster
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.supervisor.runtime import LocalCluster
 
 #: How often a follower looks after everything but the driver's output.
 TURN_SECONDS = 0.2

@@ -22,8 +22,7 @@ from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
-from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
-from prefect_elastic_train.supervisor.job_package import ENTRYPOINT, end_pending, job_package
+from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError, job_package
 
 _T = TypeVar("_T")
 
@@ -211,7 +210,7 @@ class JobDriver(Driver):
             def submit() -> JobDetails:
                 problem: Exception = UnreachableError("nobody said why")
                 try:
-                    self._client.submit(submission_id, ENTRYPOINT, metadata, package)
+                    self._client.submit(submission_id, metadata, package)
                 except (UnreachableError, RefusedError) as error:
                     problem = error
                 # Whatever it said: what counts is whether the cluster has the job.
@@ -279,7 +278,7 @@ class JobDriver(Driver):
                 problem = f"it is still {job.status}" if job is not None else "the cluster does not know it"
                 if job is not None and job.status == "PENDING" and waited > _STOP_PENDING_SECONDS:
                     # Ray's own stop waits for its start; another job ends it.
-                    self._client.submit(f"{submission_id}-end", end_pending(submission_id), {})
+                    self._client.end_pending(submission_id)
             except UnreachableError as error:
                 problem = str(error)
             time.sleep(0.5)

@@ -1,22 +1,34 @@
-"""Ray's client of its dashboards as the supervisor uses it: each request has a bound, and the token may change."""
+"""Ray's client of its dashboards as the supervisor uses it, and what a job brings along.
+
+That is this package, what the driver is told, and the user's code. All of it lies in the cluster's package store and
+on its nodes, readable for whoever can use the cluster.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import ray
 import requests
+from pydantic import SecretStr
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.core.version import VERSION_FILE, __version__
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 #: The list holds all jobs that the cluster ever ran, and a submission may wait for the node of the head.
@@ -28,6 +40,27 @@ _NO_DASHBOARD = "what answers is no Ray dashboard; give its URL, port 8265 unles
 #: Of each job that trains. Ray lets one that is stopped end by itself for so many seconds; the driver takes up to five.
 #: And a person's prints are not to be guessed at; the run's log has a limit of its own.
 _VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "8", "RAY_DEDUP_LOGS": "0"}
+
+_PACKAGE = Path(__file__).parents[1]
+_MODULE = "elastic_train_job"
+#: The first code that runs in a job. What keeps the driver from running here is an ImportError.
+_ENTRY = """\
+import sys
+from pathlib import Path
+
+python = "%d.%d" % sys.version_info[:2]
+if python != "{python}":
+    raise ImportError(f"the cluster runs Python {{python}} and the flow Python {python}")
+from prefect_elastic_train.driver.__main__ import main
+
+main([str(Path(__file__).with_name("spec"))])
+"""
+#: What the flow's objects are pickled by.
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+#: An image may call its Python either way.
+_EXECUTE = 'exec "$(command -v python || command -v python3)"'
+#: The command of a job that trains.
+_TRAIN = f"{_EXECUTE} -m {_MODULE}"
 
 
 class UnreachableError(Exception):
@@ -96,14 +129,16 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 raise ValueError("another job")
             return found
 
-    def submit(self, submission_id: str, command: str, metadata: dict[str, str], package: Path | None = None) -> None:
-        """Submit a command as a job, by an id that no job has had.
+    def submit(
+        self, submission_id: str, metadata: dict[str, str], package: Path | None = None, command: str = _TRAIN
+    ) -> None:
+        """Submit a job, by an id that no job has had.
 
         Args:
             submission_id: The id.
-            command: The command.
             metadata: What it is found by.
             package: An archive of modules for a driver, which gets the environment and the resources of the block.
+            command: What it runs instead of a driver.
 
         Raises:
             UnreachableError: Nobody knows whether the cluster has it.
@@ -140,6 +175,18 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         """Have a job ended; a job that has ended or is unknown is left as it is."""
         with _reading(), suppress(UnknownJobError):
             self.stop_job(submission_id)
+
+    def end_pending(self, submission_id: str) -> None:
+        """End a job that waits for its start by another one, since Ray's own stop waits for that start, too.
+
+        What it waits for is an actor with this name, in the Ray of our bounds.
+        """
+        code = (
+            "import ray; ray.init(log_to_driver=False); "
+            f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "
+            "namespace='SUPERVISOR_ACTOR_RAY_NAMESPACE'))"
+        )
+        self.submit(f"{submission_id}-end", {}, command=f"{_EXECUTE} -c {shlex.quote(code)}")
 
     def log(self, job: JobDetails, lines: int) -> Iterator[bytes]:
         """Read so many lines of the end of the log of a job's driver, -1 for all, in pieces; it may break off."""
@@ -218,3 +265,24 @@ def _reading() -> Iterator[None]:
         yield
     except (ValueError, TypeError, KeyError) as error:
         raise UnreachableError(f"{_NO_DASHBOARD}: {type(error).__name__}: {error}") from None
+
+
+@contextmanager
+def job_package(spec: DriverSpec, folder: Path) -> Iterator[Path]:
+    """An archive of this package and of the one that a job starts, with the spec; it lies in a private folder."""
+    # The driver is inside by then, and this machine's folders are not where it runs.
+    cluster = spec.cluster.model_copy(update={"auth_token": SecretStr("")})
+    spec = replace(spec, cluster=cluster, sys_path=[])
+    file = folder / "job.zip"
+    try:
+        with ZipFile(file, "w", ZIP_DEFLATED) as archive:
+            for path in sorted(_PACKAGE.rglob("*")):
+                if path.is_file() and path.suffix != ".pyc":
+                    archive.write(path, Path(_PACKAGE.name) / path.relative_to(_PACKAGE))
+            archive.writestr(f"{_PACKAGE.name}/{VERSION_FILE}", f"{__version__}\n")
+            archive.writestr(f"{_MODULE}/__main__.py", _ENTRY.format(python=PYTHON))
+            archive.writestr(f"{_MODULE}/__init__.py", "")
+            archive.writestr(f"{_MODULE}/spec", pickle.dumps(spec))
+        yield file
+    finally:
+        file.unlink(missing_ok=True)

@@ -1,14 +1,17 @@
-"""Following a driver from outside: real processes that speak, fall silent, crash, or leave something behind; and the
-head node of a local cluster, as far as it needs no Ray.
+"""Following a driver from outside: real processes that speak, fall silent, crash, or leave something behind; finding
+and ending what a run has started, also by its guard; and the head of a local cluster, as far as it needs no Ray.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -25,12 +28,14 @@ from prefect_elastic_train.core.events import (
 )
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
-from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.request import MARK_VARIABLE, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor import attempt, local_cluster
-from prefect_elastic_train.supervisor.local_cluster import LocalCluster
-from prefect_elastic_train.supervisor.runtime import Runtime
-from tests.unit.support import spec
+from prefect_elastic_train.supervisor import attempt
+from prefect_elastic_train.supervisor import runtime as runtime_module
+from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
+from prefect_elastic_train.supervisor.runtime import LocalCluster, Runtime
+from tests.support.processes import wait_for
+from tests.unit.support import REPOSITORY, spec
 
 SPEC = spec(cluster=ClusterSettings(address="auto"))
 
@@ -49,26 +54,20 @@ class Supervisor:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.lines: list[tuple[str, str]] = []
+        self.settings = ElasticTrainSettings(liveness_timeout_seconds=60, stop_grace_seconds=0.1)
 
-    def runtime(self, code: str, liveness: float = 60.0, grace: float = 0.1) -> Runtime:
+    def runtime(self, code: str) -> Runtime:
         """Return what runs attempts whose drivers run some code."""
-        settings = ElasticTrainSettings(liveness_timeout_seconds=liveness, stop_grace_seconds=grace)
-        runtime = Runtime(settings, self.events.append, lambda source, text: self.lines.append((source, text)))
+        runtime = Runtime(self.settings, self.events.append, lambda *line: self.lines.append(line))
         runtime.driver_command = (sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{code}")
         return runtime
 
-    def follow(
-        self,
-        code: str,
-        check_stop: Callable[[], None] = lambda: None,
-        wanted: DriverSpec = SPEC,
-        **more: float,
-    ) -> AttemptEnded:
+    def follow(self, code: str, check_stop: Callable[[], None] = lambda: None) -> AttemptEnded:
         """Follow a driver that runs some code to its end."""
-        runtime = self.runtime(code, **more)
+        runtime = self.runtime(code)
         runtime.check_stop = check_stop
         try:
-            return runtime.run_attempt(wanted)
+            return runtime.run_attempt(SPEC)
         finally:
             runtime.close()
 
@@ -80,23 +79,29 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     return Supervisor()
 
 
+#: Lines with a tag that are no events.
+_NO_EVENTS = [EVENT_TAG, EVENT_TAG + "{}", EVENT_TAG + '{"kind": "danced"}', "x" + EVENT_TAG + encode_event(STARTED)]
+
+
 def test_events_and_lines_are_told_in_their_order_and_the_last_word_is_how_the_attempt_ended(
     supervisor: Supervisor,
 ) -> None:
     states = [StateChanged(state=str(number)) for number in range(300)]
-    told = _say(STARTED) + "print('epoch 1')\nprint('oh', file=sys.stderr)\n" + _say(*states, LAST)
-    assert supervisor.follow(told) == LAST
+    prints = "".join(f"print({line!r})\n" for line in _NO_EVENTS)
+    assert supervisor.follow(_say(STARTED) + "print('oh', file=sys.stderr)\n" + prints + _say(*states, LAST)) == LAST
     assert supervisor.events == [STARTED, *states, LAST]
-    assert sorted(supervisor.lines) == [("driver", "epoch 1"), ("stderr", "oh")]
+    assert sorted(supervisor.lines) == sorted([*(("driver", line) for line in _NO_EVENTS), ("stderr", "oh")])
 
 
+_KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 _CORE = "[2026-11-22 15:36:29,080 E 6449 6500] (python-core-driver) gcs_rpc_client.h:199: Failed to connect to GCS."
 
 
 @pytest.mark.parametrize(
     ("code", "how"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by signal 9 (SIGKILL)"),
+        # Something that it started holds its output.
+        (f"subprocess.Popen(['sleep', '30'])\n{_KILL}", "was ended by signal 9 (SIGKILL)"),
         (f"os.kill(os.getpid(), {int(signal.SIGRTMIN) + 3})", f"was ended by signal {int(signal.SIGRTMIN) + 3}"),
         ("os._exit(7)", "was ended by exit code 7"),
         ("os._exit(0)", "its last word was lost"),
@@ -108,7 +113,9 @@ _CORE = "[2026-11-22 15:36:29,080 E 6449 6500] (python-core-driver) gcs_rpc_clie
     ],
 )
 def test_a_driver_that_went_without_a_last_word_was_lost(supervisor: Supervisor, code: str, how: str) -> None:
+    started = time.monotonic()
     ended = supervisor.follow(_say(STARTED) + "print('more words', flush=True)\n" + code)
+    assert time.monotonic() - started < 10
     assert (ended.outcome, ended.attempt) == (Outcome.DRIVER_LOST, 4)
     assert how in ended.message
     assert "more words" not in ended.message, "its output is told line by line, as it comes"
@@ -118,18 +125,11 @@ def test_a_driver_that_went_without_a_last_word_was_lost(supervisor: Supervisor,
 def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervisor: Supervisor, chatter: str) -> None:
     alive = ControllerAlive(doing="SCHEDULING", seconds=1)
     code = _say(STARTED) + f"for _ in range(6):\n    time.sleep(0.1)\n    {_say(alive)}" + chatter
-    ended = supervisor.follow(code, liveness=0.5)
+    supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=0.5, stop_grace_seconds=0.1)
+    ended = supervisor.follow(code)
     assert ended.outcome is Outcome.DRIVER_LOST
     assert "no sign of life for 0.5 s, last SCHEDULING" in ended.message
     assert supervisor.events == [STARTED, *[alive] * 6], "signs of life have kept it"
-
-
-def test_a_driver_that_dies_while_something_it_started_holds_its_output_is_noticed(supervisor: Supervisor) -> None:
-    left = "import time; time.sleep(30)"
-    code = _say(STARTED) + f"subprocess.Popen([sys.executable, '-c', {left!r}])\nos.kill(os.getpid(), signal.SIGKILL)"
-    started = time.monotonic()
-    assert "signal 9" in supervisor.follow(code).message
-    assert time.monotonic() - started < 10
 
 
 def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_told_to_the_driver(
@@ -145,25 +145,20 @@ def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_told_to_the_drive
         if supervisor.lines:
             raise TimeoutError
 
+    supervisor.settings = ElasticTrainSettings(stop_grace_seconds=5)
     with pytest.raises(TimeoutError):
-        supervisor.follow(code, check_stop=check_stop, grace=5)
+        supervisor.follow(code, check_stop)
     assert (tmp_path / "told").read_text() == "timed_out"
-
-
-def test_a_line_that_is_no_event_is_output(supervisor: Supervisor) -> None:
-    lines = [EVENT_TAG, EVENT_TAG + "{}", EVENT_TAG + '{"kind": "danced"}', "x" + EVENT_TAG + encode_event(STARTED)]
-    ended = supervisor.follow("".join(f"print({line!r})\n" for line in lines))
-    assert (supervisor.events, [text for _, text in supervisor.lines], ended.attempt) == ([], lines, 0)
 
 
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert not {local_cluster._free_port() for _ in range(50)} & {*range(first, last + 1)}
+    assert not {runtime_module._free_port() for _ in range(50)} & {*range(first, last + 1)}
 
 
 def test_a_token_is_in_a_private_file_and_in_no_environment(tmp_path: Path) -> None:
     environment = {"RAY_AUTH_TOKEN": "of another cluster"}
-    local_cluster.use_token(environment, "hush", tmp_path)
+    runtime_module.use_token(environment, "hush", tmp_path)
     assert environment == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
     assert ((tmp_path / "token").read_text(), (tmp_path / "token").stat().st_mode & 0o777) == ("hush", 0o600)
 
@@ -181,7 +176,7 @@ while True:
 """
 
 #: A driver that wants a cluster, says when it answers, and perhaps lingers.
-_DRIVER = """
+_JOINING = """
 import pickle, socket, sys, time
 from pathlib import Path
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, ClusterWanted, encode_event
@@ -206,11 +201,10 @@ def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LocalCluster, "_command", lambda self, port, folder: [sys.executable, "-c", _HEAD, str(port)])
-    lines, runtime = supervisor.lines, supervisor.runtime(_DRIVER)
+    lines, runtime = supervisor.lines, supervisor.runtime(_JOINING)
     wanted = spec(cluster=ClusterSettings())
     try:
-        ended = [runtime.run_attempt(wanted) for _ in range(2)]
-        assert [one.outcome for one in ended] == [Outcome.COMPLETED, Outcome.COMPLETED]
+        assert {runtime.run_attempt(wanted).outcome for _ in range(2)} == {Outcome.COMPLETED}
         assert lines[0] == lines[1], "the same cluster"
         Path("lingers").touch()
         heads = [one for one in psutil.Process().children() if _HEAD in one.cmdline()]
@@ -226,3 +220,164 @@ def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_
     finally:
         runtime.close()
     assert not [one for one in psutil.Process().children(recursive=True) if _HEAD in " ".join(one.cmdline())]
+
+
+#: Starts a child that starts a grandchild in a session of its own; the child ends, so the grandchild is nobody's.
+_IN_BETWEEN = (
+    "import subprocess, sys; "
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
+)
+#: An orphan, a child without the mark, and one that ignores every signal that it can.
+_FAMILY = f"""
+import os, subprocess, sys, time
+subprocess.run([sys.executable, "-c", {_IN_BETWEEN!r}])
+stubborn = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", stubborn])
+unmarked = {{name: value for name, value in os.environ.items() if name != {MARK_VARIABLE!r}}}
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=unmarked)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Iterator[str]:
+    """A mark of this test, the path of a private folder, none of whose processes survives it."""
+    mark = tmp_path / "private"
+    mark.mkdir()
+    yield str(mark)
+    assert not marked_processes(str(mark)) or end_marked(str(mark), 10) == []
+
+
+def _start(mark: str, *command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", *command], env={**os.environ, MARK_VARIABLE: mark})
+
+
+def _count(mark: str, count: int) -> list[psutil.Process]:
+    def look() -> list[psutil.Process]:
+        found = marked_processes(mark)
+        settled = not any(_IN_BETWEEN in process.cmdline() for process in found)
+        return found if settled and len(found) == count else []
+
+    return wait_for(look, 15, f"{count} marked processes")
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_whole_family_is_found_and_ended_whatever_it_has_thrown_away_and_nothing_else(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = _start(f"{mark}0", "import time; time.sleep(60)")
+    zombie = _start(mark, "")
+    parent = _start(mark, _FAMILY)
+    try:
+        monkeypatch.setenv(MARK_VARIABLE, mark)
+        family = _count(mark, 4)
+        assert len([one for one in family if one.pid != parent.pid and one.ppid() != parent.pid]) == 1, "the orphan"
+        assert not {os.getpid(), other.pid, zombie.pid} & {process.pid for process in family}
+        assert end_marked(mark, 10) == []
+        assert not any(map(_lives, family))
+        assert other.poll() is None
+    finally:
+        for process in (other, parent, zombie):
+            process.kill()
+            process.wait()
+
+
+def test_an_agent_of_ray_without_its_mark_is_found_by_title_and_folder_and_a_shell_in_there_is_not(
+    mark: str, tmp_path: Path
+) -> None:
+    inside, beside = Path(mark) / "r0", tmp_path / "private-too"
+    for folder in (inside, beside):
+        folder.mkdir()
+    started = [
+        subprocess.Popen([title, "60"], executable=shutil.which("sleep"), cwd=folder)
+        for title, folder in [("ray::DashboardAgent", inside), ("sleep", inside), ("ray::DashboardAgent", beside)]
+    ]
+    try:
+        wait_for(lambda: all(psutil.Process(process.pid).cmdline() for process in started), 10, "their titles")
+        assert [process.pid for process in marked_processes(mark)] == [started[0].pid]
+        # Between two attempts the folder of the session that has died is removed.
+        shutil.rmtree(inside)
+        assert end_marked(mark, 10) == []
+        assert [process.poll() is None for process in started] == [False, True, True]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_a_process_that_appears_while_the_others_are_ended_is_ended_too(mark: str) -> None:
+    # Each process starts the next one, as a supervisor of daemons does that restarts them.
+    chain = """
+import subprocess, sys, time
+left, code = int(sys.argv[1]), sys.argv[2]
+if left:
+    subprocess.Popen([sys.executable, "-c", code, str(left - 1), code])
+time.sleep(60)
+"""
+    first = _start(mark, chain, "5", chain)
+    assert end_marked(mark, 15) == []
+    assert marked_processes(mark) == []
+    first.wait(5)
+
+
+#: A flow process that is in the middle of an attempt; its driver ends in order when it is asked to.
+_FLOW = """
+import pathlib, sys
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.request import read_spec
+from prefect_elastic_train.supervisor.runtime import Runtime
+told = lambda source, text: print(text, flush=True)
+runtime = Runtime(ElasticTrainSettings(), print, told, check_stop=lambda: None)
+runtime.driver_command = (sys.executable, "-c", *sys.argv[1:], "prefect_elastic_train.driver")
+try:
+    runtime.run_attempt(read_spec(pathlib.Path(sys.argv[3]).with_name("spec")))
+finally:
+    runtime.close()
+"""
+_DRIVER = """
+import os, pathlib, signal, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+# Whoever runs the tests in the background may have SIGINT ignored, which a driver does not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    print(sys.argv[-1], flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    pathlib.Path(sys.argv[2]).touch()
+"""
+
+
+def _ignores_hangup(pid: int) -> bool:
+    _, _, mask = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")
+    return bool(int(mask.split()[0], 16) & (1 << (signal.SIGHUP - 1)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_flow_process_that_is_ended_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+    in_order = tmp_path / "in-order"
+    write_spec(spec(cluster=ClusterSettings(address="auto")), tmp_path / "spec")
+    with subprocess.Popen(
+        [sys.executable, "-c", _FLOW, _DRIVER, _FAMILY, str(in_order)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        text=True,
+    ) as flow:
+        assert flow.stdout is not None
+        private = Path(flow.stdout.readline().strip()).parent
+        try:
+            _count(str(private), 5)
+            [guard] = [one for one in psutil.Process(flow.pid).children() if str(flow.pid) in one.cmdline()]
+            wait_for(lambda: _ignores_hangup(guard.pid), 10, "the guard to be on watch")
+            for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                guard.send_signal(other)  # what ends a flow must not end its guard
+            flow.send_signal(number)
+            wait_for(lambda: not marked_processes(str(private)), 20, "the end of all marked processes")
+            wait_for(lambda: not private.exists(), 5, "the end of the folder")
+            wait_for(lambda: not guard.is_running() or not _lives(guard), 5, "the guard to go")
+            assert in_order.exists(), "the driver was asked first"
+        finally:
+            flow.kill()
+            end_marked(str(private), 10)

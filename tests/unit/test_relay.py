@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,31 +80,35 @@ def test_events_arrive_in_order_all_that_were_sent_before_the_close_and_none_tha
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "x" * 500])
-def test_a_sender_without_the_key_is_not_heard(inbox: Inbox, key: str) -> None:
-    for secret, state in ((key, "forged"), (inbox.key, "true")):
-        sender = EventSender((inbox.port, secret))
-        sender.put(ev.StateChanged(state=state))
-        sender.close(5)
-    wait_for(inbox.states, 5, "an event")
+def test_a_sender_without_the_key_is_not_heard_and_what_is_no_event_is_told_and_passed_over(
+    inbox: Inbox, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    good, forged = (ev.StateChanged(state=state).model_dump_json() for state in ("good", "forged"))
+    for sent in (f"{key}\n{forged}\n", f'{inbox.key}\nnonsense\n{{"kind": "danced"}}\n{good}\n{good[:5]}'):
+        with socket.create_connection(("127.0.0.1", inbox.port), timeout=5) as connection:
+            connection.sendall(sent.encode())
+    wait_for(inbox.states, 5, "the good event")
     inbox.receiver.finish(5)
-    assert inbox.states() == ["true"]
+    assert inbox.states() == ["good"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "cannot be read and is lost: b'nonsense'" in caplog.text
     other = EventReceiver(inbox.events.append)
     assert other.receiving[1] != inbox.key
     other.close()
 
 
-def test_what_is_no_event_is_told_and_passed_over(inbox: Inbox, caplog: pytest.LogCaptureFixture) -> None:
-    good = ev.StateChanged(state="good").model_dump_json()
-    with socket.create_connection(("127.0.0.1", inbox.port), timeout=5) as connection:
-        connection.sendall(f'{inbox.key}\nnonsense\n{{"kind": "danced"}}\n{good}\n{good[:5]}'.encode())
-    wait_for(lambda: inbox.states() == ["good"], 5, "the good event")
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "cannot be read and is lost: b'nonsense'" in caplog.text
+@pytest.fixture
+def late() -> Iterator[LateReceiver]:
+    """A port that nobody listens at yet."""
+    late = LateReceiver()
+    yield late
+    late.close()
 
 
-def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    driver = LateReceiver()
-    sender = EventSender(driver.receiving)
+def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(
+    late: LateReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = EventSender(late.receiving)
     started = time.monotonic()
     for number in range(3000):
         sender.put(ev.Reported(metrics={"n": number}, world_size=1))
@@ -111,9 +116,8 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplo
         sender.put(ev.WorkerFailed(errors={"0": str(number)}, retried=True))
         sender.put(ev.ControllerAlive(doing="RUNNING", seconds=1))
     assert time.monotonic() - started < 2, "sending held up the controller"
-    key, *lines = driver.lines(1 + 1000 + 50)
+    key, *lines = late.lines(1 + 1000 + 50)
     sender.close(0.1)
-    driver.close()
     assert "2050 events were dropped" in caplog.text
     assert key == b"key\n"
     events = [ev.decode_event(line) for line in lines]
@@ -122,72 +126,41 @@ def test_progress_is_dropped_and_lifecycle_is_not_while_the_driver_is_away(caplo
     assert failures == [str(number) for number in range(50)]
 
 
-def test_a_sender_finds_its_driver_again_and_leaves_in_time_when_it_is_gone() -> None:
-    driver = LateReceiver()
-    sender = EventSender(driver.receiving)
+def test_a_sender_finds_its_driver_again_and_leaves_in_time_when_it_is_gone(late: LateReceiver) -> None:
+    sender = EventSender(late.receiving)
     sender.put(ev.StateChanged(state="first"))
-    driver.lines(2)
+    late.lines(2)
     for number in range(5):  # what is on its way when a connection breaks may be lost
         sender.put(ev.StateChanged(state=f"later-{number}"))
         time.sleep(0.02)
-    key, line = driver.lines(2)
-    assert key == b"key\n"
-    assert b"later-" in line
-    driver.close()
-    sender.put(ev.StateChanged(state="unheard"))
+    key, line = late.lines(2)
+    assert (key, b"later-" in line) == (b"key\n", True)
+    late.close()
     sender.put(ev.StateChanged(state="unheard"))
     started = time.monotonic()
     sender.close(0.3)
     assert time.monotonic() - started < 2
 
 
-class Output:
-    """A driver's standard output, and the lines that come out of it."""
+def test_lines_of_several_threads_and_events_leave_whole(tmp_path: Path) -> None:
+    with (tmp_path / "output").open("w") as file:
+        output = EventOutput(file)
+    stream = LineStream(output.write_text, 1)
 
-    def __init__(self) -> None:
-        read, write = os.pipe()
-        self._writer = os.fdopen(write, "w")
-        self.reader = os.fdopen(read, "rb")
-        self.events = EventOutput(self._writer)
-        self._found: list[bytes] = []
-        self._reading = threading.Thread(target=lambda: self._found.extend(self.reader))
+    def chat(name: str) -> None:
+        for number in range(300):
+            for piece in (f"<{name} ", str(number), " " + name * 50, ">\n"):
+                stream.write(piece)
+            output.put(ev.StateChanged(state=f"{name}{number}"))
 
-    def __enter__(self) -> Output:
-        self._reading.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.events.close(10)
-        os.close(self.events._descriptor)
-        self._writer.close()
-        self._reading.join(10)
-        self.reader.close()
-
-    def lines(self) -> tuple[list[ev.Event | None], list[str]]:
-        """The events and the other lines that came out of it."""
-        lines = [line.decode() for line in self._found]
-        told = [line[len(ev.EVENT_TAG) :] for line in lines if line.startswith(ev.EVENT_TAG)]
-        return [*map(ev.decode_event, told)], [line for line in lines if not line.startswith(ev.EVENT_TAG)]
-
-
-def test_lines_of_several_threads_and_events_leave_whole() -> None:
-    with Output() as output:
-        stream = LineStream(output.events.write_text, 1)
-
-        def chat(name: str) -> None:
-            for number in range(300):
-                for piece in (f"<{name} ", str(number), " " + name * 50, ">\n"):
-                    stream.write(piece)
-                output.events.put(ev.StateChanged(state=f"{name}{number}"))
-
-        threads = [threading.Thread(target=chat, args=(name,)) for name in "abcd"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    events, lines = output.lines()
-    assert sorted(lines) == sorted(f"<{name} {number} {name * 50}>\n" for name in "abcd" for number in range(300))
-    assert (len(events), None in events) == (1200, False)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(chat, "abcd"))
+    output.close(10)
+    found = (tmp_path / "output").read_text().splitlines()
+    told = [ev.decode_event(line[len(ev.EVENT_TAG) :]) for line in found if line.startswith(ev.EVENT_TAG)]
+    lines = [line for line in found if not line.startswith(ev.EVENT_TAG)]
+    assert sorted(lines) == sorted(f"<{name} {number} {name * 50}>" for name in "abcd" for number in range(300))
+    assert (len(told), None in told) == (1200, False)
 
 
 def test_a_stream_stands_in_for_standard_output_and_hands_lines_on_when_they_are_complete() -> None:
@@ -204,11 +177,13 @@ def test_a_stream_stands_in_for_standard_output_and_hands_lines_on_when_they_are
 
 
 def test_a_driver_whose_supervisor_is_gone_is_not_held_up_by_its_output() -> None:
-    output = Output()
-    output.reader.close()
-    output.events.put(ev.StateChanged(state="unheard"))
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as stream:
+        output = EventOutput(stream)
+    os.close(read)
+    output.put(ev.StateChanged(state="unheard"))
     started = time.monotonic()
-    output.events.close(5)
+    output.close(5)
     assert time.monotonic() - started < 3
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import prefect_elastic_train
 from prefect_elastic_train.core.version import UNKNOWN
-from prefect_elastic_train.supervisor.job_package import job_package
+from prefect_elastic_train.supervisor.job_client import job_package
 from tests.support.distribution import PATCH, TAG, VERSION, commit_tree
 from tests.support.processes import ROOT, call
 from tests.unit.test_following import SPEC
