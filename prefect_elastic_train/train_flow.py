@@ -13,38 +13,30 @@ from typing import Annotated, Any, Literal
 from prefect import flow
 from pydantic import Field
 
-from prefect_elastic_train.blocks import (
-    CheckpointPolicy,
-    ElasticScaling,
-    FailureBudget,
-    FsspecStorage,
-    LocalStorage,
-    RayCluster,
-    S3Storage,
-)
+from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import load_saved, saved_name
 from prefect_elastic_train.orchestration.arguments import LOOP_PATTERN, named_loop
 from prefect_elastic_train.orchestration.task import elastic_train
 
 DEFAULT_CONFIG: dict[str, Any] = {}
-DEFAULT_SCALING = ElasticScaling()
-DEFAULT_FAILURES = FailureBudget()
-DEFAULT_CHECKPOINTS = CheckpointPolicy()
-DEFAULT_CLUSTER = RayCluster()
+DEFAULT_SCALING = blocks.ElasticScaling()
+DEFAULT_FAILURES = blocks.FailureBudget()
+DEFAULT_CHECKPOINTS = blocks.CheckpointPolicy()
+DEFAULT_CLUSTER = blocks.RayCluster()
 
 
 # Whoever runs it as a deployment can ask the flow run for its result.
 @flow(name="train", persist_result=True, result_serializer="json")
 def train(
     train_loop: Annotated[str, Field(pattern=LOOP_PATTERN)],
-    storage: LocalStorage | S3Storage | FsspecStorage,
+    storage: blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage,
     train_loop_config: dict[str, Any] = DEFAULT_CONFIG,
     framework: Literal["torch", "jax", "none"] = "torch",
-    scaling: ElasticScaling = DEFAULT_SCALING,
-    failures: FailureBudget = DEFAULT_FAILURES,
-    checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
-    cluster: RayCluster = DEFAULT_CLUSTER,
+    scaling: blocks.ElasticScaling = DEFAULT_SCALING,
+    failures: blocks.FailureBudget = DEFAULT_FAILURES,
+    checkpoints: blocks.CheckpointPolicy = DEFAULT_CHECKPOINTS,
+    cluster: blocks.RayCluster = DEFAULT_CLUSTER,
     run_name: str = "",
     resume: bool = False,
     resume_from: str = "",

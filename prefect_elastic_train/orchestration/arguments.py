@@ -20,16 +20,10 @@ from pydantic import SecretStr
 
 from prefect_elastic_train.blocks import lookup
 from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.core import settings
 from prefect_elastic_train.core.operator_settings import default_block_name, get_settings
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.request import DriverSpec, Payload, RunRequest, dump_payload
-from prefect_elastic_train.core.settings import (
-    CheckpointSettings,
-    ClusterSettings,
-    FailureSettings,
-    ScalingSettings,
-    plain,
-)
 from prefect_elastic_train.driver.fit import check_loop, function_in, resolve_loop
 from prefect_elastic_train.orchestration.flow_runs import Place, this_training
 from prefect_elastic_train.runs import identity
@@ -149,15 +143,15 @@ def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
 def driver_spec(request: RunRequest, given: Mapping[str, GivenBlock], previous_end: str = "") -> DriverSpec:
     """Return what the driver of the next attempt is told, with the blocks as they are saved now."""
     blocks = {argument: load_given(argument, block) for argument, block in given.items()}
-    scaling, storage = plain(ScalingSettings, blocks["scaling"]), blocks["storage"]
+    scaling, storage = settings.plain(settings.ScalingSettings, blocks["scaling"]), blocks["storage"]
     assert isinstance(storage, lookup.StorageBlock)
     return DriverSpec(
         request=request,
         scaling=scaling,
-        failures=plain(FailureSettings, blocks["failures"]),
-        checkpoints=plain(CheckpointSettings, blocks["checkpoints"]),
+        failures=settings.plain(settings.FailureSettings, blocks["failures"]),
+        checkpoints=settings.plain(settings.CheckpointSettings, blocks["checkpoints"]),
         storage=lookup.plain_storage(storage),
-        cluster=plain(ClusterSettings, blocks["cluster"]),
+        cluster=settings.plain(settings.ClusterSettings, blocks["cluster"]),
         storage_block=lookup.saved_name(storage),
         poll_interval_seconds=get_settings().poll_interval(scaling.max_workers),
         sys_path=import_path(),

@@ -51,14 +51,13 @@ class OutputLimits:
         return let
 
     def notice(self, at_once: bool = False) -> str:
-        """Count anew if it is time, and return what was left out; empty if nothing was."""
+        """Count anew if it is time, and return what was left out, of five sources at most; empty if nothing was."""
         if not at_once and self._clock() - self._began < _WINDOW_SECONDS:
             return ""
         left_out = +self._left_out
         self._begin()
-        words = [f"{count} of {source}" for source, count in left_out.most_common(5)]
-        others = f" and {len(left_out) - 5} others" if len(left_out) > 5 else ""
-        return f"[{left_out.total()} lines of output left out: {', '.join(words)}{others}]" if left_out else ""
+        most = ", ".join(f"{count} of {source}" for source, count in left_out.most_common(5))
+        return f"[{left_out.total()} lines of output left out: {most}]" if left_out else ""
 
 
 class RunLog(ev.EventHandler):

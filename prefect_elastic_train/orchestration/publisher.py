@@ -98,11 +98,11 @@ def _base(report: RunReport, storage_block: str) -> dict[str, Any]:
     return {**report.model_dump(include={"run_name", "run_uri", "attempt"}), "storage_block": storage_block}
 
 
+@dataclass
 class _Payloads(ev.EventHandler):
     """Names and payloads of what Prefect is told of an event."""
 
-    def __init__(self, report: RunReport) -> None:
-        self._report = report
+    _report: RunReport
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> _Told:
         report, told = self._report, {"checkpoint": loop_name(event.checkpoint)}

@@ -35,8 +35,6 @@ from prefect_elastic_train.storage.opening import Storage
 
 #: Name of the state, of type Crashed, that a dead run gets. Automations for Crashed runs shall not resume it, too.
 LOST = "Lost"
-#: A run counts as living until it has missed so many of Prefect's heartbeats, by default one in 180 s.
-_MISSED_BEATS = 2
 _HEARTBEAT_SECONDS = 180
 #: A runner kills 30 s after the signal, and a training waits 40 s for a runner that has died.
 _CANCELLATION_SECONDS = 90.0
@@ -135,7 +133,8 @@ def _signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, state: State) -
                 yield f"process {process.pid} ({process.name()}) on this machine belongs to it"
         except psutil.Error:
             continue
-    silence = _MISSED_BEATS * (get_current_settings().flows.heartbeat_frequency or _HEARTBEAT_SECONDS)
+    # It counts as living until it has missed two of Prefect's heartbeats.
+    silence = 2 * (get_current_settings().flows.heartbeat_frequency or _HEARTBEAT_SECONDS)
     beats = EventFilter(
         event=EventNameFilter(name=[_HEARTBEAT]),
         resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run.id}"]),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
 from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
@@ -277,11 +276,10 @@ class Training:
     def _is_end_wanted(self) -> bool:
         """Whether a flow run around is cancelled or has failed. Without one nobody would ever go on with a job."""
         ids = self.place.flow_run_ids
-
-        def ask(client: SyncPrefectClient) -> bool:
-            return any(flow_runs.wants_an_end(client.read_flow_run(one).state) for one in map(UUID, ids))
-
-        return not ids or bool(flow_runs.ask_prefect(ask, _STATE_SECONDS))
+        if not ids:
+            return True
+        runs = flow_runs.ask_prefect(lambda client: [client.read_flow_run(UUID(one)) for one in ids], _STATE_SECONDS)
+        return any(flow_runs.wants_an_end(run.state) for run in runs or ())
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""
