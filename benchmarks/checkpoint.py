@@ -44,7 +44,7 @@ Transfer = Callable[[Path, str], None]
 
 
 def s3_settings(endpoint_url: str) -> Any:
-    """Give the storage that all of ours use."""
+    """Return the storage that all of ours use."""
     from prefect_elastic_train.core.storage_settings import S3StorageSettings
 
     return S3StorageSettings(
@@ -57,7 +57,7 @@ def s3_settings(endpoint_url: str) -> Any:
 
 
 def transfers(endpoint_url: str) -> dict[str, tuple[Transfer, Transfer]]:
-    """Give, by name, how each client uploads a file and downloads an object."""
+    """Return, by name, how each client uploads a file and downloads an object."""
     import boto3
     import s3fs
     from pyarrow import fs

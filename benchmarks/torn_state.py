@@ -139,7 +139,7 @@ def outcome(case: Case, storage: Path) -> str:
 
 
 def describe(error: Exception, run: Path) -> str:
-    """Give an error's type and first line, and its last line, which in Ray's errors names the cause."""
+    """Return an error's type and first line, and its last line, which in Ray's errors names the cause."""
     text = re.sub(r"\x1b\[\d+m", "", str(error)).replace(str(run), "RUN").replace("|", "\\|").replace("`", "'")
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     first = f"{type(error).__name__}: {lines[0].partition(' (pid=')[0]}"

@@ -49,7 +49,7 @@ def prepare(data_dir: str = DEFAULT_DATA_DIRECTORY) -> dict[str, Any]:
 
 
 def train_loop_config(data: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """Give what the loop of the digits is called with.
+    """Return what the loop of the digits is called with.
 
     Args:
         data: What `prepare` returned.
@@ -59,7 +59,7 @@ def train_loop_config(data: dict[str, Any], epochs: int) -> dict[str, Any]:
 
 
 def best_checkpoint(trained: TrainingResult) -> str:
-    """Give the URI of the checkpoint that is worth an evaluation.
+    """Return the URI of the checkpoint that is worth an evaluation.
 
     Args:
         trained: What the training returned.

@@ -70,7 +70,7 @@ class Point(NamedTuple):
 
 
 def open_client(tracking_uri: str) -> "MlflowClient":
-    """Give a client of an MLflow store.
+    """Return a client of an MLflow store.
 
     Args:
         tracking_uri: A directory, `file:///…`, `sqlite:///…` or the `https://…` of a server. MLflow reads a server's

@@ -62,7 +62,7 @@ def find_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
             if not isinstance(error.__cause__, ObjectNotFound):
                 raise ConfigurationError(f"cannot load block {kind.get_block_type_slug()}/{short}: {error}") from error
     if len(found) > 1:
-        raise ConfigurationError(f"{name!r} are several blocks: say which of {', '.join(map(saved_name, found))}")
+        raise ConfigurationError(f"{name!r} names several blocks: give one of {', '.join(map(saved_name, found))}")
     return found[0] if found else None
 
 

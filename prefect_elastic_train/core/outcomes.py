@@ -1,4 +1,4 @@
-"""How an attempt ended, and whether another one can heal it: decided here and nowhere else."""
+"""How an attempt may have ended, and whether another one can heal that."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def check_server() -> Iterator[Finding]:
         except (httpx.HTTPError, RuntimeError, ValueError, TypeError) as error:  # ValueError: an answer with no version
             reason = error.__cause__ or error
             yield fail(
-                f"no Prefect server that lets us in and that can be used answers at {url} "
+                f"no Prefect server that can be used, and accepts the credentials, answers at {url} "
                 f"({type(reason).__name__}: {reason})",
                 "HTTP 401 or 403: set PREFECT_API_AUTH_STRING to the server's own PREFECT_SERVER_API_AUTH_STRING; on "
                 "Prefect Cloud, or for a gateway, PREFECT_API_KEY or PREFECT_CLIENT_CUSTOM_HEADERS. Else start "
@@ -155,7 +155,7 @@ def check_server() -> Iterator[Finding]:
                 "config set PREFECT_API_URL=http://127.0.0.1:4200/api`",
             )
             return
-        yield ok(f"the server at {url} lets us in; here is Prefect {client.client_version()}")
+        yield ok(f"the server at {url} accepts the credentials; the client is Prefect {client.client_version()}")
 
 
 def check_cluster(spec: DriverSpec, seconds: float) -> Iterator[Finding]:
@@ -175,7 +175,7 @@ def _asked(cluster: ClusterSettings) -> Finding:
             f"no Ray dashboard answers at {api.address} ({error})",
             "correct the address of the RayCluster, or see whether the head of the cluster is up",
         )
-    return ok(f"the dashboard at {api.address} answers, lets us in, and has the Ray that is here")
+    return ok(f"the dashboard at {api.address} answers, accepts the token, and has this Ray version")
 
 
 def _joined(spec: DriverSpec, seconds: float) -> Finding:

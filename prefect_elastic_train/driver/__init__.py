@@ -1,1 +1,1 @@
-"""The driver: a process of its own that runs one Ray Train attempt, and what starts and ends it."""
+"""The driver: a process of its own that runs one Ray Train attempt."""

@@ -212,7 +212,7 @@ class AttemptTeller:
             logger.warning("could not write the details of what failed: %s", error)
 
     def recall(self, spec: DriverSpec) -> None:
-        """Tell a supervisor what it may not have seen: what the history adds up to. Not at any price."""
+        """Send a supervisor what it may not have seen: what the history adds up to. Not at any price."""
         from prefect_elastic_train.report.run_report import RunReport
 
         deadline = time.monotonic() + _RECALL_SECONDS

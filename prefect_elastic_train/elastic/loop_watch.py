@@ -191,7 +191,7 @@ class LoopWatch:
         return WorkerGroupError(message, failures)
 
     def _judge(self, metrics: Mapping[str, Any], has_checkpoint: bool) -> WorkerGroupError | None:
-        """Tell whether the loop goes on: a counter is above the checkpoint's, or a rank has read that."""
+        """Return whether the loop goes on: a counter is above the checkpoint's, or a rank has read that."""
         if self._is_judged:
             return None
         here = {name: value for name, value in _counters(metrics).items() if name in self._before}

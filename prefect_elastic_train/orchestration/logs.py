@@ -111,12 +111,13 @@ class RunLog(ev.EventHandler):
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
-        run = f"un {event.run_name}"
-        self._say(INFO, f"Attempt {event.attempt} of r{run} starts {where}; run directory {event.run_uri}")
+        self._say(
+            INFO, f"Attempt {event.attempt} of run {event.run_name} starts {where}; run directory {event.run_uri}"
+        )
         if event.started_from:
-            self._say(INFO, f"R{run} started from checkpoint {event.started_from} of another run")
+            self._say(INFO, f"Run {event.run_name} started from checkpoint {event.started_from} of another run")
         for note in event.notes:
-            self._say(WARNING, f"R{run}: {note}")
+            self._say(WARNING, f"Run {event.run_name}: {note}")
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         name = loop_name(event.checkpoint)

@@ -212,8 +212,8 @@ def _count(run: RunDirectory, spec: DriverSpec) -> int:
     if idle >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
         verdict = (
-            f"{idle} attempts in a row ended without a new checkpoint, so another one would too. Mend what ends them "
-            "and retry the flow run, or raise max_attempts_without_progress (now "
+            f"{idle} attempts in a row ended without a new checkpoint, so another one would end so, too. Correct what "
+            "ends them and retry the flow run, or raise max_attempts_without_progress (now "
             f"{failures.max_attempts_without_progress}) of the FailureBudget"
         )
     elif counted > failures.driver_restarts:
@@ -226,7 +226,7 @@ def _count(run: RunDirectory, spec: DriverSpec) -> int:
     else:
         return counted
     last = run.attempts[-1]
-    ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="it just died")
+    ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="no last word")
     run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": verdict})))
     message = f"{verdict}. The last of them ended as {ended.outcome}: {cut(ended.message, _MESSAGE_BYTES // 4)}"
     raise AttemptFailedError(message, outcome=outcome, attempt=last.number, final=True)

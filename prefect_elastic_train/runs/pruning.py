@@ -68,7 +68,7 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
         owner = newest.record.owner if newest is not None and newest.record is not None else None
         # Somebody else's clock may be wrong: before a run is taken from a driver, its heartbeat is watched.
         if has_no_end and is_alive(run.store, owner):
-            return replace(seen, kept="it is being trained: its heart beats")
+            return replace(seen, kept="it is being trained: its heartbeat moves")
         reason = f"{state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
         reason = "its deletion was cut short" if is_cut_short else reason
         return replace(seen, deletions=[Deletion("", sum((run.file_sizes("") or {}).values()), reason)])

@@ -53,7 +53,7 @@ _WORDS: dict[Fault | None, str] = {
     _EXPIRED._replace(kind="credentials or request refused"): "400",
     _TLS: "ClientConnectorCertificateError SSLCertVerificationError SSLError",
     Fault("clock", True, "set this machine's clock"): "RequestTimeTooSkewed",
-    Fault("no such bucket", True, "create the bucket, or mend the name in the storage block"): "NoSuchBucket",
+    Fault("no such bucket", True, "create the bucket, or correct its name in the storage block"): "NoSuchBucket",
     Fault("wrong region", True, "give the storage block the bucket's region"): """301 AuthorizationHeaderMalformed
         IllegalLocationConstraintException PermanentRedirect InvalidRegionError NoRegionError""",
     Fault(

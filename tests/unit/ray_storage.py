@@ -19,7 +19,7 @@ from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 
 def raw_ray(store: RunStore) -> CheckpointManager:
-    """Give Ray Train's own checkpoint manager as it finds the run directory without us."""
+    """Return Ray Train's own checkpoint manager as it finds the run directory without us."""
     path = Path(store.path)
     filesystem = fs.LocalFileSystem() if isinstance(store, LocalRunStore) else _raw_memory()
     return CheckpointManager(

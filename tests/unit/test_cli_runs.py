@@ -503,7 +503,7 @@ def test_a_heart_that_beats_by_a_clock_far_behind_is_seen_before_anything_goes(s
     later.start()
     planned = plan_run(RunDirectory(store), DAY)
     later.join()
-    assert (planned.kept, planned.deletions) == ("it is being trained: its heart beats", [])
+    assert (planned.kept, planned.deletions) == ("it is being trained: its heartbeat moves", [])
 
 
 @pytest.mark.parametrize("older_than", [None, DAY])

@@ -92,7 +92,7 @@ def test_versions_are_held_against_the_metadata(requirement: str, level: str, pa
     ("answers", "parts"),
     [
         ({}, ["404", "which ends with /api"]),
-        ({"/admin/version": {"no": "version"}}, ["no Prefect server that lets us in", "ends with /api"]),
+        ({"/admin/version": {"no": "version"}}, ["no Prefect server that can be used", "ends with /api"]),
         ({"/admin/version": "2.20.0"}, ["client: 3.", "server: 2.20.0"]),
         ({"/admin/version": 401}, ["401", "PREFECT_SERVER_API_AUTH_STRING"]),
         ({"/admin/version": 501}, ["501"]),

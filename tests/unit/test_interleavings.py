@@ -280,7 +280,7 @@ OPERATIONS = [
 
 
 def schedules(drivers: int, max_turns: int) -> st.SearchStrategy[list[Turn]]:
-    """Give schedules for so many attempts at a time."""
+    """Return schedules for so many attempts at a time."""
     turn = st.builds(
         Turn,
         who=st.integers(0, drivers - 1),
