@@ -110,7 +110,7 @@ def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, 
         *("--profile", "shell", "--framework", "none", "--storage", "./runs", "--workers", "1"),
         *("--config", "config.yaml", "--set", "steps=2", "--set", "optimizer.lr=2e-3", "--json"),
     )
-    code, out, log = _ended(command, 120)
+    code, out, log = _ended(command, 180)
     assert code == 0, log
     json.loads(out, parse_constant=pytest.fail)
     result = TrainingResult.model_validate_json(out)
@@ -137,7 +137,7 @@ def test_a_training_from_the_shell_is_a_flow_run_without_secrets(project: Path, 
 def test_a_training_that_fails_is_exit_code_1_with_the_reason_in_one_line(project: Path, api_url: str) -> None:
     RayCluster(address=f"127.0.0.1:{free_port()}", connect_timeout_seconds=1).save("nowhere", overwrite=True)
     where = ("--cluster", "nowhere", "--storage", "./runs", "--framework", "none")
-    code, out, log = _ended(_command(project, api_url, "my_project/loops.py:train_loop", *where), 60)
+    code, out, log = _ended(_command(project, api_url, "my_project/loops.py:train_loop", *where), 120)
     assert (code, out) == (1, "")
     last = log.splitlines()[-1]
     assert last.startswith("error: Failed: training 'train-"), last
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_the_training_and_the_next_command_goes_on_with_it(project: 
     first = _command(project, api_url, *common, "--set", "sleep=0.3")
     ledger = project / "ledger.jsonl"
     try:
-        wait_for(lambda: len(steps_of(ledger)) >= 5, 90, "five steps")
+        wait_for(lambda: len(steps_of(ledger)) >= 5, 180, "five steps")
         first.send_signal(signal.SIGINT)
     finally:
         code, out, log = _ended(first, 45)
@@ -177,7 +177,7 @@ def test_ctrl_c_ends_the_training_and_the_next_command_goes_on_with_it(project: 
     assert f"--run-name {run.name} --resume" in log.splitlines()[-1]
     steps = len(steps_of(ledger))
     again = _command(project, api_url, *common, "--run-name", run.name, "--resume", "--set", "steps=8")
-    code, out, log = _ended(again, 90)
+    code, out, log = _ended(again, 180)
     assert code == 0, log
     assert len(attempts(run)) == 2
     assert "metrics:      step=8" in out
