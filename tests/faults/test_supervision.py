@@ -215,7 +215,6 @@ class _Trained:
         (signal.SIGKILL, "called", None),
         _second_case(signal.SIGTERM, "submitted", "a termination signal"),
         _second_case(signal.SIGINT, "in mapped tasks", "an interrupt signal"),
-        _second_case(signal.SIGINT, "called", "an interrupt signal"),
     ],
 )
 def test_nothing_is_left_when_the_flow_process_gets_a_signal_even_of_a_driver_that_heeds_none(
@@ -334,9 +333,7 @@ def test_cancel_of_a_subflow_alone_ends_its_training_and_is_an_error_where_it_wa
     [
         ({"timeout_seconds": 3}, "timed_out"),
         ({"flow_timeout": 8}, ""),
-        _second_case({"timeout_seconds": 3, "asynchronous": True}, "timed_out"),
         _second_case({"flow_timeout": 8, "submit": True}, ""),
-        _second_case({"flow_timeout": 8, "asynchronous": True}, ""),
     ],
     ids=str,
 )
