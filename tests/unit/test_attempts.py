@@ -271,6 +271,14 @@ def test_a_run_that_lost_its_record_keeps_its_creator_whoever_asks_for_it(store:
     assert (_run(store).creator.flow_run_id, _run(store).id) == (FLOW_RUN, run_id)
 
 
+def test_a_torn_attempt_record_keeps_its_number_commits_and_owner(store: LocalRunStore) -> None:
+    Training(store, begin(store, claim(flow_run_name="calm-heron")).attempt).report("a")
+    store.replace(layout.attempt_name(1), b"")
+    _refused(store, claim(OTHER_FLOW_RUN), "'calm-heron'")
+    begun = begin(store)
+    assert (begun.attempt, begun.point.checkpoint) == (2, "a")
+
+
 def test_a_run_whose_owner_cannot_be_read_any_more_is_taken_over_only_with_resume(store: LocalRunStore) -> None:
     Training(store, begin(store).attempt).report("a")
     for name in (layout.attempt_name(1), layout.RUN):
