@@ -15,7 +15,7 @@ from rich.text import Text
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, storage_at
-from prefect_elastic_train.report.words import duration
+from prefect_elastic_train.report.markdown import duration
 from prefect_elastic_train.storage.opening import Storage, open_storage
 
 #: Width of what is not printed to a terminal, where nothing needs to be folded.

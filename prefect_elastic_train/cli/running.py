@@ -17,7 +17,7 @@ from ruamel.yaml.error import YAMLError
 from prefect_elastic_train.cli.common import errors, fail, faults, metrics_in_short, print_pairs
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.ray_output import cause
-from prefect_elastic_train.report.words import duration
+from prefect_elastic_train.report.markdown import duration
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State

@@ -14,7 +14,7 @@ from prefect_elastic_train.cli import common
 from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
-from prefect_elastic_train.report.words import duration, size
+from prefect_elastic_train.report.markdown import duration, size
 from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize, verify
 from prefect_elastic_train.runs.layout import commit_label
 from prefect_elastic_train.runs.model import RunDirectory

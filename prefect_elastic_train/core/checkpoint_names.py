@@ -1,7 +1,6 @@
 """The two names of a checkpoint: the loop's own, which people see, and its folder's, which is never used twice.
 
-A loop may give the same name after each restart. Its folder also carries the attempt, the worker group of the attempt
-and the report of the group that wrote it, so no two reports ever write into one folder, whoever is late.
+A folder carries attempt, worker group and report, too, so no two reports write into one, whoever is late.
 """
 
 from __future__ import annotations

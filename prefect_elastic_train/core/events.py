@@ -1,7 +1,4 @@
-"""What a driver tells its supervisor, and what the run's history consists of.
-
-Events travel as tagged JSON lines on the driver's standard output, between whatever else is printed there.
-"""
+"""What a driver tells its supervisor, in tagged lines of its output, and what the run's history consists of."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What an operator sets once for all trainings, wherever Prefect's own settings may stand.
 
-Read in the flow process and by the command line, never in a driver or a worker: what those need is in their spec. It
-imports Prefect's settings, so nothing that drivers load imports this.
+It imports Prefect's settings, so nothing that drivers load imports this: what those need is in their spec.
 """
 
 from __future__ import annotations

@@ -130,11 +130,6 @@ class Details:
         with self._lock:
             self._lines.extend(f"{now} {without_marks(line)[:_MAX_LINE]}\n" for line in text.splitlines())
 
-    def keep_errors(self, errors: Mapping[str, str], also: Mapping[str, list[int]]) -> None:
-        """Keep all that failed ranks say."""
-        for rank, error in errors.items():
-            self.keep(f"[{ranks_in_words([int(rank), *also.get(rank, [])])}] {error}")
-
     def content(self) -> bytes:
         """Return what is kept."""
         with self._lock:
@@ -190,11 +185,6 @@ def last_cause(lines: Sequence[str]) -> str:
 def cause(text: str) -> str:
     """Return the line of an error or a traceback that tells its cause."""
     return _cause(text)[0]
-
-
-def all_ranks(errors: Mapping[str, str], also: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return all ranks that failed."""
-    return sorted({int(rank) for rank in errors} | {rank for ranks in also.values() for rank in ranks})
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -1,8 +1,4 @@
-"""What a training asks for, as plain validated values.
-
-The Prefect blocks in :mod:`prefect_elastic_train.blocks` are these models with a form in the UI. The driver
-process reads the same models without importing Prefect, which saves it two seconds at every restart.
-"""
+"""What a training asks for, as plain validated values: the fields of the blocks, for a driver without Prefect."""
 
 from __future__ import annotations
 
@@ -53,19 +49,8 @@ def _unwrap_ui_json(value: Any) -> Any:
     return value
 
 
-def _no_boolean(value: Any) -> Any:
-    """Refuse booleans, which pydantic would take for 0 and 1."""
-    if isinstance(value, bool):
-        raise ValueError("expected a whole number, got a boolean")
-    return value
-
-
-#: Behind the bounds of a number, or the forms would not know them.
-_WHOLE = BeforeValidator(_no_boolean)
-
-_Count = Annotated[int, _WHOLE]
-_AtLeastOne = Annotated[int, Field(ge=1), _WHOLE]
-_OrUnlimited = Annotated[int, Field(ge=-1), _WHOLE]
+_AtLeastOne = Annotated[int, Field(ge=1)]
+_OrUnlimited = Annotated[int, Field(ge=-1)]
 JsonDict = Annotated[dict[str, Any], BeforeValidator(_unwrap_ui_json)]
 _Amounts = Annotated[dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]], BeforeValidator(_unwrap_ui_json)]
 _Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]
@@ -175,7 +160,7 @@ class FailureSettings(SettingsModel):
     """Worker-group failures recovered inside the cluster, per driver attempt. -1: unlimited."""
     max_preemption_failures: _OrUnlimited = -1
     """Preemptions recovered inside the cluster, counted apart from failures. -1: unlimited."""
-    driver_restarts: _Count = Field(3, ge=0, le=1000)
+    driver_restarts: int = Field(3, ge=0, le=1000)
     """New drivers after a lost driver, head or cluster: the retries of the Prefect task."""
     driver_restart_delay_seconds: NonNegativeFloat = Field(10.0, le=3600)
     """Delay before the first driver restart, doubled each time up to 300 seconds, with jitter."""
@@ -230,9 +215,9 @@ class ClusterSettings(SettingsModel):
     """Ray's cluster token. Empty: whatever RAY_AUTH_TOKEN or ~/.ray/auth_token gives."""
     runtime_env: JsonDict = Field({}, title="Runtime Environment")
     """Ray runtime environment of the run, such as {"pip": ["einops"]}. Shown by Ray: no secrets."""
-    num_cpus: _Count = Field(0, ge=0, title="CPUs")
+    num_cpus: int = Field(0, ge=0, title="CPUs")
     """CPUs of the local cluster. 0: all of this machine."""
-    num_gpus: _Count = Field(-1, ge=-1, title="GPUs")
+    num_gpus: int = Field(-1, ge=-1, title="GPUs")
     """GPUs of the local cluster. -1: all of this machine."""
     working_dir: str = Field("", title="Working Directory")
     """Directory with the code of the train loop, sent to every node. Empty: nothing is sent."""

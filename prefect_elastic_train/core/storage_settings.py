@@ -1,7 +1,4 @@
-"""Where run directories live, as plain validated values: see the storage blocks.
-
-Like :mod:`prefect_elastic_train.core.settings`, read by the driver without importing Prefect.
-"""
+"""Where run directories live, as plain validated values: the fields of the storage blocks."""
 
 from __future__ import annotations
 
@@ -101,7 +98,6 @@ class LocalStorageSettings(_StorageSettings):
 
     @property
     def uri(self) -> str:
-        """The directory."""
         return self.path
 
 
@@ -141,7 +137,6 @@ class S3StorageSettings(_StorageSettings):
 
     @property
     def uri(self) -> str:
-        """The bucket and the prefix as a URL."""
         return f"s3://{self.bucket_path}"
 
 
@@ -159,7 +154,6 @@ class FsspecStorageSettings(_StorageSettings):
 
     @property
     def uri(self) -> str:
-        """The URL."""
         return self.url
 
     @property

@@ -26,7 +26,7 @@ from prefect_elastic_train.core.events import (
     RunRecalled,
     decode_event,
 )
-from prefect_elastic_train.core.ray_output import Details
+from prefect_elastic_train.core.ray_output import Details, ranks_in_words
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 from prefect_elastic_train.runs import layout
@@ -189,7 +189,8 @@ class AttemptTeller:
             if self.history is not None:
                 self.history.add(event)
         if isinstance(event, GroupFailed):
-            self._details.keep_errors(event.errors, event.also)
+            for rank, error in event.errors.items():
+                self._details.keep(f"[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error}")
             later = threading.Timer(_DETAILS_SECONDS, self.write_details)
             later.daemon = True
             later.start()

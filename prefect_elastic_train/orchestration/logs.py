@@ -20,8 +20,8 @@ from prefect_elastic_train.core.ray_output import (
     ranks_in_words,
     without_marks,
 )
+from prefect_elastic_train.report.markdown import size
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS
-from prefect_elastic_train.report.words import size
 from prefect_elastic_train.runs.layout import details_name
 
 _MAX_LINE = 8000

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -27,7 +28,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.ray_output import all_ranks, causes
+from prefect_elastic_train.core.ray_output import causes
 from prefect_elastic_train.report.markdown import render, summary_line
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS, RunReport
 
@@ -121,7 +122,7 @@ class _Payloads(ev.EventHandler):
 
     def on_group_failed(self, event: ev.GroupFailed) -> _Told:
         told = {
-            "ranks": all_ranks(event.errors, event.also)[:_MAX_RANKS],
+            "ranks": sorted({*map(int, event.errors), *chain.from_iterable(event.also.values())})[:_MAX_RANKS],
             "reasons": causes(event.errors, event.also),
             **event.model_dump(include={"retried", "reports_lost"}),
             **self._report.tally.model_dump(include={"worker_failures", "preemptions"}),

@@ -40,7 +40,7 @@ SECRETIVE = (ClusterSettings, S3StorageSettings, FsspecStorageSettings)
 
 #: Values that are refused by the bounds or the type of their field.
 OUT_OF_BOUNDS: list[tuple[type[BaseModel], str, list[Any]]] = [
-    (ScalingSettings, "min_workers", [0, 2.5, True, "many"]),
+    (ScalingSettings, "min_workers", [0, 2.5, "many"]),
     (ScalingSettings, "resources_per_worker", [{"CPU": -1}, {"CPU": math.nan}, {"CPU": "four"}, [1], "[4]"]),
     (ScalingSettings, "resize_check_interval_seconds", [0, math.nan]),
     (ScalingSettings, "capacity_timeout_seconds", [math.nan]),
@@ -49,7 +49,7 @@ OUT_OF_BOUNDS: list[tuple[type[BaseModel], str, list[Any]]] = [
     (FailureSettings, "driver_restarts", [-1, 1001]),
     (FailureSettings, "driver_restart_delay_seconds", [-1, 3601]),
     (FailureSettings, "max_attempts_without_progress", [0]),
-    (CheckpointSettings, "keep", [0, True]),
+    (CheckpointSettings, "keep", [0]),
     (LocalStorageSettings, "retry_seconds", [-1, math.nan]),
     (FsspecStorageSettings, "options", ["{token"]),
     (ClusterSettings, "num_cpus", [-1]),

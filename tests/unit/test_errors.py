@@ -1,14 +1,28 @@
-"""What failed ranks say, once and in short."""
+"""What Ray and failed ranks say: told apart from what the user's code says, once and in short."""
 
 from __future__ import annotations
 
+import logging
 import time
+from itertools import chain
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray._private.log import PlainRayHandler
+from ray.train.v2._internal.execution import context
 
-from prefect_elastic_train.core.ray_output import all_ranks, causes, distinct, last_cause, own_errors, ranks_in_words
+from prefect_elastic_train.core.ray_output import (
+    Details,
+    causes,
+    distinct,
+    is_detail,
+    last_cause,
+    own_errors,
+    ranks_in_words,
+    silence_ray_train,
+)
+from prefect_elastic_train.orchestration.logs import RunLog
 
 TRACEBACK = """Traceback (most recent call last):
   File "/work/train.py", line 31, in loop
@@ -37,9 +51,6 @@ def test_the_error_of_a_thousand_ranks_that_differs_in_numbers_only_is_told_once
     texts, also = distinct(errors)
     assert (texts, also) == ({"0": errors[0]}, {"0": list(range(1, 1000))})
     assert causes(texts, also)[0].startswith("ranks 0-999: RuntimeError: rank 0")
-
-
-def test_the_lowest_rank_speaks_for_the_others_in_whatever_order_they_come() -> None:
     found = distinct({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
     assert found == ({"2": "y", "3": "x 3"}, {"3": [5, 7], "2": [11]})
 
@@ -53,7 +64,7 @@ def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forg
     errors = {rank: "ghi"[rank // 400] * (rank % 400 + 1) + " " + "z" * 10_000 for rank in range(1000)}
     texts, also = distinct(errors)
     assert sum(map(len, texts.values())) <= 400_000
-    assert all_ranks(texts, also) == list(range(1000))
+    assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == [*range(1000)]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +154,74 @@ def test_ranks_are_told_in_spans(ranks: list[int], words: str) -> None:
 @given(st.dictionaries(st.integers(0, 2000), st.text(max_size=50), max_size=30))
 def test_every_rank_is_told_once(errors: dict[int, str]) -> None:
     texts, also = distinct(errors)
-    assert all_ranks(texts, also) == sorted(errors)
-    assert sum(map(len, also.values())) + len(texts) == len(errors)
+    assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == sorted(errors)
     causes(texts, also)
+
+
+RAYS = [
+    "(TrainController pid=5) Graceful shutdown of backend failed.",
+    "\x1b[36m(TrainController pid=5, ip=10.0.0.3)\x1b[0m Traceback (most recent call last):",
+    "(SplitCoordinator pid=9) Execution plan of Dataset numbers_0: InputDataBuffer[Input]",
+    "(raylet) A worker died or was killed while executing a task by an unexpected system error.",
+    "(RayTrainWorker pid=7) @elastic-train-detail Error in training function:",
+    "(RayTrainWorker pid=7) [2026-11-22 15:36:29,080 E 7 70] core_worker.cc:1: Failed to connect",
+    "(RayTrainWorker pid=7)     @     0x7f00  (unknown)",
+    "(RayTrainWorker pid=7) [rank1]:[W1122 15:36:29.123456789 ProcessGroupNCCL.cpp:1496] Warning: destroy",
+    "(RayTrainWorker pid=7) E0000 00:00:1795362557.123456    7 coordination_service_agent.cc:334] Polled an error",
+    "2026-11-22 15:38:12,196\tWARNING tqdm_ray.py:319 -- tqdm is not installed. Progress bars will be disabled.",
+    "    [2026-11-22 16:51:51,419 W 27194 27205] (raylet) store.cc:366: Disconnecting client",
+    "(pid=gcs_server) [2026-11-22 16:51:51,415 E 27073 27073] gcs_actor_scheduler.cc:538: Failed",
+]
+USERS = [
+    "(RayTrainWorker pid=7) [W1122 15:36:29.123456789 reducer.cpp:1400] Warning: find_unused_parameters=True",
+    "(MapBatches(clean) pid=7) a row without a number",
+    "(TrainController pid=5) @elastic-train-told Removed checkpoints whose upload was interrupted: a",
+    "2026-11-22 15:38:12,196 INFO train.py epoch 3",
+    "(raylet) 3 Workers (tasks / actors) killed due to memory pressure (OOM)",
+    "",
+]
+
+
+def test_what_is_rays_own_is_a_detail_and_what_is_the_users_or_ours_is_told() -> None:
+    assert [line for line in RAYS if not is_detail(line)] == []
+    assert [line for line in USERS if is_detail(line)] == []
+
+
+def test_a_record_of_rays_own_is_a_detail_to_its_end_and_all_of_it_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    record = ["2026-11-22 15:38:12,196\tERROR worker.py:319 -- Failed.", "Traceback (most recent call last):", "E: x"]
+    details, log = Details(), RunLog(logging.getLogger("details"), 100)
+    with caplog.at_level(logging.DEBUG, "details"):
+        for lines in ("mine\n", "\n".join(record) + "\n", "mine too\n"):
+            details.take(lambda text: [log.line("stderr", line) for line in text.splitlines()], lines)
+    told = [(entry.levelname, entry.getMessage()) for entry in caplog.records]
+    assert told == [
+        ("INFO", "[stderr] mine"),
+        *(("DEBUG", f"[stderr] {line}") for line in record),
+        ("INFO", "[stderr] mine too"),
+    ]
+    assert [line[9:] for line in details.content().decode().splitlines()] == record, "behind the time of day"
+
+
+def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs(caplog: pytest.LogCaptureFixture) -> None:
+    console, root, trains = PlainRayHandler(), logging.getLogger(), logging.getLogger("ray.train")
+    before = root.handlers[:], trains.handlers[:], trains.propagate, context.logger.parent
+    try:
+        for logger in (root, trains):  # as Ray Train's configuration of a worker has it
+            logger.addHandler(console)
+        trains.propagate = False
+        silence_ray_train()
+        context.logger.warning("Reporting training result 1")
+        assert not caplog.records, "it would reach the root"
+        assert (console in root.handlers, console in trains.handlers) == (True, False)
+        assert console.plain_handler.format(logging.makeLogRecord({"msg": "epoch 3"})) == "epoch 3"
+    finally:
+        root.handlers, trains.handlers, trains.propagate, context.logger.parent = before
+
+
+def test_only_so_much_is_kept_and_that_is_the_newest() -> None:
+    details = Details()
+    for number in range(10_000):
+        details.keep(f"{number} {'x' * 10_000}")
+    lines = details.content().splitlines()
+    assert (len(lines), max(map(len, lines))) == (2000, 2009)
+    assert b" 9999 " in lines[-1]

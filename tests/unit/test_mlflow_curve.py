@@ -9,20 +9,12 @@ import pytest
 
 from flows.mlflow_curve import METRICS_OF_A_CALL, Point, TrackedRun, open_client
 from prefect_elastic_train.loop import RunContext
-from tests.unit.support import private_folder
+from tests.unit.support import FLOW_RUN, private_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-RUN = RunContext(
-    run_name="mnist",
-    run_id="a" * 32,
-    attempt=1,
-    storage_uri="/runs",
-    run_uri="/runs/mnist",
-    flow_run_id="11111111-aaaa-bbbb-cccc-000000000001",
-    flow_name="nightly",
-)
+RUN = RunContext("mnist", "a" * 32, 1, "/runs", "/runs/mnist", flow_run_id=FLOW_RUN, flow_name="nightly")
 PARAMETERS = {"steps": 6, "learning_rate": 0.1}
 
 
@@ -47,8 +39,7 @@ def _values(client: MlflowClient, run_id: str, name: str) -> list[tuple[int, flo
 def test_the_next_writer_goes_on_with_the_run_and_with_what_the_one_before_left_undone(client: MlflowClient) -> None:
     first = TrackedRun(client, "nightly", RUN, PARAMETERS)
     first.log(_points(1, 2))
-    # It dies in the middle of logging steps 3 and 4, which are committed.
-    committed = _points(3, 4)
+    committed = _points(3, 4)  # it dies in the middle of logging these
     client.log_metric(first.mlflow_run_id, "loss", committed[0].metrics["loss"], committed[0].at, 3)
 
     second = TrackedRun(client, "nightly", RUN, PARAMETERS)

@@ -8,7 +8,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from prefect import task
 from prefect.filesystems import LocalFileSystem
 from prefect.results import ResultStore
 from prefect.states import Completed, Crashed, Failed, exception_to_failed_state
@@ -44,14 +43,7 @@ def test_only_a_lost_driver_and_a_lost_cluster_are_tried_again_and_nothing_final
 
 @pytest.mark.parametrize(
     "state",
-    [
-        Failed(),
-        Failed(data=Outcome.DRIVER_LOST),
-        Crashed(),
-        Completed(data=1),
-        Failed(data=RuntimeError("driver_lost")),
-        Failed(data=ConfigurationError("bad")),
-    ],
+    [Failed(), Failed(data=Outcome.DRIVER_LOST), Crashed(), Completed(data=1), Failed(data=ConfigurationError("bad"))],
 )
 def test_anything_but_a_failed_attempt_is_not_tried_again(state: Any) -> None:
     assert may_retry(UNUSED, UNUSED, state) is False
@@ -70,11 +62,3 @@ def test_a_failed_attempt_survives_pickling_whole(pickler: Any, kind: type[Attem
 def test_delays_double_up_to_five_minutes(first: float, delays: list[float]) -> None:
     assert [restart_delay(restart, first) for restart in range(1, 8)] == delays
     assert restart_delay(10_000, first) == delays[-1]
-
-
-def test_prefect_takes_the_condition() -> None:
-    @task(retries=3, retry_condition_fn=may_retry)
-    def train() -> None:
-        """Is accepted by Prefect."""
-
-    assert train.retry_condition_fn is may_retry

@@ -15,6 +15,7 @@ from prefect_elastic_train.core.operator_settings import (
     variable_of,
 )
 from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.settings import without_credentials
 
 #: By setting its text, what that means, and a default that differs from it.
 SETTINGS: dict[str, tuple[str, Any, Any]] = {
@@ -26,15 +27,11 @@ SETTINGS: dict[str, tuple[str, Any, Any]] = {
     "log_lines_per_second": ("5", 5.0, 20.0),
     "reporting": ("0", False, True),
     "report_interval_seconds": ("30", 30.0, 10.0),
-    "default_scaling": ("spot-a100", "spot-a100", ""),
-    "default_failures": ("failure-budget/long", "failure-budget/long", ""),
-    "default_checkpoints": (" keep-3 ", "keep-3", ""),
     "default_storage": ("training-storage-s3/prod", "training-storage-s3/prod", ""),
-    "default_cluster": ("prod", "prod", ""),
+    **{f"default_{what}": (" prod ", "prod", "") for what in ("scaling", "failures", "checkpoints", "cluster")},
 }
 REFUSED = [
     ("poll_interval_seconds", "-1", "greater than or equal to 0"),
-    ("stop_grace_seconds", "soon", "valid number"),
     ("reporting", "perhaps", "valid boolean"),
     ("report_interval_seconds", "4.9", "greater than or equal to 5"),
     ("default_storage", "s3://bucket/runs", "match pattern"),
@@ -99,3 +96,23 @@ def test_a_default_block_that_is_refused_is_told_with_its_setting(monkeypatch: p
 def test_the_poll_interval_grows_with_the_workers_within_bounds(workers: int, seconds: float) -> None:
     assert ElasticTrainSettings().poll_interval(workers) == pytest.approx(seconds)
     assert ElasticTrainSettings(poll_interval_seconds=0.7).poll_interval(workers) == 0.7
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://AKIA:se/cr@et+/x@bucket/runs", "s3://***@bucket/runs"),
+        ("https://token@host/a", "https://***@host/a"),
+        ("AKIA:se/cr@et@bucket", "***@bucket"),
+        ("ftp:/ada:sesame@host", "ftp:/***@host"),
+        ("got 'sftp://ada:s'me@host' twice", "got 'sftp://***@host' twice"),
+        ("http://a:b@c is away, ask http://d:e@f", "http://***@c is away, ask http://***@f"),
+        ('{"url": "https://a:b/c@d", "n": 1}', '{"url": "https://***@d", "n": 1}'),
+        *(
+            (text, text)
+            for text in ("gs://bucket/runs", "http://host:8265/api", "error: ask ada@example.com", "a@b", "")
+        ),
+    ],
+)
+def test_user_and_password_are_left_out_and_nothing_else(text: str, shown: str) -> None:
+    assert without_credentials(text) == shown
