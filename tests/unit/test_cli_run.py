@@ -30,9 +30,6 @@ def train_loop(config):
 
 def two_arguments(config, other):
     """Not a loop."""
-
-
-NUMBER = 3
 '''
 
 
@@ -62,9 +59,7 @@ def _planned(*arguments: str) -> dict[str, Any]:
         (["no path"], ["'no path'", "package.module:function", "path/to/file.py:function"]),
         (["my_loops:no_loop"], ["'my_loops' has no 'no_loop'"]),
         (["my_loops:two_arguments"], ["2 arguments", "config, other"]),
-        (["my_loops:NUMBER"], ["NUMBER", "must be a function"]),
         (["no_module:loop"], ["'no_module' cannot be imported"]),
-        (["none.py:loop"], ["No such file", "none.py"]),
         (["broken.py:loop"], ["broken.py cannot be imported", "no_such_module"]),
         (["LOOP", "--framework", "tensorflow"], ["'tensorflow'", "'torch', 'jax', 'none'"]),
         (["LOOP", "--set", "steps"], ["--set steps", "key=value"]),
@@ -121,9 +116,7 @@ def test_workers_stand_in_for_those_of_the_scaling_and_a_bucket_has_ambient_cred
         ("", None),
         ("yes", "yes"),
         ("s3://bucket/data", "s3://bucket/data"),
-        ("a=b", "a=b"),
         ("'2026-01-01'", "2026-01-01"),
-        ("[1, 2e-4, x]", [1, 0.0002, "x"]),
         ('{"lr": 0.1, "betas": [0.9]}', {"lr": 0.1, "betas": [0.9]}),
     ],
 )
@@ -157,7 +150,6 @@ def test_what_comes_later_counts_and_dots_nest(tmp_path: Path) -> None:
         ("steps", "expected key=value"),
         ("a..b=3", "key.key=value"),
         ("a=[1", "no YAML"),
-        ("a=2024-02-30", "no YAML.*day is out of range"),
         ("a=12e3456", "no YAML that JSON can hold"),
         ("a=2026-01-01", "write dates and the like in quotes, as text.*date is not JSON"),
         (Path("none.yaml"), "is no YAML.*No such file"),

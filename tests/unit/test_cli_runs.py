@@ -485,6 +485,7 @@ def test_prune_leaves_alone_what_lives_and_what_may(storage: Storage) -> None:
     _beat(runs["unknown"], age=60)
     _end(runs["ending"])
     _claim_only(storage)
+    _make_older(_local(storage, "claimed"), DAY / 2)
     before = _everything(storage)
     text = _done("prune", storage.uri, "--older-than", "0", "--yes")
     trained, active = "it is being trained, or may be:", "it was active just now, or was claimed within a day"

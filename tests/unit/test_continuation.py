@@ -23,7 +23,7 @@ from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attemp
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.runs.inspecting import describe
 from prefect_elastic_train.runs.model import PRUNER, RunDirectory, all_commits, newest_attempt
-from prefect_elastic_train.runs.resume import Source, choose_source, note_completed, seed_from_source
+from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.unit.support import Training, begin, spec
@@ -68,10 +68,6 @@ class Nights:
             note_completed(self.storage, name)
         return dated
 
-    def source(self, wanted: RunRequest) -> Source:
-        """Return what a night's driver finds before it begins."""
-        return choose_source(self.storage, wanted)
-
     def start(self, wanted: RunRequest) -> tuple[Begun, list[str]]:
         """Begin a run as a driver does; return what the user is told, too."""
         notes: list[str] = []
@@ -95,9 +91,7 @@ def nights(disk: Storage) -> Nights:
 
 
 @pytest.mark.parametrize("storage", ["disk", "memory", "s3"], indirect=True)
-def test_a_night_starts_from_the_best_checkpoint_of_the_newest_completed_run(
-    storage: Storage,
-) -> None:
+def test_a_night_starts_from_the_best_checkpoint_of_the_newest_completed_run(storage: Storage) -> None:
     nights, prefix = Nights(storage), f"n{uuid.uuid4().hex[:8]}"
     deployment = {"deployment_id": prefix}
     nights.add(f"{prefix}-1", scores=(0.9,), **deployment)
@@ -142,7 +136,7 @@ def test_a_checkpoint_is_asked_for_by_the_loops_name_of_which_the_newest_counts_
     for report in (1, 9_999, 10_000):
         training.report(physical_name("epoch-1", 1, 1, report))
     for name, report in (("epoch-1", 10_000), (physical_name("epoch-1", 1, 1, 1), 1)):
-        source = nights.source(nights.claim("tuned", f"base@{name}"))
+        source = choose_source(nights.storage, nights.claim("tuned", f"base@{name}"))
         assert source.folder == physical_name("epoch-1", 1, 1, report)
 
 
@@ -152,7 +146,7 @@ def test_a_source_that_is_not_there_is_refused_with_what_there_is(nights: Nights
     owner = Owner(flow_run_id=PRUNER, flow_run_name=PRUNER)
     nights.storage.run("going").create(layout.attempt_name(2), encode(AttemptRecord(attempt=2, owner=owner)))
     with pytest.raises(ConfigurationError, match="'a b'"):
-        nights.source(nights.claim("tuned", "a b@best"))
+        choose_source(nights.storage, nights.claim("tuned", "a b@best"))
     with pytest.raises(ConfigurationError, match="give the run another name"):
         elastic_train.ask(lambda: None, run_name="latest")
     for resume_from, words in {
@@ -161,7 +155,7 @@ def test_a_source_that_is_not_there_is_refused_with_what_there_is(nights: Nights
         "going@best": "run 'going' is being deleted",
     }.items():
         with pytest.raises(AttemptFailedError, match=f"resume_from='{resume_from}': .*{words}") as refused:
-            nights.source(nights.claim("tuned", resume_from))
+            choose_source(nights.storage, nights.claim("tuned", resume_from))
         assert refused.value.outcome is Outcome.INVALID
 
 
@@ -176,7 +170,7 @@ def test_completed_runs_that_are_no_base_any_more_are_passed_over_and_named_with
         nights.storage.run(name).delete_folder("")
     begin(nights.storage.run("anew"), nights.claim("anew", ""))
     begin(nights.storage.run("again"), replace(nights.claim("again", ""), resume=True, named=True))
-    source = nights.source(nights.claim("night-2"))
+    source = choose_source(nights.storage, nights.claim("night-2"))
     assert (source.run, source.folder) == ("night-1", "checkpoint_0")
     told = "\n".join(source.notes)
     for words in ("empty has no committed checkpoint", "damaged has no committed checkpoint; checkpoint checkpoint_0"):
@@ -192,11 +186,13 @@ def test_what_tells_the_completed_runs_is_torn_lost_and_made_anew(nights: Nights
     [pointer] = Path(nights.storage.uri, ".elastic_train", "completed").rglob("*.json")
     pointer.write_bytes(pointer.read_bytes()[:100])
     with pytest.raises(AttemptFailedError, match=f"{pointer}, which names the completed runs, is torn; name the run"):
-        nights.source(nights.claim("night-3"))
+        choose_source(nights.storage, nights.claim("night-3"))
     pointer.unlink()
-    assert nights.source(nights.claim("night-3")).run == "", "it is told that it begins at the beginning"
+    assert choose_source(nights.storage, nights.claim("night-3")).run == "", (
+        "it is told that it begins at the beginning"
+    )
     note_completed(nights.storage, "night-1")
-    assert nights.source(nights.claim("night-3")).run == "night-1"
+    assert choose_source(nights.storage, nights.claim("night-3")).run == "night-1"
     assert nights.storage.run_names() == ["night-1", "night-2"], "it is no run"
 
 
@@ -207,16 +203,16 @@ def test_only_runs_of_the_same_training_of_the_same_deployment_count(nights: Nig
     nights.add("other-loop", loop="train:other_loop")
     nights.add("other-place", loop="my.vision:loop")
     nights.add("second-training", part="nightly-2")
-    source = nights.source(nights.claim("night-2"))
+    source = choose_source(nights.storage, nights.claim("night-2"))
     assert source.run == "night-1"
     assert source.notes == [
         "resume_from='latest': run 'night-1' had another configuration: train_loop_config['of'] changed"
     ]
     # Without a deployment the flow's name decides.
     nights.add("by-hand-of-another-flow", deployment_id="", flow_name="weekly")
-    assert nights.source(nights.claim("by-hand-2", deployment_id="")).run == "by-hand"
+    assert choose_source(nights.storage, nights.claim("by-hand-2", deployment_id="")).run == "by-hand"
     # A flow run does not start from what it has trained itself.
-    assert nights.source(replace(nights.claim("mine"), owner=first.creator)).run == ""
+    assert choose_source(nights.storage, replace(nights.claim("mine"), owner=first.creator)).run == ""
 
 
 def test_the_first_night_trains_from_the_beginning_and_says_so(nights: Nights) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_commits
 from prefect_elastic_train.runs.resume import adopt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.store import RunStore
-from tests.unit.ray_storage import raw_ray
-from tests.unit.support import Training, begin, claim, empty_snapshot, tear, with_result
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+from tests.unit.ray_storage import Ray, raw_ray
+from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, empty_snapshot, tear, with_result
 
 on_a_disk = pytest.mark.parametrize("store", ["disk"], indirect=True)
 """For tests that stop in the middle of what only a disk does."""
@@ -311,3 +312,26 @@ def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: 
         remove_interrupted_uploads(store, 1)
     second.commit(folder)
     assert RunDirectory(store).resume_point.checkpoint == folder
+
+
+# a copy, in the order that docs/operations.md gives
+
+
+@pytest.mark.parametrize("meanwhile", range(4))
+def test_a_copy_of_a_run_that_trains_resumes_at_its_newest_whole_checkpoint(tmp_path: Path, meanwhile: int) -> None:
+    run, copy = tmp_path / "runs" / "mnist", tmp_path / "backup" / "mnist"
+    store = LocalRunStore(str(run))
+    ray = Ray(store, begin(store).attempt, num_to_keep=3).start()
+    for number in range(1, 5):
+        ray.report(f"checkpoint_{number}", epoch=number)
+    copy.mkdir(parents=True)
+    for item in run.iterdir():
+        if not item.name.startswith("."):
+            shutil.copytree(item, copy / item.name) if item.is_dir() else shutil.copy(item, copy)
+    for number in range(5, 5 + meanwhile):
+        ray.report(f"checkpoint_{number}", epoch=number)
+    shutil.copytree(run / ".elastic_train", copy / ".elastic_train")
+    begun = begin(LocalRunStore(str(copy)), claim(OTHER_FLOW_RUN, resume=True))
+    assert begun.point.checkpoint == "checkpoint_4"
+    assert (copy / begun.point.checkpoint / "model.pt").read_text() == begun.point.checkpoint
+    assert bool(begun.notes) == bool(meanwhile), "what is not there is told"
