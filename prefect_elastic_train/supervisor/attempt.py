@@ -13,8 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -29,13 +28,12 @@ from prefect_elastic_train.core.events import (
     Event,
     decode_event,
 )
-from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import WORKER_LINE, last_cause, without_marks
 from prefect_elastic_train.core.request import STOP_FILE, DriverSpec, write_spec
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.supervisor.runtime import LocalCluster
+    from prefect_elastic_train.supervisor.runtime import LocalCluster, Runtime
 
 #: How often a follower looks after everything but the driver's output.
 TURN_SECONDS = 0.2
@@ -46,65 +44,10 @@ _PIECE_BYTES = 64 * 1024
 _OUTPUT_QUEUE = 10_000
 
 
-@dataclass(eq=False)
-class Follower:
-    """Follows drivers, one at a time: what is done with what they say, and who may end them.
-
-    Attributes:
-        settings: The operator's settings.
-        on_event: Called with each event of the driver.
-        on_line: Called with each other line of output: where it came from, and the text.
-        check_stop: Called several times a second; what it raises ends the driver and passes on.
-        on_note: Called with what this machine has to say of a driver.
-        on_past_event: Called with each event of a job from before it was followed.
-        detaches: Whether a job shall go on without us after what `check_stop` raised, or was raised in this thread.
-        followed_until: Up to when the flow run has told of a job that is found running, in seconds since the epoch.
-    """
-
-    settings: ElasticTrainSettings
-    on_event: Callable[[Event], None]
-    on_line: Callable[[str, str], None]
-    check_stop: Callable[[], None] = lambda: None
-    on_note: Callable[[str], None] = lambda text: None
-    on_past_event: Callable[[Event], None] = lambda event: None
-    detaches: Callable[[BaseException], bool] = lambda reason: False
-    followed_until: Callable[[], float] = time.time
-
-    def turn(self) -> None:
-        """Do what has to be done several times a second, whatever is waited for."""
-        self.check_stop()
-
-    def wait(self, seconds: float) -> None:
-        """Wait, and look after everything meanwhile."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self.turn()
-            time.sleep(TURN_SECONDS)
-
-    def follow(self, driver: Driver) -> AttemptEnded:
-        """Follow a driver to its end, or until it is given up, and return how the attempt ended."""
-        try:
-            driver.start()
-            while (ended := driver.look()) is None:
-                self.turn()
-                looked_at = time.monotonic()
-                for source, line in driver.lines():
-                    driver.take(source, line)
-                    if time.monotonic() - looked_at > TURN_SECONDS:
-                        looked_at = time.monotonic()
-                        self.turn()
-            return ended
-        except BaseException as reason:
-            driver.leave(reason)
-            raise
-        finally:
-            driver.close()
-
-
 class Driver(ABC):
     """A driver, wherever it runs, who follows it, and what is known of its attempt from its output so far."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: Runtime) -> None:
         self.follower = follower
         #: Its number in the run directory, 0 until it is begun.
         self._attempt = 0
@@ -211,7 +154,7 @@ class ChildDriver(Driver):
 
     def __init__(
         self,
-        follower: Follower,
+        follower: Runtime,
         command: Sequence[str],
         environment: Mapping[str, str],
         spec: DriverSpec,

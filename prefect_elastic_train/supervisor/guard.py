@@ -44,20 +44,15 @@ def main(folder: str, parent: int) -> None:
                 return
             if not data:
                 break
-    drivers = [process for process in marked_processes(folder) if _is_driver(process)]
-    for driver in drivers:
+    drivers = []
+    for process in marked_processes(folder):
         with suppress(psutil.Error):
-            driver.send_signal(signal.SIGINT)
+            if "prefect_elastic_train.driver" in process.cmdline():
+                process.send_signal(signal.SIGINT)
+                drivers.append(process)
     psutil.wait_procs(drivers, timeout=_DRIVER_GRACE_SECONDS)
     end_marked(folder, _KILL_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_driver(process: psutil.Process) -> bool:
-    try:
-        return "prefect_elastic_train.driver" in process.cmdline()
-    except psutil.Error:
-        return False
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ray.job_submission import JobDetails
 
@@ -21,8 +21,11 @@ from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
-from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver, Follower
+from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError, job_package
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.supervisor.runtime import Runtime
 
 _T = TypeVar("_T")
 
@@ -53,7 +56,7 @@ class JobDriver(Driver):
         before: The job of the attempt before, in this process.
     """
 
-    def __init__(self, follower: Follower, spec: DriverSpec, folder: Path, before: JobDriver | None) -> None:
+    def __init__(self, follower: Runtime, spec: DriverSpec, folder: Path, before: JobDriver | None) -> None:
         super().__init__(follower)
         self._spec = spec
         self._folder = folder

@@ -14,17 +14,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.events import AttemptEnded, Event
+from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import MARK_VARIABLE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor.attempt import ChildDriver, Follower
+from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 
 if TYPE_CHECKING:
@@ -44,19 +46,38 @@ def import_path() -> list[str]:
     return list(dict.fromkeys(os.path.abspath(folder) for folder in sys.path if not folder.endswith(".zip")))
 
 
-class Runtime(Follower):
-    """Runs the attempts of one training, and owns what they need on this machine.
+@dataclass(eq=False)
+class Runtime:
+    """Runs the attempts of one training, follows their drivers, and owns what they need on this machine.
 
     It outlives a driver, so that a driver restart keeps the cluster. Use it from one thread at a time.
+
+    Attributes:
+        settings: The operator's settings.
+        on_event: Called with each event of the driver.
+        on_line: Called with each other line of output: where it came from, and the text.
+        check_stop: Called several times a second; what it raises ends the driver and passes on.
+        on_note: Called with what this machine has to say of a driver.
+        on_past_event: Called with each event of a job from before it was followed.
+        detaches: Whether a job shall go on without us after what `check_stop` raised, or was raised in this thread.
+        followed_until: Up to when the flow run has told of a job that is found running, in seconds since the epoch.
     """
 
-    #: What starts a driver as a child process; the path of its spec follows.
-    driver_command: tuple[str, ...] = (sys.executable, "-m", "prefect_elastic_train.driver")
+    settings: ElasticTrainSettings
+    on_event: Callable[[Event], None]
+    on_line: Callable[[str, str], None]
+    check_stop: Callable[[], None] = lambda: None
+    on_note: Callable[[str], None] = lambda text: None
+    on_past_event: Callable[[Event], None] = lambda event: None
+    detaches: Callable[[BaseException], bool] = lambda reason: False
+    followed_until: Callable[[], float] = time.time
 
-    _job: JobDriver | None = None
-    _folder: Path | None = None
-    _guard: subprocess.Popen[bytes] | None = None
-    _cluster: LocalCluster | None = None
+    #: What starts a driver as a child process, in all trainings; the path of its spec follows.
+    driver_command = tuple[str, ...]((sys.executable, "-m", "prefect_elastic_train.driver"))
+    _job: JobDriver | None = field(default=None, init=False)
+    _folder: Path | None = field(default=None, init=False)
+    _guard: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _cluster: LocalCluster | None = field(default=None, init=False)
 
     def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
         """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
@@ -88,8 +109,34 @@ class Runtime(Follower):
             environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
         return self.follow(ChildDriver(self, self.driver_command, environment, spec, folder, cluster))
 
+    def wait(self, seconds: float) -> None:
+        """Wait, and look after everything meanwhile."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.turn()
+            time.sleep(TURN_SECONDS)
+
+    def follow(self, driver: Driver) -> AttemptEnded:
+        """Follow a driver to its end, or until it is given up, and return how the attempt ended."""
+        try:
+            driver.start()
+            while (ended := driver.look()) is None:
+                self.turn()
+                looked_at = time.monotonic()
+                for source, line in driver.lines():
+                    driver.take(source, line)
+                    if time.monotonic() - looked_at > TURN_SECONDS:
+                        looked_at = time.monotonic()
+                        self.turn()
+            return ended
+        except BaseException as reason:
+            driver.leave(reason)
+            raise
+        finally:
+            driver.close()
+
     def turn(self) -> None:
-        """Look whether the flow run goes on, and that the guard is there."""
+        """Look several times a second, whatever is waited for, that the flow run goes on and the guard is there."""
         self.check_stop()
         self.keep_guarded()
 

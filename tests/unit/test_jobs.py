@@ -42,11 +42,11 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor import attempt, job_client
 from prefect_elastic_train.supervisor import job as job_module
-from prefect_elastic_train.supervisor.attempt import Follower
+from prefect_elastic_train.supervisor import job_client, runtime
 from prefect_elastic_train.supervisor.job import JobDriver, JobLog
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError
+from prefect_elastic_train.supervisor.runtime import Runtime
 from tests.unit.support import REPOSITORY
 from tests.unit.test_following import SPEC
 
@@ -205,7 +205,7 @@ class Dashboard:
 @pytest.fixture
 def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
     """A dashboard without jobs, which is asked often."""
-    monkeypatch.setattr(attempt, "TURN_SECONDS", 0.01)
+    monkeypatch.setattr(runtime, "TURN_SECONDS", 0.01)
     for name in ("TURN_SECONDS", "_ASK_SECONDS", "_SELDOM_SECONDS"):
         monkeypatch.setattr(job_module, name, 0.02)
     dashboard = Dashboard()
@@ -283,7 +283,7 @@ def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(token: str) -> Non
     assert (refused.value.outcome, "hush" in str(refused.value)) == (Outcome.INVALID, False)
 
 
-class Flow(Follower):
+class Flow(Runtime):
     """A flow process that follows jobs, and what it was told."""
 
     def __init__(self, folder: Path) -> None:
