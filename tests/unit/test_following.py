@@ -124,11 +124,11 @@ def test_a_driver_that_went_without_a_last_word_was_lost(supervisor: Supervisor,
 @pytest.mark.parametrize("chatter", ["time.sleep(60)", "while True: print('epoch', flush=True); time.sleep(0.01)"])
 def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervisor: Supervisor, chatter: str) -> None:
     alive = ControllerAlive(doing="SCHEDULING", seconds=1)
-    code = _say(STARTED) + f"for _ in range(6):\n    time.sleep(0.1)\n    {_say(alive)}" + chatter
-    supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=0.5, stop_grace_seconds=0.1)
+    code = _say(STARTED) + f"for _ in range(6):\n    time.sleep(0.2)\n    {_say(alive)}" + chatter
+    supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=1, stop_grace_seconds=0.1)
     ended = supervisor.follow(code)
     assert ended.outcome is Outcome.DRIVER_LOST
-    assert "no sign of life for 0.5 s, last SCHEDULING" in ended.message
+    assert "no sign of life for 1 s, last SCHEDULING" in ended.message
     assert supervisor.events == [STARTED, *[alive] * 6], "signs of life have kept it"
 
 
