@@ -204,7 +204,6 @@ class AttemptEnded(Event):
     result: dict[str, Any] | None = None
 
 
-#: All there are, by what they are in JSON.
 KINDS: dict[str, type[Event]] = {
     _snake(kind): kind
     for base in (Event, GroupFailed, Report)

@@ -253,7 +253,6 @@ class Accounts(Counts):
     world_sizes: list[WorldSize] = Field(default_factory=list)
     last_metrics: dict[str, Any] = Field(default_factory=dict)
     history: list[dict[str, Any]] = Field(default_factory=list)
-    #: Reports that the history is taken from.
     reports: int = 0
 
 

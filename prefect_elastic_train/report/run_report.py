@@ -134,7 +134,6 @@ class RunReport(BaseModel, ev.EventHandler):
     best: Checkpoint | None = None
     curves: dict[str, Curve] = Field(default_factory=dict)
     world_sizes: list[tuple[float, int]] = Field(default_factory=list)
-    #: Whether the newest waiting for capacity has just begun.
     waits_anew: bool = False
     last_end: str = ""
 

@@ -16,7 +16,6 @@ from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.accounts import Accounts, Tally, add_up
 from tests.unit.support import examples
 
-#: When the runs of these tests begin, in seconds since the epoch.
 T = 1_700_000_000.0
 
 

@@ -104,7 +104,6 @@ IGNORED = ev.LoopWarned(at=T + 60, problem="checkpoint-ignored", message="it nev
     ("event", "kind", "what", "why"),
     [
         (started(), "begin", "attempt 1 starts from the beginning", ""),
-        (started(checkpoint="x"), "begin", "attempt 1 starts from checkpoint x", ""),
         (failed(reports_lost=3), "failure", "restarted; 3 reports are done again", "rank 1: ValueError: nan"),
         (failed(retried=False, gives_up="no"), "failure", "worker failure: no", "rank 1: ValueError: nan"),
         (PREEMPTED, "preemption", "preemption: the workers are restarted; 2 reports", "a node was drained"),
@@ -161,7 +160,6 @@ def _steps(first: int, last: int, total: int, begin: float = 30, seconds: float 
     ("metrics", "fraction", "words"),
     [
         ({"progress": 0.5, "step": 1, "total_steps": 10}, 0.5, "50.0%"),
-        ({"step": 300, "num_steps": 1000.0}, 0.3, "step 300 of 1,000"),
         ({"epoch": 3, "num_epochs": 10, "step": 12345}, 0.3, "epoch 3 of 10"),
         ({"global_step": 1500, "max_steps": 3000}, 0.5, "global step 1,500 of 3,000"),
         ({"step": 1200, "total_steps": 1000}, 1.0, "step 1,200 of 1,000"),

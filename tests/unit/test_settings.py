@@ -32,7 +32,6 @@ SETTINGS: dict[str, tuple[str, Any, Any]] = {
 }
 REFUSED = [
     ("poll_interval_seconds", "-1", "greater than or equal to 0"),
-    ("reporting", "perhaps", "valid boolean"),
     ("report_interval_seconds", "4.9", "greater than or equal to 5"),
     ("default_storage", "s3://bucket/runs", "match pattern"),
 ]
