@@ -34,25 +34,20 @@ WRITES = ("PUT", "POST", "DELETE")
 _OF_A_CONNECTION = ("connection", "expect", "keep-alive", "transfer-encoding", "date", "server")
 
 
-@cache
-def _client(endpoint_url: str) -> Any:
-    import boto3
-    from botocore.config import Config
+class _Served:
+    """What is closed at the end of a block."""
 
-    config = Config(
-        retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10, s3={"addressing_style": "path"}
-    )
-    return boto3.session.Session().client(
-        "s3",
-        endpoint_url=endpoint_url,
-        region_name="us-east-1",
-        aws_access_key_id=ACCESS_KEY,
-        aws_secret_access_key="secret",
-        config=config,
-    )
+    def close(self) -> None:
+        """End it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class MotoServer:
+class MotoServer(_Served):
     """An S3 server in a process of its own, empty at first; its objects go with it.
 
     Args:
@@ -84,9 +79,17 @@ class MotoServer:
             return True
         return False
 
+    @cache
     def client(self) -> Any:
         """Return a boto3 client of the server itself, past any proxy: path style, and not a single retry."""
-        return _client(self.endpoint_url)
+        import boto3
+        from botocore.config import Config
+
+        once = Config(
+            retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10, s3={"addressing_style": "path"}
+        )
+        keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+        return boto3.session.Session().client("s3", endpoint_url=self.endpoint_url, config=once, **keys)
 
     def create_bucket(self, name: str) -> str:
         """Make a bucket and return its name."""
@@ -107,12 +110,6 @@ class MotoServer:
         """End the server."""
         self._process.kill()
         self._process.wait(10)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass
@@ -160,7 +157,7 @@ _WRONG_KEY = _Refusal(403, "InvalidAccessKeyId", "The AWS Access Key Id you prov
 _WRONG_TOKEN = _Refusal(400, "ExpiredToken", "The provided token has expired.")
 
 
-class FaultProxy:
+class FaultProxy(_Served):
     """A proxy in front of an HTTP server, in a thread of its own, whose faults are set while it runs, from any thread.
 
     With a file that has a certificate and its key it speaks TLS.
@@ -248,12 +245,6 @@ class FaultProxy:
         self._do(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # In the proxy's thread
 

@@ -88,6 +88,15 @@ REFUSED: list[tuple[type[BaseModel], dict[str, Any], list[str]]] = [
     (FsspecStorageSettings, {"url": "s3://b/runs"}, ["s3:// belongs to S3Storage", "use that block"]),
     (FsspecStorageSettings, {"url": "ftp://me:hush@host/runs"}, ["the URL holds a password", "secret_options"]),
     (FsspecStorageSettings, {"secret_options": '["hush"]'}, ['expected a JSON object such as {"token": "…"}']),
+    # What pydantic would show beside what is wrong.
+    (S3StorageSettings, {"bucket_path": "", "access_key_id": "hush", "secret_access_key": "hush"}, []),
+    (S3StorageSettings, {"secret_acces_key": "hush"}, []),
+    (S3StorageSettings, {"secret_access_key": ["hush"]}, []),
+    (S3StorageSettings, {"endpoint_url": "https://ada:p@hush@minio:9000"}, []),
+    (S3StorageSettings, {"bucket_path": "s3://AKIA:x/hush/x@my-bucket/runs"}, []),
+    (FsspecStorageSettings, {"url": "gs://", "secret_options": '{"token": "hush"}'}, []),
+    (FsspecStorageSettings, {"secret_options": '{"token": "hush"'}, []),
+    (FsspecStorageSettings, {"url": "FTP://ada:hush@host/runs"}, []),
     *(
         (ClusterSettings, {"address": address}, [_ADDRESS, f"got {address!r}"])
         for address in ("http://", "https://head:99999", "https://head/?token=1", "ray://head:10001", "head", "head:0")

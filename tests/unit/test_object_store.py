@@ -113,7 +113,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @on_all_storages
-def test_an_object_is_created_once_replaced_and_deleted(run: RunStore) -> None:
+def test_an_object_is_created_once_replaced_deleted_and_listed_beside_folders(run: RunStore) -> None:
     assert run.create("a/b.json", b"first")
     assert not run.create("a/b.json", b"second")
     assert run.read("a/b.json") == b"first"
@@ -126,10 +126,7 @@ def test_an_object_is_created_once_replaced_and_deleted(run: RunStore) -> None:
     assert run.delete_folder("c") is False
     assert run.create("a/b.json", b"")
     assert run.read("a/b.json") == b""
-
-
-@on_all_storages
-def test_names_are_objects_and_folders_are_folders_both_sorted(run: RunStore) -> None:
+    assert run.delete_folder("")
     for name in ("b", "a", "d/x", "c/x", "c/y/z"):
         run.create(name, b"12")
     assert (run.names(""), run.folders()) == (["a", "b"], ["c", "d"])
@@ -173,33 +170,19 @@ def test_the_runs_of_a_storage_are_its_folders_but_hidden_ones_and_travel_to_oth
 
 
 @on_s3
-def test_exactly_one_of_several_threads_creates_an_object(run: RunStore) -> None:
-    names, threads = 8, 4
-    together = threading.Barrier(threads)
-
-    def create(me: int) -> list[int]:
-        won = []
-        for number in range(names):
-            together.wait(30)
-            if run.create(f"attempts/{number}", b"%d" % me):
-                won.append(number)
-        return won
-
-    with ThreadPoolExecutor(threads) as pool:
-        won = list(pool.map(create, range(threads)))
-    assert sorted(number for numbers in won for number in numbers) == list(range(names))
-    for me, numbers in enumerate(won):
-        assert all(run.read(f"attempts/{number}") == b"%d" % me for number in numbers)
-
-
-@on_s3
-def test_a_creation_whose_answer_was_lost_has_succeeded(run: RunStore, proxy: FaultProxy) -> None:
+def test_a_creation_or_deletion_whose_answer_was_lost_has_succeeded(run: RunStore, proxy: FaultProxy) -> None:
     proxy.lose_answer_of("PUT", "commits/1")
     assert run.create("commits/1", b"mine")
     assert proxy.faults_given == {"lost_answer": 1}
     proxy.lose_answer_of("PUT", "commits/1")
     assert not run.create("commits/1", b"yours"), "another one's is taken for one's own"
     assert run.read("commits/1") == b"mine"
+    proxy.lose_answer_of("DELETE", "commits/1")
+    assert run.delete_folder("commits")
+    assert run.file_sizes("commits") is None
+    run.create("taken", b"x")
+    proxy.refuse("PreconditionFailed", status=412, when=Which(("PUT",)))  # which condition is not said
+    assert not run.create("taken", b"y")
 
 
 @on_s3
@@ -212,24 +195,6 @@ def test_a_creation_that_was_overtaken_between_its_tries_has_failed(run: RunStor
         mine = run.impatient(0).create("commits/1", b"mine")
         assert mine != late.result(30), "both have won, or none"
     assert run.read("commits/1") == (b"mine" if mine else b"late")
-
-
-@on_s3
-def test_a_store_that_does_not_say_which_condition_failed_is_understood(run: RunStore, proxy: FaultProxy) -> None:
-    run.create("taken", b"x")
-    proxy.refuse("PreconditionFailed", status=412, when=Which(("PUT",)))
-    assert run.create("taken", b"y") is False
-
-
-@on_s3
-def test_a_deletion_whose_answer_was_lost_has_found_something(run: RunStore, proxy: FaultProxy) -> None:
-    for name in "ab":
-        run.create(f"ckpt/{name}", b"")
-    proxy.lose_answer_of("DELETE", "ckpt/a")
-    proxy.lose_answer_of("DELETE", "ckpt/b")
-    assert run.delete_folder("ckpt")
-    assert run.file_sizes("ckpt") is None
-    assert proxy.faults_given == {"lost_answer": 2}
 
 
 # Files of checkpoints

@@ -8,6 +8,7 @@ import http.client
 import itertools
 import logging
 import pickle
+import re
 import socket
 import ssl
 import threading
@@ -41,6 +42,14 @@ def _no_waits_so_far() -> None:
 def _refusal(code: str, status: int) -> ClientError:
     error = {"Code": code, "Message": "as the store says"}
     return ClientError({"Error": error, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+
+
+def _as_other_stores_say(status: int) -> list[Exception]:
+    """Return a status as the clients of Azure, of GCS and of plain HTTP raise it."""
+    azure, gcs = Exception(), Exception()
+    vars(azure).update(status_code=status, error_code="AsAzureSays")
+    vars(gcs).update(code=status)
+    return [azure, gcs, aiohttp.ClientResponseError(None, (), status=status)]  # type: ignore[arg-type]
 
 
 _url = {"endpoint_url": "https://minio:9000"}
@@ -87,10 +96,14 @@ ERRORS: dict[str | None, list[Exception]] = {
         BrokenPipeError(),
     ],
     "busy": [
-        OSError(number, "as the kernel says")
-        for number in (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.EHOSTUNREACH)
+        *_as_other_stores_say(503),
+        *(
+            OSError(number, "as the kernel says")
+            for number in (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.EHOSTUNREACH)
+        ),
     ],
     "credentials": [
+        *_as_other_stores_say(403),
         botocore.exceptions.NoCredentialsError(),
         botocore.exceptions.PartialCredentialsError(provider="env", cred_var="secret"),
         botocore.exceptions.ProfileNotFound(profile="none"),
@@ -131,21 +144,6 @@ def test_what_an_exception_says_of_the_storage(kind: str | None, error: Exceptio
         assert bool(fault.advice) == fault.permanent
 
 
-@pytest.mark.parametrize("status", [503, 403])
-def test_the_statuses_of_other_stores_clients_are_read(status: int) -> None:
-    class AzureLike(Exception):
-        status_code = status
-        error_code = "AsAzureSays"
-
-    class GcsLike(Exception):
-        code = status
-
-    for error in (AzureLike(), GcsLike(), aiohttp.ClientResponseError(None, (), status=status)):  # type: ignore[arg-type]
-        fault = diagnose(error)
-        assert fault is not None
-        assert fault.permanent == (status == 403)
-
-
 def _chained(*errors: Exception) -> Exception:
     for error in errors:
         error.__cause__ = None
@@ -154,7 +152,7 @@ def _chained(*errors: Exception) -> Exception:
     return errors[0]
 
 
-def test_what_is_permanent_wins_over_what_passes_wherever_it_is_in_the_chain() -> None:
+def test_what_is_permanent_wins_wherever_it_is_in_the_chain_and_the_stores_answer_over_its_clients_error() -> None:
     denied, busy, cut = _refusal("AccessDenied", 403), _refusal("SlowDown", 503), OSError(errno.EIO, "x")
     full = OSError(errno.ENOSPC, "full")
     answers = [(denied, busy), (busy, denied), (ValueError(), busy, denied, busy)]
@@ -163,14 +161,10 @@ def test_what_is_permanent_wins_over_what_passes_wherever_it_is_in_the_chain() -
         fault = diagnose(_chained(*errors))
         assert fault is not None
         assert (fault.kind, fault.permanent) == (kind, True)
-
-
-def test_what_the_store_has_answered_counts_and_not_what_a_client_makes_of_it() -> None:
-    for made_of_it in (OSError(errno.EIO, "x"), OSError(errno.ENOSPC, "x")):
-        assert diagnose(_chained(made_of_it, _refusal("SlowDown", 503))) == Fault("busy", False)
-    assert diagnose(_chained(OSError(errno.EIO, "x"), _refusal("NoSuchKey", 404))) is None
-    circle = OSError(errno.EIO, "x")
-    assert diagnose(_chained(circle, ValueError(), circle)) is not None
+    for made_of_it in (cut, full):
+        assert diagnose(_chained(made_of_it, busy)) == Fault("busy", False)
+    assert diagnose(_chained(cut, _refusal("NoSuchKey", 404))) is None
+    assert diagnose(_chained(cut, ValueError(), cut)) is not None, "a circle"
 
 
 class _Flaky:
@@ -263,7 +257,7 @@ def _shown(error: BaseException | None) -> str:
     return f"{error} {error!r} {_shown(error.__cause__)} {_shown(error.__context__)}"
 
 
-@pytest.mark.parametrize("call", [Retries.call, _call_async], ids=["call", "call_async"])
+@in_both_ways
 @pytest.mark.parametrize("error", [TimeoutError, PermissionError, ValueError], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("where", ["itself", "cause", "context"])
 def test_no_secret_is_in_a_message_in_what_it_was_raised_from_or_in_the_log(
@@ -307,19 +301,9 @@ def test_a_storage_that_is_away_is_told_of_and_a_hiccup_is_not(
 ) -> None:
     Retries(30).call("do it", _Flaky(1))
     assert caplog.records == []
-    monkeypatch.setattr(retries_module, "_TELL_SECONDS", 0.1)
-
-    more = iter([True, True])
-
-    def operation() -> None:
-        if not caplog.records or next(more, False):
-            raise OSError(errno.EIO, "Input/output error")
-
-    Retries(30, "/mnt/runs").call("write a", operation)
-    (away,) = (record.getMessage() for record in caplog.records)
-    assert away.startswith("/mnt/runs does not answer for ")
-    assert "write a" in away
-    assert "Input/output error" in away
+    monkeypatch.setattr(retries_module, "_TELL_SECONDS", 0.0)
+    Retries(30, "/mnt/runs").call("write a", _Flaky(3, OSError(errno.EIO, "Input/output error")))
+    assert re.fullmatch("/mnt/runs does not answer for .*write a.*Input/output error.*", "".join(caplog.messages))
 
 
 def test_operations_that_wait_at_the_same_time_wait_once_and_what_goes_on_is_counted_up_to_now() -> None:

@@ -142,17 +142,14 @@ def test_a_failed_replace_keeps_the_old_content(store: LocalRunStore, monkeypatc
     assert _everything(store) == ["a.json", "folder", "folder/a"]
 
 
-def test_objects_can_be_read_by_others_and_what_a_crash_left_behind_is_passed_over(
+def test_objects_can_be_read_by_others_and_only_files_are_objects_and_only_folders_are_listed(
     store: LocalRunStore,
 ) -> None:
     store.create("attempts/0001.json", b"{}")
     assert stat.S_IMODE(Path(store.path, "attempts/0001.json").stat().st_mode) == 0o644
     Path(store.path, "attempts/.tmp-abc").write_bytes(b"{")
     assert store.names("attempts") == ["0001.json"]
-    assert store.file_sizes("attempts") == {"0001.json": 2}
-
-
-def test_a_file_is_no_folder_and_a_folder_no_file(store: LocalRunStore) -> None:
+    assert store.file_sizes("attempts") == {"0001.json": 2}, "what a crash left behind counts"
     store.create("folder/file", b"")
     Path(store.path, "empty").mkdir()
     assert store.read("folder") is store.size("folder") is store.file_sizes("folder/file") is None
