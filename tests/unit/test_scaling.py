@@ -40,7 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (SLICES | {"accelerator": "gpu"}, "topology ('4x4') is the shape of a TPU slice, and accelerator is 'gpu'"),
     ({"resources_per_worker": {"TPU": 4}}, "says TPU 4, and accelerator is 'cpu'"),
     ({"accelerator": "gpu", "resources_per_worker": {"CPU": 1, "GPU": 0}}, "says GPU 0, and accelerator is 'gpu'"),
-    ({"accelerator": "gpu", "resources_per_worker": {"GPU": 1.5}}, "GPU 1.5 is neither a share of one GPU nor a whole"),
+    ({"accelerator": "gpu", "resources_per_worker": {"GPU": 1.5}}, "GPU 1.5 is neither a share of one nor a whole"),
     ({"resources_per_worker": {"CPU": 0}}, "a worker must hold some resource"),
 ]
 
