@@ -20,15 +20,11 @@ from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 def raw_ray(store: RunStore) -> CheckpointManager:
     """Return Ray Train's own checkpoint manager as it finds the run directory without us."""
+    memory = fs.PyFileSystem(fs.FSSpecHandler(MemoryFileSystem(skip_instance_cache=True)))
+    filesystem = fs.LocalFileSystem() if isinstance(store, LocalRunStore) else memory
     path = Path(store.path)
-    filesystem = fs.LocalFileSystem() if isinstance(store, LocalRunStore) else _raw_memory()
-    return CheckpointManager(
-        CheckpointConfig(), StorageContext(str(path.parent), path.name, storage_filesystem=filesystem)
-    )
-
-
-def _raw_memory() -> fs.FileSystem:
-    return fs.PyFileSystem(fs.FSSpecHandler(MemoryFileSystem(skip_instance_cache=True)))
+    context = StorageContext(str(path.parent), path.name, storage_filesystem=filesystem)
+    return CheckpointManager(CheckpointConfig(), context)
 
 
 class Ray:

@@ -6,7 +6,8 @@ import os
 import pickle
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import cloudpickle
@@ -16,12 +17,7 @@ from ray.train import Checkpoint
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.elastic import loop_watch
-from prefect_elastic_train.elastic.checkpoints import (
-    RunStorageContext,
-    open_checkpoint,
-    readable,
-    run_filesystem,
-)
+from prefect_elastic_train.elastic.checkpoints import RunStorageContext, open_checkpoint, readable, run_filesystem
 from prefect_elastic_train.runs.resume import seed_from_source
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage
@@ -49,15 +45,11 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A checkpoint as a loop has written it."""
-    _write(tmp_path / "source")
-    return tmp_path / "source"
-
-
-def _write(folder: Path | str) -> None:
     for name, data in FILES.items():
-        path = Path(folder, name)
+        path = tmp_path / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+    return tmp_path / "source"
 
 
 def _read(folder: Path | str) -> dict[str, bytes]:
@@ -66,13 +58,8 @@ def _read(folder: Path | str) -> dict[str, bytes]:
     }
 
 
-def _worker(run: RunStore, attempt: int = 1) -> RunStorageContext:
-    """Return the storage context that a worker has."""
-    return RunStorageContext(Ray(run, attempt).storage)
-
-
-def _report(run: RunStore, source: Path, name: str = "ckpt", attempt: int = 1) -> Checkpoint:
-    return _worker(run, attempt).persist_current_checkpoint(Checkpoint(str(source)), name)
+def _report(run: RunStore, source: Path, name: str = "ckpt") -> Checkpoint:
+    return RunStorageContext(Ray(run, 1).storage).persist_current_checkpoint(Checkpoint(str(source)), name)
 
 
 def _readable(handed: Checkpoint) -> Checkpoint:
@@ -85,14 +72,23 @@ def _readable(handed: Checkpoint) -> Checkpoint:
 
 
 @on_all_storages
-def test_what_a_loop_reports_is_read_back_by_whoever_it_is_sent_to(run: RunStore, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("filesystem", [None, fs.SubTreeFileSystem("/", fs.LocalFileSystem())], ids=["", "as Ray does"])
+def test_what_a_loop_reports_is_read_back_by_whoever_it_is_sent_to_or_opens_its_uri(
+    storage: Storage, run: RunStore, source: Path, tmp_path: Path, filesystem: fs.FileSystem | None
+) -> None:
     begin(run)
-    reported = pickle.loads(cloudpickle.dumps(_report(run, source)))
+    reported = RunStorageContext(Ray(run, 1).storage).persist_current_checkpoint(
+        Checkpoint(str(source), filesystem), "ckpt"
+    )
     assert reported.path == f"{run.path}/ckpt"
     assert run.file_sizes("ckpt") == {name: len(data) for name, data in FILES.items()}
-    with reported.as_directory() as folder:
-        assert _read(folder) == FILES
-    assert _read(reported.to_directory(tmp_path / "copy")) == FILES
+    for number, found in enumerate((reported, open_checkpoint(f"{run.uri}/ckpt", storage.settings))):
+        sent = pickle.loads(cloudpickle.dumps(found))
+        with sent.as_directory() as folder:
+            assert _read(folder) == FILES
+        assert _read(sent.to_directory(tmp_path / f"copy-{number}")) == FILES
+        with sent.filesystem.open_input_file(f"{sent.path}/model.pt") as file:
+            assert file.read() == FILES["model.pt"]
     copy = reported.to_directory()
     assert _read(copy) == FILES
     assert copy != reported.path
@@ -118,15 +114,6 @@ def test_what_is_no_checkpoint_on_this_machines_disk_is_refused_by_its_path(run:
     with pytest.raises(FileNotFoundError, match=f"the checkpoint to report is not there: {source}/none"):
         _report(run, source / "none", "another")
     assert "another" not in run.folders()
-
-
-@pytest.mark.parametrize("storage", ["disk", "memory"], indirect=True)
-def test_a_checkpoint_of_another_filesystem_is_copied_as_ray_does(run: RunStore, source: Path) -> None:
-    begin(run)
-    elsewhere = Checkpoint(str(source), fs.SubTreeFileSystem("/", fs.LocalFileSystem()))
-    reported = _worker(run).persist_current_checkpoint(elsewhere, "ckpt")
-    assert reported.path == f"{run.path}/ckpt"
-    assert run.file_sizes("ckpt") == {name: len(data) for name, data in FILES.items()}
 
 
 class Disk:
@@ -208,13 +195,7 @@ def test_whether_a_loop_looks_into_its_checkpoint_is_noted(disk: Storage, source
     run = disk.run("mnist")
     begin(run)
     _report(run, source)
-    looks: list[Callable[[Checkpoint], object]] = [
-        lambda found: found.path,
-        lambda found: found.to_directory(),
-        lambda found: found.get_metadata(),
-        pickle.dumps,
-    ]
-    for look in looks:
+    for look in (attrgetter("path"), Checkpoint.to_directory, Checkpoint.get_metadata, pickle.dumps):
         loop_watch.state.opened = False
         found = _readable(Checkpoint(f"{run.path}/ckpt", run_filesystem(run, 1)))
         assert not loop_watch.state.opened
@@ -249,38 +230,20 @@ def test_ranks_of_a_machine_fetch_what_they_are_handed_once(
 
 @on_object_stores
 def test_a_process_that_is_killed_while_it_fetches_leaves_no_half_of_a_checkpoint_to_others(
-    run: RunStore, source: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunStore, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(run)
     checkpoint = _report(run, source)
 
-    class Killed(BaseException):
-        pass
-
     def die(store: RunStore, name: str, target: str) -> None:
         Path(target, "half").write_bytes(b"half")
-        raise Killed
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectRunStore, "download", die)
-        with pytest.raises(Killed):
+        with pytest.raises(KeyboardInterrupt):
             checkpoint.to_directory()
     assert _read(checkpoint.to_directory()) == FILES
-
-
-@on_all_storages
-def test_a_checkpoint_is_opened_by_its_uri(storage: Storage, run: RunStore, source: Path, tmp_path: Path) -> None:
-    begin(run)
-    _report(run, source)
-    opened = open_checkpoint(f"{run.uri}/ckpt", storage.settings)
-    with opened.as_directory() as folder:
-        assert _read(folder) == FILES
-    assert _read(opened.to_directory(tmp_path / "copy")) == FILES
-    again = pickle.loads(cloudpickle.dumps(opened))
-    with again.as_directory() as folder:
-        assert _read(folder) == FILES
-    with opened.filesystem.open_input_file(f"{opened.path}/model.pt") as file:
-        assert file.read() == FILES["model.pt"]
 
 
 def test_a_storage_that_refuses_while_it_is_read_leaves_no_half_of_a_checkpoint(

@@ -188,8 +188,13 @@ def test_a_state_is_told_once_however_often_ray_tells_it(controller: Controller)
     assert [event.state for event in controller.heard()] == ["RUNNING", "INITIALIZING", "RUNNING"]
 
 
-def test_a_report_is_told_as_progress_and_a_commit_as_lifecycle_and_to_the_policy_once(controller: Controller) -> None:
+@pytest.mark.parametrize("size", [5, 0])
+def test_a_report_is_told_as_progress_and_a_commit_as_lifecycle_and_to_the_policy_once(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     callback = controller.callback
+    if not size:  # it cannot be seen
+        monkeypatch.setattr(callback._store, "file_sizes", lambda name: 1 / 0)
     Training(controller.store, 1).upload("ckpt-1", {"model.pt": b"12345"})
     controller.report(loss=1)
     assert (callback.take_commit(), callback.checkpoint) == (False, "")
@@ -200,17 +205,7 @@ def test_a_report_is_told_as_progress_and_a_commit_as_lifecycle_and_to_the_polic
     assert (first.metrics, first.droppable) == ({"loss": 1}, True)
     assert isinstance(commit, ev.CheckpointCommitted)
     assert (commit.metrics, commit.droppable) == ({"loss": 0.5}, False)
-    assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", 5)
-
-
-def test_a_commit_is_told_also_when_its_size_cannot_be_seen(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(controller.callback._store, "file_sizes", lambda name: 1 / 0)
-    controller.report(checkpoint="ckpt-1")
-    (commit,) = controller.heard()
-    assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", 0)
-    assert controller.callback.take_commit(), "and a growth may use it"
+    assert (commit.checkpoint, commit.size_bytes) == ("ckpt-1", size)
 
 
 def test_a_failure_is_told_once_with_the_errors_of_the_ranks_and_what_it_costs(controller: Controller) -> None:
@@ -234,8 +229,7 @@ def test_a_failure_that_ends_the_training_is_told_with_the_reason(
     controller.poll({0: ValueError("nan"), 3: StorageFaultError("expired", kind="credentials", permanent=permanent)})
     controller.callback.before_controller_execute_failure_decision(FailureDecision.RAISE)
     failure = controller.heard()[-1]
-    assert not failure.retried
-    assert failure.gives_up.startswith(why)
+    assert (failure.retried, failure.gives_up.startswith(why)) == (False, True)
 
 
 @pytest.mark.parametrize(("draining", "decision"), [(True, FailureDecision.RETRY), (False, FailureDecision.RAISE)])

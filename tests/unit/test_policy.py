@@ -217,9 +217,7 @@ def test_a_restart_leaves_out_what_has_only_just_come_unless_it_is_needed() -> N
     assert needy.start(3) == 3
 
 
-def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(
-    later: Callable[[float], None],
-) -> None:
+def test_a_healthy_group_grows_at_its_next_commit_and_is_told_before(later: Callable[[float], None]) -> None:
     policy, group = _policy(1, 4), _group(2)
     assert policy.grow(2, group, committed=True) is None
     assert policy.grow(4, group) is None
@@ -250,15 +248,14 @@ def test_a_cluster_that_does_not_answer_is_asked_about_growth_once_in_an_interva
     assert len(asked) == 2
 
 
-def test_a_growth_is_called_off_when_the_capacity_goes_again() -> None:
-    policy, group = _policy(1, 4), _group(2)
+def test_a_growth_is_called_off_when_the_capacity_goes_again_and_needs_no_commit_when_patience_is_over(
+    later: Callable[[float], None],
+) -> None:
+    policy, group = _policy(1, 4, resize_patience_seconds=90), _group(2)
     policy.grow(4, group)
     assert policy.grow(2, group, committed=True) is None
     assert group.workers[0].told == [1, 0]
-
-
-def test_a_loop_that_does_not_commit_is_resized_when_patience_is_over(later: Callable[[float], None]) -> None:
-    policy, group = _policy(1, 4, resize_patience_seconds=90), _group(2)
+    later(1.0)
     assert policy.grow(4, group) is None
     later(90.0)
     decision = policy.grow(4, group)

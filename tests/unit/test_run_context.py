@@ -15,56 +15,35 @@ from prefect_elastic_train.loop import RunContext, run_context, use_run_context
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
-from tests.unit.support import (
-    OTHER_FLOW_RUN,
-    Training,
-    begin,
-    claim,
-    private_folder,
-    python,
-    tear,
-)
+from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, private_folder, python, tear
 
-CONTEXT = RunContext(
-    run_name="mnist",
-    run_id="0" * 32,
-    attempt=3,
-    storage_uri="s3://runs",
-    run_uri="s3://runs/mnist",
-    flow_name="nightly",
-)
+CONTEXT = RunContext("mnist", "0" * 32, 3, "s3://runs", "s3://runs/mnist", flow_name="nightly")
 
 
 @pytest.mark.parametrize("store", ["disk", "memory"], indirect=True)
-def test_the_run_id_stays_over_drivers_flow_runs_and_changed_configurations(store: RunStore) -> None:
+@pytest.mark.parametrize("lose", [lambda *_: None, tear, RunStore.delete], ids=["kept", "torn", "gone"])
+def test_the_run_id_stays_over_drivers_flow_runs_changed_configurations_and_a_lost_record(
+    store: RunStore, lose: Any
+) -> None:
     first = begin(store)
     Training(store, first.attempt).report("a")
     end_attempt(store, first.attempt, "driver_lost")
+    lose(store, layout.RUN)
     restarted = begin(store)
     end_attempt(store, restarted.attempt, "completed")
+    lose(store, layout.RUN)
     resumed = begin(store, claim(OTHER_FLOW_RUN, resume=True, config={"lr": 0.2}))
     assert [begun.attempt for begun in (first, restarted, resumed)] == [1, 2, 3]
     assert {begun.run_id for begun in (first, restarted, resumed)} == {first.run_id}
     assert re.fullmatch("[0-9a-f]{32}", first.run_id)
 
 
-@pytest.mark.parametrize("lose", [tear, lambda store, name: store.delete(name)], ids=["torn", "gone"])
-def test_the_run_id_stays_when_the_run_record_is_lost(store: RunStore, lose: Any) -> None:
-    first = begin(store)
-    Training(store, first.attempt).report("a")
-    lose(store, layout.RUN)
-    second = begin(store)
-    lose(store, layout.RUN)
-    assert {second.run_id, begin(store).run_id} == {first.run_id}
-
-
 def test_a_run_elsewhere_one_begun_anew_and_one_that_starts_from_it_have_ids_of_their_own(store: RunStore) -> None:
     ids = [begin(store).run_id, begin(LocalRunStore(f"{store.path}-elsewhere")).run_id]
     ids.append(begin(LocalRunStore(f"{store.path}-seeded"), claim(resume_from="mnist")).run_id)
-    with private_folder() as folder:
-        ids.append(begin(LocalRunStore(f"{folder}/runs/mnist")).run_id)
-    with private_folder() as folder:
-        ids.append(begin(LocalRunStore(f"{folder}/runs/mnist")).run_id)
+    for _ in range(2):
+        with private_folder() as folder:
+            ids.append(begin(LocalRunStore(f"{folder}/runs/mnist")).run_id)
     assert len(set(ids)) == 5
 
 
@@ -83,7 +62,18 @@ def test_the_context_reaches_the_worker_with_the_callback() -> None:
         assert run_context() == CONTEXT
 
 
-def test_importing_what_loops_import_loads_none_of_the_heavy_packages() -> None:
-    code = "import json, sys, prefect_elastic_train.loop; print(json.dumps([name for name in sys.modules]))"
-    loaded = json.loads(python(code).stdout)
-    assert not {"ray", "torch", "jax", "prefect", "pydantic", "pyarrow"} & set(loaded)
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import prefect_elastic_train.loop", {"ray", "torch", "jax", "prefect", "pydantic", "pyarrow"}),
+        (
+            "from prefect_elastic_train.core.settings import ScalingSettings as S; "
+            "S(accelerator='gpu', max_workers=8, resources_per_worker={'GPU': 2})",
+            {"ray"},
+        ),
+    ],
+)
+def test_what_loops_import_and_a_form_for_cpus_and_gpus_load_none_of_the_heavy_packages(
+    code: str, heavy: set[str]
+) -> None:
+    assert not heavy & set(json.loads(python(f"import json, sys; {code}; print(json.dumps([*sys.modules]))").stdout))

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -113,39 +114,29 @@ REFUSED: dict[str, Change] = {
 
 
 @pytest.mark.parametrize(
-    ("change", "is_fenced_off"),
-    [*((change, True) for change in CHANGES.values()), *((change, False) for change in REFUSED.values())],
-    ids=[*(f"fenced off: {name}" for name in CHANGES), *REFUSED],
+    ("change", "attempt", "says"),
+    [
+        *((change, 1, "taken over") for change in CHANGES.values()),
+        *((change, 2, r"refused|is not in|not moved, copied") for change in REFUSED.values()),
+        *((CHANGES[name], None, "read only") for name in ("write", "upload", "delete a folder")),
+    ],
 )
-def test_a_fenced_off_attempt_changes_nothing_and_no_attempt_what_is_no_checkpoint(
-    store: LocalRunStore, change: Change, is_fenced_off: bool
+def test_a_fenced_off_attempt_changes_nothing_and_no_attempt_what_is_no_checkpoint_and_who_has_none_only_reads(
+    store: LocalRunStore, change: Change, attempt: int | None, says: str
 ) -> None:
     Ray(store, begin(store).attempt).start().report("a")
-    if is_fenced_off:
-        begin(store)
+    begin(store)
     before = store.file_sizes("")
-    expected = FencedOffError if is_fenced_off else (io.UnsupportedOperation, ElasticTrainError)
-    with pytest.raises(expected, match=r"taken over|refused|is not in|not moved, copied"):
-        change(run_filesystem(store, 1), store.path)
+    expected = FencedOffError if attempt == 1 else (io.UnsupportedOperation, ElasticTrainError)
+    with pytest.raises(expected, match=says):
+        change(run_filesystem(store, attempt), store.path)
     assert store.file_sizes("") == before
-
-
-def test_a_filesystem_without_an_attempt_only_reads(store: LocalRunStore) -> None:
-    store.create("a/model.pt", b"1")
-    for name in ("write", "upload", "delete a folder"):
-        with pytest.raises(io.UnsupportedOperation, match="read only"):
-            CHANGES[name](run_filesystem(store), store.path)
-    assert store.read("a/model.pt") == b"1"
-
-
-class Died(BaseException):
-    """The process was killed."""
 
 
 PING, PONG = physical_name("ping", 1, report=1), physical_name("pong", 1, report=2)
 
 
-@pytest.mark.parametrize("error", [Died(), OSError(errno.EIO, "Input/output error")], ids=["killed", "EIO"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
 def test_a_checkpoint_whose_deletion_failed_goes_before_the_next_workers_start(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -157,13 +148,8 @@ def test_a_checkpoint_whose_deletion_failed_goes_before_the_next_workers_start(
         raise error
 
     monkeypatch.setattr(LocalRunStore, "delete_folder", fail)
-    if isinstance(error, Died):
-        with pytest.raises(Died):
-            ray.report(PONG)
-        begin(store)  # dies at once
-    else:
-        ray.report("epoch")  # Ray logs the error and goes on
-        ray.report(PONG)
+    with suppress(KeyboardInterrupt):
+        ray.report(PONG)  # Ray logs an error and goes on
     assert store.folders() == [layout.STATE_FOLDER, PING, PONG]
     begun = begin(store)
     assert (begun.point.checkpoint, begun.notes) == (PONG, [])

@@ -14,11 +14,9 @@ from ray.util.tpu import get_tpu_num_slices_for_workers
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.core.slices import SliceShape, slice_shape
 from prefect_elastic_train.elastic.cluster import resources_per_worker, scaling_config
-from tests.unit.support import python
 
 #: Slices of four hosts with four chips each.
-TYPE = {"accelerator": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
-SLICES = TYPE | {"min_workers": 4, "max_workers": 8}
+SLICES = {"accelerator": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E", "min_workers": 4, "max_workers": 8}
 
 
 def tpus(**resources: float) -> dict[str, Any]:
@@ -92,12 +90,3 @@ def test_the_shape_of_a_slice_is_what_ray_says_and_its_nodes_count(monkeypatch: 
     monkeypatch.setenv(RAY_TPU_RESOURCE_PER_CHIP_ENV_VAR, "2")
     assert slice_shape("2x2x2", "TPU-V7X", {}) == SliceShape("2x2x2", "TPU-V7X", "v7x-16", 16, 2, 8)
     assert slice_shape("2x2x2", "TPU-V7X", {"TPU": 1}).workers == 16
-
-
-def test_no_ray_is_loaded_for_cpus_and_gpus() -> None:
-    answer = python(
-        "from prefect_elastic_train.core.settings import ScalingSettings\n"
-        "ScalingSettings(accelerator='gpu', max_workers=8, resources_per_worker={'GPU': 2})\n"
-        "print('ray' in sys.modules)"
-    )
-    assert answer.stdout.strip() == "False"

@@ -7,16 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_elastic_train.core.slices import SliceShape
-from prefect_elastic_train.elastic.sizing import (
-    Demand,
-    Growth,
-    Node,
-    Stability,
-    Start,
-    describe_missing,
-    head_resource,
-    possible_workers,
-)
+from prefect_elastic_train.elastic import sizing
+from prefect_elastic_train.elastic.sizing import Demand, Growth, Node, Stability, Start, possible_workers
 
 PAIR = SliceShape("2x4", "TPU-V6E", "v6e-8", chips=8, workers=2, chips_per_worker=4)
 SINGLE = SliceShape("2x2", "TPU-V6E", "v6e-4", chips=4, workers=1, chips_per_worker=4)
@@ -37,7 +29,7 @@ def host(
     }
     total, available = {"TPU": 4.0, "CPU": 8.0}, {"TPU": free, "CPU": 8.0}
     if number == 0:
-        total[head_resource(shape.pod_type)], available[head_resource(shape.pod_type)] = 1.0, head
+        total[sizing.head_resource(shape.pod_type)], available[sizing.head_resource(shape.pod_type)] = 1.0, head
     return Node(f"{slice_name}-{number}", total, available, labels, draining)
 
 
@@ -116,7 +108,7 @@ def test_only_a_slice_that_is_whole_and_free_counts(
     assert possible_workers(hosts, tpus(), held) == workers
     assert possible_workers([*hosts, host("s2", 0), host("s2", 1)], tpus(), held) == workers + 2
     if problem:
-        missing = describe_missing(hosts, tpus(low=4), 0)
+        missing = sizing.describe_missing(hosts, tpus(low=4), 0)
         assert missing.startswith("2 more whole slice(s) TPU-V6E 2x4 of 2 worker(s) each (")
         assert problem in missing
 
@@ -147,18 +139,13 @@ def test_a_growth_waits_for_a_commit_and_not_for_ever() -> None:
     assert growth.due(599, committed=False, has_checkpoint=True) == ""
     assert growth.due(600, committed=False, has_checkpoint=False) == "", "it would throw away all work"
     assert growth.due(600, committed=False, has_checkpoint=True) == "patience"
+    assert growth.look(601, current=2, possible=2), "it is called off"
+    assert growth.due(602, committed=True, has_checkpoint=True) == ""
+    assert growth.look(700, current=2, possible=3)
+    assert growth.waited_seconds(701) == 1
     endless = Growth(0)
     endless.look(0, current=2, possible=3)
     assert endless.due(1e9, committed=False, has_checkpoint=True) == ""
-
-
-def test_a_growth_that_is_not_possible_any_more_is_called_off() -> None:
-    growth = Growth(600)
-    growth.look(0, current=2, possible=3)
-    assert growth.look(1, current=2, possible=2)
-    assert growth.due(2, committed=True, has_checkpoint=True) == ""
-    assert growth.look(700, current=2, possible=3)
-    assert growth.waited_seconds(701) == 1
 
 
 happenings = st.lists(
@@ -204,14 +191,6 @@ def test_what_cannot_be_placed_is_asked_for_in_ever_smaller_sizes() -> None:
         start.failed(0.0, refused=sizes[-1])
     assert sizes == [16, 15, 13, 9, 2]
     assert start.size(0.0, 16, 16) == 0, "then it pauses"
-
-
-@pytest.mark.parametrize(("lost", "moment", "size"), [(4, 1.0, 0), (4, 2.0, 3), (3, 0.0, 3)])
-def test_after_a_loss_what_is_given_back_has_a_moment_to_be_seen(lost: int, moment: float, size: int) -> None:
-    start = Start(cpus(1, 4))
-    start.started(lost)
-    start.waited(0.0)
-    assert start.size(moment, 3, 3) == size
 
 
 def test_failures_over_days_pause_half_a_minute_each_and_overflow_nothing() -> None:
