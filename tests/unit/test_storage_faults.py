@@ -303,7 +303,8 @@ def test_a_storage_that_is_away_is_told_of_and_a_hiccup_is_not(
     assert caplog.records == []
     monkeypatch.setattr(retries_module, "_TELL_SECONDS", 0.0)
     Retries(30, "/mnt/runs").call("write a", _Flaky(3, OSError(errno.EIO, "Input/output error")))
-    assert re.fullmatch("/mnt/runs does not answer for .*write a.*Input/output error.*", "".join(caplog.messages))
+    (away,) = caplog.messages
+    assert re.fullmatch("/mnt/runs does not answer for .*write a.*Input/output error.*", away)
 
 
 def test_operations_that_wait_at_the_same_time_wait_once_and_what_goes_on_is_counted_up_to_now() -> None:
