@@ -5,21 +5,21 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError, StorageFaultError
-from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
+from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
+from prefect_elastic_train.core.storage_settings import S3StorageSettings
 from prefect_elastic_train.storage.faults import diagnose
-from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import NOTHING, RunStore, for_each
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.storage.opening import Storage
 
 logger = logging.getLogger("prefect_elastic_train.storage")
 
 Answer = TypeVar("Answer")
-ObjectSettings = S3StorageSettings | FsspecStorageSettings
 
 #: Size of the parts of an upload, and how many of a file are sent at a time. S3 takes at most 10,000 parts.
 PART_BYTES = 16 * 2**20
@@ -29,70 +29,36 @@ _MAX_PARTS = 10_000
 _FILES_AT_ONCE, _LARGE_FILES_AT_ONCE = 8, 2
 
 
-class ObjectClient:
-    """The filesystem of fsspec for a store. Safe for threads, and picklable; nothing is connected before it is used."""
-
-    def __init__(self, settings: ObjectSettings, retries: Retries) -> None:
-        self.settings, self.retries = settings, retries
-        self._filesystem: Any = None
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.settings, self.retries)
-
-    @property
-    def filesystem(self) -> Any:
-        """The filesystem that fsspec has made, or makes now."""
-        with self._lock:
-            self._filesystem = self._filesystem or self._connect()
-            return self._filesystem
-
-    def _connect(self) -> Any:
-        scheme = self.settings.uri.partition("://")[0]
-        try:
-            if isinstance(self.settings, S3StorageSettings):
-                from prefect_elastic_train.storage.s3 import open_s3
-
-                return open_s3(self.settings, self.retries)
-            import fsspec
-
-            options = {"skip_instance_cache": True, "use_listings_cache": False}
-            options |= {**self.settings.options, **self.settings.hidden_options}
-            return fsspec.filesystem(scheme, **options)
-        except Exception as error:  # noqa: BLE001 - each store has its own, and none of them means a missing object
-            failed = self.retries.without_secrets(f"{type(error).__name__}: {error}")
-        raise ConfigurationError(
-            f"cannot open {scheme}:// here: {failed}. Install the package that it needs on every node "
-            "(`pip install 'prefect-elastic-train[s3]'` for S3), and mend the options of the storage block"
-        )
-
-
 class ObjectRunStore(RunStore):
     """A run directory in an object store, at a path that begins with the bucket."""
 
     has_folders = False
 
-    def __init__(self, path: str, retries: Retries, client: ObjectClient) -> None:
-        super().__init__(path.strip("/"), retries)
-        self.client = client
+    def __init__(self, path: str, storage: Storage) -> None:
+        super().__init__(path.strip("/"), storage.retries)
+        self.storage = storage
 
     @property
     def uri(self) -> str:
         """See :meth:`RunStore.uri`."""
-        return f"{self.client.settings.uri.partition('://')[0]}://{self.path}"
+        return f"{self.storage.settings.uri.partition('://')[0]}://{self.path}"
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of an object from ``start`` up to ``end``."""
         key = self._key(name)
-        data: bytes = self.retries.call(f"read {name}", lambda: self._files.cat_file(key, start=start, end=end))
+        data: bytes = self.retries.call(
+            f"read {name}", lambda: self.storage.filesystem.cat_file(key, start=start, end=end)
+        )
         return data
 
     def abandon_uploads(self) -> int:
         """See :meth:`RunStore.abandon_uploads`."""
-        if not isinstance(self.client.settings, S3StorageSettings):
+        if not isinstance(self.storage.settings, S3StorageSettings):
             return 0
         try:
-            return self.retries.call("remove unfinished uploads", lambda: int(self._files.abort_uploads(self.path)))
+            return self.retries.call(
+                "remove unfinished uploads", lambda: int(self.storage.filesystem.abort_uploads(self.path))
+            )
         except StorageFaultError as error:
             if not error.permanent:
                 raise
@@ -117,17 +83,17 @@ class ObjectRunStore(RunStore):
 
     def copy_folder(self, source: str, name: str) -> None:
         """See :meth:`RunStore.copy_folder`. The store copies by itself."""
-        files = ObjectRunStore(source, self.retries, self.client).file_sizes("") or {}
+        files = self.storage.folder(source).file_sizes("") or {}
 
         def copy(file: str) -> None:
             paths = f"{source}/{file}", self._key(f"{name}/{file}")
-            self.retries.call(f"copy {paths[0]}", lambda: self._files.cp_file(*paths))
+            self.retries.call(f"copy {paths[0]}", lambda: self.storage.filesystem.cp_file(*paths))
 
         for_each(list(files), copy, _FILES_AT_ONCE)
 
     def _create(self, name: str, data: bytes) -> bool:
         try:
-            self._files.pipe_file(self._key(name), data, mode="create")
+            self.storage.filesystem.pipe_file(self._key(name), data, mode="create")
         except OSError as error:
             # s3fs raises FileExistsError only where the answer names the condition: AWS does, MinIO does not.
             if diagnose(error) is None and error.errno in (None, errno.EEXIST, errno.EINVAL):
@@ -136,7 +102,7 @@ class ObjectRunStore(RunStore):
         return True
 
     def _replace(self, name: str, data: bytes) -> None:
-        self._files.pipe_file(self._key(name), data)
+        self.storage.filesystem.pipe_file(self._key(name), data)
 
     def _read(self, name: str) -> bytes | None:
         data: bytes | None = self._find(lambda files: files.cat_file(self._key(name)))
@@ -181,14 +147,14 @@ class ObjectRunStore(RunStore):
         source, name = file
         part = max(PART_BYTES, -(-os.path.getsize(source) // _MAX_PARTS))
         how: dict[str, int] = {}
-        if isinstance(self.client.settings, S3StorageSettings):
+        if isinstance(self.storage.settings, S3StorageSettings):
             # The parts of huge files are larger, and fewer of them are held at a time.
             how = {"chunksize": part, "max_concurrency": max(1, _PARTS_AT_ONCE * PART_BYTES // part)}
-        self.retries.call(f"upload {name}", lambda: self._files.put_file(source, self._key(name), **how))
+        self.retries.call(f"upload {name}", lambda: self.storage.filesystem.put_file(source, self._key(name), **how))
 
     def _download(self, name: str, path: Path, size: int) -> None:
         def get() -> None:
-            self._files.get_file(self._key(name), str(path))
+            self.storage.filesystem.get_file(self._key(name), str(path))
             if (found := path.stat().st_size) != size:
                 raise ConnectionError(errno.ECONNABORTED, f"{name}: got {found} bytes instead of {size}")
 
@@ -197,12 +163,12 @@ class ObjectRunStore(RunStore):
 
     @property
     def _files(self) -> Any:
-        return self.client.filesystem
+        return self.storage.filesystem
 
     def _find(self, operation: Callable[[Any], Answer]) -> Answer | None:
         """Carry out an operation; return None if there is no such object, which no bucket is something else than."""
         try:
-            return operation(self._files)
+            return operation(self.storage.filesystem)
         except FileNotFoundError as error:
             if diagnose(error) is not None:
                 raise

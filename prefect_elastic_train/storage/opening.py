@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings, StorageSettings
-from prefect_elastic_train.storage.objects import ObjectClient, ObjectRunStore
+from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.retries import Retries
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 
-@dataclass(frozen=True)
 class Storage:
-    """A place with run directories."""
+    """A place with run directories. Safe for threads, and picklable; nothing is connected before it is used."""
 
-    settings: StorageSettings
-    retries: Retries
-    _client: ObjectClient | None = field(default=None, repr=False)
+    def __init__(self, settings: StorageSettings) -> None:
+        self.settings, self.uri = settings, settings.uri
+        hidden: list[str] = []
+        if isinstance(settings, S3StorageSettings):
+            keys = settings.access_key_id, settings.secret_access_key, settings.session_token
+            hidden = [key.get_secret_value() for key in keys]
+        elif not isinstance(settings, LocalStorageSettings):
+            hidden = [*_strings_in(settings.hidden_options)]
+        shown = tuple(secret for secret in hidden if len(secret) > 3)
+        self.retries = Retries(settings.retry_seconds, settings.uri, shown)
+        self._filesystem: Any = None
+        self._lock = threading.Lock()
 
-    @property
-    def uri(self) -> str:
-        """Where it is, for people and other programs."""
-        return self.settings.uri
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Storage, (self.settings,)
 
     def run(self, name: str) -> RunStore:
         """Return a run directory, which need not exist."""
@@ -31,28 +38,45 @@ class Storage:
 
     def folder(self, path: str) -> RunStore:
         """Return a folder on the storage's filesystem."""
-        if self._client is None:
+        if isinstance(self.settings, LocalStorageSettings):
             return LocalRunStore(path, self.retries)
-        return ObjectRunStore(path, self.retries, self._client)
+        return ObjectRunStore(path, self)
 
     def run_names(self) -> list[str]:
         """Return the names of the folders that may be run directories."""
         return [name for name in self.folder(self.settings.root).folders() if not name.startswith(".")]
 
+    @property
+    def filesystem(self) -> Any:
+        """The filesystem of an object store that fsspec has made, or makes now."""
+        with self._lock:
+            self._filesystem = self._filesystem or self._connect()
+            return self._filesystem
+
+    def _connect(self) -> Any:
+        scheme = self.uri.partition("://")[0]
+        try:
+            if isinstance(self.settings, S3StorageSettings):
+                from prefect_elastic_train.storage.s3 import open_s3
+
+                return open_s3(self.settings, self.retries)
+            import fsspec
+
+            assert not isinstance(self.settings, LocalStorageSettings)
+            options = {"skip_instance_cache": True, "use_listings_cache": False}
+            options |= {**self.settings.options, **self.settings.hidden_options}
+            return fsspec.filesystem(scheme, **options)
+        except Exception as error:  # noqa: BLE001 - each store has its own, and none of them means a missing object
+            failed = self.retries.without_secrets(f"{type(error).__name__}: {error}")
+        raise ConfigurationError(
+            f"cannot open {scheme}:// here: {failed}. Install the package that it needs on every node "
+            "(`pip install 'prefect-elastic-train[s3]'` for S3), and mend the options of the storage block"
+        )
+
 
 def open_storage(settings: StorageSettings, retry_seconds: float | None = None) -> Storage:
-    """Open a storage, whose operations are repeated for as long as its settings say; nothing is connected yet."""
-    if retry_seconds is not None:
-        settings = settings.model_copy(update={"retry_seconds": retry_seconds})
-    if isinstance(settings, LocalStorageSettings):
-        return Storage(settings, Retries(settings.retry_seconds, settings.uri))
-    if isinstance(settings, S3StorageSettings):
-        keys = [settings.access_key_id, settings.secret_access_key, settings.session_token]
-        secrets = [key.get_secret_value() for key in keys]
-    else:
-        secrets = list(_strings_in(settings.hidden_options))
-    retries = Retries(settings.retry_seconds, settings.uri, tuple(secret for secret in secrets if len(secret) > 3))
-    return Storage(settings, retries, ObjectClient(settings, retries))
+    """Open a storage, whose operations are repeated for as long as its settings say, or for so long."""
+    return Storage(settings if retry_seconds is None else settings.model_copy(update={"retry_seconds": retry_seconds}))
 
 
 def _strings_in(value: Any) -> Iterator[str]:

@@ -56,7 +56,7 @@ Request = tuple[str, dict[str, Any]]
 def files_of(run: RunStore) -> Any:
     """Return the filesystem of fsspec that a run directory is reached by."""
     assert isinstance(run, ObjectRunStore)
-    return run.client.filesystem
+    return run.storage.filesystem
 
 
 def read_tree(folder: Path) -> dict[str, bytes]:

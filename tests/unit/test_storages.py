@@ -88,7 +88,7 @@ def test_what_is_opened_repeats_for_as_long_as_it_is_told() -> None:
 def test_no_text_of_a_storage_holds_a_secret_and_a_copy_has_them_all(settings: Any) -> None:
     storage = open_storage(settings)
     run: Any = storage.run("mnist")
-    for one in (settings, storage, run, run.retries, run.client, settings.model_dump_json()):
+    for one in (settings, storage, run, run.retries, run.storage, settings.model_dump_json()):
         assert SECRET not in repr(one)
         assert SECRET not in str(one)
     copy = pickle.loads(pickle.dumps(settings))
