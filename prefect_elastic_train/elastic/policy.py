@@ -19,6 +19,7 @@ import ray
 from ray.train import ControllerError, PreemptionInfo
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2._internal.execution.controller.state import PreemptingState
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import (
     AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
@@ -94,6 +95,11 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS
         self._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(self._requester_id)
         self._send_resource_request()
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Renew what is reserved during a drain, too, in which Ray asks for no decision."""
+        if isinstance(current_state, PreemptingState):
+            self._maybe_send_resource_request()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """Start as large as possible, once ``min_workers`` fit, which are not waited for beyond the time set for it.

@@ -13,6 +13,12 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.controller.state import (
+    FinishedState,
+    PreemptingState,
+    RunningState,
+    ShuttingDownState,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
@@ -300,6 +306,14 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     assert travelled._get_reserved_resources() == {"n0": {"CPU": 1.0}}
     assert asked == ["run-x", ("run-x", True)]
     assert policy.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
+
+
+def test_what_is_reserved_is_renewed_during_a_drain_too_and_not_once_it_is_given_back() -> None:
+    policy, renewed = _policy(1, 4), list[bool]()
+    policy._maybe_send_resource_request = lambda: renewed.append(True)
+    for state in (RunningState(), PreemptingState(None, 0.0), ShuttingDownState(FinishedState())):
+        policy.after_controller_state_update(RunningState(), state)
+    assert len(renewed) == 1
 
 
 @pytest.mark.parametrize("permanent_is_first", [True, False])
