@@ -168,7 +168,9 @@ def _with_budget(template: Any, training: Training) -> Any:
     failures = load_given("failures", training.blocks["failures"])
     assert isinstance(failures, FailureBudget)
     training.restart_delay_seconds = failures.driver_restart_delay_seconds
-    return template.with_options(task_run_name=training.request.run_name, retries=failures.driver_restarts)
+    # In Prefect's delay, which may have a default in its settings, nobody would look after the cluster.
+    retries = {"retries": failures.driver_restarts, "retry_delay_seconds": 0}
+    return template.with_options(task_run_name=training.request.run_name, **retries)
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)

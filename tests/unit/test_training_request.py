@@ -107,7 +107,9 @@ def test_a_block_that_the_settings_name_is_loaded_anew_at_each_attempt(monkeypat
     assert arguments.given_blocks(scaling=None) == {"scaling": "elastic-scaling/lab"}
 
 
-def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay() -> None:
+def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As by PREFECT_TASKS_DEFAULT_RETRY_DELAY_SECONDS.
+    monkeypatch.setattr(_elastic_train_task, "retry_delay_seconds", 600)
     failures = FailureBudget(driver_restarts=4, driver_restart_delay_seconds=100)
     training = elastic_train.ask(train_loop=loop, failures=failures, run_name="mnist")
     task = _with_budget(_elastic_train_task, training)
