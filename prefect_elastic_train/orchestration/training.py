@@ -177,13 +177,15 @@ class Training:
 
     def _end(self, ending: tuple[End, str] | None, told: bool = False) -> None:
         runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
-        if runtime is not None:
-            self._watch.close()
-            runtime.close()
-        if publisher is not None and ending is not None:
-            publisher.end(ending[0].value, ending[1], told or ending[0] is End.LEFT)
-        elif publisher is not None:
-            publisher.abandon()  # another process shows the training now
+        try:
+            if runtime is not None:
+                self._watch.close()
+                runtime.close()
+        finally:  # also after the signal of a runner that has come meanwhile
+            if publisher is not None and ending is not None:
+                publisher.end(ending[0].value, ending[1], told or ending[0] is End.LEFT)
+            elif publisher is not None:
+                publisher.abandon()  # another process shows the training now
 
     def _pause(self, runtime: Runtime, restart: int) -> None:
         """Wait for the next driver, and look after the cluster; Prefect's own delay would look after nothing."""

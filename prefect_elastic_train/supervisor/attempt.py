@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -132,6 +132,16 @@ class Driver(ABC):
         return f": {cause}" if cause else ""
 
 
+def in_one_go(act: Callable[[], object]) -> None:
+    """Do what is not to be cut short by a runner's signal, which comes at any time; it is raised afterwards."""
+    try:
+        act()
+    except BaseException as reason:
+        if not isinstance(reason, Exception | KeyboardInterrupt):
+            act()
+        raise
+
+
 def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> threading.Thread:
     """Read a child's stream in a thread, line by line, and put ``(source, line)`` into a queue; None at its end."""
 
@@ -218,7 +228,7 @@ class ChildDriver(Driver):
         """End it: SIGINT, and SIGKILL after a grace."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-            self._wait(self.follower.settings.stop_grace_seconds)
+            in_one_go(partial(self._wait, self.follower.settings.stop_grace_seconds))
         self._spec_file.unlink(missing_ok=True)
 
     def tell(self, event: Event) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import MARK_VARIABLE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver
+from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Runtime:
                         self.turn()
             return ended
         except BaseException as reason:
-            driver.leave(reason)
+            in_one_go(partial(driver.leave, reason))
             raise
         finally:
             driver.close()

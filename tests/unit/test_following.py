@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -132,22 +133,34 @@ def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervis
     assert supervisor.events == [STARTED, *[alive] * 6], "signs of life have kept it"
 
 
-def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_told_to_the_driver(
+class _Again(BaseException):
+    """Another signal has come."""
+
+
+def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_another_leaves_it_its_time(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
     code = (
         "from pathlib import Path\n"
         "try:\n    while True: print('epoch', flush=True)\n"
-        f"finally: Path({str(tmp_path)!r}, 'told').write_text(Path(sys.argv[1]).with_name('stop').read_text())"
+        "finally:\n    os.kill(os.getppid(), signal.SIGUSR1)\n    time.sleep(0.5)\n"
+        f"    Path({str(tmp_path)!r}, 'told').write_text(Path(sys.argv[1]).with_name('stop').read_text())"
     )
+
+    def again(*_: object) -> NoReturn:
+        raise _Again
 
     def check_stop() -> None:
         if supervisor.lines:
             raise TimeoutError
 
     supervisor.settings = ElasticTrainSettings(stop_grace_seconds=5)
-    with pytest.raises(TimeoutError):
-        supervisor.follow(code, check_stop)
+    before = signal.signal(signal.SIGUSR1, again)
+    try:
+        with pytest.raises(_Again):
+            supervisor.follow(code, check_stop)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     assert (tmp_path / "told").read_text() == "timed_out"
 
 

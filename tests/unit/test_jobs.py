@@ -513,10 +513,27 @@ def test_a_stop_ends_the_job_unless_it_shall_go_on(dashboard: Dashboard, flow: F
     assert dashboard.statuses() == ["STOPPED"], "no other attempt is to follow"
 
 
-def test_a_job_that_waits_for_its_start_is_ended_by_another_job(
-    dashboard: Dashboard, flow: Flow, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def signalled(dashboard: Dashboard) -> Iterator[list[str]]:
+    """How the request ends that a signal comes with, once; it stops the flow run."""
+    ends: list[str] = []
+
+    def on_request(request: str) -> None:
+        if ends and request.endswith(ends[-1]):
+            ends.clear()
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    dashboard.on_request = on_request
+    before = signal.signal(signal.SIGUSR1, stop)
+    yield ends
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_job_that_waits_for_its_start_is_ended_by_another_job_whatever_signal_comes_meanwhile(
+    dashboard: Dashboard, flow: Flow, signalled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_module, "_STOP_PENDING_SECONDS", 0.1)
+    signalled.append("/stop")
 
     def on_submit(submission_id: str) -> None:
         ended = dashboard.jobs.get(submission_id.removesuffix("-end"), {})
@@ -534,18 +551,12 @@ def test_a_job_that_waits_for_its_start_is_ended_by_another_job(
 
 
 def test_a_signal_while_a_submission_is_on_its_way_stops_the_job_that_comes_of_it(
-    dashboard: Dashboard, flow: Flow
+    dashboard: Dashboard, flow: Flow, signalled: list[str]
 ) -> None:
     dashboard.answers["POST /api/jobs/"] = 0.6
-    dashboard.on_request = lambda request: (
-        os.kill(os.getpid(), signal.SIGUSR1) if request == "POST /api/jobs/" else None
-    )
-    before = signal.signal(signal.SIGUSR1, stop)
-    try:
-        with pytest.raises(Stop):
-            flow.train(dashboard)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signalled.append("POST /api/jobs/")
+    with pytest.raises(Stop):
+        flow.train(dashboard)
     assert dashboard.statuses() == ["STOPPED"]
 
 

@@ -138,17 +138,22 @@ def _show(training: Training, report: RunReport) -> None:
     training._publisher.abandon()
 
 
-def test_what_ended_the_wait_for_an_attempt_is_told_where_the_training_was_called(
+def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_its_cluster_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     report = RunReport(run_name="mnist", attempt=1)
 
-    def interrupted(training: Training) -> None:
-        training._runtime = training._begin(in_task=False)
+    def interrupted(training: Any) -> None:
+        training._begin(in_task=False)
+        training._runtime = runtime = _Runtime()
+        runtime.close = stop_again
         _show(training, report)
         raise KeyboardInterrupt
 
+    def stop_again() -> None:
+        raise TerminationSignal(signal=15)
+
     monkeypatch.setattr(task, "_with_budget", lambda template, training: interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(TerminationSignal):
         elastic_train(_loop)
     assert report.state == "cancelled"
