@@ -67,11 +67,11 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         if last is not None:
             notes += _end_old_driver(last, request)
         counted = _count(run, spec)
+        point, attempt = run.resume_point, run.next_number  # refused where commits are lost: no copy replaces them
         if seed is not None and newest is None:
             seed()
             seed = None
             continue
-        point, attempt = run.resume_point, run.next_number
         record = AttemptRecord(
             attempt=attempt,
             run_id=run.record.id,

@@ -52,6 +52,13 @@ class RunPlan:
 
 def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunPlan:
     """Find what can be deleted of a run: the whole, if it has ended and its last activity is longer ago than that."""
+    try:
+        return _plan(run, older_than_seconds)
+    except AttemptFailedError as error:  # its commits are lost, or it is of an older version
+        return RunPlan(run.name, 0, None, kept=str(error))
+
+
+def _plan(run: RunDirectory, older_than_seconds: float | None) -> RunPlan:
     summary, newest = summarize(run), run.newest_attempt
     seen = RunPlan(run.name, newest.number if newest is not None else 0, next(run.lineage, None))
     if summary is None:
@@ -72,10 +79,7 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
         reason = f"{state.value.replace('_', ' ')}, last activity {idle_seconds / 86400:.1f} days ago"
         reason = "its deletion was cut short" if is_cut_short else reason
         return replace(seen, deletions=[Deletion("", sum((run.file_sizes("") or {}).values()), reason)])
-    try:
-        leftovers = run.leftovers
-    except AttemptFailedError as error:
-        return replace(seen, kept=str(error))
+    leftovers = run.leftovers
     if leftovers and has_no_end:
         kept = "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
         return replace(seen, kept=kept)

@@ -257,6 +257,7 @@ def test_a_run_that_may_not_be_read_or_is_of_an_older_version_does_not_hide_the_
     assert result.stderr.startswith("error: 2 of 3 runs cannot be read: ")
     assert "Permission denied" in _refused("show", storage.uri, "secret")
     assert "go on with that version, or give another run_name" in _refused("show", storage.uri, "old")
+    assert "left alone: old: the run was written by an older version" in _done("prune", storage.uri, "mine", "old")
     with pytest.raises(AttemptFailedError, match="written by an older version") as refused:
         begin(old)
     assert refused.value.outcome is Outcome.INVALID
