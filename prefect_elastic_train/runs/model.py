@@ -215,10 +215,11 @@ class RunDirectory:
         """The newest commit of the valid lineage with a whole checkpoint, without what is damaged.
 
         Raises:
-            AttemptFailedError: No commit can be read, and there are checkpoints; outcome ``invalid``.
+            AttemptFailedError: There are checkpoints that only torn or lost commits could name; outcome ``invalid``.
         """
         point = self.look_back(whole=True)
-        if point.commit is None and not any(self.commit(number) for number in self.commits):
+        torn = [number for number in self.lineage if self.commit(number) is None]
+        if point.commit is None and (torn or not any(self.commit(number) for number in self.commits)):
             self._check_nothing_is_given_up()
         return point
 
@@ -330,9 +331,9 @@ class RunDirectory:
             return
         shown = ", ".join(left[:5]) + (", …" if len(left) > 5 else "")
         raise refusal(
-            f"no commit of {self.uri} is left or readable, and it holds {len(left)} folders that may be checkpoints "
-            f"({shown}). Nothing was touched. Either bring the files in {layout.COMMITS} back, move the folders away "
-            f"to begin anew, move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, if there is "
+            f"no commit of {self.uri} with a whole checkpoint is left or readable, and it holds {len(left)} folders "
+            f"that may be checkpoints ({shown}). Nothing was touched. Either bring the files in {layout.COMMITS} back, "
+            f"move the folders away to begin anew, move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, if there is "
             "one, or give another run_name"
         )
 

@@ -118,6 +118,16 @@ def test_a_damaged_checkpoint_is_dropped_and_the_one_before_is_used(
     assert [result["checkpoint_dir_name"] for result in again.point.snapshot["checkpoint_results"]] == ["a", "b", "c"]
 
 
+def test_the_only_whole_checkpoint_is_not_given_up_because_its_commit_is_torn(store: RunStore) -> None:
+    training = Training(store, begin(store).attempt, keep=1)
+    for name in (first := physical_name("a", 1), physical_name("b", 1)):
+        training.report(name)
+    store.delete_folder(first)  # as Ray does
+    tear(store, layout.commit_name(1, 2))
+    with pytest.raises(AttemptFailedError, match=r"no commit of .* with a whole checkpoint"):
+        begin(store)
+
+
 def test_a_commit_without_a_whole_checkpoint_gives_way_to_the_one_before(store: RunStore) -> None:
     training = Training(store, begin(store).attempt, keep=1)
     training.report("a")
