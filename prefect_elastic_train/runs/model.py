@@ -333,8 +333,8 @@ class RunDirectory:
         raise refusal(
             f"no commit of {self.uri} with a whole checkpoint is left or readable, and it holds {len(left)} folders "
             f"that may be checkpoints ({shown}). Nothing was touched. Either bring the files in {layout.COMMITS} back, "
-            f"move the folders away to begin anew, move {layout.STATE_FOLDER} away and give resume=True to trust Ray's snapshot, if there is "
-            "one, or give another run_name"
+            f"move the folders away to begin anew, move {layout.STATE_FOLDER} away and give resume=True to trust Ray's "
+            "snapshot, if there is one, or give another run_name"
         )
 
 
