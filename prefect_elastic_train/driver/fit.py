@@ -146,7 +146,7 @@ def fit(
     from prefect_elastic_train.elastic.callbacks import RunCallback
     from prefect_elastic_train.elastic.checkpoints import run_filesystem
     from prefect_elastic_train.elastic.cluster import run_config, scaling_config
-    from prefect_elastic_train.elastic.trainers import ControllerSetup, make_trainer
+    from prefect_elastic_train.elastic.controller import ControllerSetup, make_trainer
 
     attempt = context.attempt
     callback = RunCallback(receiving, store, attempt, spec.failures, spec.checkpoints.score_attribute)

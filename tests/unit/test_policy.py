@@ -28,12 +28,12 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, policy, worker_group
+from prefect_elastic_train.elastic import callbacks, controller, policy
 from prefect_elastic_train.elastic.cluster import scaling_config
+from prefect_elastic_train.elastic.controller import RunWorkerGroup, TrainController
 from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, decisive
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.elastic.sizing import Node
-from prefect_elastic_train.elastic.worker_group import RunWorkerGroup, TrainController
 from prefect_elastic_train.loop.notice import announce
 
 
@@ -362,7 +362,7 @@ def test_a_start_that_fails_late_leaves_no_worker_behind(monkeypatch: pytest.Mon
     def fail(self: Any) -> None:
         raise RayActorError if died else WorkerGroupStartupTimeoutError(2)
 
-    monkeypatch.setattr(worker_group.WorkerGroup, "_start", fail)
+    monkeypatch.setattr(controller.WorkerGroup, "_start", fail)
     with pytest.raises(WorkerGroupStartupFailedError if died else WorkerGroupStartupTimeoutError):
         group._start()
     assert ended == ["workers"]
@@ -375,9 +375,9 @@ def test_a_placement_is_waited_for_only_while_the_nodes_are_there_that_it_was_de
 ) -> None:
     ended: list[str] = []
     callback.counted_on = frozenset(("a", "b"))
-    monkeypatch.setattr(worker_group, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
+    monkeypatch.setattr(controller, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
     handle: Any = SimpleNamespace(wait=lambda seconds: False, shutdown=lambda: ended.append("group"))
-    wait = worker_group._while_nodes_live(handle)
+    wait = controller._while_nodes_live(handle)
     if outcome == "timeout":
         assert not wait(0.01)
     else:

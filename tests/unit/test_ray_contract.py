@@ -27,7 +27,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util import tpu
 
-from prefect_elastic_train.elastic import callbacks, loop_callback, policy, trainers, worker_group
+from prefect_elastic_train.elastic import callbacks, controller, loop_callback, policy
 from prefect_elastic_train.runs import layout
 from tests.unit.support import REPOSITORY
 
@@ -139,7 +139,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 HOOKED: list[type] = [policy.RunScalingPolicy, callbacks.RunCallback, loop_callback.LoopCallback]
-HOOKED += [loop_callback.NoDatasetsCallback, worker_group.RunWorkerGroup, worker_group.TrainController]
+HOOKED += [loop_callback.NoDatasetsCallback, controller.RunWorkerGroup, controller.TrainController]
 
 
 @pytest.mark.parametrize("owner", HOOKED)
@@ -188,7 +188,7 @@ def test_fit_hands_policy_and_callbacks_by_name_to_the_controller_that_its_modul
     assert {keyword.arg for keyword in call.keywords} >= {"scaling_policy", "callbacks", "failure_policy"}
     assert "(TrainController)" in ast.unparse(_tree(DataParallelTrainer._initialize_and_run_controller))
     for name in ("_initialize_and_run_controller", "_create_default_callbacks"):
-        assert name in vars(trainers._ElasticTrainerMixin)
+        assert name in vars(controller._ElasticTrainerMixin)
 
 
 def test_the_policy_asks_the_coordinator_as_rays_own_does() -> None:

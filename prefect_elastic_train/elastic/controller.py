@@ -1,10 +1,13 @@
-"""A worker group that waits only for nodes that are there, on TPU slices that were looked at first.
+"""Ray Train's trainers with our policies and callbacks, and a controller whose worker groups start where they can.
 
-Uses ``ray.train.v2._internal``: where a rank notices the end of another sooner than Ray that of its node, the next
-group is asked for on a node that is gone, and Ray's worker group waits a minute for it. And Ray's takes any slice
-whose host 0 is free, also one whose other hosts are dead or busy. This one gives up when a node has gone meanwhile,
-names the slices, and reserves the head of each, as Ray does, so that others who look for a slice pass it over. Ray's
-controller keeps what a lost group held until the next one starts; here it gives that back before the next is decided.
+Uses ``ray.train.v2._internal``: ``fit()`` hands policies and callbacks to its controller through
+``_initialize_and_run_controller``, and has no public parameter for either, nor for the controller's class.
+
+And where a rank notices the end of another sooner than Ray that of its node, the next group is asked for on a node that
+is gone, and Ray's worker group waits a minute for it. It takes any slice whose host 0 is free, also one whose other
+hosts are dead or busy. This one gives up when a node has gone meanwhile, names the slices, and reserves the head of
+each, as Ray does, so that others who look for a slice pass it over. Ray's controller keeps what a lost group held until
+the next one starts; here it gives that back before the next is decided.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.exceptions import RayActorError
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController as RaysTrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
@@ -22,12 +27,18 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
     PlacementGroupHandle,
     SlicePlacementGroupHandle,
 )
+from ray.train.v2.api import data_parallel_trainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
+from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
+from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
+from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy
 from prefect_elastic_train.elastic.sizing import Demand, Slice, head_resource, slices_of
+from prefect_elastic_train.loop.context import RunContext
 
 _RELEASE_SECONDS = 15.0  # for slices that the group before has just given back to become free
 _HEAD_SECONDS = 10.0  # for the head of a slice that was free a moment ago
@@ -161,3 +172,62 @@ def _free_slices(demand: Demand, slices: int) -> list[Slice]:
         if len(free) >= slices or time.monotonic() > deadline:
             return free[:slices]
         time.sleep(_LOOK_SECONDS)
+
+
+class ControllerSetup(NamedTuple):
+    """What goes into the controller besides Ray's own parts; the run reserves resources under ``requester_id``."""
+
+    requester_id: str
+    scaling: ScalingSettings
+    callback: callbacks.RunCallback
+    context: RunContext
+
+
+class _ElasticTrainerMixin:
+    """Puts our parts into the controller of a Ray Train trainer."""
+
+    _elastic_setup: ControllerSetup
+    scaling_config: Any
+    run_config: Any
+    datasets: Any
+
+    def _initialize_and_run_controller(self, **controller_arguments: Any) -> Any:
+        setup = self._elastic_setup
+        policies = {
+            "scaling_policy": RunScalingPolicy(self.scaling_config, setup.requester_id, setup.scaling),
+            "failure_policy": RunFailurePolicy(self.run_config.failure_config),
+        }
+        data_parallel_trainer.TrainController = TrainController
+        return super()._initialize_and_run_controller(**controller_arguments | policies)  # type: ignore[misc]
+
+    def _create_default_callbacks(self) -> list[Any]:
+        # Placement groups go with the job of their driver; the cleaner may ask another cluster on the same host whether
+        # the controller lives, and remove a living group. Without datasets, no start need wait for their manager.
+        ours = [self._elastic_setup.callback, LoopCallback(self._elastic_setup.context)]
+        unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
+        if not self.datasets:
+            unwanted, ours = (*unwanted, DatasetsCallback), [*ours, NoDatasetsCallback()]
+        rays = super()._create_default_callbacks()  # type: ignore[misc]
+        return [*(callback for callback in rays if not isinstance(callback, unwanted)), *ours]
+
+
+def make_trainer(framework: str, setup: ControllerSetup, **arguments: Any) -> DataParallelTrainer:
+    """Return the trainer of a framework (``"torch"``, ``"jax"`` or ``"none"``) with our parts in its controller.
+
+    Of the trainer's own arguments, ``torch_config`` and ``jax_config`` reach the one they belong to.
+    """
+    torch_config, jax_config = arguments.pop("torch_config", None), arguments.pop("jax_config", None)
+    base: type[DataParallelTrainer] = DataParallelTrainer
+    if framework == "torch":
+        from ray.train.torch import TorchTrainer
+
+        base, arguments["torch_config"] = TorchTrainer, torch_config
+    elif framework == "jax":
+        from ray.train.v2.jax import JaxTrainer
+
+        from prefect_elastic_train.elastic.jax_backend import run_jax_config
+
+        base, arguments["jax_config"] = JaxTrainer, run_jax_config(jax_config, arguments["scaling_config"])
+    trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_elastic_setup": setup})
+    trainer: DataParallelTrainer = trainer_type(**arguments)
+    return trainer
