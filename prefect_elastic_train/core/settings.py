@@ -97,8 +97,8 @@ class ScalingSettings(SettingsModel):
     @model_validator(mode="after")
     def _values_fit_together(self) -> ScalingSettings:
         held, gpus = self.resources_per_worker, self.resources_per_worker.get("GPU", 0)
-        if held and not any(held.values()):
-            raise ValueError(f"a worker must hold some resource, got {held}; leave resources_per_worker empty")
+        if (held and not any(held.values())) or any(0 < amount < 0.0001 for amount in held.values()):
+            raise ValueError(f"a worker must hold some resource, 0.0001 at least, got {held}; or leave the field empty")
         if gpus > 1 and not gpus.is_integer():
             raise ValueError(f"resources_per_worker: GPU {gpus:g} is neither a share of one nor a whole number of them")
         if self.min_workers > self.max_workers:
@@ -139,10 +139,11 @@ def _check_tpu(scaling: ScalingSettings) -> None:
             slices.tpu_accelerator_type(accelerator_type)
         slices.check_chips(scaling.resources_per_worker.get("TPU", 1))
         return
-    if scaling.label_selector:
+    if scaling.label_selector or scaling.placement_strategy.startswith("STRICT"):
         raise ValueError(
-            f"label_selector ({scaling.label_selector}) cannot be combined with topology ({topology!r}), since Ray "
-            "chooses the nodes of a TPU slice by labels of its own; remove label_selector"
+            f"topology ({topology!r}) goes neither with a label_selector ({scaling.label_selector}) nor with a strict "
+            f"placement_strategy ({scaling.placement_strategy}): Ray chooses the nodes of a TPU slice by labels of its "
+            "own, and workers fill them; remove label_selector, and use PACK or SPREAD"
         )
     shape = slices.slice_shape(topology, accelerator_type, scaling.resources_per_worker)
     if scaling.min_workers % shape.workers or scaling.max_workers % shape.workers:

@@ -106,8 +106,12 @@ def slices_of(nodes: Collection[Node], demand: Demand, held: Mapping[str, int] |
 def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> str:
     """Say in one line what a start waits for."""
     lacking, shape = demand.min_workers - possible, demand.shape
+    if possible_workers(nodes, demand) >= demand.min_workers:
+        return "a reservation of Ray's coordinator, which keeps what is free for another training"
     if shape is None:
-        return f"{lacking} more worker(s) with {_listed(demand.resources)} each"
+        where = f" on nodes with {dict(demand.labels)}" if demand.labels else ""
+        where += f", {demand.strategy}" if demand.strategy.startswith("STRICT") else ""
+        return f"{lacking} more worker(s) with {_listed(demand.resources)} each{where}"
     problems = [f"{found.name}: {found.problem}" for found in slices_of(nodes, demand) if found.problem]
     return (
         f"{-(-lacking // shape.workers)} more whole slice(s) {shape.accelerator_type} {shape.topology} of "

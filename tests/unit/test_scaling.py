@@ -34,12 +34,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"accelerator": "tpu", "resources_per_worker": {"TPU": 3}}, "asks for TPU 3; Ray gives a worker one of 1, 2, 4"),
     (SLICES | {"accelerator_type": ""}, "needs both topology (such as '4x4') and accelerator_type"),
     ({"accelerator": "tpu", "topology": "2x2"}, "got '2x2' and ''"),
-    (SLICES | {"label_selector": {"zone": "a"}}, "label_selector ({'zone': 'a'}) cannot be combined with topology"),
+    (SLICES | {"label_selector": {"zone": "a"}}, "topology ('4x4') goes neither with a label_selector ({'zone': 'a'})"),
+    (SLICES | {"placement_strategy": "STRICT_PACK"}, "nor with a strict placement_strategy (STRICT_PACK)"),
     (SLICES | {"accelerator": "gpu"}, "topology ('4x4') is the shape of a TPU slice, and accelerator is 'gpu'"),
     ({"resources_per_worker": {"TPU": 4}}, "says TPU 4, and accelerator is 'cpu'"),
     ({"accelerator": "gpu", "resources_per_worker": {"CPU": 1, "GPU": 0}}, "says GPU 0, and accelerator is 'gpu'"),
     ({"accelerator": "gpu", "resources_per_worker": {"GPU": 1.5}}, "GPU 1.5 is neither a share of one nor a whole"),
-    ({"resources_per_worker": {"CPU": 0}}, "a worker must hold some resource"),
+    ({"resources_per_worker": {"CPU": 1, "disk": 0.00001}}, "a worker must hold some resource, 0.0001 at least"),
 ]
 
 #: What is taken, and what a worker then gets.

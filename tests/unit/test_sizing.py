@@ -86,6 +86,9 @@ def test_the_arbiter_between_trainings_has_the_last_word() -> None:
     assert possible_workers(nodes, gpus(), reserved=[{"GPU": 3.0}]) == 3
     assert possible_workers(nodes, gpus(high=2), reserved=[{"GPU": 3.0}]) == 2
     assert possible_workers(nodes, gpus(), reserved=[{"GPU": 1.5}, {"GPU": 1.5}, {"CPU": 1.0}]) == 2
+    assert "Ray's coordinator" in sizing.describe_missing(nodes, gpus(low=4), 3)
+    needs_spot = sizing.describe_missing(nodes, gpus(low=4, strategy="STRICT_PACK", market="spot"), 0)
+    assert needs_spot == "4 more worker(s) with GPU=1 each on nodes with {'market': 'spot'}, STRICT_PACK"
 
 
 @pytest.mark.parametrize(
