@@ -206,10 +206,13 @@ def wants_an_end(state: State | None) -> bool:
 
 
 def mark_cancelled(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> None:
-    """Say of flow runs that their cancellation is carried out, unless they have ended."""
+    """Say of a flow run, the last, that its cancellation is carried out, and of subflows in it that have not ended.
+
+    If it is no longer being cancelled, it had ended, and may be executed again by now.
+    """
     for flow_run_id in map(UUID, flow_run_ids):
         state = client.read_flow_run(flow_run_id).state
-        if state is None or not state.is_final():
+        if state is None or state.is_cancelling() or not (state.is_final() or str(flow_run_id) == flow_run_ids[-1]):
             client.set_flow_run_state(flow_run_id, Cancelled(message="The training was cancelled."), force=True)
 
 

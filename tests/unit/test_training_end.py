@@ -7,13 +7,16 @@ import logging
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
+from uuid import UUID
 
 import pytest
 from prefect.exceptions import Abort, TerminationSignal
+from prefect.states import AwaitingRetry, Cancelling, Failed, Running
 
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
-from prefect_elastic_train.orchestration import task
+from prefect_elastic_train.orchestration import flow_runs, task
 from prefect_elastic_train.orchestration import training as training_of
 from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.task import elastic_train
@@ -157,3 +160,13 @@ def test_what_ended_the_wait_for_an_attempt_is_told_whatever_signal_comes_while_
     with pytest.raises(TerminationSignal):
         elastic_train(_loop)
     assert report.state == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("state", "marked"), [(Cancelling(), [0, 1]), (Failed(), [0]), (AwaitingRetry(), [0]), (Running(), [0])]
+)
+def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state: Any, marked: list[int]) -> None:
+    ids, client = [str(UUID(int=number)) for number in (1, 2)], Mock()
+    client.read_flow_run = lambda one: SimpleNamespace(state=state if str(one) == ids[-1] else Running())
+    flow_runs.mark_cancelled(client, ids)
+    assert [str(call.args[0]) for call in client.set_flow_run_state.mock_calls] == [ids[number] for number in marked]
