@@ -23,7 +23,7 @@ from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.result import RunResult
-from prefect_elastic_train.driver.fit import connect, fit, fit_local_cluster, make_datasets, prepare, requester_id
+from prefect_elastic_train.driver.fit import connect, fit, fit_local_cluster, make_datasets, prepare
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
 from prefect_elastic_train.loop.context import RunContext
@@ -246,7 +246,7 @@ class Attempt:
 
     def _release(self) -> None:
         """Release what is reserved for the run."""
-        from prefect_elastic_train.elastic.policy import release_reservation
+        from prefect_elastic_train.elastic.policy import release_reservation, requester_id
 
         if newest_attempt(self.store) == self.teller.attempt:  # or the id, one for all attempts, is the successor's
             release_reservation(requester_id(self.store))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import logging
@@ -141,47 +140,13 @@ def fit(
     receiving: Receiving,
 ) -> None:
     """Train until the loop has returned on all ranks; raises what Ray Train raises, or that it refuses to begin."""
-    from ray.train import DataConfig
+    from prefect_elastic_train.elastic.controller import make_trainer
 
-    from prefect_elastic_train.elastic.callbacks import RunCallback
-    from prefect_elastic_train.elastic.checkpoints import run_filesystem
-    from prefect_elastic_train.elastic.cluster import run_config, scaling_config
-    from prefect_elastic_train.elastic.controller import ControllerSetup, make_trainer
-
-    attempt = context.attempt
-    callback = RunCallback(receiving, store, attempt, spec.failures, spec.checkpoints.score_attribute)
-    setup = ControllerSetup(requester_id(store), spec.scaling, callback, context)
     try:
-        trainer = make_trainer(
-            spec.request.framework,
-            setup,
-            train_loop_per_worker=payload.train_loop,
-            train_loop_config=payload.train_loop_config,
-            scaling_config=scaling_config(spec.scaling),
-            run_config=run_config(
-                name=spec.request.run_name,
-                storage_path=store.path.rpartition("/")[0],
-                storage_filesystem=run_filesystem(store, attempt),
-                failures=spec.failures,
-                checkpoints=spec.checkpoints,
-                worker_runtime_env=spec.request.worker_runtime_env,
-            ),
-            datasets=datasets,
-            dataset_config=payload.dataset_config or DataConfig(),
-            validation_config=payload.validation_config,
-            torch_config=payload.torch_config,
-            jax_config=payload.jax_config,
-        )
+        trainer = make_trainer(spec, payload, datasets, store, context, receiving)
     except (TypeError, ValueError, DeprecationWarning) as error:
         raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
     trainer.fit()
-
-
-def requester_id(store: RunStore) -> str:
-    """Return the id that every attempt of a run reserves resources under."""
-    digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
-    name = store.path.rpartition("/")[2]
-    return f"elastic-train-{name}-{digest}"
 
 
 def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:

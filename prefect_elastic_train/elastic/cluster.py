@@ -21,7 +21,8 @@ from ray.job_config import JobConfig
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from prefect_elastic_train.core.settings import CheckpointSettings, FailureSettings, ScalingSettings
+from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.core.slices import slice_shape, tpu_accelerator_type
 from prefect_elastic_train.elastic.sizing import Demand, Node
 from prefect_elastic_train.storage.preflight import Probe
@@ -166,32 +167,24 @@ def job_config(import_paths: list[str]) -> JobConfig:
     return JobConfig(_py_driver_sys_path=import_paths)
 
 
-def run_config(
-    *,
-    name: str,
-    storage_path: str,
-    storage_filesystem: Any,
-    failures: FailureSettings,
-    checkpoints: CheckpointSettings,
-    worker_runtime_env: dict[str, Any],
-) -> RunConfig:
-    """Return Ray's ``RunConfig`` for a run directory ``<storage_path>/<name>`` on our filesystem."""
+def run_config(spec: DriverSpec, storage_path: str, storage_filesystem: Any) -> RunConfig:
+    """Return Ray's ``RunConfig`` for a run directory ``<storage_path>/<run name>`` on our filesystem."""
     return RunConfig(
-        name=name,
+        name=spec.request.run_name,
         storage_path=storage_path,
         storage_filesystem=storage_filesystem,
         failure_config=FailureConfig(
-            max_failures=failures.max_failures,
-            max_preemption_failures=failures.max_preemption_failures,
-            relax_collectives_on_preemption=failures.relax_collectives_on_preemption,
-            preemption_grace_s=failures.preemption_grace_seconds,
+            max_failures=spec.failures.max_failures,
+            max_preemption_failures=spec.failures.max_preemption_failures,
+            relax_collectives_on_preemption=spec.failures.relax_collectives_on_preemption,
+            preemption_grace_s=spec.failures.preemption_grace_seconds,
         ),
         checkpoint_config=CheckpointConfig(
-            num_to_keep=checkpoints.keep,
-            checkpoint_score_attribute=checkpoints.score_attribute or None,
-            checkpoint_score_order=checkpoints.score_order,
+            num_to_keep=spec.checkpoints.keep,
+            checkpoint_score_attribute=spec.checkpoints.score_attribute or None,
+            checkpoint_score_order=spec.checkpoints.score_order,
         ),
-        worker_runtime_env=worker_runtime_env or None,
+        worker_runtime_env=spec.request.worker_runtime_env or None,
         # Ray Train logs every report of every rank; our events tell the same once.
         logging_config=LoggingConfig(log_level="WARNING"),
     )

@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ray.exceptions import RayActorError
+from ray.train import DataConfig
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
@@ -32,13 +33,17 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
+from prefect_elastic_train.core.request import DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
+from prefect_elastic_train.elastic.checkpoints import run_filesystem
+from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
-from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy
+from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy, requester_id
+from prefect_elastic_train.elastic.sending import Receiving
 from prefect_elastic_train.elastic.sizing import Demand, Slice, head_resource, slices_of
 from prefect_elastic_train.loop.context import RunContext
+from prefect_elastic_train.storage.store import RunStore
 
 _RELEASE_SECONDS = 15.0  # for slices that the group before has just given back to become free
 _HEAD_SECONDS = 10.0  # for the head of a slice that was free a moment ago
@@ -174,27 +179,18 @@ def _free_slices(demand: Demand, slices: int) -> list[Slice]:
         time.sleep(_LOOK_SECONDS)
 
 
-class ControllerSetup(NamedTuple):
-    """What goes into the controller besides Ray's own parts; the run reserves resources under ``requester_id``."""
-
-    requester_id: str
-    scaling: ScalingSettings
-    callback: callbacks.RunCallback
-    context: RunContext
-
-
 class _ElasticTrainerMixin:
-    """Puts our parts into the controller of a Ray Train trainer."""
+    """Puts our parts into the controller of a Ray Train trainer, which has those of a run in ``_parts``."""
 
-    _elastic_setup: ControllerSetup
+    _parts: tuple[str, ScalingSettings, list[Any]]
     scaling_config: Any
     run_config: Any
     datasets: Any
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Any:
-        setup = self._elastic_setup
+        requester_id, scaling, _ = self._parts
         policies = {
-            "scaling_policy": RunScalingPolicy(self.scaling_config, setup.requester_id, setup.scaling),
+            "scaling_policy": RunScalingPolicy(self.scaling_config, requester_id, scaling),
             "failure_policy": RunFailurePolicy(self.run_config.failure_config),
         }
         data_parallel_trainer.TrainController = TrainController
@@ -203,7 +199,7 @@ class _ElasticTrainerMixin:
     def _create_default_callbacks(self) -> list[Any]:
         # Placement groups go with the job of their driver; the cleaner may ask another cluster on the same host whether
         # the controller lives, and remove a living group. Without datasets, no start need wait for their manager.
-        ours = [self._elastic_setup.callback, LoopCallback(self._elastic_setup.context)]
+        ours = self._parts[2]
         unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
         if not self.datasets:
             unwanted, ours = (*unwanted, DatasetsCallback), [*ours, NoDatasetsCallback()]
@@ -211,23 +207,38 @@ class _ElasticTrainerMixin:
         return [*(callback for callback in rays if not isinstance(callback, unwanted)), *ours]
 
 
-def make_trainer(framework: str, setup: ControllerSetup, **arguments: Any) -> DataParallelTrainer:
-    """Return the trainer of a framework (``"torch"``, ``"jax"`` or ``"none"``) with our parts in its controller.
-
-    Of the trainer's own arguments, ``torch_config`` and ``jax_config`` reach the one they belong to.
-    """
-    torch_config, jax_config = arguments.pop("torch_config", None), arguments.pop("jax_config", None)
+def make_trainer(
+    spec: DriverSpec,
+    payload: Payload,
+    datasets: dict[str, Any],
+    store: RunStore,
+    context: RunContext,
+    receiving: Receiving,
+) -> DataParallelTrainer:
+    """Return the trainer of the framework that a run is for, with our parts in its controller."""
+    arguments: dict[str, Any] = {
+        "train_loop_per_worker": payload.train_loop,
+        "train_loop_config": payload.train_loop_config,
+        "scaling_config": scaling_config(spec.scaling),
+        "run_config": run_config(spec, store.path.rpartition("/")[0], run_filesystem(store, context.attempt)),
+        "datasets": datasets,
+        "dataset_config": payload.dataset_config or DataConfig(),
+        "validation_config": payload.validation_config,
+    }
     base: type[DataParallelTrainer] = DataParallelTrainer
-    if framework == "torch":
+    if spec.request.framework == "torch":
         from ray.train.torch import TorchTrainer
 
-        base, arguments["torch_config"] = TorchTrainer, torch_config
-    elif framework == "jax":
+        base, arguments["torch_config"] = TorchTrainer, payload.torch_config
+    elif spec.request.framework == "jax":
         from ray.train.v2.jax import JaxTrainer
 
         from prefect_elastic_train.elastic.jax_backend import run_jax_config
 
-        base, arguments["jax_config"] = JaxTrainer, run_jax_config(jax_config, arguments["scaling_config"])
-    trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_elastic_setup": setup})
+        base, arguments["jax_config"] = JaxTrainer, run_jax_config(payload.jax_config, arguments["scaling_config"])
+    score = spec.checkpoints.score_attribute
+    callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
+    parts = requester_id(store), spec.scaling, [callback, LoopCallback(context)]
+    trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
     trainer: DataParallelTrainer = trainer_type(**arguments)
     return trainer

@@ -8,6 +8,7 @@ what is decided is in :mod:`.sizing`; here it meets Ray.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import Counter
@@ -39,6 +40,7 @@ from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
 from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, why_never_again
 from prefect_elastic_train.elastic.sizing import Growth, Node, Stability, Start, describe_missing, possible_workers
 from prefect_elastic_train.loop.notice import announce
+from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,12 @@ _REPORT_WAITING_SECONDS = 10.0
 #: Too little for Ray, which counts in ten-thousandths. Its coordinator counts in binary floating point, and cannot take
 #: 0.2 twenty times from 4.
 _HAIR = 1e-9
+
+
+def requester_id(store: RunStore) -> str:
+    """Return the id that every attempt of a run reserves resources under."""
+    digest = hashlib.sha256(store.uri.encode()).hexdigest()[:12]
+    return f"elastic-train-{store.path.rpartition('/')[2]}-{digest}"
 
 
 def release_reservation(requester_id: str) -> None:

@@ -30,8 +30,9 @@ from prefect_elastic_train.core.storage_settings import LocalStorageSettings
 from prefect_elastic_train.driver import attempt, relay
 from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
-from prefect_elastic_train.driver.fit import check_loop, fit_local_cluster, prepare, requester_id
+from prefect_elastic_train.driver.fit import check_loop, fit_local_cluster, prepare
 from prefect_elastic_train.driver.relay import EventOutput
+from prefect_elastic_train.elastic.policy import requester_id
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.identity import fingerprint

@@ -61,23 +61,19 @@ def test_every_field_of_scaling_reaches_ray_and_it_is_elastic_also_at_a_fixed_si
 
 
 def test_run_budgets_and_checkpoints_reach_ray() -> None:
-    config = run_config(
-        name="mnist",
-        storage_path="/runs",
-        storage_filesystem=None,
-        failures=FailureSettings(
-            max_failures=7, max_preemption_failures=5, preemption_grace_seconds=3, relax_collectives_on_preemption=True
-        ),
-        checkpoints=CheckpointSettings(keep=3, score_attribute="loss", score_order="min"),
-        worker_runtime_env={"env_vars": {"A": "1"}},
+    failures = FailureSettings(
+        max_failures=7, max_preemption_failures=5, preemption_grace_seconds=3, relax_collectives_on_preemption=True
     )
+    checkpoints = CheckpointSettings(keep=3, score_attribute="loss", score_order="min")
+    request = SimpleNamespace(run_name="mnist", worker_runtime_env={"env_vars": {"A": "1"}})
+    spec: Any = SimpleNamespace(request=request, failures=failures, checkpoints=checkpoints)
+    config = run_config(spec, "/runs", None)
     assert (config.name, config.storage_path) == ("mnist", "/runs")
     assert config.worker_runtime_env == {"env_vars": {"A": "1"}}
-    failures, checkpoints = config.failure_config, config.checkpoint_config
-    assert (failures.max_failures, failures.max_preemption_failures, failures.preemption_grace_s) == (7, 5, 3)
-    assert failures.relax_collectives_on_preemption
-    assert (checkpoints.num_to_keep, checkpoints.checkpoint_score_attribute) == (3, "loss")
-    assert checkpoints.checkpoint_score_order == "min"
+    budget, kept = config.failure_config, config.checkpoint_config
+    assert (budget.max_failures, budget.max_preemption_failures, budget.preemption_grace_s) == (7, 5, 3)
+    assert budget.relax_collectives_on_preemption
+    assert (kept.num_to_keep, kept.checkpoint_score_attribute, kept.checkpoint_score_order) == (3, "loss", "min")
 
 
 class Worker(SimpleNamespace):
