@@ -21,7 +21,7 @@ from typing import TypeVar
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId, TaskRunFilter, TaskRunFilterName
+from prefect.client.schemas.filters import FlowRunFilter, LogFilter, TaskRunFilter
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import LogSort
 from prefect.context import FlowRunContext, TaskRunContext
@@ -82,12 +82,17 @@ def ask_prefect(question: Callable[[SyncPrefectClient], _T], seconds: float) -> 
     return answers[0] if answers else None
 
 
-def last_told_at(client: SyncPrefectClient, run_name: str) -> float | None:
-    """When an earlier task run of a run's training last logged something, less 2 s: rather told twice than never."""
-    own = TaskRunContext.get()
-    tasks = client.read_task_runs(task_run_filter=TaskRunFilter(name=TaskRunFilterName(any_=[run_name])))
+def last_told_at(client: SyncPrefectClient, run_name: str, flow_run_ids: Sequence[str]) -> float | None:
+    """When an earlier task run of a run's training last logged something, less 2 s: rather told twice than never.
+
+    It was of one of these flow runs or of a subflow of theirs; others may have runs of that name in other storages.
+    """
+    own, ids = TaskRunContext.get(), {"any_": flow_run_ids}
+    flows = FlowRunFilter.model_validate({"operator": "or_", "id": ids, "parent_flow_run_id": ids})
+    named = TaskRunFilter.model_validate({"name": {"any_": [run_name]}})
+    tasks = client.read_task_runs(flow_run_filter=flows, task_run_filter=named)
     earlier = [task.id for task in tasks if own is None or task.id != own.task_run.id]
-    logs = LogFilter(task_run_id=LogFilterTaskRunId(any_=earlier))
+    logs = LogFilter.model_validate({"task_run_id": {"any_": earlier}})
     newest = client.read_logs(logs, limit=1, sort=LogSort.TIMESTAMP_DESC) if earlier else []
     return newest[0].timestamp.timestamp() - 2.0 if newest else None
 

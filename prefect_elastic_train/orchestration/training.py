@@ -285,8 +285,9 @@ class Training:
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""
-        name = self.request.run_name
-        return flow_runs.ask_prefect(lambda client: flow_runs.last_told_at(client, name), _STATE_SECONDS) or time.time()
+        which = self.request.run_name, self.place.flow_run_ids
+        told_at = flow_runs.ask_prefect(lambda client: flow_runs.last_told_at(client, *which), _STATE_SECONDS)
+        return told_at or time.time()
 
     def _said_of(self, stop: Stop) -> AttemptFailedError:
         """What is raised of a flow run's end, which gets the state that it should have. The training has ended by now.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -170,3 +171,13 @@ def test_a_flow_run_that_had_ended_and_is_retried_by_now_is_not_cancelled(state:
     client.read_flow_run = lambda one: SimpleNamespace(state=state if str(one) == ids[-1] else Running())
     flow_runs.mark_cancelled(client, ids)
     assert [str(call.args[0]) for call in client.set_flow_run_state.mock_calls] == [ids[number] for number in marked]
+
+
+def test_where_a_job_is_followed_from_is_when_its_own_flow_run_last_told_something() -> None:
+    own, other = UUID(int=1), UUID(int=2)
+    at, client = {own: 100, other: 900}, Mock()
+    client.read_task_runs = lambda flow_run_filter, **_: [SimpleNamespace(id=one) for one in flow_run_filter.id.any_]
+    client.read_logs = lambda logs, **_: [
+        SimpleNamespace(timestamp=datetime.fromtimestamp(at[logs.task_run_id.any_[0]]))
+    ]
+    assert flow_runs.last_told_at(client, "mnist", [str(own)]) == 98
