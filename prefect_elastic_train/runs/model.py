@@ -318,11 +318,14 @@ class RunDirectory:
         """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
         left = self._folders
         named = checkpoint_names(self.mirror) if self.mirror is not None else []
-        # Traces of commits, which may be lost by now. Ray's file is written after one.
+        # Traces of commits, which may be lost by now, since an attempt began anew. Ray's file is written after one.
+        begun = [(one.number, one.record) for one in self.attempts if one.record is not None and one.record.confirmed]
+        anew = max((number for number, record in begun if record.base is None), default=0)
+        events = (event for event in read_history(self.store) if isinstance(event, CheckpointCommitted))
         has_committed = (
-            self.commits
-            or any(one.record is not None and one.record.base is not None for one in self.attempts)
-            or any(isinstance(event, CheckpointCommitted) for event in read_history(self.store))
+            any(number >= anew for number, _ in self.commits)
+            or any(number > anew for number, _ in begun)
+            or any(event.attempt >= anew for event in events)
         )
         if not has_committed and not any(_overlaps(folder, named) for folder in left):
             # Interrupted uploads, and folders that a person or the loop itself has made.

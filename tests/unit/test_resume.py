@@ -241,7 +241,12 @@ def test_a_run_without_any_commit_left_is_refused_with_the_way_out_and_left_as_i
     assert store.file_sizes("") == before
     for name in "abc":
         store.delete_folder(name)
-    assert begin(store).point.checkpoint == ""
+    begun = begin(store)
+    assert begun.point.checkpoint == ""
+    upload = physical_name("d", begun.attempt)
+    store.create(f"{upload}/model.pt", b"as far as it came")
+    again = begin(store, claim(max_attempts_without_progress=100))
+    assert remove_interrupted_uploads(store, again.attempt) == [upload]
 
 
 @pytest.mark.parametrize("lose", [RunStore.delete, tear], ids=["removed", "torn"])
