@@ -13,12 +13,7 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
-from ray.train.v2._internal.execution.controller.state import (
-    FinishedState,
-    PreemptingState,
-    RunningState,
-    ShuttingDownState,
-)
+from ray.train.v2._internal.execution.controller.state import PreemptingState, RunningState
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
@@ -243,6 +238,17 @@ def test_a_commit_while_the_cluster_does_not_answer_is_used_when_it_does() -> No
     assert policy.grow(4, group).reason == "commit", "the ranks have stood still since then"
 
 
+def test_a_commit_is_of_no_use_to_a_growth_that_was_not_announced_nor_to_another_group(
+    later: Callable[[float], None],
+) -> None:
+    policy, group, other = _policy(1, 4), _group(2), _group(2)
+    for next_group in (group, other):
+        assert policy.grow(None, group, committed=True) is None
+        later(1.0)
+        assert policy.grow(4, next_group) is None, "its ranks have trained on since then"
+        other.start_time = 2.0
+
+
 def test_a_cluster_that_does_not_answer_is_asked_about_growth_once_in_an_interval(
     monkeypatch: pytest.MonkeyPatch, later: Callable[[float], None]
 ) -> None:
@@ -308,12 +314,12 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     assert policy.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
 
 
-def test_what_is_reserved_is_renewed_during_a_drain_too_and_not_once_it_is_given_back() -> None:
-    policy, renewed = _policy(1, 4), list[bool]()
-    policy._maybe_send_resource_request = lambda: renewed.append(True)
-    for state in (RunningState(), PreemptingState(None, 0.0), ShuttingDownState(FinishedState())):
-        policy.after_controller_state_update(RunningState(), state)
-    assert len(renewed) == 1
+def test_what_is_reserved_is_renewed_during_a_drain_too() -> None:
+    policy, renewed = _policy(1, 4), list[str]()
+    policy._maybe_send_resource_request = lambda: renewed.append("in time")
+    for state in (PreemptingState(None, 0.0), RunningState()):  # of which the second asks for a decision
+        policy.after_controller_state_update(state, state)
+    assert renewed == ["in time"]
 
 
 @pytest.mark.parametrize("permanent_is_first", [True, False])
