@@ -9,27 +9,20 @@ from prefect.exceptions import ObjectNotFound
 
 from prefect_elastic_train import blocks
 from prefect_elastic_train.blocks._common import TrainingBlock
+from prefect_elastic_train.core import storage_settings
 from prefect_elastic_train.core.operator_settings import default_block_name, variable_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import plain
-from prefect_elastic_train.core.storage_settings import (
-    DEFAULT_STORAGE,
-    FsspecStorageSettings,
-    LocalStorageSettings,
-    S3StorageSettings,
-    StorageSettings,
-    storage_at,
-)
 
 AnyBlock = TypeVar("AnyBlock", bound=TrainingBlock)
 
 StorageBlock = blocks.LocalStorage | blocks.S3Storage | blocks.FsspecStorage
 
 #: Each storage block and the plain settings in it.
-STORAGE_TYPES: dict[type[StorageBlock], type[StorageSettings]] = {
-    blocks.LocalStorage: LocalStorageSettings,
-    blocks.S3Storage: S3StorageSettings,
-    blocks.FsspecStorage: FsspecStorageSettings,
+STORAGE_TYPES: dict[type[StorageBlock], type[storage_settings.StorageSettings]] = {
+    blocks.LocalStorage: storage_settings.LocalStorageSettings,
+    blocks.S3Storage: storage_settings.S3StorageSettings,
+    blocks.FsspecStorage: storage_settings.FsspecStorageSettings,
 }
 #: The types of blocks that each argument of ``elastic_train`` takes.
 BLOCK_TYPES: dict[str, Sequence[type[TrainingBlock]]] = {
@@ -86,12 +79,12 @@ def saved_name(block: TrainingBlock) -> str:
     return f"{block.get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
 
 
-def plain_storage(block: StorageBlock) -> StorageSettings:
+def plain_storage(block: StorageBlock) -> storage_settings.StorageSettings:
     """Return a storage block's values as the plain settings that everything else reads."""
     return plain(STORAGE_TYPES[type(block)], block)
 
 
-def storage_named(text: str) -> StorageSettings:
+def storage_named(text: str) -> storage_settings.StorageSettings:
     """Return the storage that a person names.
 
     Args:
@@ -101,7 +94,7 @@ def storage_named(text: str) -> StorageSettings:
     Raises:
         ConfigurationError: It is none of these.
     """
-    return storage_at(text) or plain_storage(load_saved([*STORAGE_TYPES], text))
+    return storage_settings.storage_at(text) or plain_storage(load_saved([*STORAGE_TYPES], text))
 
 
 def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBlock:
@@ -117,7 +110,7 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBl
         ConfigurationError: There is no such block, or it cannot be loaded.
     """
     kinds = BLOCK_TYPES[argument]
-    if name and argument == "storage" and (settings := storage_at(name)):
+    if name and argument == "storage" and (settings := storage_settings.storage_at(name)):
         [kind] = [kind for kind, plain_kind in STORAGE_TYPES.items() if type(settings) is plain_kind]
         return kind(**dict(settings))
     if name:
@@ -129,7 +122,7 @@ def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBl
             return load_saved(kinds, default)
         except ConfigurationError as error:  # say who names it: nobody has typed it just now
             raise ConfigurationError(f"{variable_of(f'default_{argument}')}={default!r}: {error}") from error
-    return blocks.LocalStorage(path=DEFAULT_STORAGE) if argument == "storage" else kinds[0]()
+    return blocks.LocalStorage(path=storage_settings.DEFAULT_STORAGE) if argument == "storage" else kinds[0]()
 
 
 def chosen_blocks(names: Mapping[str, str], profile: str = "") -> dict[str, TrainingBlock]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import enum
-import errno
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
     from prefect.tasks import Task
-
-_MAX_DELAY_SECONDS = 300.0
 
 
 class Outcome(str, enum.Enum):
@@ -95,13 +92,6 @@ class CheckpointGoneError(ElasticTrainError, FileNotFoundError):
     """The run is there and the checkpoint is not, or no longer: runs keep as many as their policy says."""
 
 
-def is_passing(error: OSError) -> bool:
-    """Return whether a storage error may be gone a little later, so that a new driver may succeed."""
-    if isinstance(error, StorageFaultError):
-        return not error.permanent
-    return error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
-
-
 def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
     """Prefect's ``retry_condition_fn``: retry what a new driver can heal, nothing else.
 
@@ -111,8 +101,3 @@ def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> boo
     if error is not None and not isinstance(error, BaseException):
         error = getattr(error, "result", error)
     return isinstance(error, AttemptFailedError) and error.retryable
-
-
-def restart_delay(restart: int, first_delay_seconds: float) -> float:
-    """Return the delay before a driver restart, counted from 1, in seconds: doubled each time, up to 300."""
-    return min(max(_MAX_DELAY_SECONDS, first_delay_seconds), first_delay_seconds * 2.0 ** min(restart - 1, 50))

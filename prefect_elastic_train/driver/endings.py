@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
 from prefect_elastic_train.core.events import AttemptEnded
-from prefect_elastic_train.core.outcomes import (
-    AttemptFailedError,
-    ConfigurationError,
-    Outcome,
-    StorageFaultError,
-    is_passing,
-)
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, StorageFaultError
 from prefect_elastic_train.core.ray_output import cause as in_short
 from prefect_elastic_train.core.ray_output import causes, distinct
 from prefect_elastic_train.core.request import STOP_FILE, DriverSpec
@@ -109,3 +104,10 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     if cause is not error:
         return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}"
     return None
+
+
+def is_passing(error: OSError) -> bool:
+    """Return whether a storage error may be gone a little later, so that a new driver may succeed."""
+    if isinstance(error, StorageFaultError):
+        return not error.permanent
+    return error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)

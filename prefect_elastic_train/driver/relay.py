@@ -15,17 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import IO, Any
 
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import whole_lines
-from prefect_elastic_train.core.events import (
-    ALIVE_SECONDS,
-    EVENT_TAG,
-    ControllerAlive,
-    Event,
-    GroupFailed,
-    Report,
-    RunRecalled,
-    decode_event,
-)
 from prefect_elastic_train.core.ray_output import Details, ranks_in_words
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
@@ -50,7 +41,7 @@ class EventReceiver:
         receiving: Where a sender reaches this receiver.
     """
 
-    def __init__(self, handle: Callable[[Event], None]) -> None:
+    def __init__(self, handle: Callable[[ev.Event], None]) -> None:
         self._handle = handle
         self._key = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -83,7 +74,7 @@ class EventReceiver:
             if not hmac.compare_digest(next(lines, b""), self._key.encode()):
                 return
             for line in filter(None, lines):
-                event = decode_event(line)
+                event = ev.decode_event(line)
                 if event is not None:
                     self._handle(event)
                 else:
@@ -118,7 +109,7 @@ class EventOutput:
 
     def _write(self, line: bytes) -> bool:
         with suppress(OSError):  # the supervisor is gone, and with it soon this process
-            self.write_text(("\n" if self.is_shared else "") + f"{EVENT_TAG}{line.decode()}\n")
+            self.write_text(("\n" if self.is_shared else "") + f"{ev.EVENT_TAG}{line.decode()}\n")
         return True
 
 
@@ -176,19 +167,19 @@ class AttemptTeller:
         self._closed = threading.Event()
         threading.Thread(target=self._show_life, name="elastic-train-life", daemon=True).start()
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: ev.Event) -> None:
         """Number an event and send it to the supervisor and into the history."""
         with self._lock:
             self._sequence += 1
             update: dict[str, Any] = {"sequence": self._sequence, "attempt": self.attempt}
-            if isinstance(event, Report):
+            if isinstance(event, ev.Report):
                 self._reports += 1
                 update["index"] = self._reports
             event = event.model_copy(update=update)
             self._output.put(event)
             if self.history is not None:
                 self.history.add(event)
-        if isinstance(event, GroupFailed):
+        if isinstance(event, ev.GroupFailed):
             for rank, error in event.errors.items():
                 self._details.keep(f"[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error}")
             later = threading.Timer(_DETAILS_SECONDS, self.write_details)
@@ -227,12 +218,12 @@ class AttemptTeller:
                 report.take(event)
                 if time.monotonic() > deadline:
                     raise TimeoutError("it takes too long")
-            self.emit(RunRecalled(report=report.model_dump(mode="json")))
+            self.emit(ev.RunRecalled(report=report.model_dump(mode="json")))
         except Exception as error:  # noqa: BLE001 - a report is no reason to end a training
             logger.warning("the history cannot be read; the run's report begins anew: %s", error)
 
     def _show_life(self) -> None:
-        while not self._closed.wait(ALIVE_SECONDS):
+        while not self._closed.wait(ev.ALIVE_SECONDS):
             if self._doing:
                 seconds = time.time() - self._since
-                self.emit(ControllerAlive(doing=self._doing, seconds=seconds, droppable=True))
+                self.emit(ev.ControllerAlive(doing=self._doing, seconds=seconds, droppable=True))

@@ -19,17 +19,10 @@ from typing import Any
 import ray
 from ray.train import ControllerError, PreemptionInfo
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution import scaling_policy as rays
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller.state import PreemptingState
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import (
-    AUTOSCALING_REQUESTS_GET_TIMEOUT_S,
-    ElasticScalingPolicy,
-    NoopDecision,
-    ResizeDecision,
-    ScalingDecision,
-    autoscaling_coordinator_client,
-)
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
@@ -64,18 +57,18 @@ def requester_id(store: RunStore) -> str:
 
 def release_reservation(requester_id: str) -> None:
     """Give back what a run reserves, in place of its controller; others would wait until it lapses."""
-    autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
+    rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
 
 
 @dataclass
-class GrowthDecision(ResizeDecision):  # type: ignore[misc]
+class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
     """A growth of a healthy worker group, why it happens now, and how long it has waited for that."""
 
     reason: str
     waited_seconds: float
 
 
-class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
+class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
     """Decides the size of the worker group of one run, which reserves resources under ``requester_id`` in all attempts.
 
     ``settings`` are what Ray's configuration was made from, and say what to wait for.
@@ -100,8 +93,10 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
         self._requester_id = self._run_requester_id
-        autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS
-        self._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(self._requester_id)
+        rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS
+        self._coordinator_client = rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(
+            self._requester_id
+        )
         self._send_resource_request()
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -109,7 +104,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         if isinstance(current_state, PreemptingState):
             self._maybe_send_resource_request()
 
-    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+    def make_decision_for_non_running_worker_group(self) -> rays.ScalingDecision:
         """Start as large as possible, once ``min_workers`` fit, which are not waited for beyond the time set for it.
 
         Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once.
@@ -127,15 +122,15 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             logger.warning("No decision about a start; it is tried again", exc_info=True)
         if workers:
             self._asked_for = workers
-            return ResizeDecision(workers, self._demand.resources)
+            return rays.ResizeDecision(workers, self._demand.resources)
         if missing:
             self._tell_wait(now, possible, missing)
         time.sleep(_REST_SECONDS)
-        return NoopDecision()
+        return rays.NoopDecision()
 
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
-    ) -> ScalingDecision:
+    ) -> rays.ScalingDecision:
         """Grow a healthy group, at a commit or when its patience is over; never shrink one."""
         try:
             self._take_in_the_last_start(time.monotonic())
@@ -143,7 +138,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
             return self._decide_growth(worker_group_state, worker_group_status)
         except Exception:
             logger.warning("No decision about growth; training goes on", exc_info=True)
-            return NoopDecision()
+            return rays.NoopDecision()
 
     def _take_in_the_last_start(self, now: float) -> None:
         callback = callbacks.current()
@@ -181,7 +176,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
                 f"{missing} lacking. Add capacity, lower min_workers or raise capacity_timeout_seconds"
             )
 
-    def _decide_growth(self, group: Any, status: Any) -> ScalingDecision:
+    def _decide_growth(self, group: Any, status: Any) -> rays.ScalingDecision:
         now, callback, growth = time.monotonic(), callbacks.current(), self._growth
         if group.start_time != self._group_started_at:
             self._group_started_at, self._commit_to_use = group.start_time, False
@@ -191,7 +186,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         self._commit_to_use = committed and growth.target > 0
         is_due = growth.due(now, committed, bool(callback.checkpoint)) or now >= self._next_look
         if not is_due or not all(worker.running for worker in status.worker_statuses.values()):
-            return NoopDecision()
+            return rays.NoopDecision()
         self._next_look = now + self._settings.resize_check_interval_seconds
         _, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
         self._commit_to_use = False
@@ -201,7 +196,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
                 worker.execute_async(announce, self._growths if growth.target else 0)
         reason = growth.due(now, committed, bool(callback.checkpoint))
         if not reason:
-            return NoopDecision()
+            return rays.NoopDecision()
         self._asked_for = growth.target
         return GrowthDecision(growth.target, self._demand.resources, reason, growth.waited_seconds(now))
 
@@ -217,7 +212,7 @@ class RunScalingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     def _get_reserved_resources(self) -> dict[str, dict[str, float]]:
         """Return what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""
         asked = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
-        return dict(ray.get(asked, timeout=AUTOSCALING_REQUESTS_GET_TIMEOUT_S))
+        return dict(ray.get(asked, timeout=rays.AUTOSCALING_REQUESTS_GET_TIMEOUT_S))
 
 
 class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]

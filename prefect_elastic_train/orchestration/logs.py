@@ -9,17 +9,9 @@ from collections.abc import Callable, Sequence
 from logging import DEBUG, INFO, WARNING
 
 from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.core.bounds import MAX_LOG_BYTES, cut
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.ray_output import (
-    DETAIL_TAG,
-    WORKER_LINE,
-    causes,
-    is_detail,
-    own_errors,
-    ranks_in_words,
-    without_marks,
-)
 from prefect_elastic_train.report.markdown import size
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS
 from prefect_elastic_train.runs.layout import details_name
@@ -77,8 +69,8 @@ class RunLog(ev.EventHandler):
         if text.startswith(ev.EVENT_TAG):
             self._say(WARNING, f"An event of the driver cannot be read, and what it told is lost: {cut(text, 300)}")
             return
-        detail = is_detail(text)
-        if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(DETAIL_TAG, "").strip():
+        detail = ray_output.is_detail(text)
+        if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(ray_output.DETAIL_TAG, "").strip():
             return
         who, rest = self._source(source, text)
         if self._lets_through(who):
@@ -141,10 +133,10 @@ class RunLog(ev.EventHandler):
             again = f"{event.reports_lost} reports since then are" if event.reports_lost else "nothing is"
             then = f"the worker group is restarted from {where}, {again} done again"
         what = "Preemption" if isinstance(event, ev.WorkersPreempted) else "Worker failure"
-        why = "; ".join(causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
+        why = "; ".join(ray_output.causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
         errors = "".join(
-            f"\n[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error.rstrip()}"
-            for rank, error in own_errors(event.errors).items()
+            f"\n[{ray_output.ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error.rstrip()}"
+            for rank, error in ray_output.own_errors(event.errors).items()
             if "\n" in error.strip()
         )
         self._say(WARNING, f"{what}: {why}; {then}; details: {self._run_uri}/{details_name(self._attempt)}{errors}")
@@ -190,14 +182,14 @@ class RunLog(ev.EventHandler):
 
     def _named(self, ranks: Sequence[int]) -> str:
         """Return ranks in words; a single one with its process."""
-        words = ranks_in_words(ranks)
+        words = ray_output.ranks_in_words(ranks)
         places = [place.rpartition(":") for place, rank in self._ranks.items() if [rank] == list(ranks)]
         return f"{words} (pid {places[0][2]}, node {places[0][0]})" if places else words
 
     def _source(self, source: str, text: str) -> tuple[str, str]:
         """Return who prints a line, and what it says."""
-        text = without_marks(text)
-        match = WORKER_LINE.match(text)
+        text = ray_output.without_marks(text)
+        match = ray_output.WORKER_LINE.match(text)
         if match is None:
             return source, text
         rest = text[match.end() :]

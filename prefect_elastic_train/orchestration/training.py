@@ -20,13 +20,7 @@ from prefect.logging import get_logger, get_run_logger
 
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import get_settings
-from prefect_elastic_train.core.outcomes import (
-    AttemptFailedError,
-    ConfigurationError,
-    Outcome,
-    TrainingTimeoutError,
-    restart_delay,
-)
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration import flow_runs
@@ -41,6 +35,7 @@ from prefect_elastic_train.supervisor.runtime import Runtime
 _STATE_SECONDS = 8.0
 #: How long the signal of a runner is waited for once its flow run is seen cancelling; it kills after 30 s.
 _SIGNAL_SECONDS = 40.0
+_MAX_DELAY_SECONDS = 300.0
 
 
 class Stop(BaseException):
@@ -308,6 +303,11 @@ class Training:
             flow_runs.ask_prefect(lambda client: flow_runs.mark_cancelled(client, ended), _STATE_SECONDS)
         error_type = SilentEndError if of_the_root else AttemptFailedError
         return error_type(f"training {self.request.run_name!r} ended: {stop}", outcome=Outcome.CANCELLED)
+
+
+def restart_delay(restart: int, first_delay_seconds: float) -> float:
+    """Return the delay before a driver restart, counted from 1, in seconds: doubled each time, up to 300."""
+    return min(max(_MAX_DELAY_SECONDS, first_delay_seconds), first_delay_seconds * 2.0 ** min(restart - 1, 50))
 
 
 def error_of(run_name: str, ended: AttemptEnded) -> AttemptFailedError:

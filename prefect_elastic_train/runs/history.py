@@ -8,16 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from prefect_elastic_train.core.events import (
-    CheckpointCommitted,
-    ControllerAlive,
-    Event,
-    Reported,
-    RunRecalled,
-    WorkerGroupStarted,
-    decode_event,
-    encode_event,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.storage.store import RunStore
 
@@ -31,12 +22,12 @@ _MAX_REPORT_SECONDS = 8.0
 _SEGMENT = re.compile(r"(\d{4,})-(\d{3,})\.jsonl")
 
 
-def read_history(store: RunStore) -> Iterator[Event]:
+def read_history(store: RunStore) -> Iterator[ev.Event]:
     """Yield the events of all attempts in order; a torn line is passed over."""
     found = filter(None, map(_SEGMENT.fullmatch, store.names(layout.EVENTS)))
     for segment in sorted(found, key=lambda match: (int(match[1]), int(match[2]))):
         lines = (store.read(f"{layout.EVENTS}/{segment[0]}") or b"").splitlines()
-        yield from (event for event in map(decode_event, lines) if event is not None)
+        yield from (event for event in map(ev.decode_event, lines) if event is not None)
 
 
 class HistoryWriter:
@@ -58,27 +49,27 @@ class HistoryWriter:
         self._last_report_at = 0.0
         self._reports_kept = 0
         #: The newest report if it was left out: what happens next shall know how far the training was.
-        self._left_out: list[Event] = []
+        self._left_out: list[ev.Event] = []
         self._thread = threading.Thread(target=self._run, name="elastic-train-history", daemon=True)
         self._thread.start()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: ev.Event) -> None:
         """Take an event; signs of life, and of a long run most reports without a checkpoint, are left out."""
-        if isinstance(event, ControllerAlive | RunRecalled):
+        if isinstance(event, ev.ControllerAlive | ev.RunRecalled):
             return
-        if isinstance(event, Reported):
+        if isinstance(event, ev.Reported):
             pause = min(_MAX_REPORT_SECONDS, self._reports_kept // _REPORTS_IN_FULL)
             if 0 <= event.at - self._last_report_at < pause:
                 self._left_out = [event]
                 return
             self._last_report_at = event.at
             self._reports_kept += 1
-        if isinstance(event, WorkerGroupStarted):
+        if isinstance(event, ev.WorkerGroupStarted):
             self._reports_kept = 0
-        before = [] if isinstance(event, Reported | CheckpointCommitted) else self._left_out
+        before = [] if isinstance(event, ev.Reported | ev.CheckpointCommitted) else self._left_out
         self._left_out = []
         self._add(*before, event)
-        if not isinstance(event, Reported):
+        if not isinstance(event, ev.Reported):
             self._urgent.set()
 
     def close(self) -> None:
@@ -91,8 +82,8 @@ class HistoryWriter:
         if not self._thread.is_alive():
             self._write()
 
-    def _add(self, *events: Event) -> None:
-        for line in [encode_event(event).encode() + b"\n" for event in events]:
+    def _add(self, *events: ev.Event) -> None:
+        for line in [ev.encode_event(event).encode() + b"\n" for event in events]:
             with self._lock:
                 if self._lines and sum(map(len, self._lines)) + len(line) > _SEGMENT_BYTES:
                     self._segment, self._lines = self._segment + 1, []

@@ -18,15 +18,8 @@ from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.events import CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, EndedRecord, Owner, RunRecord, decode
-from prefect_elastic_train.runs import layout
+from prefect_elastic_train.runs import layout, snapshots
 from prefect_elastic_train.runs.history import read_history
-from prefect_elastic_train.runs.snapshots import (
-    checkpoint_names,
-    fits_together,
-    latest_checkpoint,
-    parse_snapshot,
-    without_checkpoints,
-)
 from prefect_elastic_train.storage.store import RunStore
 
 #: Attempt and number of the commit that a run begins with that starts from another's checkpoint.
@@ -100,13 +93,13 @@ class ResumePoint:
     @property
     def checkpoint(self) -> str:
         """Name of the checkpoint folder that training resumes from, empty for the beginning."""
-        latest = latest_checkpoint(self.snapshot)
+        latest = snapshots.latest_checkpoint(self.snapshot)
         return latest["checkpoint_dir_name"] if latest else ""
 
     @property
     def inherited_metrics(self) -> dict[str, Any]:
         """What was reported with the checkpoint if it is another run's and was copied; else nothing."""
-        latest = latest_checkpoint(self.snapshot) if self.base == SEED_COMMIT else None
+        latest = snapshots.latest_checkpoint(self.snapshot) if self.base == SEED_COMMIT else None
         return (latest or {}).get("metrics") or {}
 
 
@@ -185,7 +178,7 @@ class RunDirectory:
     @property
     def mirror(self) -> dict[str, Any] | None:
         """Ray's own snapshot; None if there is none, or a torn one."""
-        return parse_snapshot(self.read(layout.SNAPSHOT))
+        return snapshots.parse_snapshot(self.read(layout.SNAPSHOT))
 
     @property
     def lineage(self) -> Iterator[tuple[int, int]]:
@@ -235,14 +228,14 @@ class RunDirectory:
         if newest is not None and self.commit(newest) is None:
             return {}
         point = self.resume_point
-        needed = checkpoint_names(point.snapshot) if point.snapshot is not None else []
+        needed = snapshots.checkpoint_names(point.snapshot) if point.snapshot is not None else []
         folders = [folder for folder in self._folders if not _overlaps(folder, needed)]
         if not folders:
             return {}
         commits = [commit for number in self.commits if (commit := self.commit(number)) is not None]
         if point.repairs:
             broken = [self.mirror, *(commit.snapshot for commit in commits)]
-            needed += [name for snapshot in broken if snapshot is not None for name in checkpoint_names(snapshot)]
+            needed += [name for one in broken if one is not None for name in snapshots.checkpoint_names(one)]
         ours = {name for commit in commits for name in commit.manifest}
         return {
             folder: sum(self._files()[folder].values())
@@ -257,7 +250,7 @@ class RunDirectory:
     def commit(self, number: tuple[int, int]) -> CommitRecord | None:
         """Return a commit as it was written; None if it is torn."""
         record = decode(CommitRecord, self.read(layout.commit_name(*number)))
-        return record if record is not None and fits_together(record.snapshot) else None
+        return record if record is not None and snapshots.fits_together(record.snapshot) else None
 
     def file_sizes(self, folder: str) -> dict[str, int] | None:
         """See :meth:`RunStore.file_sizes`; the run is listed once as a whole, and a folder without a file is none."""
@@ -287,13 +280,13 @@ class RunDirectory:
             if commit is None:
                 repairs.append(f"commit {label} is torn and was passed over")
                 continue
-            names = [name for name in checkpoint_names(commit.snapshot) if whole and name not in lost]
+            names = [name for name in snapshots.checkpoint_names(commit.snapshot) if whole and name not in lost]
             damage = {name: self.damage_of(name, commit.manifest.get(name, {})) for name in names}
             damaged = [name for name in names if damage[name]]
             repairs += [f"checkpoint {loop_name(name)} was dropped: {damage[name]}" for name in damaged]
             dropped += damaged
             lost.update(damaged)
-            snapshot = without_checkpoints(commit.snapshot, lost)
+            snapshot = snapshots.without_checkpoints(commit.snapshot, lost)
             if snapshot is not None:
                 manifest = {name: files for name, files in commit.manifest.items() if name not in lost}
                 usable = commit.model_copy(update={"snapshot": snapshot, "manifest": manifest})
@@ -317,7 +310,7 @@ class RunDirectory:
     def _check_nothing_is_given_up(self) -> None:
         """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
         left = self._folders
-        named = checkpoint_names(self.mirror) if self.mirror is not None else []
+        named = snapshots.checkpoint_names(self.mirror) if self.mirror is not None else []
         # Traces of commits, which may be lost by now, since an attempt began anew. Ray's file is written after one.
         begun = [(one.number, one.record) for one in self.attempts if one.record is not None and one.record.confirmed]
         anew = max((number for number, record in begun if record.base is None), default=0)

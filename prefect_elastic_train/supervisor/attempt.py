@@ -18,16 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import cut, whole_lines
-from prefect_elastic_train.core.events import (
-    EVENT_TAG,
-    AttemptEnded,
-    AttemptStarted,
-    ClusterWanted,
-    ControllerAlive,
-    Event,
-    decode_event,
-)
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import WORKER_LINE, last_cause, without_marks
 from prefect_elastic_train.core.request import STOP_FILE, DriverSpec, write_spec
@@ -51,7 +43,7 @@ class Driver(ABC):
         self.follower = follower
         #: Its number in the run directory, 0 until it is begun.
         self._attempt = 0
-        self._ended: AttemptEnded | None = None
+        self._ended: ev.AttemptEnded | None = None
         self._ended_at = float("inf")
         self._alive_at = time.monotonic()
         self._doing = "starting"
@@ -67,7 +59,7 @@ class Driver(ABC):
         """What it has written since the last time, with where it came from; a little while is waited for it."""
 
     @abstractmethod
-    def look(self) -> AttemptEnded | None:
+    def look(self) -> ev.AttemptEnded | None:
         """How the attempt ended, once the driver has gone and its output was taken, or it has to be given up."""
 
     @abstractmethod
@@ -81,24 +73,24 @@ class Driver(ABC):
     def take(self, source: str, line: bytes) -> None:
         """Take a line in, and tell the event that it is, or its text."""
         text = line.decode(errors="replace").rstrip("\n")
-        event = decode_event(text[len(EVENT_TAG) :]) if text.startswith(EVENT_TAG) else None
+        event = ev.decode_event(text[len(ev.EVENT_TAG) :]) if text.startswith(ev.EVENT_TAG) else None
         if event is None:
             words = without_marks(text)
             if words and not WORKER_LINE.match(words):
                 self._last_words.append(cut(words, _LAST_WORD_BYTES))
             self.tell_line(source, text)
             return
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, ev.AttemptStarted):
             self._attempt = event.attempt
             self.seen_alive()
-        elif isinstance(event, ControllerAlive):
+        elif isinstance(event, ev.ControllerAlive):
             self._doing = event.doing
             self.seen_alive()
-        elif isinstance(event, AttemptEnded):
+        elif isinstance(event, ev.AttemptEnded):
             self._ended, self._ended_at = event, time.monotonic()
         self.tell(event)
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ev.Event) -> None:
         """Hand an event on."""
         self.follower.on_event(event)
 
@@ -110,7 +102,7 @@ class Driver(ABC):
         """Count the time without a sign of life from now."""
         self._alive_at = time.monotonic()
 
-    def hung(self) -> AttemptEnded | None:
+    def hung(self) -> ev.AttemptEnded | None:
         """The end of an attempt that gave no sign of life for too long, else None."""
         limit = self.follower.settings.liveness_timeout_seconds
         if time.monotonic() - self._alive_at <= limit:
@@ -118,11 +110,11 @@ class Driver(ABC):
         silence = f"{limit:g} s, last {self._doing}"
         return self.lost(f"the driver and Ray Train's controller gave no sign of life for {silence}")
 
-    def lost(self, message: str, outcome: Outcome = Outcome.DRIVER_LOST) -> AttemptEnded:
+    def lost(self, message: str, outcome: Outcome = Outcome.DRIVER_LOST) -> ev.AttemptEnded:
         """The end of an attempt that did not say how it ended."""
-        return AttemptEnded(attempt=self._attempt, outcome=outcome, message=message)
+        return ev.AttemptEnded(attempt=self._attempt, outcome=outcome, message=message)
 
-    def lost_last_word(self) -> AttemptEnded:
+    def lost_last_word(self) -> ev.AttemptEnded:
         """The end of an attempt whose driver ended well without a word."""
         return self.lost("the driver ended well, but its last word was lost: the next one finds the result")
 
@@ -207,7 +199,7 @@ class ChildDriver(Driver):
             else:
                 yield source, line
 
-    def look(self) -> AttemptEnded | None:
+    def look(self) -> ev.AttemptEnded | None:
         """How the attempt ended: the driver has gone, hangs, or has lost its cluster."""
         now = time.monotonic()
         if self._process.poll() is not None:
@@ -231,13 +223,13 @@ class ChildDriver(Driver):
             in_one_go(partial(self._wait, self.follower.settings.stop_grace_seconds))
         self._spec_file.unlink(missing_ok=True)
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ev.Event) -> None:
         """Hand an event on, and start the local cluster once it is wanted."""
         super().tell(event)
-        if isinstance(event, ClusterWanted) and self._cluster is not None:
+        if isinstance(event, ev.ClusterWanted) and self._cluster is not None:
             self._cluster.start()
 
-    def _outcome(self) -> AttemptEnded:
+    def _outcome(self) -> ev.AttemptEnded:
         code = self._wait(_LEAVE_SECONDS)
         if self._ended is not None or code == 0:
             return self._ended or self.lost_last_word()
@@ -246,7 +238,7 @@ class ChildDriver(Driver):
         message = f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
         return self._cluster_lost() or self.lost(message)
 
-    def _cluster_lost(self) -> AttemptEnded | None:
+    def _cluster_lost(self) -> ev.AttemptEnded | None:
         if self._cluster is None or not self._cluster.is_dead():
             return None
         words = self._cluster.last_words(self.follower.on_line)

@@ -18,8 +18,8 @@ from prefect_elastic_train.core.outcomes import (
     Outcome,
     TrainingTimeoutError,
     may_retry,
-    restart_delay,
 )
+from prefect_elastic_train.orchestration.training import restart_delay
 
 #: The condition looks at the state only.
 UNUSED: Any = None

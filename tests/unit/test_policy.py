@@ -297,8 +297,8 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
 ) -> None:
     settings, asked = ScalingSettings(max_workers=4), []
     travelled = cloudpickle.loads(cloudpickle.dumps(RunScalingPolicy(scaling_config(settings), "run-x", settings)))
-    client = policy.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient
-    monkeypatch.setattr(policy.autoscaling_coordinator_client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
+    client = policy.rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient
+    monkeypatch.setattr(policy.rays.autoscaling_coordinator_client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S", 180)
 
     def reserved(requester: str, recompute: bool) -> dict[str, dict[str, float]]:
         asked.append((requester, recompute))
@@ -311,7 +311,7 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     travelled.after_controller_start(None)
     assert travelled._get_reserved_resources() == {"n0": {"CPU": 1.0}}
     assert asked == ["run-x", ("run-x", True)]
-    assert policy.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
+    assert policy.rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
 
 
 def test_what_is_reserved_is_renewed_during_a_drain_too() -> None:

@@ -25,8 +25,9 @@ import urllib3.exceptions
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError, is_passing
+from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
+from prefect_elastic_train.driver.endings import is_passing
 from prefect_elastic_train.storage import retries as retries_module
 from prefect_elastic_train.storage.faults import Fault, diagnose
 from prefect_elastic_train.storage.opening import open_storage
