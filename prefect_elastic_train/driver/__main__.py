@@ -80,8 +80,8 @@ def main(arguments: list[str]) -> None:
             details.keep("".join(traceback.format_exception(error)))
             ended = attempt.taken_over() or end_by_error(error, spec.storage)
     except (_Stopped, KeyboardInterrupt, SystemExit):  # which may come while an error is judged, too
+        _handle_signals(signal.SIG_IGN)  # a second one must not cut the last word short
         ended = attempt.taken_over() or end_by_signal(spec, spec_file)
-    # From here on a second signal must not cut the last word short.
     _handle_signals(signal.SIG_IGN)
     end(ended, stuck=False)
 
