@@ -26,7 +26,6 @@ app = typer.Typer(help="Look at the runs of a storage, check them, and clean up.
 
 Answer = TypeVar("Answer")
 
-#: Runs looked at, at a time.
 _THREADS = 16
 _DAY_SECONDS = 86400.0
 
@@ -37,7 +36,6 @@ RunArgument = Annotated[str, typer.Argument(help="Name of the run.", metavar="RU
 RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs; default all.", metavar="[RUN]...")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
-#: The columns of `runs list`.
 _COLUMNS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
     "state": lambda run: _state(run),

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, Secret
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import JsonDict, SettingsModel, without_credentials
 
-#: Where runs go when no storage is given.
 DEFAULT_STORAGE = "~/elastic_train_runs"
 
 _BUCKET_PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}(/(?!\.{1,2}(/|$))[^/]+)*")

@@ -28,7 +28,6 @@ from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrain
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import ClusterSettings, without_credentials
-from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.storage.preflight import preflight
@@ -49,7 +48,6 @@ class Finding:
 ok, warn, skip, fail = (partial(Finding, level) for level in ("ok", "warn", "skip", "fail"))
 
 _PACKAGE = "prefect-elastic-train"
-#: Extras that a training can use.
 _EXTRAS = ("torch", "jax", "s3")
 _QUICK_SECONDS = 10.0
 _ANSWER_SECONDS = 3.0
@@ -80,6 +78,10 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
         specs.append(driver_spec(request, blocks))
         yield ok(f"a training takes {', '.join(saved_name(one) or type(one).__name__ for one in blocks.values())}")
 
+    def check_storage() -> Iterator[Finding]:
+        with preflight(specs[0].storage):
+            yield ok(f"{specs[0].storage.uri} can be written, read, created in exclusively and deleted from")
+
     yield from run_check("versions", lambda: check_versions(requires(_PACKAGE) or []), _QUICK_SECONDS)
     server = run_check("server", check_server, _QUICK_SECONDS)
     yield from server
@@ -88,7 +90,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
     else:
         yield skip("cannot be looked at without the server", check="blocks")
     if specs:
-        yield from run_check("storage", lambda: _check_storage(specs[0].storage), seconds)
+        yield from run_check("storage", check_storage, seconds)
         yield from run_check("cluster", lambda: check_cluster(specs[0], seconds), seconds)
     else:
         for name in ("storage", "cluster"):
@@ -232,11 +234,6 @@ def check_block_types() -> Iterator[Finding]:
         told = f"block types not registered, or of another version: {', '.join(old)}"
         yield warn(told, "`prefect block register -m prefect_elastic_train`")
     yield ok(f"{loaded} saved blocks load")
-
-
-def _check_storage(settings: StorageSettings) -> Iterator[Finding]:
-    with preflight(settings):
-        yield ok(f"{settings.uri} can be written, read, created in exclusively and deleted from")
 
 
 @contextmanager

@@ -110,7 +110,6 @@ class Training:
     submitted: bool = False
 
     def __post_init__(self) -> None:
-        #: Set to have it end.
         self.cancelled = threading.Event()
         self._asked_at = time.monotonic()
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)

@@ -21,7 +21,6 @@ from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two beats.
 HEARTBEAT_SECONDS = 5.0
 #: Whoever lives has a heartbeat no older than so many of its intervals, and moves it within them.
 _MISSED_BEATS = 3

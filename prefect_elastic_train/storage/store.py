@@ -27,8 +27,7 @@ Item = TypeVar("Item")
 TEMPORARY_PREFIX = ".tmp-"
 #: Shows that a folder without files was uploaded. It is not downloaded.
 NOTHING = ".elastic-train-nothing"
-#: Files copied at a time.
-_AT_ONCE = 4
+_FILES_AT_ONCE = 4
 
 
 class RunStore(abc.ABC):
@@ -256,7 +255,7 @@ class LocalRunStore(RunStore):
         def copy_file(file: tuple[str, str]) -> None:
             self.retries.call(f"write {file[1]}", lambda: _copy_synced(file[0], self._root / file[1]))
 
-        for_each(files, copy_file, _AT_ONCE)
+        for_each(files, copy_file, _FILES_AT_ONCE)
         for folder in {(self._root / name).parent for _, name in files}:
             _sync_folder(folder)
 

@@ -47,7 +47,6 @@ class Driver(ABC):
         self._ended_at = float("inf")
         self._alive_at = time.monotonic()
         self._doing = "starting"
-        #: What the driver itself has written last.
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
 
     @abstractmethod

@@ -59,7 +59,6 @@ main([str(Path(__file__).with_name("spec"))])
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 #: An image may call its Python either way.
 _EXECUTE = 'exec "$(command -v python || command -v python3)"'
-#: The command of a job that trains.
 _TRAIN = f"{_EXECUTE} -m {_MODULE}"
 
 
@@ -98,7 +97,6 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         except OSError as error:
             message = f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
             raise _refused(message) from error
-        #: URL of the dashboard.
         self.address = str(self._address)
 
     def check_version(self) -> None:
