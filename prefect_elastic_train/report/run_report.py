@@ -182,7 +182,7 @@ class RunReport(BaseModel, ev.EventHandler):
         self.dashboard_url = f"http://{url}" if url and "://" not in url else url or self.dashboard_url
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
-        self._roll_back(event.checkpoint)
+        self._roll_back("" if event.inherited else event.checkpoint)  # with another run's none of its own is left
         self.run_uri, self.attempt, self.outcome = event.run_uri, event.attempt, ""
         self.started_from = event.started_from
         if event.inherited:  # the run has a checkpoint of another one, which its own have to beat

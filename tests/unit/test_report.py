@@ -248,6 +248,8 @@ def test_what_an_attempt_does_not_go_on_from_is_not_the_best(checkpoint: str, be
     report = report_of(started(), group(), *made, started(2, 50, checkpoint=checkpoint), score_attribute="acc")
     assert (report.best.name if report.best else None) == best
     assert [made.name for made in report.checkpoints] == ["a", "b", "c"][: "abc".find(checkpoint) + bool(checkpoint)]
+    report.take(started(3, 60, checkpoint="another run's", inherited={"acc": -1}))
+    assert ([made.name for made in report.checkpoints], report.best and report.best.name) == ([], "another run's")
 
 
 @pytest.mark.parametrize(
