@@ -12,14 +12,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
-from prefect_elastic_train.core.events import (
-    AttemptStarted,
-    CheckpointCommitted,
-    Event,
-    WaitingForCapacity,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
@@ -79,7 +72,7 @@ class Training:
         """The node of a rank of the group that trains."""
         return str([line["node"] for line in read_ledger(self.ledger) if line["rank"] == rank][-1])
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[ev.Event]:
         """The history of the run."""
         return list(read_history(LocalRunStore(str(self.flow.run)))) if self.flow.run else []
 
@@ -94,9 +87,9 @@ class Training:
         """Wait until a word of waiting is the newest of the group, and return what it says is missing."""
 
         def waits() -> list[str]:
-            trained = (WorkerGroupStarted, CheckpointCommitted)
+            trained = (ev.WorkerGroupStarted, ev.CheckpointCommitted)
             since = itertools.takewhile(lambda event: not isinstance(event, trained), reversed(self.events()))
-            return [event.missing for event in since if isinstance(event, WaitingForCapacity)]
+            return [event.missing for event in since if isinstance(event, ev.WaitingForCapacity)]
 
         return wait_for(waits, 120, "a word of waiting")[0]
 
@@ -118,7 +111,7 @@ def test_workers_wait_for_nodes_grow_with_them_and_give_way_to_drained_and_lost_
     nodes.add(cluster.add_gpu())
     arrived = time.time()
     training.wait_for_sizes(1, 2)
-    [grown] = [event for event in training.events() if isinstance(event, WorkerGroupResized)]
+    [grown] = [event for event in training.events() if isinstance(event, ev.WorkerGroupResized)]
     assert (grown.reason, grown.new_size) == ("commit", 2)
     assert grown.at - arrived <= 1.5 * (INTERVAL + STABILITY) + 20 * 0.2, "at the next commit"
     assert repeated(steps_of(training.ledger)) == 0, "no step is done again"
@@ -130,7 +123,7 @@ def test_workers_wait_for_nodes_grow_with_them_and_give_way_to_drained_and_lost_
     later = (line for line in read_ledger(training.ledger) if line["at"] > notice)
     resumed_at = next(line["at"] for line in later if line["world"] == 1)
     assert resumed_at - notice < 28, "before the deadline"
-    committed = [e.at for e in training.events() if isinstance(e, CheckpointCommitted) and e.at < resumed_at][-1]
+    committed = [e.at for e in training.events() if isinstance(e, ev.CheckpointCommitted) and e.at < resumed_at][-1]
     assert resumed_at - committed < 20, "from the just-in-time checkpoint to the first step of the smaller group"
     assert repeated(steps_of(training.ledger)) <= 1
     cluster.remove(drained)
@@ -187,7 +180,7 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
 
     spent, history = result["time"], training.events()
     assert payloads["completed"]["time"] == spent
-    begun = next(event for event in history if isinstance(event, AttemptStarted)).driver_started_at
+    begun = next(event for event in history if isinstance(event, ev.AttemptStarted)).driver_started_at
     assert spent["wall_seconds"] == pytest.approx(history[-1].at - begun, rel=0.01)
     parts = [seconds for name, seconds in spent.items() if name not in ("wall_seconds", "stopped_seconds")]
     assert sum(parts) == pytest.approx(spent["wall_seconds"], rel=0.01)

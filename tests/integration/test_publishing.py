@@ -13,15 +13,7 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_elastic_train.core.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    Event,
-    Reported,
-    WorkerFailed,
-    WorkerGroupStarted,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.orchestration.publisher import ARTIFACT_SECONDS, Publisher, artifact_key
 from prefect_elastic_train.report.run_report import RunReport
@@ -65,20 +57,24 @@ def make(flow_run_id: str, name: str) -> Iterator[Make]:
 
 
 def _begin(publisher: Publisher, workers: int = 2, told: bool = False) -> Publisher:
-    publisher.take(AttemptStarted(sequence=1, attempt=1, run_name="r", run_uri="/runs/r", counted=1), told=told)
+    publisher.take(ev.AttemptStarted(sequence=1, attempt=1, run_name="r", run_uri="/runs/r", counted=1), told=told)
     ranks = {f"10.0.0.1:{rank}": rank for rank in range(workers)}
-    publisher.take(WorkerGroupStarted(sequence=2, attempt=1, world_size=workers, ranks=ranks), told=told)
+    publisher.take(ev.WorkerGroupStarted(sequence=2, attempt=1, world_size=workers, ranks=ranks), told=told)
     return publisher
 
 
-def _failed(sequence: int) -> Event:
-    return WorkerFailed(sequence=sequence, attempt=1, errors={"1": "ValueError: nan"}, retried=True)
+def _failed(sequence: int) -> ev.Event:
+    return ev.WorkerFailed(sequence=sequence, attempt=1, errors={"1": "ValueError: nan"}, retried=True)
 
 
-def _report(index: int, total: int = 1000, checkpoint: str = "") -> Event:
+def _report(index: int, total: int = 1000, checkpoint: str = "") -> ev.Event:
     metrics = {"step": index, "total_steps": total, "loss": 1 / index}
     common = {"sequence": 2 * index + 2, "attempt": 1, "index": index, "metrics": metrics, "world_size": 2}
-    return CheckpointCommitted(**common, checkpoint=checkpoint, size_bytes=1000) if checkpoint else Reported(**common)
+    return (
+        ev.CheckpointCommitted(**common, checkpoint=checkpoint, size_bytes=1000)
+        if checkpoint
+        else ev.Reported(**common)
+    )
 
 
 def _names(client: SyncPrefectClient, name: str) -> list[str]:
@@ -98,7 +94,7 @@ def test_one_report_and_one_progress_are_updated_in_place_and_an_earlier_process
     publisher = _begin(make())  # the flow run was resumed
     wait_for(lambda: len(artifacts_of(client, flow_run_id, "markdown")) == 2, 20, "its first report")
     publisher.take(_report(1000, checkpoint="checkpoint-2"))
-    publisher.take(AttemptEnded(sequence=9999, attempt=1, outcome=Outcome.COMPLETED))
+    publisher.take(ev.AttemptEnded(sequence=9999, attempt=1, outcome=Outcome.COMPLETED))
     publisher.end("completed")
     reports = sorted(str(artifact.data) for artifact in artifacts_of(client, flow_run_id, "markdown"))
     assert reports[0].startswith("## Completed: step 1,000 of 1,000")

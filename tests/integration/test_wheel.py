@@ -25,15 +25,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.distribution import (
-    TAG,
-    VERSION,
-    bare_environment,
-    build,
-    commit_tree,
-    export_tree,
-    files_of_tree,
-)
+from tests.support import distribution
 from tests.support.doc_blocks import PYTHON, blocks_of
 from tests.support.processes import ROOT, alive, call, carrying, free_port, kill_all, spawn, wait_for
 
@@ -49,27 +41,27 @@ MARK = "QUICKSTART_OF_A_TEST"
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with wheel and sdist of this tree, built from a tagged copy of it."""
     tree, folder = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
-    export_tree(tree)
-    commit_tree(tree, TAG)
-    said = build(tree, folder)
+    distribution.export_tree(tree)
+    distribution.commit_tree(tree, distribution.TAG)
+    said = distribution.build(tree, folder)
     assert not re.findall(r"(?i).*(?:warning|deprecat).*", said)
     return folder
 
 
 def test_wheel_and_sdist_would_be_taken_by_an_index_and_hold_what_belongs_there_and_nothing_else(built: Path) -> None:
-    name = f"prefect_elastic_train-{VERSION}"
+    name = f"prefect_elastic_train-{distribution.VERSION}"
     wheel, sdist = built / f"{name}-py3-none-any.whl", built / f"{name}.tar.gz"
     assert set(built.iterdir()) == {wheel, sdist}
     said = call(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, folder=built)
     assert said.count("PASSED") == 2
-    package = {file for file in files_of_tree() if file.startswith("prefect_elastic_train/")}
+    package = {file for file in distribution.files_of_tree() if file.startswith("prefect_elastic_train/")}
     assert "prefect_elastic_train/py.typed" in package
     metadata = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
     assert set(zipfile.ZipFile(wheel).namelist()) == package | {f"{name}.dist-info/{file}" for file in metadata}
     with tarfile.open(sdist) as archive:
         names = {member.name.removeprefix(f"{name}/") for member in archive if member.isfile()}
     made = {file for file in names if file.startswith("prefect_elastic_train.egg-info/")} | {"PKG-INFO", "setup.cfg"}
-    assert names - made == set(files_of_tree())
+    assert names - made == set(distribution.files_of_tree())
 
 
 @pytest.fixture
@@ -77,7 +69,7 @@ def environment(built: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
     """What somebody's terminals start with who can install the wheel; nothing that carries it is left behind."""
     mark = secrets.token_hex(8)
     mine = {MARK: mark, "UV_FIND_LINKS": str(built), "UV_CONSTRAINT": str(ROOT / "constraints.txt")}
-    yield {**bare_environment(tmp_path / "home"), **mine}
+    yield {**distribution.bare_environment(tmp_path / "home"), **mine}
     assert kill_all(lambda: carrying(f"{MARK}={mark}")) == [], "the quickstart left processes behind"
 
 
@@ -160,7 +152,7 @@ def test_quickstart_takes_an_empty_folder_to_nightly_trainings_with_alerts_from_
             said[block.code] = terminals[name].type(elsewhere(block.code), elsewhere(where.get("until", "")))
             if "pip install" in block.code:
                 alone = terminals[name].type(ASK_WHAT_IS_THERE)
-                assert f"there: {VERSION} {folder / '.venv'}" in alone
+                assert f"there: {distribution.VERSION} {folder / '.venv'}" in alone
                 assert "found: []" in alone, "nothing of the checkout can be imported"
 
         [listed] = [answer for code, answer in said.items() if "runs list" in code]

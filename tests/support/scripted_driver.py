@@ -16,14 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefect_elastic_train.core.events import (
-    EVENT_TAG,
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    Event,
-    encode_event,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.request import STOP_FILE, read_spec
 from prefect_elastic_train.core.result import RunResult
@@ -31,15 +24,15 @@ from prefect_elastic_train.core.result import RunResult
 #: An event is said; ``kill``, ``hang`` (without a word), ``deaf`` (to SIGINT from now on), ``child`` (starts a process
 #: that heeds no signal that can be ignored); ``{"exit": code}``, ``{"until": file}``,
 #: ``{"train": steps}`` (20 a second, each with a checkpoint).
-Step = Event | str | dict[str, Any]
+Step = ev.Event | str | dict[str, Any]
 
 MODULE = "tests.support.scripted_driver"
-COMPLETED: Step = AttemptEnded(outcome=Outcome.COMPLETED)
+COMPLETED: Step = ev.AttemptEnded(outcome=Outcome.COMPLETED)
 
 
-def ended(outcome: Outcome, message: str = "as the script says", **more: Any) -> Event:
+def ended(outcome: Outcome, message: str = "as the script says", **more: Any) -> ev.Event:
     """The last word of an attempt that does not complete."""
-    return AttemptEnded(outcome=outcome, message=message, **more)
+    return ev.AttemptEnded(outcome=outcome, message=message, **more)
 
 
 class Script:
@@ -92,7 +85,7 @@ class _Driver:
 
     def run(self) -> None:
         attempts = json.loads(self._script.read_text())
-        self._say(AttemptStarted(run_name=self._run_name, run_uri=f"/{self._run_name}"))
+        self._say(ev.AttemptStarted(run_name=self._run_name, run_uri=f"/{self._run_name}"))
         for step in attempts[min(self._attempt, len(attempts)) - 1]:
             self._do(step)
 
@@ -118,7 +111,7 @@ class _Driver:
                 self._steps += 1
                 self._note(did="train")
                 made = {"checkpoint": f"checkpoint_{self._steps}", "world_size": 1, "size_bytes": 1}
-                self._say(CheckpointCommitted(index=self._steps, metrics={"step": self._steps}, **made))
+                self._say(ev.CheckpointCommitted(index=self._steps, metrics={"step": self._steps}, **made))
                 time.sleep(0.05)
 
     def _interrupted(self, *_: object) -> None:
@@ -128,8 +121,8 @@ class _Driver:
         self._say(ended(outcome, "was told to end"))
         os._exit(0)
 
-    def _say(self, event: Event) -> None:
-        self._tell(json.loads(encode_event(event)))
+    def _say(self, event: ev.Event) -> None:
+        self._tell(json.loads(ev.encode_event(event)))
 
     def _tell(self, event: dict[str, Any]) -> None:
         self._sequence += 1
@@ -138,7 +131,7 @@ class _Driver:
             found = {"attempts": self._attempt, "metrics": {"step": self._steps}}
             result = RunResult(run_name=self._run_name, run_uri=f"/{self._run_name}", **found)
             event["result"] = result.model_dump(mode="json")
-        print(f"{EVENT_TAG}{json.dumps(event)}", flush=True)
+        print(f"{ev.EVENT_TAG}{json.dumps(event)}", flush=True)
 
     def _note(self, **what: Any) -> None:
         with self._script.with_suffix(".journal").open("a") as file:

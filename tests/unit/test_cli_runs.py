@@ -18,18 +18,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import physical_name
-from prefect_elastic_train.core.events import (
-    AttemptStarted,
-    CheckpointCommitted,
-    Event,
-    StorageWaited,
-    WorkerFailed,
-    WorkerGroupResized,
-    WorkerGroupStarted,
-    WorkersPreempted,
-    encode_event,
-)
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
@@ -135,8 +125,8 @@ def _interrupt_upload(store: Any, name: str = "d") -> str:
     return folder
 
 
-def _tell(store: LocalRunStore, *events: Event) -> None:
-    lines = b"\n".join(encode_event(event).encode() for event in events)
+def _tell(store: LocalRunStore, *events: ev.Event) -> None:
+    lines = b"\n".join(ev.encode_event(event).encode() for event in events)
     store.create(f"{layout.EVENTS}/0001-000.jsonl", lines)
 
 
@@ -290,14 +280,14 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     at = time.time() - 100
     _tell(
         store,
-        AttemptStarted(attempt=1, at=at, run_name="mnist", run_uri=store.uri),
-        WorkerGroupStarted(attempt=1, at=at, world_size=2),
-        CheckpointCommitted(attempt=1, at=at + 10, index=1, checkpoint="a", size_bytes=3, metrics={}),
-        WorkerFailed(attempt=1, at=at + 20, errors={"0": "x"}, retried=True, reports_lost=2),
-        WorkerGroupStarted(attempt=1, at=at + 20, world_size=1),
-        WorkerGroupResized(attempt=1, at=at + 30, old_size=1, new_size=2),
-        WorkersPreempted(attempt=1, at=at + 30, errors={}, retried=True),
-        StorageWaited(attempt=1, at=at + 30, who="controller", seconds=4.5),
+        ev.AttemptStarted(attempt=1, at=at, run_name="mnist", run_uri=store.uri),
+        ev.WorkerGroupStarted(attempt=1, at=at, world_size=2),
+        ev.CheckpointCommitted(attempt=1, at=at + 10, index=1, checkpoint="a", size_bytes=3, metrics={}),
+        ev.WorkerFailed(attempt=1, at=at + 20, errors={"0": "x"}, retried=True, reports_lost=2),
+        ev.WorkerGroupStarted(attempt=1, at=at + 20, world_size=1),
+        ev.WorkerGroupResized(attempt=1, at=at + 30, old_size=1, new_size=2),
+        ev.WorkersPreempted(attempt=1, at=at + 30, errors={}, retried=True),
+        ev.StorageWaited(attempt=1, at=at + 30, who="controller", seconds=4.5),
     )
     details = _json("show", storage.uri, "mnist")
     assert details["summary"] == _summaries(storage)["mnist"]

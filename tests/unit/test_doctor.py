@@ -17,15 +17,7 @@ from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.doctor.examination import (
-    Finding,
-    check_block_types,
-    check_cluster,
-    check_server,
-    check_versions,
-    fail,
-    run_check,
-)
+from prefect_elastic_train.doctor import examination
 from tests.unit import support
 
 
@@ -58,14 +50,14 @@ def _answering(answers: dict[str, Any]) -> Iterator[str]:
 def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_without_a_password(hangs: bool) -> None:
     release = threading.Event()
 
-    def check() -> Iterator[Finding]:
-        yield fail("http://me:secret@host/api\nis away", "ask s3://k:s@bucket")
+    def check() -> Iterator[examination.Finding]:
+        yield examination.fail("http://me:secret@host/api\nis away", "ask s3://k:s@bucket")
         release.wait(30 if hangs else 0)
         raise KeyError("gone")
 
-    first, second = run_check("mine", check, 0.1 if hangs else 5)
+    first, second = examination.run_check("mine", check, 0.1 if hangs else 5)
     release.set()
-    assert first == Finding("fail", "http://***@host/api is away", "ask s3://***@bucket", "mine")
+    assert first == examination.Finding("fail", "http://***@host/api is away", "ask s3://***@bucket", "mine")
     assert (second.level, second.message) == ("fail", "no answer within 0.1 s" if hangs else "KeyError: 'gone'")
 
 
@@ -81,7 +73,7 @@ def test_what_goes_wrong_in_a_check_is_a_finding_beside_what_it_has_found_withou
     ],
 )
 def test_versions_are_held_against_the_metadata(requirement: str, level: str, parts: list[str]) -> None:
-    [found] = check_versions([requirement])
+    [found] = examination.check_versions([requirement])
     assert found.level == level
     for part in parts:
         assert part in f"{found.message} {found.remedy}"
@@ -98,7 +90,7 @@ def test_versions_are_held_against_the_metadata(requirement: str, level: str, pa
 )
 def test_a_server_that_cannot_be_used_is_told(answers: dict[str, Any], parts: list[str]) -> None:
     with _answering(answers) as url, temporary_settings({PREFECT_API_URL: url}):
-        [found] = check_server()
+        [found] = examination.check_server()
     assert found.level == "fail"
     for part in [url, *parts]:
         assert part in f"{found.message} {found.remedy}"
@@ -106,7 +98,7 @@ def test_a_server_that_cannot_be_used_is_told(answers: dict[str, Any], parts: li
 
 def test_block_types_that_nobody_has_registered_are_a_warning_with_the_command_that_does() -> None:
     with _answering({}) as url, temporary_settings({PREFECT_API_URL: url}):
-        warned, loaded = check_block_types()
+        warned, loaded = examination.check_block_types()
     assert (warned.level, loaded.message) == ("warn", "0 saved blocks load")
     assert "elastic-scaling" in warned.message
     assert "prefect block register" in warned.remedy
@@ -116,7 +108,7 @@ def test_a_cluster_with_another_ray_is_told_with_both_versions() -> None:
     answers = {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []}
     with _answering(answers) as url:
         spec = support.spec(cluster=ClusterSettings(address=url))
-        [found] = run_check("cluster", lambda: check_cluster(spec, 10), 10)
+        [found] = examination.run_check("cluster", lambda: examination.check_cluster(spec, 10), 10)
     assert found.level == "fail"
     for part in (url, "runs Ray 2.40.0", f"the flow Ray {version('ray')}", "use the same minor version"):
         assert part in found.message

@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from ray._private.log import PlainRayHandler
 from ray.train.v2._internal.execution import context
 
-from prefect_elastic_train.core.ray_output import (
-    Details,
-    causes,
-    distinct,
-    is_detail,
-    last_cause,
-    own_errors,
-    ranks_in_words,
-    silence_ray_train,
-)
+from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.orchestration.logs import RunLog
 
 TRACEBACK = """Traceback (most recent call last):
@@ -48,21 +39,21 @@ EXIT = f"{NO_ANSWER.strip()} Worker exit type: SYSTEM_ERROR Worker exit detail: 
 
 def test_the_error_of_a_thousand_ranks_that_differs_in_numbers_only_is_told_once() -> None:
     errors = {rank: f"RuntimeError: rank {rank} lost 10.0.0.{rank % 256} at 0x{rank:012x}" for rank in range(1000)}
-    texts, also = distinct(errors)
+    texts, also = ray_output.distinct(errors)
     assert (texts, also) == ({"0": errors[0]}, {"0": list(range(1, 1000))})
-    assert causes(texts, also)[0].startswith("ranks 0-999: RuntimeError: rank 0")
-    found = distinct({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
+    assert ray_output.causes(texts, also)[0].startswith("ranks 0-999: RuntimeError: rank 0")
+    found = ray_output.distinct({7: "x 7", 3: "x 3", 11: "y", 5: "x 5", 2: "y"})
     assert found == ({"2": "y", "3": "x 3"}, {"3": [5, 7], "2": [11]})
 
 
 def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forgotten() -> None:
     whole = "x" * 50_000 + "\nValueError: the end"
-    assert distinct({0: whole})[0]["0"] == whole
-    (cut,) = distinct({0: "y" * 1_000_000 + "\nValueError: the end"})[0].values()
+    assert ray_output.distinct({0: whole})[0]["0"] == whole
+    (cut,) = ray_output.distinct({0: "y" * 1_000_000 + "\nValueError: the end"})[0].values()
     assert len(cut) <= 100_000
     assert (cut[:3], "bytes left out" in cut, cut[-7:]) == ("yyy", True, "the end")
     errors = {rank: "ghi"[rank // 400] * (rank % 400 + 1) + " " + "z" * 10_000 for rank in range(1000)}
-    texts, also = distinct(errors)
+    texts, also = ray_output.distinct(errors)
     assert sum(map(len, texts.values())) <= 400_000
     assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == [*range(1000)]
 
@@ -77,7 +68,7 @@ def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forg
     ],
 )
 def test_the_cause_is_the_last_exception_of_a_traceback_else_the_first_line(text: str, cause: str) -> None:
-    assert causes({"3": text}, {})[0].startswith(f"rank 3: {cause}")
+    assert ray_output.causes({"3": text}, {})[0].startswith(f"rank 3: {cause}")
 
 
 @pytest.mark.parametrize(
@@ -94,28 +85,30 @@ def test_the_cause_is_the_last_exception_of_a_traceback_else_the_first_line(text
     ],
 )
 def test_a_death_is_told_with_its_reason(text: str, cause: str) -> None:
-    assert cause in causes({"0": text}, {})[0]
-    assert own_errors({"0": text}) == {}
+    assert cause in ray_output.causes({"0": text}, {})[0]
+    assert ray_output.own_errors({"0": text}) == {}
 
 
 def test_deaths_and_what_the_loop_raised_are_told_rather_than_what_the_survivors_report() -> None:
-    found = causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
+    found = ray_output.causes({"0": CONNECTION, "3": DEATH}, {"0": [1, 2], "3": [4]})
     assert found == ["ranks 3-4: The actor is dead because its worker process has died."]
     raised = TRACEBACK.replace("ValueError: bad batch 17", "RuntimeError: prefetch worker died: out of shm\nand more")
     errors = {"0": raised, "1": NO_ANSWER, "2": CONNECTION, "3": CONNECTION.replace("gloo", "NCCL")}
-    assert own_errors(errors) == {"0": raised}, "whatever it says"
-    assert causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm"
-    assert len(causes(errors, {})) == 2
-    assert own_errors({"0": CONNECTION, "1": DEATH}) == {}
-    assert causes({"0": CONNECTION, "1": f"{EXIT}connection reset by peer"}, {}) == ["rank 1: connection reset by peer"]
-    assert own_errors({"0": CONNECTION}) == {"0": CONNECTION}, "unless nothing else is said"
+    assert ray_output.own_errors(errors) == {"0": raised}, "whatever it says"
+    assert ray_output.causes(errors, {})[0] == "rank 0: RuntimeError: prefetch worker died: out of shm"
+    assert len(ray_output.causes(errors, {})) == 2
+    assert ray_output.own_errors({"0": CONNECTION, "1": DEATH}) == {}
+    assert ray_output.causes({"0": CONNECTION, "1": f"{EXIT}connection reset by peer"}, {}) == [
+        "rank 1: connection reset by peer"
+    ]
+    assert ray_output.own_errors({"0": CONNECTION}) == {"0": CONNECTION}, "unless nothing else is said"
 
 
 def test_only_so_many_causes_are_told_in_short_and_the_rest_counted() -> None:
     errors = {str(rank): f"{'ABCDEFGHIJ'[rank]}Error: x" for rank in range(10)}
-    found = causes(errors, {})
+    found = ray_output.causes(errors, {})
     assert found == ["rank 0: AError: x", "rank 1: BError: x", "rank 2: CError: x", "and 7 other errors"]
-    assert causes({}, {}) == []
+    assert ray_output.causes({}, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -128,13 +121,13 @@ def test_only_so_many_causes_are_told_in_short_and_the_rest_counted() -> None:
     ],
 )
 def test_the_last_error_that_a_process_has_written_is_its_cause(lines: list[str], cause: str) -> None:
-    assert last_cause(lines) == cause
+    assert ray_output.last_cause(lines) == cause
 
 
 @pytest.mark.parametrize("text", ["node ", "A", "Error", "worker is ", "node x\n"])
 def test_no_text_takes_long_to_look_through(text: str) -> None:
     began = time.process_time()
-    causes(*distinct({0: text * (60_000 // len(text))}))
+    ray_output.causes(*ray_output.distinct({0: text * (60_000 // len(text))}))
     assert time.process_time() - began < 1
 
 
@@ -148,14 +141,14 @@ def test_no_text_takes_long_to_look_through(text: str) -> None:
     ],
 )
 def test_ranks_are_told_in_spans(ranks: list[int], words: str) -> None:
-    assert ranks_in_words(ranks) == words
+    assert ray_output.ranks_in_words(ranks) == words
 
 
 @given(st.dictionaries(st.integers(0, 2000), st.text(max_size=50), max_size=30))
 def test_every_rank_is_told_once(errors: dict[int, str]) -> None:
-    texts, also = distinct(errors)
+    texts, also = ray_output.distinct(errors)
     assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == sorted(errors)
-    causes(texts, also)
+    ray_output.causes(texts, also)
 
 
 RAYS = [
@@ -181,13 +174,13 @@ USERS = [
 
 
 def test_what_is_rays_own_is_a_detail_and_what_is_the_users_or_ours_is_told() -> None:
-    assert [line for line in RAYS if not is_detail(line)] == []
-    assert [line for line in USERS if is_detail(line)] == []
+    assert [line for line in RAYS if not ray_output.is_detail(line)] == []
+    assert [line for line in USERS if ray_output.is_detail(line)] == []
 
 
 def test_a_record_of_rays_own_is_a_detail_to_its_end_and_all_of_it_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     record = ["2026-11-22 15:38:12,196\tERROR worker.py:319 -- Failed.", "Traceback (most recent call last):", "E: x"]
-    details, log = Details(), RunLog(logging.getLogger("details"), 100)
+    details, log = ray_output.Details(), RunLog(logging.getLogger("details"), 100)
     with caplog.at_level(logging.DEBUG, "details"):
         for lines in ("mine\n", "\n".join(record) + "\n", "mine too\n"):
             details.take(lambda text: [log.line("stderr", line) for line in text.splitlines()], lines)
@@ -207,7 +200,7 @@ def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs(caplog: py
         for logger in (root, trains):  # as Ray Train's configuration of a worker has it
             logger.addHandler(console)
         trains.propagate = False
-        silence_ray_train()
+        ray_output.silence_ray_train()
         context.logger.warning("Reporting training result 1")
         assert not caplog.records, "it would reach the root"
         assert (console in root.handlers, console in trains.handlers) == (True, False)
@@ -217,7 +210,7 @@ def test_ray_train_says_nothing_in_a_worker_and_the_loop_what_it_logs(caplog: py
 
 
 def test_only_so_much_is_kept_and_that_is_the_newest() -> None:
-    details = Details()
+    details = ray_output.Details()
     for number in range(10_000):
         details.keep(f"{number} {'x' * 10_000}")
     lines = details.content().splitlines()

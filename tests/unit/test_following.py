@@ -18,15 +18,7 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from prefect_elastic_train.core.events import (
-    EVENT_TAG,
-    AttemptEnded,
-    AttemptStarted,
-    ControllerAlive,
-    Event,
-    StateChanged,
-    encode_event,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.request import MARK_VARIABLE, write_spec
@@ -40,20 +32,20 @@ from tests.unit.support import REPOSITORY, spec
 
 SPEC = spec(cluster=ClusterSettings(address="auto"))
 
-STARTED = AttemptStarted(attempt=4, run_name="mnist", run_uri="/runs/mnist")
-LAST = AttemptEnded(attempt=4, outcome=Outcome.USER_ERROR, message="ValueError")
+STARTED = ev.AttemptStarted(attempt=4, run_name="mnist", run_uri="/runs/mnist")
+LAST = ev.AttemptEnded(attempt=4, outcome=Outcome.USER_ERROR, message="ValueError")
 
 
-def _say(*events: Event) -> str:
+def _say(*events: ev.Event) -> str:
     """Return the code with which a driver tells events."""
-    return "".join(f"print({EVENT_TAG + encode_event(event)!r}, flush=True)\n" for event in events)
+    return "".join(f"print({ev.EVENT_TAG + ev.encode_event(event)!r}, flush=True)\n" for event in events)
 
 
 class Supervisor:
     """A supervisor, and what it was told."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[ev.Event] = []
         self.lines: list[tuple[str, str]] = []
         self.settings = ElasticTrainSettings(liveness_timeout_seconds=60, stop_grace_seconds=0.1)
 
@@ -63,7 +55,7 @@ class Supervisor:
         runtime.driver_command = (sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{code}")
         return runtime
 
-    def follow(self, code: str, check_stop: Callable[[], None] = lambda: None) -> AttemptEnded:
+    def follow(self, code: str, check_stop: Callable[[], None] = lambda: None) -> ev.AttemptEnded:
         """Follow a driver that runs some code to its end."""
         runtime = self.runtime(code)
         runtime.check_stop = check_stop
@@ -81,13 +73,18 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
 
 
 #: Lines with a tag that are no events.
-_NO_EVENTS = [EVENT_TAG, EVENT_TAG + "{}", EVENT_TAG + '{"kind": "danced"}', "x" + EVENT_TAG + encode_event(STARTED)]
+_NO_EVENTS = [
+    ev.EVENT_TAG,
+    ev.EVENT_TAG + "{}",
+    ev.EVENT_TAG + '{"kind": "danced"}',
+    "x" + ev.EVENT_TAG + ev.encode_event(STARTED),
+]
 
 
 def test_events_and_lines_are_told_in_their_order_and_the_last_word_is_how_the_attempt_ended(
     supervisor: Supervisor,
 ) -> None:
-    states = [StateChanged(state=str(number)) for number in range(300)]
+    states = [ev.StateChanged(state=str(number)) for number in range(300)]
     prints = "".join(f"print({line!r})\n" for line in _NO_EVENTS)
     assert supervisor.follow(_say(STARTED) + "print('oh', file=sys.stderr)\n" + prints + _say(*states, LAST)) == LAST
     assert supervisor.events == [STARTED, *states, LAST]
@@ -124,7 +121,7 @@ def test_a_driver_that_went_without_a_last_word_was_lost(supervisor: Supervisor,
 
 @pytest.mark.parametrize("chatter", ["time.sleep(60)", "while True: print('epoch', flush=True); time.sleep(0.01)"])
 def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervisor: Supervisor, chatter: str) -> None:
-    alive = ControllerAlive(doing="SCHEDULING", seconds=1)
+    alive = ev.ControllerAlive(doing="SCHEDULING", seconds=1)
     code = _say(STARTED) + f"for _ in range(6):\n    time.sleep(0.2)\n    {_say(alive)}" + chatter
     supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=1, stop_grace_seconds=0.1)
     ended = supervisor.follow(code)

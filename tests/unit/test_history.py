@@ -12,19 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_elastic_train import LocalStorage, TrainingResult, checkpoint_directory
-from prefect_elastic_train.core.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    ControllerAlive,
-    Event,
-    Report,
-    Reported,
-    RunRecalled,
-    StateChanged,
-    WorkerFailed,
-    WorkerGroupStarted,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import CheckpointGoneError, ConfigurationError, Outcome
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.accounts import Accounts
@@ -36,7 +24,7 @@ from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import Training, begin
 
-STARTED = AttemptStarted(attempt=1, run_name="mnist", run_uri="/runs/mnist")
+STARTED = ev.AttemptStarted(attempt=1, run_name="mnist", run_uri="/runs/mnist")
 
 
 def _result(*arguments: Any, **more: Any) -> TrainingResult:
@@ -44,25 +32,25 @@ def _result(*arguments: Any, **more: Any) -> TrainingResult:
     return TrainingResult.model_validate(make_result(*arguments, **more).model_dump())
 
 
-def _report(index: int, at: float = 0.0, checkpoint: str = "", size: int = 0) -> Report:
+def _report(index: int, at: float = 0.0, checkpoint: str = "", size: int = 0) -> ev.Report:
     metrics = {"step": index, "text": "x" * size}
     if checkpoint:
-        return CheckpointCommitted(
+        return ev.CheckpointCommitted(
             index=index, at=at, metrics=metrics, world_size=1, checkpoint=checkpoint, size_bytes=1
         )
-    return Reported(index=index, at=at, metrics=metrics, world_size=1)
+    return ev.Reported(index=index, at=at, metrics=metrics, world_size=1)
 
 
-def _reports(first: int, last: int) -> list[Report]:
+def _reports(first: int, last: int) -> list[ev.Report]:
     """A hundred reports a second."""
     return [_report(index, at=index / 100) for index in range(first, last + 1)]
 
 
 def _indices(store: LocalRunStore) -> list[int]:
-    return [event.index for event in read_history(store) if isinstance(event, Report)]
+    return [event.index for event in read_history(store) if isinstance(event, ev.Report)]
 
 
-def _write(store: LocalRunStore, *events: Event, attempt: int = 1) -> list[int]:
+def _write(store: LocalRunStore, *events: ev.Event, attempt: int = 1) -> list[int]:
     """Write events and return the numbers of the reports that are read again."""
     writer = HistoryWriter(store, attempt)
     for event in events:
@@ -72,9 +60,9 @@ def _write(store: LocalRunStore, *events: Event, attempt: int = 1) -> list[int]:
 
 
 def test_the_history_of_all_attempts_is_read_in_order_without_signs_of_life(store: LocalRunStore) -> None:
-    lifeless = [ControllerAlive(doing="RUNNING", seconds=1), RunRecalled(report={"run_name": "mnist"})]
+    lifeless = [ev.ControllerAlive(doing="RUNNING", seconds=1), ev.RunRecalled(report={"run_name": "mnist"})]
     for attempt in (1, 2, 10):
-        states = [StateChanged(attempt=attempt, state=state) for state in ("SCHEDULING", "RUNNING")]
+        states = [ev.StateChanged(attempt=attempt, state=state) for state in ("SCHEDULING", "RUNNING")]
         _write(store, *lifeless, *states, attempt=attempt)
     for name in ("0001-000.jsonl.bak", "x.jsonl", "0001.jsonl"):
         store.create(f"{layout.EVENTS}/{name}", STARTED.model_dump_json().encode())
@@ -90,7 +78,7 @@ def test_a_lifecycle_event_is_written_soon_and_without_closing(store: LocalRunSt
     wait_for(lambda: list(read_history(store)) == [STARTED], 1.5, "the event to be written")
     # The driver reads the whole history to make its result, and has its last word after that.
     writer.close()
-    last = AttemptEnded(attempt=1, outcome=Outcome.COMPLETED)
+    last = ev.AttemptEnded(attempt=1, outcome=Outcome.COMPLETED)
     writer.add(last)
     writer.close()
     assert list(read_history(store)) == [STARTED, last]
@@ -107,7 +95,7 @@ def test_the_longer_a_worker_group_the_fewer_of_its_reports_are_kept_up_to_a_bou
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefect_elastic_train.runs.history._REPORTS_IN_FULL", 100)
-    checkpoint, another_group = _report(9_001, at=5500.5, checkpoint="c"), WorkerGroupStarted(at=5501, world_size=2)
+    checkpoint, another_group = _report(9_001, at=5500.5, checkpoint="c"), ev.WorkerGroupStarted(at=5501, world_size=2)
     anew = [_report(index, at=5501 + index / 1e6) for index in range(9_002, 9_050)]
     reports = (_report(index, at=1000 + index / 2) for index in range(1, 9_001))
     kept = _write(store, *reports, checkpoint, another_group, *anew)
@@ -120,7 +108,7 @@ def test_the_longer_a_worker_group_the_fewer_of_its_reports_are_kept_up_to_a_bou
 
 
 def test_how_far_the_training_was_is_known_when_something_happens(store: LocalRunStore) -> None:
-    failure, checkpoint = WorkerFailed(at=30.5, errors={}, retried=True), _report(3151, at=31.51, checkpoint="a")
+    failure, checkpoint = ev.WorkerFailed(at=30.5, errors={}, retried=True), _report(3151, at=31.51, checkpoint="a")
     before, after = _reports(1, 3050), _reports(3051, 3150)
     kept = _write(store, *before, failure, failure, *after, checkpoint, failure, *_reports(3152, 3160))
     events = [getattr(event, "index", event.kind) for event in read_history(store)]

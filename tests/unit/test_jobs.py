@@ -29,15 +29,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from ray.job_submission import JobDetails
 
-from prefect_elastic_train.core.events import (
-    EVENT_TAG,
-    AttemptEnded,
-    AttemptStarted,
-    ControllerAlive,
-    Event,
-    StateChanged,
-    encode_event,
-)
+from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.request import DriverSpec
@@ -54,8 +46,8 @@ JOB = JobDetails(type="SUBMISSION", submission_id="elastic-train-mnist-1", statu
 
 
 def _event(number: int) -> bytes:
-    event = ControllerAlive(sequence=number, at=number, doing="RUNNING", seconds=0)
-    return f"{EVENT_TAG}{encode_event(event)}\n".encode()
+    event = ev.ControllerAlive(sequence=number, at=number, doing="RUNNING", seconds=0)
+    return f"{ev.EVENT_TAG}{ev.encode_event(event)}\n".encode()
 
 
 @given(
@@ -179,9 +171,9 @@ class Dashboard:
         self.on_submit(submission_id)
         return self.loses or (200, json.dumps({"job_id": submission_id, "submission_id": submission_id}))
 
-    def say(self, *events: Event) -> None:
+    def say(self, *events: ev.Event) -> None:
         """Have the driver tell something."""
-        self.log += b"".join(f"{EVENT_TAG}{encode_event(event)}\n".encode() for event in events)
+        self.log += b"".join(f"{ev.EVENT_TAG}{ev.encode_event(event)}\n".encode() for event in events)
 
     def end(self, status: str = "SUCCEEDED") -> None:
         """Have all jobs ended."""
@@ -287,8 +279,8 @@ class Flow(Runtime):
     """A flow process that follows jobs, and what it was told."""
 
     def __init__(self, folder: Path) -> None:
-        self.events: list[Event] = []
-        self.past: list[Event] = []
+        self.events: list[ev.Event] = []
+        self.past: list[ev.Event] = []
         self.lines: list[str] = []
         self.notes: list[str] = []
         super().__init__(
@@ -302,7 +294,7 @@ class Flow(Runtime):
         self.folder = folder
         self.job: JobDriver | None = None
 
-    def train(self, dashboard: Dashboard) -> AttemptEnded:
+    def train(self, dashboard: Dashboard) -> ev.AttemptEnded:
         """Run an attempt as a job."""
         self.job = JobDriver(self, replace(SPEC, cluster=dashboard.cluster), self.folder, self.job)
         return self.follow(self.job)
@@ -314,9 +306,9 @@ def flow(tmp_path: Path) -> Flow:
     return Flow(tmp_path)
 
 
-STARTED = AttemptStarted(sequence=1, at=1.0, attempt=1, run_name="mnist", run_uri="/runs/mnist")
-STATE = StateChanged(sequence=2, at=2.0, state="RUNNING")
-ENDED = AttemptEnded(sequence=3, at=3.0, attempt=1, outcome=Outcome.COMPLETED, result={})
+STARTED = ev.AttemptStarted(sequence=1, at=1.0, attempt=1, run_name="mnist", run_uri="/runs/mnist")
+STATE = ev.StateChanged(sequence=2, at=2.0, state="RUNNING")
+ENDED = ev.AttemptEnded(sequence=3, at=3.0, attempt=1, outcome=Outcome.COMPLETED, result={})
 
 
 def test_a_job_is_submitted_followed_and_told_and_its_package_lies_in_the_private_folder_meanwhile(
@@ -379,7 +371,7 @@ def test_a_dashboard_that_is_away_says_nothing_about_the_job(
             dashboard.say(ENDED)
             dashboard.end()
 
-    def on_event(event: Event) -> None:
+    def on_event(event: ev.Event) -> None:
         flow.events.append(event)
         dashboard.is_away = event == STATE
 

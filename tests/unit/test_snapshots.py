@@ -18,13 +18,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
 )
 from ray.train.v2._internal.execution.storage import StorageContext
 
-from prefect_elastic_train.runs.snapshots import (
-    checkpoint_names,
-    latest_checkpoint,
-    parse_snapshot,
-    seed_snapshot,
-    without_checkpoints,
-)
+from prefect_elastic_train.runs import snapshots
 from tests.unit.support import empty_snapshot, private_folder, with_result
 
 NAMES = [f"checkpoint_{letter}" for letter in "abcdef"]
@@ -63,7 +57,7 @@ def ray_snapshots(draw: st.DrawFn) -> dict[str, Any]:
 def _ray_loads(snapshot: dict[str, Any], folder: Path) -> CheckpointManager:
     """Load a snapshot into Ray's checkpoint manager, beside the folders of exactly its checkpoints."""
     storage = StorageContext(str(folder), "run", storage_filesystem=fs.LocalFileSystem())
-    for name in checkpoint_names(snapshot):
+    for name in snapshots.checkpoint_names(snapshot):
         Path(storage.experiment_fs_path, name).mkdir(parents=True, exist_ok=True)
     Path(storage.checkpoint_manager_snapshot_path).write_text(json.dumps(snapshot))
     return CheckpointManager(CheckpointConfig(), storage)
@@ -72,19 +66,19 @@ def _ray_loads(snapshot: dict[str, Any], folder: Path) -> CheckpointManager:
 @given(snapshot=ray_snapshots(), dropped=st.sets(st.sampled_from(NAMES)))
 def test_a_repaired_snapshot_fits_together_and_ray_loads_it(snapshot: dict[str, Any], dropped: set[str]) -> None:
     before = json.dumps(snapshot)
-    assert parse_snapshot(before) == parse_snapshot(before.encode()) == snapshot
-    repaired = without_checkpoints(snapshot, dropped)
+    assert snapshots.parse_snapshot(before) == snapshots.parse_snapshot(before.encode()) == snapshot
+    repaired = snapshots.without_checkpoints(snapshot, dropped)
     assert json.dumps(snapshot) == before, "the original was changed"
-    kept = [name for name in checkpoint_names(snapshot) if name not in dropped]
+    kept = [name for name in snapshots.checkpoint_names(snapshot) if name not in dropped]
     if repaired is None:
         assert not kept
         return
-    assert checkpoint_names(repaired) == kept
-    assert parse_snapshot(json.dumps(repaired)) == repaired
+    assert snapshots.checkpoint_names(repaired) == kept
+    assert snapshots.parse_snapshot(json.dumps(repaired)) == repaired
     pairs = zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
     left = [(result, index) for result, index in pairs if result["checkpoint_dir_name"] in kept]
     assert (repaired["checkpoint_results"], repaired["checkpoint_report_indices"]) == tuple(map(list, zip(*left)))
-    assert latest_checkpoint(repaired)["checkpoint_dir_name"] == kept[-1]
+    assert snapshots.latest_checkpoint(repaired)["checkpoint_dir_name"] == kept[-1]
     pending = [one for one in snapshot["pending_training_results"] if one["checkpoint_dir_name"] in kept]
     assert repaired["pending_training_results"] == pending
     assert len(pending) == len(repaired["pending_validation_specs"])
@@ -94,7 +88,7 @@ def test_a_repaired_snapshot_fits_together_and_ray_loads_it(snapshot: dict[str, 
         assert repaired[untouched] == snapshot[untouched]
     with private_folder() as folder:
         manager = _ray_loads(repaired, Path(folder))
-    assert manager.latest_checkpoint_result.metrics == latest_checkpoint(repaired)["metrics"]
+    assert manager.latest_checkpoint_result.metrics == snapshots.latest_checkpoint(repaired)["metrics"]
     loaded = [Path(result.checkpoint.path).name for result in manager._checkpoint_results]
     assert loaded == [result["checkpoint_dir_name"] for result in repaired["checkpoint_results"]]
 
@@ -115,13 +109,13 @@ def test_a_repaired_snapshot_fits_together_and_ray_loads_it(snapshot: dict[str, 
 )
 def test_a_snapshot_whose_parts_do_not_fit_together_is_none(field: str, value: Any) -> None:
     snapshot = with_result(empty_snapshot(), "a", {})
-    assert parse_snapshot(json.dumps(snapshot)) is not None
-    assert parse_snapshot(json.dumps({**snapshot, field: value})) is None
-    assert [parse_snapshot(data) for data in (None, b"", b"{", b"[]", b"null", b"\xff\xfe")] == [None] * 6
+    assert snapshots.parse_snapshot(json.dumps(snapshot)) is not None
+    assert snapshots.parse_snapshot(json.dumps({**snapshot, field: value})) is None
+    assert [snapshots.parse_snapshot(data) for data in (None, b"", b"{", b"[]", b"null", b"\xff\xfe")] == [None] * 6
 
 
 def test_a_seeded_run_is_one_that_ray_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    seeded = seed_snapshot("from-other", {"loss": 0.5}, "2.60.0")
+    seeded = snapshots.seed_snapshot("from-other", {"loss": 0.5}, "2.60.0")
     assert set(seeded) == set(json.loads(_CheckpointManagerState.parse_obj(seeded).json()))
     manager = _ray_loads(seeded, tmp_path)
     assert Path(manager.latest_checkpoint_result.checkpoint.path).name == "from-other"
