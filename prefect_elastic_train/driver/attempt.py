@@ -187,6 +187,7 @@ class Attempt:
     def taken_over(self) -> AttemptEnded | None:
         """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""
         attempt, request, store = self.teller.attempt, self.spec.request, self._patient_enough()
+        self.teller.doing("looking whether somebody has taken the run over")
         try:
             newest = newest_attempt(store) if attempt else 0
             if newest <= attempt:

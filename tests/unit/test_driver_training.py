@@ -224,7 +224,7 @@ def test_every_attempt_of_a_run_reserves_under_the_same_name_and_no_other_run_do
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
     """A driver that tells a file of itself, and often."""
-    monkeypatch.setattr(relay, "ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(relay.ev, "ALIVE_SECONDS", 0.02)
     with (tmp_path / "output").open("w") as file:
         return Attempt(_spec(storage=LocalStorageSettings(path=str(tmp_path))), EventOutput(file), Details())
 
@@ -240,13 +240,18 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
     driver.begin()
     before = told.read_text().count('"controller_alive"')
     driver.teller.doing("")
+    with monkeypatch.context() as slow:
+        slow.setattr(attempt, "newest_attempt", lambda store: time.sleep(0.2) or 1)
+        assert driver.taken_over() is None
+    assert (looked := told.read_text().count('"controller_alive"')) - before > 3
+    driver.teller.doing("")
     began = time.monotonic()
     driver.close(AttemptEnded(outcome=Outcome.COMPLETED, attempt=1, result={}))
     assert time.monotonic() - began < 5
     away.set()
     wait_for(lambda: '"attempt_ended"' in told.read_text(), 10, "the last word")
     assert before > 3
-    assert told.read_text().count('"controller_alive"') - before > 3
+    assert told.read_text().count('"controller_alive"') - looked > 3
 
 
 @pytest.mark.parametrize(("successor", "outcome"), [("1", Outcome.SUPERSEDED), ("2", Outcome.INVALID)])
