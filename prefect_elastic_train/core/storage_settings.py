@@ -8,7 +8,7 @@ import re
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, SecretStr, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, SecretStr, ValidationInfo, field_validator
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import JsonDict, SettingsModel, without_credentials
@@ -118,21 +118,24 @@ class S3StorageSettings(_StorageSettings):
     """Of the key id."""
     session_token: SecretStr = SecretStr("")
     """Of temporary credentials, which end some time."""
-    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    addressing_style: Literal["auto", "path", "virtual"] = Field("auto", validate_default=True)
     """Whether the bucket is in the path or in the host name. auto: in the path with an endpoint URL."""
     verify_tls: bool = Field(True, title="Verify TLS")
     """Off only for a store with a certificate of its own."""
     ca_bundle: str = Field("", title="CA Bundle")
     """File with the certificates to trust, on every node. Empty: the system's."""
 
-    @model_validator(mode="after")
-    def _keys_are_whole(self) -> S3StorageSettings:
-        key, secret, token = map(bool, (self.access_key_id, self.secret_access_key, self.session_token))
+    @field_validator("addressing_style")
+    @classmethod
+    def _keys_are_whole(cls, value: str, info: ValidationInfo) -> str:
+        # Not a check of the whole model: of a flow's parameter pydantic would show all of its input, the keys included.
+        keys = ("access_key_id", "secret_access_key", "session_token")
+        key, secret, token = (bool(info.data.get(name)) for name in keys)
         if key != secret or (token and not key):
             raise ValueError(
                 "access_key_id and secret_access_key belong together, and a session_token to both: give all, or none"
             )
-        return self
+        return value
 
     @property
     def uri(self) -> str:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError, create_model
 
 from prefect_elastic_train import (
     CheckpointPolicy,
@@ -148,6 +148,14 @@ def test_a_refusal_says_what_is_allowed_and_shows_no_secret(
         for words in says:
             assert words in message
         assert "hush" not in message
+
+
+@pytest.mark.parametrize("half", ["secret_access_key", "session_token"])
+def test_half_of_the_keys_is_not_shown_where_the_block_is_a_flows_parameter(half: str) -> None:
+    parameters = create_model("Parameters", storage=(S3Storage, ...))
+    with pytest.raises(ValidationError, match="belong together") as refused:
+        parameters(storage={"bucket_path": "my-bucket/runs", half: "hush"})
+    assert "hush" not in str(refused.value.errors()), "which Prefect logs"
 
 
 @pytest.mark.parametrize(
