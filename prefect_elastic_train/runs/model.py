@@ -5,6 +5,7 @@ Whoever asks what is true of a run asks here: the fence, a resume, ``resume_from
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -228,19 +229,21 @@ class RunDirectory:
         if newest is not None and self.commit(newest) is None:
             return {}
         point = self.resume_point
-        needed = snapshots.checkpoint_names(point.snapshot) if point.snapshot is not None else []
-        folders = [folder for folder in self._folders if not _overlaps(folder, needed)]
+        is_needed = _overlapping(snapshots.checkpoint_names(point.snapshot) if point.snapshot is not None else [])
+        folders = [folder for folder in self._folders if not is_needed(folder)]
         if not folders:
             return {}
         commits = [commit for number in self.commits if (commit := self.commit(number)) is not None]
         if point.repairs:
             broken = [self.mirror, *(commit.snapshot for commit in commits)]
-            needed += [name for one in broken if one is not None for name in snapshots.checkpoint_names(one)]
+            is_needed = _overlapping(
+                name for one in broken if one is not None for name in snapshots.checkpoint_names(one)
+            )
         ours = {name for commit in commits for name in commit.manifest}
         return {
             folder: sum(self._files()[folder].values())
             for folder in folders
-            if not _overlaps(folder, needed) and (written_by(folder) is not None or folder in ours)
+            if not is_needed(folder) and (written_by(folder) is not None or folder in ours)
         }
 
     def attempt_record(self, number: int) -> AttemptRecord | None:
@@ -302,15 +305,17 @@ class RunDirectory:
     def _folders(self) -> list[str]:
         """The folders that may be checkpoints; a loop may have named them with slashes."""
         written = [folder for folder in self._files() if written_by(folder) is not None]
-        outermost = [folder for folder in written if not any(folder.startswith(f"{other}/") for other in written)]
+        known = set(written)
+        outermost = [folder for folder in written if known.isdisjoint(_with_parents(folder)[:-1])]
         others = {folder.partition("/")[0] for folder in self._files()} - {"", layout.STATE_FOLDER}
-        found = [*outermost, *(folder for folder in others if not _overlaps(folder, outermost))]
+        is_known = _overlapping(outermost)
+        found = [*outermost, *(folder for folder in others if not is_known(folder))]
         return sorted(folder for folder in found if (written_by(folder) or 0) <= self._upto)
 
     def _check_nothing_is_given_up(self) -> None:
         """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
         left = self._folders
-        named = snapshots.checkpoint_names(self.mirror) if self.mirror is not None else []
+        is_named = _overlapping(snapshots.checkpoint_names(self.mirror) if self.mirror is not None else [])
         # Traces of commits, which may be lost by now, since an attempt began anew. Ray's file is written after one.
         begun = [(one.number, one.record) for one in self.attempts if one.record is not None and one.record.confirmed]
         anew = max((number for number, record in begun if record.base is None), default=0)
@@ -320,7 +325,7 @@ class RunDirectory:
             or any(number > anew for number, _ in begun)
             or any(event.attempt >= anew for event in events)
         )
-        if not has_committed and not any(_overlaps(folder, named) for folder in left):
+        if not has_committed and not any(map(is_named, left)):
             # Interrupted uploads, and folders that a person or the loop itself has made.
             left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) is None]
         if not left:
@@ -349,6 +354,13 @@ def refusal(why: str, outcome: Outcome = Outcome.INVALID) -> AttemptFailedError:
     return AttemptFailedError(why, outcome=outcome)
 
 
-def _overlaps(folder: str, names: Iterable[str]) -> bool:
-    """Whether a folder is, holds, or is part of one of those."""
-    return any(f"{folder}/".startswith(f"{name}/") or f"{name}/".startswith(f"{folder}/") for name in names)
+def _overlapping(names: Iterable[str]) -> Callable[[str], bool]:
+    """Return what tells whether a folder is, holds, or is part of one of those, of which there may be thousands."""
+    known = set(names)
+    holding = {folder for name in known for folder in _with_parents(name)}
+    return lambda folder: folder in holding or not known.isdisjoint(_with_parents(folder))
+
+
+def _with_parents(folder: str) -> list[str]:
+    """Return a folder after those that it is in."""
+    return list(itertools.accumulate(folder.split("/"), "{}/{}".format))

@@ -259,9 +259,11 @@ def test_a_copy_that_is_not_whole_is_no_first_commit_and_is_removed(
     with pytest.raises(AttemptFailedError, match=f"the copy of the checkpoint is not whole: {why}") as error:
         nights.start(wanted)
     assert (error.value.outcome, all_commits(store)) == (Outcome.STORAGE_ERROR, [])
-    assert len(RunDirectory(store).leftovers) == ("deleted" not in why)
+    left = RunDirectory(store).leftovers
+    assert len(left) == ("deleted" not in why)
     monkeypatch.undo()
     begun, _ = nights.start(wanted)
+    assert begun.point.checkpoint not in left, "written into what another copy left"
     assert loop_name(begun.point.checkpoint) == ("from-night-0" if "deleted" in why else "from-night-1")
     assert store.read(f"{begun.point.checkpoint}/model.pt") == b"weights of checkpoint_0"
 

@@ -183,6 +183,9 @@ def test_a_creation_or_deletion_whose_answer_was_lost_has_succeeded(run: RunStor
     run.create("taken", b"x")
     proxy.refuse("PreconditionFailed", status=412, when=Which(("PUT",)))  # which condition is not said
     assert not run.create("taken", b"y")
+    proxy.refuse("AccessDenied", status=403, when=Which(("DELETE",)))
+    with pytest.raises(StorageFaultError, match="credentials"):
+        run.delete_folder("")
 
 
 @on_s3
