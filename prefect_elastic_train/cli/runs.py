@@ -27,7 +27,6 @@ app = typer.Typer(help="Look at the runs of a storage, check them, and clean up.
 Answer = TypeVar("Answer")
 
 _THREADS = 16
-_DAY_SECONDS = 86400.0
 
 StorageArgument = Annotated[
     str, typer.Argument(help="Directory (./runs), URL (s3://…, ambient credentials) or saved block.", metavar="STORAGE")
@@ -120,7 +119,7 @@ def prune_runs(
     """
     with errors():
         opened = open_briefly(storage)
-        seconds = None if older_than is None else older_than * _DAY_SECONDS
+        seconds = None if older_than is None else older_than * 86400
         plans = _of_each(lambda run: plan_run(run, seconds), opened, _chosen(opened, runs))
         if wanted := [(plan.run, deletion) for plan in plans for deletion in plan.deletions]:
             rows = [[run, one.folder or "the whole run", size(one.size_bytes), one.reason] for run, one in wanted]

@@ -32,8 +32,6 @@ _FILES_AT_ONCE, _LARGE_FILES_AT_ONCE = 8, 2
 class ObjectRunStore(RunStore):
     """A run directory in an object store, at a path that begins with the bucket."""
 
-    has_folders = False
-
     def __init__(self, path: str, storage: Storage) -> None:
         super().__init__(path.strip("/"), storage.retries)
         self.storage = storage

@@ -44,9 +44,6 @@ class RunStore(abc.ABC):
         StorageFaultError: By all methods: the storage refuses, or was away for too long.
     """
 
-    #: Whether folders exist by themselves; else all that is below one is listed at once.
-    has_folders = True
-
     def __init__(self, path: str, retries: Retries) -> None:
         self.path = path
         self.retries = retries

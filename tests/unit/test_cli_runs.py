@@ -374,6 +374,7 @@ def test_a_run_without_any_commit_left_is_damaged_and_refused_and_not_pruned(sto
 def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one(storage: Storage, choice: str) -> None:
     store = _trained(storage, "mnist", "abcd")
     tear(store, "d/model.pt")
+    assert make_result(store, add_up(read_history(store))).checkpoint_uri == f"{store.uri}/c"
     wanted = claim(name="tuned", resume_from=f"mnist@{choice}").request
     source = choose_source(storage, wanted)
     assert source.folder == "c"
