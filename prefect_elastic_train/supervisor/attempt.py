@@ -232,7 +232,8 @@ class ChildDriver(Driver):
         code = self._wait(_LEAVE_SECONDS)
         if self._ended is not None or code == 0:
             return self._ended or self.lost_last_word()
-        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        names = {-one: f" ({one.name})" for one in signal.Signals}  # a real-time signal has none
+        how = f"signal {-code}{names.get(code, '')}" if code < 0 else f"exit code {code}"
         said = self.last_error() if code != -signal.SIGKILL else ""
         message = f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
         return self._cluster_lost() or self.lost(message)
@@ -249,8 +250,3 @@ class ChildDriver(Driver):
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait(timeout=10)
-
-
-def _signal_name(number: int) -> str:
-    names = {int(one): f"{number} ({one.name})" for one in signal.Signals}
-    return names.get(number, str(number))  # a real-time signal has none
