@@ -96,6 +96,7 @@ def test_a_night_starts_from_the_best_checkpoint_of_the_newest_completed_run(sto
     deployment = {"deployment_id": prefix}
     nights.add(f"{prefix}-1", scores=(0.9,), **deployment)
     nights.add(f"{prefix}-2", scores=(0.1, 0.7, 0.4), **deployment)
+    note_completed(storage, f"{prefix}-1")  # begun earlier, though it ended later
     source = storage.run(f"{prefix}-2")
     before = {name: source.file_sizes(name) for name in source.folders()}
     begun, notes = nights.start(nights.claim(f"{prefix}-3", **deployment))
