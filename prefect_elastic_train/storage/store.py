@@ -240,7 +240,7 @@ class LocalRunStore(RunStore):
 
     def _delete_folder(self, name: str) -> bool:
         path = self._root / name
-        if not path.is_dir():
+        if not path.is_dir() or path.is_symlink():  # as a run that was put on another disk may be
             return False
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():  # others may delete it, too, and a writer that was stopped may write into it still

@@ -194,6 +194,8 @@ def test_a_folder_is_deleted_that_somebody_still_writes_into_and_links_are_not_f
     monkeypatch.setattr(os, "rmdir", write_late)
     assert store.delete_folder("ckpt")
     assert _everything(store) == ["other"]
+    Path(store.path, "link").symlink_to(tmp_path / "outside")
+    assert not store.delete_folder("link")
     assert (tmp_path / "outside" / "precious").read_bytes() == b"x"
 
 
