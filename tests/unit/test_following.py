@@ -360,9 +360,13 @@ except KeyboardInterrupt:
 """
 
 
-def _ignores_hangup(pid: int) -> bool:
-    _, _, mask = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")
-    return bool(int(mask.split()[0], 16) & (1 << (signal.SIGHUP - 1)))
+_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _ignores_others(pid: int) -> bool:
+    """Whether a guard is on watch. Who runs the tests in the background has it ignore some of them from the start."""
+    ignored = int(Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0], 16)
+    return all(ignored & (1 << (number - 1)) for number in _OTHERS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -380,8 +384,8 @@ def test_a_flow_process_that_is_ended_leaves_nothing_running(tmp_path: Path, num
         try:
             _count(str(private), 5)
             [guard] = [one for one in psutil.Process(flow.pid).children() if str(flow.pid) in one.cmdline()]
-            wait_for(lambda: _ignores_hangup(guard.pid), 10, "the guard to be on watch")
-            for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            wait_for(lambda: _ignores_others(guard.pid), 10, "the guard to be on watch")
+            for other in _OTHERS:
                 guard.send_signal(other)  # what ends a flow must not end its guard
             flow.send_signal(number)
             wait_for(lambda: not marked_processes(str(private)), 20, "the end of all marked processes")
