@@ -142,7 +142,7 @@ def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[
     for rank, text in sorted(errors.items()):
         ranks.setdefault(_VARIABLE.sub("#", text), []).append(rank)
     texts, room = dict[str, str](), _MAX_ERRORS
-    for first, *_ in ranks.values():
+    for first, *_ in [*ranks.values()][: _MAX_ERRORS // _TINY]:
         texts[str(first)] = cut(errors[first], min(_MAX_ERROR, room))
         room = max(_TINY, room - len(texts[str(first)].encode()))
     return texts, {str(first): others for first, *others in ranks.values() if others}

@@ -55,6 +55,8 @@ def test_errors_are_of_a_bounded_size_with_beginning_and_end_and_no_rank_is_forg
     errors = {rank: "ghi"[rank // 400] * (rank % 400 + 1) + " " + "z" * 10_000 for rank in range(1000)}
     texts, also = ray_output.distinct(errors)
     assert sum(map(len, texts.values())) <= 400_000
+    thousands = ray_output.distinct({rank: chr(0x4E00 + rank) * 500 for rank in range(5000)})[0]
+    assert sum(len(text.encode()) for text in thousands.values()) <= 500_000, "an event has room for so much"
     assert sorted([*map(int, texts), *chain.from_iterable(also.values())]) == [*range(1000)]
 
 
