@@ -9,19 +9,9 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.support import processes
 from tests.support.clusters import ElasticCluster
 from tests.support.loops import LEARNING_RATE, jax_batch, jax_weights
-from tests.support.processes import (
-    FlowProcess,
-    Start,
-    assert_each_rank_knew_its_run,
-    commits,
-    generations,
-    read_ledger,
-    repeated,
-    steps_of,
-    wait_for,
-)
 
 STEPS, CHECKPOINT_EVERY = 60, 10
 
@@ -32,8 +22,10 @@ def _training(ledger: str, **more: Any) -> dict[str, Any]:
     return {"loop": "tests.support.loops:jax_loop", "framework": "jax", "config": config, **more}
 
 
-def _in_mid_training(flow: FlowProcess, ledger: str) -> None:
-    flow.wait_for(lambda: commits(flow.run) and max(steps_of(ledger)) >= 13, 120, "two workers and a commit")
+def _in_mid_training(flow: processes.FlowProcess, ledger: str) -> None:
+    flow.wait_for(
+        lambda: processes.commits(flow.run) and max(processes.steps_of(ledger)) >= 13, 120, "two workers and a commit"
+    )
 
 
 def _fit() -> tuple[list[float], dict[str, Any]]:
@@ -53,7 +45,7 @@ def _fit() -> tuple[list[float], dict[str, Any]]:
 def _assert_fits(ledger: str, result: dict[str, Any]) -> None:
     """Check loss of each step and final weights; of a step that was redone, what counts in the end."""
     losses, weights = _fit()
-    found = {line["step"]: line["loss"] for line in read_ledger(ledger) if line["rank"] == 0}
+    found = {line["step"]: line["loss"] for line in processes.read_ledger(ledger) if line["rank"] == 0}
     assert [found[step] for step in range(1, STEPS + 1)] == pytest.approx(losses, abs=1e-9)
     with np.load(f"{result['checkpoint_uri']}/weights.npz") as saved:
         for name, array in weights.items():
@@ -61,17 +53,17 @@ def _assert_fits(ledger: str, result: dict[str, Any]) -> None:
 
 
 def test_killed_coordinator_is_replaced_and_all_are_joined_again_with_the_same_weights_in_the_end(
-    start: Start, ledger: str
+    start: processes.Start, ledger: str
 ) -> None:
     flow = start(**_training(ledger, scaling={"min_workers": 2, "max_workers": 2}))
     _in_mid_training(flow, ledger)
-    psutil.Process(next(line["pid"] for line in read_ledger(ledger) if line["rank"] == 0)).kill()
+    psutil.Process(next(line["pid"] for line in processes.read_ledger(ledger) if line["rank"] == 0)).kill()
     result = flow.completed(180)
     assert (result["attempts"], result["worker_failures"]) == (1, 1)
-    assert [len(generations(ledger, rank)) for rank in (0, 1)] == [2, 2], "one process each, and one more"
-    assert repeated(steps_of(ledger)) <= CHECKPOINT_EVERY
-    assert {line["world"] for line in read_ledger(ledger)} == {2}
-    assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
+    assert [len(processes.generations(ledger, rank)) for rank in (0, 1)] == [2, 2], "one process each, and one more"
+    assert processes.repeated(processes.steps_of(ledger)) <= CHECKPOINT_EVERY
+    assert {line["world"] for line in processes.read_ledger(ledger)} == {2}
+    processes.assert_each_rank_knew_its_run(ledger, flow.run, flow.flow_run_id)
     _assert_fits(ledger, result)
 
 
@@ -84,15 +76,17 @@ def cluster() -> Iterator[ElasticCluster]:
 
 
 @pytest.mark.full
-def test_fewer_and_more_processes_fit_along_the_same_curve(start: Start, ledger: str, cluster: ElasticCluster) -> None:
+def test_fewer_and_more_processes_fit_along_the_same_curve(
+    start: processes.Start, ledger: str, cluster: ElasticCluster
+) -> None:
     cluster.add(num_cpus=1)
     cluster.add(num_cpus=1)
     often = {"resize_check_interval_seconds": 1, "stability_delay_seconds": 1}
     flow = start(**_training(ledger, scaling={"max_workers": 2, **often}, cluster=cluster.block))
     _in_mid_training(flow, ledger)
     # Not that of rank 0, which is the coordinator: its end is that of all.
-    cluster.remove(next(line["node"] for line in read_ledger(ledger) if line["rank"] == 1))
-    wait_for(lambda: any(line["world"] == 1 for line in read_ledger(ledger)), 60, "one worker")
+    cluster.remove(next(line["node"] for line in processes.read_ledger(ledger) if line["rank"] == 1))
+    processes.wait_for(lambda: any(line["world"] == 1 for line in processes.read_ledger(ledger)), 60, "one worker")
     cluster.add(num_cpus=1)
     result = flow.completed(180)
     assert [size["size"] for size in result["world_sizes"]] == [2, 1, 2]

@@ -63,9 +63,6 @@ def _beat(store: LocalRunStore, beat: int = 1, interval: float = 5.0) -> None:
     store.replace(layout.HEARTBEAT, encode(Heartbeat(attempt=1, beat=beat, interval_seconds=interval)))
 
 
-# whose run it is
-
-
 def test_the_first_attempt_is_number_one_and_starts_from_the_beginning(store: LocalRunStore) -> None:
     assert peek(RunDirectory(store), claim().request) is None
     assert (store.names(""), store.folders()) == ([], []), "a look has written something"
@@ -216,9 +213,6 @@ def test_a_run_that_two_flow_runs_create_at_once_is_one_of_theirs(store: LocalRu
     assert all_attempts(store) == [1]
 
 
-# what it trains
-
-
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_another_configuration_is_refused_with_the_differences(store: LocalRunStore, is_finished: bool) -> None:
     begin(store, claim(config={"lr": 0.1}))
@@ -259,9 +253,6 @@ def test_what_the_user_has_mistaken_is_said(store: LocalRunStore) -> None:
     assert _refused(store, claim(resume_from="base"), "did not start from 'base'").outcome is Outcome.INVALID
 
 
-# lost records
-
-
 def test_a_run_that_lost_its_record_keeps_its_creator_whoever_asks_for_it(store: LocalRunStore) -> None:
     begin(store, claim(config={"lr": 0.1}))
     run_id = _run(store).id
@@ -287,9 +278,6 @@ def test_a_run_whose_owner_cannot_be_read_any_more_is_taken_over_only_with_resum
         error = _refused(store, wanted, "a flow run whose name cannot be read any more")
         assert error.outcome is Outcome.INVALID
     assert begin(store, claim(resume=True)).point.checkpoint == "a"
-
-
-# budgets
 
 
 def test_restarts_are_counted_over_all_resumes_of_the_flow_run(store: LocalRunStore) -> None:
@@ -358,9 +346,6 @@ def test_an_attempt_that_gave_way_before_it_did_anything_does_not_count(store: L
     end_attempt(store, 2, "superseded")
     begun = begin(store, claim(driver_restarts=1))
     assert (begun.attempt, begun.counted) == (3, 2)
-
-
-# the heart
 
 
 def test_a_heart_goes_on_after_errors_of_the_storage_and_ends_when_it_is_fenced_off(store: LocalRunStore) -> None:

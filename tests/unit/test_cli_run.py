@@ -104,9 +104,6 @@ def test_workers_stand_in_for_those_of_the_scaling_and_a_bucket_has_ambient_cred
     assert (plan["storage"]["bucket_path"], plan["storage"]["access_key_id"]) == ("bucket/runs", "")
 
 
-# the config of the loop
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -164,9 +161,6 @@ def test_what_cannot_be_used_is_refused_with_what_is_allowed(project: Path, give
     with pytest.raises(ConfigurationError, match=rf"(?s)^(--set|config) .*{says}") as refused:
         loop_config(files, settings)
     assert str(refused.value).startswith((f"--set {given}", f"config {given}"))
-
-
-# resume
 
 
 def test_resume_waits_for_a_storage_less_than_trainings_do_and_says_in_one_line_that_it_is_away(

@@ -143,9 +143,6 @@ def _summaries(storage: Storage) -> dict[str, Any]:
     return {run["name"]: run for run in _json("list", storage.uri)["runs"]}
 
 
-# list
-
-
 def test_list_tells_of_each_run_where_it_stands(storage: Storage) -> None:
     _trained(storage, "alive", **_own_process())
     _end(_trained(storage, "done"))
@@ -266,9 +263,6 @@ def test_looking_at_a_directory_imports_neither_ray_nor_prefect(storage: Storage
     assert "mnist" in done.stdout
 
 
-# show
-
-
 def test_show_tells_all_about_a_run(storage: Storage) -> None:
     store = _trained(storage, "mnist", "ab", config={"lr": 0.1})
     _end(store, Outcome.DRIVER_LOST, "killed\nby somebody")
@@ -308,9 +302,6 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
         assert words in text
     assert "checkpoint b was dropped: 2 of 2 files are missing" in text
     assert re.search(r"c +2 +epoch=2 loss=0.3 +2 +3 B +latest, best", text)
-
-
-# verify
 
 
 def test_a_whole_run_is_told_to_be_whole_and_nothing_is_written(storage: Storage) -> None:
@@ -396,9 +387,6 @@ def test_all_who_ask_for_the_newest_checkpoint_find_the_one_before_a_damaged_one
     assert (found["whole"], found["commit"], found["checkpoint"]) == (True, "0001-000004", "c")
     with pytest.raises(AttemptFailedError, match="run 'mnist' has no checkpoint 'd', it has a, b, c"):
         choose_source(storage, claim(name="tuned", resume_from="mnist@d").request)
-
-
-# prune
 
 
 def test_prune_shows_what_goes_asks_and_deletes_that_only(storage: Storage) -> None:
@@ -585,9 +573,6 @@ def test_a_deletion_that_another_flow_run_stops_by_taking_over_is_finished_by_th
     assert "its deletion was cut short" in _done("prune", storage.uri, "--dry-run")
     _done("prune", storage.uri, "--yes")
     assert os.listdir(storage.uri) == []
-
-
-# an object store
 
 
 @pytest.fixture

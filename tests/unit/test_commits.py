@@ -20,16 +20,7 @@ from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_com
 from prefect_elastic_train.runs.resume import restore_snapshot
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
-from tests.unit.support import (
-    Training,
-    begin,
-    claim,
-    examples,
-    happening_before,
-    private_folder,
-    tear,
-    with_result,
-)
+from tests.unit import support
 
 on_a_disk = pytest.mark.parametrize("store", ["disk"], indirect=True)
 
@@ -41,11 +32,11 @@ def store(request: pytest.FixtureRequest, store: RunStore, memory: Storage) -> R
 
 
 def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
+    training = support.Training(store, support.begin(store).attempt)
     training.upload("a", {"model.pt": b"12345", "rank-1/optim.pt": b"12"})
     training.commit("a", {"loss": 0.5})
     training.upload("b", {"model.pt": b"1"})
-    data = json.dumps(with_result(training.snapshot, "b", {}), indent=3).encode()
+    data = json.dumps(support.with_result(training.snapshot, "b", {}), indent=3).encode()
     training.log.commit(data)
     newest = json.loads(store.read(layout.commit_name(1, 2)) or b"")
     assert newest["snapshot"] == json.loads(data)
@@ -55,7 +46,7 @@ def test_a_commit_holds_the_snapshot_and_the_files_of_its_checkpoints(store: Run
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null"])
 def test_a_torn_snapshot_is_refused_and_nothing_is_written(store: RunStore, data: bytes) -> None:
-    log = CommitLog(store, begin(store).attempt)
+    log = CommitLog(store, support.begin(store).attempt)
     with pytest.raises(ElasticTrainError, match=f"torn snapshot of {len(data)} bytes"):
         log.commit(data)
     assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([], None)
@@ -63,7 +54,7 @@ def test_a_torn_snapshot_is_refused_and_nothing_is_written(store: RunStore, data
 
 @pytest.mark.parametrize("name", ["b", physical_name("b", 1)])
 def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_written(store: RunStore, name: str) -> None:
-    training = Training(store, begin(store).attempt)
+    training = support.Training(store, support.begin(store).attempt)
     training.report("a")
     before = store.read(layout.SNAPSHOT)
     with pytest.raises(ElasticTrainError, match=f"checkpoint {name} is not in {store.uri}"):
@@ -72,10 +63,10 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_writte
 
 
 def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: RunStore) -> None:
-    old = Training(store, begin(store).attempt)
+    old = support.Training(store, support.begin(store).attempt)
     old.report("a")
     old.upload("b")
-    begin(store)
+    support.begin(store)
     before = store.read(layout.SNAPSHOT)
     with pytest.raises(FencedOffError, match=r"attempt 1 .* attempt 2 for flow run 'eager-otter' of flow 'nightly'"):
         old.commit("b")
@@ -84,12 +75,12 @@ def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: RunS
 
 @on_a_disk
 def test_a_commit_overtaken_while_it_is_written_counts_for_nothing(store: RunStore) -> None:
-    first = Training(store, begin(store).attempt)
+    first = support.Training(store, support.begin(store).attempt)
     first.report("a")
     before = store.read(layout.SNAPSHOT)
-    successor = AttemptRecord(attempt=2, owner=claim().request.owner, base=(1, 1))
+    successor = AttemptRecord(attempt=2, owner=support.claim().request.owner, base=(1, 1))
     overtake = partial(store.create, layout.attempt_name(2), encode(successor))
-    first.log = CommitLog(happening_before(store, f"create {layout.commit_name(1, 2)}", overtake), 1)
+    first.log = CommitLog(support.happening_before(store, f"create {layout.commit_name(1, 2)}", overtake), 1)
     first.upload("b")
     with pytest.raises(FencedOffError):
         first.commit("b")
@@ -103,15 +94,15 @@ def test_five_commits_of_an_attempt_are_kept_and_a_controller_that_starts_again_
     store: RunStore,
 ) -> None:
     for attempt in (1, 2):
-        assert begin(store).attempt == attempt
+        assert support.begin(store).attempt == attempt
         for number in range(7):
-            Training(store, attempt).report(f"checkpoint-{attempt}-{number}")
+            support.Training(store, attempt).report(f"checkpoint-{attempt}-{number}")
     assert all_commits(store) == [(attempt, sequence) for attempt in (1, 2) for sequence in range(3, 8)]
     assert len(json.loads(store.read(layout.commit_name(2, 7)) or b"")["manifest"]) == 14
 
 
 def test_a_manifest_says_what_was_committed_and_only_the_newest_is_listed_anew(store: RunStore) -> None:
-    training = Training(store, begin(store).attempt)
+    training = support.Training(store, support.begin(store).attempt)
     name = physical_name("a", 1)
     training.upload(name, {"model.pt": b"12345"})
     training.commit(name)
@@ -124,7 +115,7 @@ def test_a_manifest_says_what_was_committed_and_only_the_newest_is_listed_anew(s
 
 @pytest.mark.parametrize("loss", [math.nan, -math.inf])
 def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_are(store: RunStore, loss: float) -> None:
-    Training(store, begin(store).attempt).report("a", {"loss": loss})
+    support.Training(store, support.begin(store).attempt).report("a", {"loss": loss})
     point = RunDirectory(store).resume_point
     assert restore_snapshot(store, point) == [], "a snapshot that is right was found wrong"
     store.delete(layout.SNAPSHOT)
@@ -136,17 +127,17 @@ def test_metrics_that_json_has_no_word_for_are_committed_and_restored_as_they_ar
 def test_the_fence_lets_the_newest_attempt_pass_and_nobody_else(store: RunStore) -> None:
     assert newest_attempt(store) == 0
     check_fence(store, 0)
-    begin(store)
+    support.begin(store)
     check_fence(store, 1)
-    begin(store)
-    tear(store, layout.attempt_name(2))
+    support.begin(store)
+    support.tear(store, layout.attempt_name(2))
     check_fence(store, 2)
     with pytest.raises(FencedOffError, match="taken over by attempt 2; it stops here"):
         check_fence(store, 1)
 
 
 def test_an_attempt_that_a_mount_shows_late_is_waited_for(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin(store)
+    support.begin(store)
     monkeypatch.setattr(commits, "_SEEN_SECONDS", 0.5)
     looks = []
 
@@ -184,7 +175,7 @@ def histories(draw: st.DrawFn) -> list[tuple[tuple[int, int] | None, int]]:
     return attempts
 
 
-@examples(30)
+@support.examples(30)
 @given(history=histories())
 def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
     history: list[tuple[tuple[int, int] | None, int]],
@@ -197,10 +188,10 @@ def test_the_lineage_is_the_way_from_the_newest_attempt_back_over_the_bases(
         if base is None:
             break
         attempt, upto = base
-    with private_folder() as folder:
+    with support.private_folder() as folder:
         store = LocalRunStore(folder)
         for number, (base, commits) in enumerate(history, 1):
-            record = AttemptRecord(attempt=number, owner=claim().request.owner, base=base)
+            record = AttemptRecord(attempt=number, owner=support.claim().request.owner, base=base)
             store.create(layout.attempt_name(number), encode(record))
             for sequence in range(1, commits + 1):
                 Path(folder, layout.COMMITS).mkdir(parents=True, exist_ok=True)
