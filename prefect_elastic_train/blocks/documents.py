@@ -62,8 +62,7 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
         What was done to each document, in the order given.
 
     Raises:
-        ConfigurationError: There is no Prefect API; a name or a combination of blocks is not allowed; or secrets that
-            only the server has do not fit to what the code says.
+        ConfigurationError: There is no Prefect API, or a name or a combination of blocks is not allowed.
         httpx.HTTPError: The API does not answer, or refuses.
     """
     from prefect.client.orchestration import get_client
@@ -99,8 +98,8 @@ def difference(block: TrainingBlock, stored: Mapping[str, Any]) -> tuple[dict[st
     """
     kind, data = type(block), _data(block)
     secrets = kind.model_json_schema()["secret_fields"]
-    if not any(data[field] for field in secrets):
-        data |= {field: stored[field] for field in secrets if stored.get(field)}
+    kept = {} if any(data[field] for field in secrets) else {name: stored[name] for name in secrets if stored.get(name)}
+    data |= kept
     known = {field: stored[field] for field in data if field in stored}
     before = {**data, **known}
     with suppress(ValidationError):
@@ -112,6 +111,7 @@ def difference(block: TrainingBlock, stored: Mapping[str, Any]) -> tuple[dict[st
     ]
     # Their values are not shown: one may be a secret under a misspelt name.
     changes += [f"{field}: dropped" for field in stored if field not in data and field not in BOOKKEEPING]
+    changes += [f"{field}: kept, and used with what changes" for field in kept if changes]
     return data, tuple(map(without_credentials, changes))
 
 

@@ -57,6 +57,7 @@ ENVIRONMENT = {
         (RayCluster(address=JOINED, auth_token="sesame"), {"address": JOINED, "auth_token": "old"}, ["auth_token: ch"]),
         # Secrets that the code leaves empty are kept, all of them or none.
         (RayCluster(address=JOINED), {"address": JOINED, "auth_token": "sesame"}, []),
+        (RayCluster(address=JOINED), {"address": "auto", "auth_token": "sesame"}, ["address: ", "auth_token: kept"]),
         (S3Storage(**BUCKET), {**BUCKET, **KEYS}, []),
         (
             S3Storage(**BUCKET, access_key_id="AKIAPERMANENT", secret_access_key="newer"),
