@@ -18,12 +18,12 @@ import psutil
 
 from prefect_elastic_train.core.bounds import bounded_metrics
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
-from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.result import RunResult
-from prefect_elastic_train.driver.fit import connect, fit, fit_local_cluster, make_datasets, prepare
+from prefect_elastic_train.driver.fit import connect, fit_local_cluster, make_datasets, prepare
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
 from prefect_elastic_train.loop.context import RunContext
@@ -117,7 +117,14 @@ class Attempt:
         teller.doing("making the datasets")
         datasets = make_datasets(payload)
         teller.doing("")
-        fit(replace(spec, scaling=scaling), payload, datasets, self.store, context, self._receiver.receiving)
+        from prefect_elastic_train.elastic.controller import make_trainer
+
+        told, receiving = replace(spec, scaling=scaling), self._receiver.receiving
+        try:
+            trainer = make_trainer(told, payload, datasets, self.store, context, receiving)
+        except (TypeError, ValueError, DeprecationWarning) as error:
+            raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
+        trainer.fit()
         # The controller has sent all its events before fit() returned; let the last ones arrive.
         time.sleep(0.1)
         return self.complete()

@@ -1,4 +1,4 @@
-"""The driver's work with Ray: joining the cluster, the user's objects, and ``fit()``."""
+"""The driver's work with Ray before ``fit()``: joining the cluster, the user's objects, what they may ask for."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from typing import Any
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.request import DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic.sending import Receiving
-from prefect_elastic_train.loop.context import RunContext
-from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -129,24 +126,6 @@ def make_datasets(payload: Payload) -> dict[str, Any]:
         logger.error("the datasets could not be made", exc_info=True)
         message = f"the datasets could not be made: {type(error).__name__}: {error}"
         raise AttemptFailedError(message, outcome=Outcome.USER_ERROR) from error
-
-
-def fit(
-    spec: DriverSpec,
-    payload: Payload,
-    datasets: dict[str, Any],
-    store: RunStore,
-    context: RunContext,
-    receiving: Receiving,
-) -> None:
-    """Train until the loop has returned on all ranks; raises what Ray Train raises, or that it refuses to begin."""
-    from prefect_elastic_train.elastic.controller import make_trainer
-
-    try:
-        trainer = make_trainer(spec, payload, datasets, store, context, receiving)
-    except (TypeError, ValueError, DeprecationWarning) as error:
-        raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
-    trainer.fit()
 
 
 def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
