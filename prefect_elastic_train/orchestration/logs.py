@@ -19,8 +19,8 @@ from prefect_elastic_train.runs.layout import details_name
 _MAX_LINE = 8000
 #: Lines are counted for so many seconds, then anew.
 _WINDOW_SECONDS = 10.0
-#: Lines a second of rank 0, which is to be read in full.
-_IN_FULL = 1000.0
+#: Lines a second of rank 0, which is to be read in full, and of commits.
+_RATES = {"rank 0": 1000.0, "checkpoints": 1.0}
 
 
 class OutputLimits:
@@ -35,7 +35,7 @@ class OutputLimits:
 
     def lets_through(self, source: str) -> bool:
         """Whether the next line of a source, such as ``rank 3`` or ``driver``, is let through."""
-        rate = _IN_FULL if source == "rank 0" else self._rate
+        rate = _RATES.get(source, self._rate)
         share = "other ranks" if source.startswith(("rank ", "worker ")) and source != "rank 0" else source
         self._lines[share] += 1
         let = self._lines[share] <= max(1.0, rate * _WINDOW_SECONDS)

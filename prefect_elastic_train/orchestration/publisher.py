@@ -43,6 +43,8 @@ ARTIFACT_SECONDS = 5.0
 _TURN_SECONDS = 0.5
 #: Between updates in which nothing but the time has changed, and between drawings, which take up to a second each.
 _IDLE_SECONDS = 60.0
+#: Between updates of the progress.
+_PROGRESS_SECONDS = 30.0
 #: How long the last update may take.
 _CLOSE_SECONDS = 5.0
 _MAX_WAITING_EVENTS = 1000
@@ -222,7 +224,7 @@ class Publisher:
         self._changed = self._urgent = True
         self._artifacts: dict[str, uuid.UUID] = {}
         self._pictures: dict[str, str] = {}
-        self._next_drawing = self._written_at = float("-inf")
+        self._next_drawing = self._next_progress = self._written_at = float("-inf")
         self._in_trouble = self._abandoned = False
         self._closing = threading.Event()
         context = contextvars.copy_context()  # Prefect's settings and the run that events relate to
@@ -317,7 +319,8 @@ class Publisher:
             self._changed = self._urgent = False
         self._written_at, now = time.monotonic(), time.time()
         summary = summary_line(report, now)
-        if report.progress is not None:
+        if report.progress is not None and (ended or self._written_at >= self._next_progress):
+            self._next_progress = self._written_at + _PROGRESS_SECONDS
             self._put(client, "progress", round(100 * report.progress.fraction, 2), summary)
         if report.reports and (ended or self._written_at >= self._next_drawing):
             if ended:  # the words first: drawing may take longer than there is time

@@ -37,6 +37,8 @@ from tests.support.processes import wait_for
 
 @pytest.fixture(autouse=True)
 def _no_waits_so_far() -> None:
+    # The other parts of an upload that was refused, in a test before, may still wait in this process.
+    wait_for(lambda: waiting_since() is None, 30, "operations of other tests to end")
     take_waits()
 
 
