@@ -19,15 +19,19 @@ from prefect_elastic_train.runs.layout import details_name
 _MAX_LINE = 8000
 #: Lines are counted for so many seconds, then anew.
 _WINDOW_SECONDS = 10.0
-#: Lines a second of rank 0, which is to be read in full, and of commits.
-_RATES = {"rank 0": 1000.0, "checkpoints": 1.0}
+#: Lines a second of rank 0, which is to be read in full.
+_IN_FULL = 1000.0
+#: Commits that are told of in so many seconds.
+_COMMITS, _COMMITS_SECONDS = 100, 100.0
 
 
 class OutputLimits:
-    """Decides for each line: what each source may print on average over ten seconds, ranks other than 0 together."""
+    """Decides for each line: what each source may print on average over a window, ranks other than 0 together."""
 
-    def __init__(self, lines_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._clock = lines_per_second, clock
+    def __init__(
+        self, lines_per_second: float, clock: Callable[[], float] = time.monotonic, window: float = _WINDOW_SECONDS
+    ) -> None:
+        self._rate, self._clock, self._window = lines_per_second, clock, window
         self._begin()
 
     def _begin(self) -> None:
@@ -35,16 +39,16 @@ class OutputLimits:
 
     def lets_through(self, source: str) -> bool:
         """Whether the next line of a source, such as ``rank 3`` or ``driver``, is let through."""
-        rate = _RATES.get(source, self._rate)
+        rate = _IN_FULL if source == "rank 0" else self._rate
         share = "other ranks" if source.startswith(("rank ", "worker ")) and source != "rank 0" else source
         self._lines[share] += 1
-        let = self._lines[share] <= max(1.0, rate * _WINDOW_SECONDS)
+        let = self._lines[share] <= max(1.0, rate * self._window)
         self._left_out[source] += not let
         return let
 
     def notice(self, at_once: bool = False) -> str:
         """Count anew if it is time, and return what was left out, of five sources at most; empty if nothing was."""
-        if not at_once and self._clock() - self._began < _WINDOW_SECONDS:
+        if not at_once and self._clock() - self._began < self._window:
             return ""
         left_out = +self._left_out
         self._begin()
@@ -58,6 +62,7 @@ class RunLog(ev.EventHandler):
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
         self._logger, self._has_failed = logger, False
         self._limits = OutputLimits(lines_per_second)
+        self._commits = OutputLimits(_COMMITS / _COMMITS_SECONDS, window=_COMMITS_SECONDS)
         #: By node and process id, and by ":" and the latter alone, as Ray leaves out the address of the driver's node.
         self._ranks: dict[str, int] = {}
         self._attempt, self._run_uri = 0, ""
@@ -73,7 +78,7 @@ class RunLog(ev.EventHandler):
         if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(ray_output.DETAIL_TAG, "").strip():
             return
         who, rest = self._source(source, text)
-        if self._lets_through(who):
+        if self._lets_through(who, self._limits):
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
             self._say(DEBUG if detail else INFO, cut(f"[{tag}] {rest}", _MAX_LINE))
 
@@ -95,7 +100,8 @@ class RunLog(ev.EventHandler):
 
     def close(self) -> None:
         """Say how many lines were left out at the end."""
-        self._say(INFO, self._limits.notice(at_once=True))
+        for limits in (self._limits, self._commits):
+            self._say(INFO, limits.notice(at_once=True))
 
     def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
         cpus, gpus = event.resources.get("CPU", 0), event.resources.get("GPU", 0)
@@ -155,16 +161,16 @@ class RunLog(ev.EventHandler):
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         metrics = (f"{name}={one:{'.4g' if isinstance(one, float) else ''}}" for name, one in event.metrics.items())
         text = f"{loop_name(event.checkpoint)} is committed ({size(event.size_bytes)}): {cut(', '.join(metrics), 500)}"
-        if self._lets_through("checkpoints"):
+        if self._lets_through("checkpoints", self._commits):
             self._say(INFO, f"Checkpoint {text}")
 
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
             self._say(INFO, f"Nothing to train: {event.message}")
 
-    def _lets_through(self, source: str) -> bool:
-        self._say(INFO, self._limits.notice())
-        return self._limits.lets_through(source)
+    def _lets_through(self, source: str, limits: OutputLimits) -> bool:
+        self._say(INFO, limits.notice())
+        return limits.lets_through(source)
 
     def _say(self, level: int, text: str) -> None:
         """Write a text if there is one. That this cannot be done is said once, and harms nothing."""
