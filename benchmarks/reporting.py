@@ -389,7 +389,7 @@ def follow_simulated_run(settings: SideSettings) -> None:
             "alone": asdict(alone),
             "failing": asdict(states[1].since(states[0])),
             "steady": asdict(states[2].since(states[1])),
-            "smallest_gap": min(gaps, default=float("inf")),
+            "smallest_gap": min(gaps, default=0.0),
             "errors": publisher.errors,
         }
 
@@ -543,7 +543,7 @@ def show_throughput(samples: dict[tuple[str, str], list[float]]) -> list[str]:
 
 def show_supervisor(samples: Sequence[SupervisorSample], lines_per_second: float) -> list[str]:
     """Print the tables of the second part and give its lines against the limits."""
-    events = REPORTS_PER_SECOND + 2 * COMMITS_PER_SECOND
+    events = REPORTS_PER_SECOND + COMMITS_PER_SECOND
     print(
         f"Supervisor of {SIMULATED_WORKERS} simulated workers: {events} events and {lines_per_second:g} lines of "
         f"output a second; all workers fail each {FAILURE_SECONDS} s for {FAILING_SECONDS} s, then none.\n"

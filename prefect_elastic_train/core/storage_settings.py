@@ -58,18 +58,6 @@ def _url_of_a_store(value: str) -> str:
     return f"{protocol}://{path}"
 
 
-def _json_object(value: SecretStr) -> SecretStr:
-    text = value.get_secret_value().strip()
-    if text.strip("*"):  # masked ones are refused where they are used
-        try:
-            options = json.loads(text)
-        except ValueError:
-            options = None
-        if not isinstance(options, dict):
-            raise ValueError('expected a JSON object such as {"token": "…"}')
-    return value
-
-
 class _StorageSettings(SettingsModel):
     """What all storages have in common."""
 
@@ -149,10 +137,24 @@ class FsspecStorageSettings(_StorageSettings):
 
     url: Annotated[str, AfterValidator(_url_of_a_store)] = Field(title="URL")
     """URL below which runs are, such as gs://my-bucket/runs or abfs://container/runs."""
-    options: JsonDict = Field(default_factory=dict)
-    """Arguments of the fsspec filesystem that are no secrets, such as {"project": "my-project"}."""
-    secret_options: Annotated[SecretStr, AfterValidator(_json_object)] = SecretStr("")
-    """More arguments, as a JSON object, that nobody shall read. Empty: the ambient credentials."""
+    secret_options: SecretStr = SecretStr("")
+    """Arguments of the fsspec filesystem that nobody shall read, as a JSON object. Empty: the ambient credentials."""
+    options: JsonDict = Field(default_factory=dict, validate_default=True)
+    """More arguments, which are no secrets, such as {"project": "my-project"}."""
+
+    @field_validator("options")
+    @classmethod
+    def _secrets_are_json(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        # Not a check of the secret itself: of a flow's parameter pydantic would show what it refuses.
+        text = (info.data.get("secret_options") or SecretStr("")).get_secret_value().strip()
+        if text.strip("*"):  # masked ones are refused where they are used
+            try:
+                options = json.loads(text)
+            except ValueError:
+                options = None
+            if not isinstance(options, dict):
+                raise ValueError('secret_options: expected a JSON object such as {"token": "…"}')
+        return value
 
     @property
     def uri(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.checkpoint_names import loop_name
+from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import causes
 from prefect_elastic_train.report.accounts import Tally
@@ -182,7 +182,8 @@ class RunReport(BaseModel, ev.EventHandler):
         self.dashboard_url = f"http://{url}" if url and "://" not in url else url or self.dashboard_url
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
-        self._roll_back("" if event.inherited else event.checkpoint)  # with another run's none of its own is left
+        # With another run's, which no attempt of this one has written, none of its own is left.
+        self._roll_back("" if event.inherited or written_by(event.checkpoint) == 0 else event.checkpoint)
         self.run_uri, self.attempt, self.outcome = event.run_uri, event.attempt, ""
         self.started_from = event.started_from
         if event.inherited:  # the run has a checkpoint of another one, which its own have to beat

@@ -150,11 +150,20 @@ def test_a_refusal_says_what_is_allowed_and_shows_no_secret(
         assert "hush" not in message
 
 
-@pytest.mark.parametrize("half", ["secret_access_key", "session_token"])
-def test_half_of_the_keys_is_not_shown_where_the_block_is_a_flows_parameter(half: str) -> None:
-    parameters = create_model("Parameters", storage=(S3Storage, ...))
-    with pytest.raises(ValidationError, match="belong together") as refused:
-        parameters(storage={"bucket_path": "my-bucket/runs", half: "hush"})
+@pytest.mark.parametrize(
+    ("block", "address", "secret", "says"),
+    [
+        (S3Storage, {"bucket_path": "my-bucket/runs"}, "secret_access_key", "belong together"),
+        (S3Storage, {"bucket_path": "my-bucket/runs"}, "session_token", "belong together"),
+        (FsspecStorage, {"url": "gs://my-bucket/runs"}, "secret_options", "secret_options: expected a JSON object"),
+    ],
+)
+def test_a_secret_that_is_refused_is_not_shown_where_the_block_is_a_flows_parameter(
+    block: type[BaseModel], address: dict[str, str], secret: str, says: str
+) -> None:
+    parameters = create_model("Parameters", storage=(block, ...))
+    with pytest.raises(ValidationError, match=says) as refused:
+        parameters(storage={**address, secret: "hush"})
     assert "hush" not in str(refused.value.errors()), "which Prefect logs"
 
 

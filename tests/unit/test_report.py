@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.report.markdown import duration, headline, render, size, summary_line
 from prefect_elastic_train.report.markdown import number as in_words
@@ -250,6 +251,9 @@ def test_what_an_attempt_does_not_go_on_from_is_not_the_best(checkpoint: str, be
     assert [made.name for made in report.checkpoints] == ["a", "b", "c"][: "abc".find(checkpoint) + bool(checkpoint)]
     report.take(started(3, 60, checkpoint="another run's", inherited={"acc": -1}))
     assert ([made.name for made in report.checkpoints], report.best and report.best.name) == ([], "another run's")
+    report.take(committed(70, "d", acc=1))
+    report.take(started(4, 80, checkpoint=physical_name("copy", 0)))  # which was reported without metrics
+    assert (report.checkpoints, report.best) == ([], None)
 
 
 @pytest.mark.parametrize(
