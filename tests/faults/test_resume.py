@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
 from tests.support.clusters import RayHead
-from tests.support.deployments import SERVED, Deploy, Program, deployment_id, serve_flows
+from tests.support.deployments import DATABASE_SECONDS, SERVED, Deploy, Program, deployment_id, serve_flows
 from tests.support.loops import CHECKPOINT_EVERY, STEPS, is_right, train_config
 from tests.support.processes import (
     FlowProcess,
@@ -108,7 +108,7 @@ def test_killed_flow_process_of_a_deployment_is_resumed_by_the_automation(
     processes = run.processes()
     os.kill(run.flow_processes[0], signal.SIGKILL)
     wait_for(lambda: not alive(processes), 15, "all processes of the first one to end")
-    wait_for(lambda: len(run.flow_processes) == 2, 60, "the same flow run to begin again")
+    wait_for(lambda: len(run.flow_processes) == 2, 60 + DATABASE_SECONDS, "the same flow run to begin again")
     assert run.wait_for_end(120).type == StateType.COMPLETED
     assert len(attempts(run.folder)) == 2
     assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
@@ -121,7 +121,7 @@ def test_flow_that_dies_at_once_each_time_is_resumed_as_often_as_the_automation_
 ) -> None:
     resuming(2)
     run = deployed(DEPLOYMENT, die_at_once=True)
-    wait_for(lambda: len(run.flow_processes) == 3, 90, "two resumes")
+    wait_for(lambda: len(run.flow_processes) == 3, 90 + 2 * DATABASE_SECONDS, "two resumes")
     assert run.wait_for_end(30).type == StateType.CRASHED
     time.sleep(8)
     assert (run.state.type, len(run.flow_processes)) == (StateType.CRASHED, 3)

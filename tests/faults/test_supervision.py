@@ -34,7 +34,7 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.supervisor.runtime import Runtime
-from tests.support.deployments import SERVED, Deploy, Program
+from tests.support.deployments import DATABASE_SECONDS, SERVED, Deploy, Program
 from tests.support.processes import FlowProcess, Start, alive, free_port, prefect_server, wait_for
 from tests.support.reports import report_of, run_events
 from tests.support.scripted_driver import COMPLETED, Script, Step, ended
@@ -296,7 +296,7 @@ def _subflows(client: SyncPrefectClient, flow_run_id: UUID) -> list[Any]:
 def test_cancel_under_serve(deployed: Deploy, served: Program, tmp_path: Path, flow_name: str) -> None:
     script = Script(tmp_path, ["child", *ENDLESS])
     run = deployed(f"{flow_name}/{SERVED}", script=str(script.path))
-    wait_for(lambda: script.trained() > 2, 120, "steps")
+    wait_for(lambda: script.trained() > 2, 60 + DATABASE_SECONDS, "steps")
     processes = run.processes()
     assert len(processes) == 2
     run.propose(Cancelling())
@@ -358,7 +358,7 @@ def test_outage_of_the_prefect_api_does_not_disturb_training(tmp_path: Path) -> 
         with prefect_server(tmp_path / "server", port) as url:
             flow_process = FlowProcess(tmp_path / "flow", url, script=str(script.path))
             stack.callback(flow_process.close)
-            flow_process.wait_for(lambda: script.trained() > 2, 120, "steps")
+            flow_process.wait_for(lambda: script.trained() > 2, 60, "steps")
         flow_process.wait_for(lambda: script.trained() == 60, 30, "training to go on")
         time.sleep(3)
         with prefect_server(tmp_path / "server", port):

@@ -101,6 +101,10 @@ def deployment_id(client: SyncPrefectClient, name: str) -> UUID:
     return wait_for(found, 60, f"deployment {name}")  # type: ignore[return-value]
 
 
+#: So long Prefect's server holds a request when two of its writes meet in SQLite, whatever else the time is for.
+DATABASE_SECONDS = 60
+
+
 def end_of(client: SyncPrefectClient, flow_run_id: UUID, timeout: float) -> State:
     """Wait for the final state of a flow run."""
 
@@ -108,7 +112,8 @@ def end_of(client: SyncPrefectClient, flow_run_id: UUID, timeout: float) -> Stat
         state = client.read_flow_run(flow_run_id).state
         return state if state is not None and state.is_final() else None
 
-    return wait_for(ended, timeout, f"the end of flow run {flow_run_id}")  # type: ignore[return-value]
+    why = f"the end of flow run {flow_run_id}"
+    return wait_for(ended, timeout + DATABASE_SECONDS, why)  # type: ignore[return-value]
 
 
 def runs_of(client: SyncPrefectClient, deployment: UUID) -> list[FlowRun]:
