@@ -250,7 +250,11 @@ class LocalRunStore(RunStore):
 
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
         def copy_file(file: tuple[str, str]) -> None:
-            self.retries.call(f"write {file[1]}", lambda: _copy_synced(file[0], self._root / file[1]))
+            def copy() -> None:  # ranks may write files of one name at the same time: one of them stays, and whole
+                with _temporary(self._root / file[1], source=file[0]) as temporary:
+                    os.replace(temporary, self._root / file[1])
+
+            self.retries.call(f"write {file[1]}", copy)
 
         for_each(files, copy_file, _FILES_AT_ONCE)
         for folder in {(self._root / name).parent for _, name in files}:
@@ -278,31 +282,24 @@ def _files_below(folder: str) -> Iterator[str]:
 
 
 @contextmanager
-def _temporary(target: Path, data: bytes) -> Iterator[str]:
-    """Write a temporary file beside a target, which whoever is in the ``with`` puts in its place."""
+def _temporary(target: Path, data: bytes = b"", source: str = "") -> Iterator[str]:
+    """Write data or copy a file to a temporary one beside a target, which who is in the ``with`` puts in its place."""
     _make_folder(target.parent)
     handle, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
+            if source:
+                shutil.copyfile(source, temporary)
             file.write(data)
             file.flush()
+            with suppress(OSError):  # some mounts know no modes
+                os.fchmod(file.fileno(), os.stat(source).st_mode & 0o777 if source else 0o644)
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o644)
         yield temporary
-        _sync_folder(target.parent)
+        if not source:  # else once for all that are copied
+            _sync_folder(target.parent)
     finally:
         Path(temporary).unlink(missing_ok=True)
-
-
-def _copy_synced(source: str, target: Path) -> None:
-    """Copy a file over what an earlier try has left. After an error of the disk all of it is written anew."""
-    _make_folder(target.parent)
-    target.unlink(missing_ok=True)
-    shutil.copyfile(source, target)
-    with open(target, "rb+") as file:
-        with suppress(OSError):  # some mounts know no modes
-            os.fchmod(file.fileno(), os.stat(source).st_mode & 0o777)
-        os.fsync(file.fileno())
 
 
 def _make_folder(path: Path) -> None:

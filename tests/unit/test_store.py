@@ -16,7 +16,7 @@ import pytest
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+from prefect_elastic_train.storage.store import LocalRunStore, RunStore, for_each
 from tests.support.processes import wait_for
 from tests.unit.support import REPOSITORY
 
@@ -127,6 +127,16 @@ def test_a_passing_error_of_the_disk_is_absorbed_and_a_full_one_told_at_once(
         assert _everything(run) == ["ckpt", "ckpt/model.pt", "ckpt/other"], "a temporary file is left"
     else:
         assert not [name for name in _everything(run) if ".tmp-" in name]
+
+
+def test_files_of_one_name_that_ranks_write_at_one_time_are_one_whole(store: LocalRunStore, tmp_path: Path) -> None:
+    whole = [bytes([rank]) * 100_000 * (rank + 1) for rank in range(4)]
+    for rank, data in enumerate(whole):
+        (tmp_path / str(rank)).write_bytes(data)
+    for name in [f"c{number}/weights" for number in range(50)]:
+        for_each(range(4), lambda rank, name=name: store.upload(str(tmp_path / str(rank)), name), 4)
+        assert store.read(name) in whole
+    assert {one.name for one in Path(store.path).rglob("*") if one.is_file()} == {"weights"}
 
 
 def test_a_failed_replace_keeps_the_old_content(store: LocalRunStore, monkeypatch: pytest.MonkeyPatch) -> None:
