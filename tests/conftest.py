@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 
-# Neither a profile of whoever runs the tests nor what another session stores plays a part. Before Prefect is imported.
+# No profile of whoever runs the tests plays a part, and what a killed loop left ends with it. Before Prefect is imported.
 _run_home = os.environ["PREFECT_HOME"] if "PYTEST_XDIST_WORKER" in os.environ else None
-os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="prefect-home-", dir=_run_home)
+os.environ["PREFECT_HOME"] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t-", dir=_run_home)
 os.environ[SESSION_VARIABLE] = secrets.token_hex(8)
 os.environ.setdefault(RUN_VARIABLE, secrets.token_hex(8))
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
