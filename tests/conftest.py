@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 
-# No profile of whoever runs the tests plays a part, and what a killed loop left ends with it. Before Prefect is imported.
+# Neither a profile of whoever runs this plays a part nor is what a killed loop left kept. Before Prefect is imported.
 _run_home = os.environ["PREFECT_HOME"] if "PYTEST_XDIST_WORKER" in os.environ else None
 os.environ["PREFECT_HOME"] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t-", dir=_run_home)
 os.environ[SESSION_VARIABLE] = secrets.token_hex(8)
