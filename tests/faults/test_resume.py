@@ -49,10 +49,10 @@ def _command(*arguments: str) -> Result:
 def resuming(served: Program, client: SyncPrefectClient) -> Iterator[Resuming]:
     """Creates the automations for the served deployment, and deletes them."""
 
-    def create(max_resumes: int, heartbeat_timeout: int = 600) -> None:
-        deployment_id(client, DEPLOYMENT)
+    def create(max_resumes: int, heartbeat_timeout: int = 600, deployment: str = DEPLOYMENT) -> None:
+        deployment_id(client, deployment)
         bounds = (f"--max-resumes={max_resumes}", f"--heartbeat-timeout={heartbeat_timeout}")
-        done = _command("automations", "create", DEPLOYMENT, *bounds)
+        done = _command("automations", "create", deployment, *bounds)
         assert done.exit_code == 0, done.stderr
         time.sleep(2)  # a server takes up to a second to load them
 
@@ -182,24 +182,24 @@ def test_automations_are_created_once_updated_and_deleted(served: Program, clien
 
 @pytest.mark.full
 def test_runner_and_flow_process_killed_together_are_resumed(
-    deployed: Deploy, api_url: str, ledger: str, head: RayHead, tmp_path: Path, resuming: Resuming, served: Program
+    deployed: Deploy, api_url: str, ledger: str, head: RayHead, tmp_path: Path, resuming: Resuming
 ) -> None:
-    served.close()  # a deployment's runs are spread over its runners, and there shall be one
-    runner = serve_flows(tmp_path / "runner", api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
+    runner = serve_flows(tmp_path / "runner", api_url, "killed", PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
     other = None
     try:
-        resuming(3, 60)
-        run = deployed(DEPLOYMENT, config=train_config(ledger, sleep=1.5), cluster=head.block)
+        resuming(3, 60, "fault test/killed")
+        run = deployed("fault test/killed", config=train_config(ledger, sleep=1.5), cluster=head.block)
         wait_for(lambda: len(read_ledger(ledger)) >= 22, 120, "33 s of training, with two heartbeats")
         processes = run.processes()
         for victim in (runner.process.pid, run.flow_processes[0]):
             os.kill(victim, signal.SIGKILL)
         wait_for(lambda: not alive(processes), 15, "all processes of the run to end")
-        other = serve_flows(tmp_path / "other", api_url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
+        other = serve_flows(tmp_path / "other", api_url, "killed", PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
         wait_for(lambda: len(run.flow_processes) == 2, 240, "the same flow run to begin again")
         assert run.wait_for_end(240).type == StateType.COMPLETED
         assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
     finally:
+        _command("automations", "delete", "fault test/killed")
         runner.close()
         if other is not None:
             other.close()
