@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -21,6 +21,9 @@ from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.pruning import RunChangedError, carry_out, plan_run
 from prefect_elastic_train.runs.snapshots import latest_checkpoint, reported
 from prefect_elastic_train.storage.opening import Storage
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.runs.samples import SampleCheck
 
 app = typer.Typer(help="Look at the runs of a storage, check them, and clean up.", no_args_is_help=True)
 
@@ -81,16 +84,27 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
 
 
 @app.command("verify")
-def verify_runs(storage: StorageArgument, runs: RunArguments = None, as_json: Json = False) -> None:
+def verify_runs(
+    storage: StorageArgument,
+    runs: RunArguments = None,
+    as_json: Json = False,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Also whether each step saw exactly its samples; of loops with a session.")
+    ] = False,
+) -> None:
     """Check checkpoints and records, and say what a resume would do. Writes nothing.
 
-    Exit code 1 if anything that a resume needs is damaged.
+    Exit code 1 if anything that a resume needs is damaged, or samples were left out or seen twice.
     """
     with errors():
         opened = open_briefly(storage)
-        found = _of_each(verify, opened, _chosen(opened, runs))
+        names = _chosen(opened, runs)
+        found = _of_each(verify, opened, names)
+        seen = _check_samples(opened, names) if samples else {}
     if as_json:
-        _print_json({"storage": opened.uri, "runs": [one.model_dump(mode="json") for one in found]})
+        ledgers = {name: {"samples": check.model_dump(mode="json")} for name, check in seen.items()}
+        each = [one.model_dump(mode="json") | ledgers.get(one.name, {}) for one in found]
+        _print_json({"storage": opened.uri, "runs": each})
     elif not found:
         _say(f"no runs in {opened.uri}")
     else:
@@ -98,7 +112,8 @@ def verify_runs(storage: StorageArgument, runs: RunArguments = None, as_json: Js
             _say(f"{one.name}: {'whole' if one.whole else 'DAMAGED'}", f"  a resume {one.resume}")
             _say(*(f"    it would say: {repair}" for repair in one.repairs))
             _say(*(f"  left over: {folder} ({size(size_bytes)})" for folder, size_bytes in one.leftovers.items()))
-    if not all(one.whole for one in found):
+            _say(*(f"  {check.words}" for check in [seen.get(one.name)] if check is not None))
+    if not all(one.whole for one in found) or any(check.wrong or not check.exact for check in seen.values()):
         raise typer.Exit(1)
 
 
@@ -152,6 +167,12 @@ def _of_each(look: Callable[[RunDirectory], Answer | None], storage: Storage, na
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-look") as pool:
         found = pool.map(lambda name: look(RunDirectory(storage.run(name))), names)
         return [one for one in found if one is not None]
+
+
+def _check_samples(storage: Storage, names: Sequence[str]) -> dict[str, SampleCheck]:
+    from prefect_elastic_train.runs.samples import check_samples  # which needs numpy
+
+    return {check.name: check for check in _of_each(check_samples, storage, names)}
 
 
 def _summary(run: RunDirectory) -> RunSummary | None:

@@ -110,6 +110,12 @@ class LoopWarned(Event):
     checkpoint: str = ""
 
 
+class SavesPlanned(Event):
+    """How often the loop saves, if that has changed, and why; in words."""
+
+    words: str
+
+
 class WorkerGroupResized(Event):
     """A healthy group goes down for another size, right after a ``"commit"`` or, as none came, by ``"patience"``."""
 

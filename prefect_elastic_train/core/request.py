@@ -68,6 +68,7 @@ class DriverSpec:
         sys_path: Where the user's modules are found.
         local_address: Address of the local cluster, which may not be up yet; empty when joining one.
         previous_end: How the attempt before ended, as far as this supervisor has seen it.
+        ends_at: When the training's time is over, in seconds since the epoch; 0: never.
     """
 
     request: RunRequest
@@ -81,6 +82,7 @@ class DriverSpec:
     sys_path: list[str] = field(default_factory=list)
     local_address: str = ""
     previous_end: str = ""
+    ends_at: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from prefect_elastic_train.driver.fit import connect, fit_local_cluster, make_da
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
 from prefect_elastic_train.loop.context import RunContext
+from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
@@ -61,6 +62,7 @@ class Attempt:
         self._score = spec.checkpoints.score_attribute
         self._heartbeat: HeartbeatWriter | None = None
         self._receiver: EventReceiver | None = None
+        self._past = Tally()  # of the attempts before
 
     def run(self) -> AttemptEnded:
         """Run the attempt until the loop has returned; raises whatever ends it otherwise."""
@@ -113,6 +115,9 @@ class Attempt:
             flow_name=owner.flow_name,
             deployment_id=owner.deployment_id,
             deployment_name=owner.deployment_name,
+            failures=begun.attempt - 1 + self._past.worker_failures + self._past.preemptions,
+            trained_seconds=self._past.account().productive_seconds,
+            ends_at=spec.ends_at,
         )
         teller.doing("making the datasets")
         datasets = make_datasets(payload)
@@ -149,7 +154,7 @@ class Attempt:
         self.teller.history = HistoryWriter(impatient, begun.attempt)
         self._receiver = EventReceiver(self.teller.emit)
         if begun.attempt > 1:
-            self.teller.recall(self.spec)
+            self._past = self.teller.recall(self.spec)
         commit = begun.point.commit
         self.teller.emit(
             AttemptStarted(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import whole_lines
@@ -23,6 +23,9 @@ from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.storage.store import RunStore
+
+if TYPE_CHECKING:
+    from prefect_elastic_train.report.accounts import Tally
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -203,7 +206,7 @@ class AttemptTeller:
         except OSError as error:
             logger.warning("could not write the details of what failed: %s", error)
 
-    def recall(self, spec: DriverSpec) -> None:
+    def recall(self, spec: DriverSpec) -> Tally:
         """Send a supervisor what it may not have seen: what the history adds up to. Not at any price."""
         from prefect_elastic_train.report.run_report import RunReport
 
@@ -221,6 +224,7 @@ class AttemptTeller:
             self.emit(ev.RunRecalled(report=report.model_dump(mode="json")))
         except Exception as error:  # noqa: BLE001 - a report is no reason to end a training
             logger.warning("the history cannot be read; the run's report begins anew: %s", error)
+        return report.tally
 
     def _show_life(self) -> None:
         while not self._closed.wait(ev.ALIVE_SECONDS):

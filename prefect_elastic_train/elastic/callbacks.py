@@ -25,11 +25,11 @@ from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_act
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import bounded_metrics, plain_metrics
-from prefect_elastic_train.core.checkpoint_names import loop_name
+from prefect_elastic_train.core.checkpoint_names import age_of, loop_name
 from prefect_elastic_train.core.events import ALIVE_SECONDS
 from prefect_elastic_train.core.ray_output import distinct, mark_told
 from prefect_elastic_train.core.settings import FailureSettings
-from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_waits_and_stall, why_never_again
+from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_news, why_never_again
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.model import SEED_COMMIT, RunDirectory
@@ -55,6 +55,11 @@ def current() -> RunCallback:
     return _current
 
 
+def failures_so_far() -> int:
+    """Return how often worker groups have failed in this controller process."""
+    return _current.group_failures if _current is not None else 0
+
+
 def _never_raises(method: Callable[..., Any]) -> Callable[..., Any]:
     """Count and log what a callback raises, and go on."""
 
@@ -76,6 +81,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     Attributes:
         errors: Exceptions that this callback has passed over.
+        group_failures: How often a worker group has failed, or lost a node.
         start_failure: Why the last worker group did not start, until the scaling policy has taken that in.
         counted_on: Nodes that the size of the next worker group was decided from.
         checkpoint: What a restart now would begin from, empty for nothing.
@@ -93,7 +99,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._failures: dict[int, Exception] = {}  # of the ranks in the last poll, for the decision that follows
         self._has_committed = False
         self._reports_since_checkpoint = 0
-        self.errors = 0
+        self.errors = self.group_failures = 0
         self.start_failure: Exception | None = None
         self.counted_on: frozenset[str] = frozenset()
         self.checkpoint = ""
@@ -197,17 +203,21 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self.tell(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
-        self.checkpoint, self._has_committed = name, True
+        self.checkpoint = name
         self._reports_since_checkpoint = 0
         size = 0
         with suppress(Exception):  # the commit is told all the same
             size = sum((self._store.file_sizes(name) or {}).values())
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
-        answers = ask(self._workers, take_waits_and_stall, _ANSWER_SECONDS).values()
-        self._tell_waits("ranks", [waits for waits, _ in answers])
-        stalled = max((stalled for _, stalled in answers), default=0.0)
+        answers = ask(self._workers, take_news, _ANSWER_SECONDS)
+        _, _, plan, passed = answers.get(0, (None, 0.0, "", 0))
+        self._has_committed = age_of(name)[2] > passed or not passed
+        self._tell_waits("ranks", [waits for waits, *_ in answers.values()])
+        stalled = max((stalled for _, stalled, *_ in answers.values()), default=0.0)
         if stalled >= 0.01:
             self.tell(ev.CheckpointStalled(seconds=round(stalled, 3)))
+        if plan:
+            self.tell(ev.SavesPlanned(words=plan))
 
     @_never_raises
     def after_controller_finish(self, result: Any) -> None:
@@ -255,6 +265,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         failures, self._failures = self._failures, {}
         if not failures and not self.is_draining:
             return
+        self.group_failures += 1
         is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
         errors, also = distinct({rank: _text(failure) for rank, failure in failures.items()})
         event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed

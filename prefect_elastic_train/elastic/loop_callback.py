@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
 
 from prefect_elastic_train.core.ray_output import silence_ray_train
-from prefect_elastic_train.elastic import loop_watch
+from prefect_elastic_train.elastic import callbacks, loop_watch
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
+from prefect_elastic_train.elastic.holding import hold_after_report, saw_checkpoint
 from prefect_elastic_train.loop.context import RunContext, enter_run
-from prefect_elastic_train.loop.notice import hold_after_report, saw_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,15 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._group = 0
+        self._group = self._counted = 0
         self._reporting = 0  # the thread of the loop while it reports
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Count the worker groups in the controller; the workers are sent a copy of this callback next."""
+        """Count worker groups and failures in the controller; the workers are sent a copy of this callback next."""
         self._group += 1
+        failures = callbacks.failures_so_far() - self._counted
+        self._counted += failures
+        self._context = replace(self._context, failures=self._context.failures + failures)
         return {}
 
     def after_init_train_context(self) -> None:

@@ -28,6 +28,8 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.core.outcomes import StorageFaultError
+from prefect_elastic_train.elastic.holding import last_report_before_notice
+from prefect_elastic_train.loop.cadence import PRIOR_SECONDS
 from prefect_elastic_train.storage.retries import Waits, take_waits
 
 #: How long the ranks may take to say what their loops have asked for, and where those hang.
@@ -82,6 +84,8 @@ class LoopState:
     opened: bool = False
     #: Seconds that it has stood still for its own since that was asked last.
     stalled: float = 0.0
+    #: The interval of its saves that was told last.
+    interval: float = 0.0
 
 
 #: Of this worker process, which Ray starts for one loop.
@@ -107,19 +111,48 @@ def has_opened() -> bool:
     return state.opened
 
 
-def take_waits_and_stall() -> tuple[Waits, float]:
-    """Return what this worker has waited for since this was asked last: for the storage, and for checkpoints."""
+def take_news() -> tuple[Waits, float, str, int]:
+    """Return what this worker has waited for since this was asked last, how often it saves if that is new.
+
+    And the last report that a restart does not wait for.
+    """
     stalled, state.stalled = state.stalled, 0.0
-    return take_waits(), stalled
+    return take_waits(), stalled, _new_plan(), last_report_before_notice()
 
 
 def stacks() -> str:
-    """Return the stacks of all threads but this one."""
+    """Return how far this worker's session is, if it has one, and the stacks of all threads but this one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
+    threads = (
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
+    )
+    session = _session()
+    where = f"session.step() was called up to step {session.done} of {session.end}" if session is not None else ""
+    return "\n".join(filter(None, [where, *threads]))
+
+
+def _session() -> Any:
+    """Return the session of this worker's loop, None without; what the loop does not use is not imported."""
+    return getattr(sys.modules.get("prefect_elastic_train.loop.training_session"), "current", None)
+
+
+def _new_plan() -> str:
+    """Return how often the loop's session saves, empty without one and if it is as it was told before."""
+    if (session := _session()) is None:
+        return ""
+    cadence = session.cadence
+    interval = cadence.steps or cadence.interval()
+    if abs(interval - state.interval) <= 0.25 * state.interval:
+        return ""
+    state.interval = interval
+    if cadence.steps or cadence.seconds:
+        return f"each {interval:g} {'steps' if cadence.steps else 's'}, as asked for"
+    return (
+        f"each {interval:.0f} s: a save blocks {cadence.blocked:.2g} s, takes {cadence.background:.2g} s beside the "
+        f"steps, and a failure is expected each {cadence.between_failures() / 60:,.0f} min ({cadence.failures} in "
+        f"{cadence.trained() / 60:,.0f} min so far; before any, one in {PRIOR_SECONDS / 3600:.0f} h)"
     )
 
 
@@ -205,7 +238,7 @@ class LoopWatch:
             f"the loop began again{f' at {_in_words(here)}' if here else ''} although the checkpoint"
             f"{f' of {_in_words(self._before)}' if self._before else ''} is there ({self._checkpoint}): it never read "
             "what ray.train.get_checkpoint() returns. Restore model, optimizer and step from that before the loop's "
-            "first step; what it had done is done again"
+            "first step, as prefect_elastic_train.loop.session does; what it had done is done again"
         )
         self._tell(LoopWarned(problem="checkpoint-ignored", message=message, checkpoint=self._checkpoint))
         return WorkerGroupError(message, {0: IgnoredCheckpointError(message)}) if self._fails else None
@@ -219,7 +252,8 @@ class LoopWatch:
         message = (
             f"the loop has reported {self._reports} times in {seconds:.0f} s and never with a checkpoint: "
             "whatever ends the workers begins the training from the beginning. Save with "
-            "ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(…))"
+            "ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(…)), or train in a "
+            "prefect_elastic_train.loop.session, which does"
         )
         self._tell(LoopWarned(problem="no-checkpoint", message=message))
 

@@ -13,19 +13,18 @@ class RunContext:
 
     Attributes:
         run_name: Name of the run.
-        run_id: 32 lower-case hexadecimal digits that stay over restarts of workers and drivers, over retries of the
-            flow run and over resumes by other flow runs. A run of the same name in another storage, or one that was
-            begun anew after the old one was deleted, has others, and so has a run that starts from another's
-            checkpoint (``resume_from``).
-        attempt: Number of the driver's attempt in the run directory, from 1. It grows with each new driver and stays
-            while workers are restarted, so it belongs in no id; good for telling apart what restarts have written.
-        storage_uri: The storage, without credentials.
-        run_uri: The run directory in it.
-        flow_run_id: The flow run that the attempt works for, of a subflow the root's, as that one stays over retries;
-            empty outside of a flow.
-        flow_name: Name of that flow run's flow.
-        deployment_id: The deployment that it is a run of; empty without.
-        deployment_name: Name of that; empty also if the Prefect API did not answer when the training was started.
+        run_id: 32 lower-case hexadecimal digits that stay over restarts, retries and resumes, also by other flow runs.
+            A run in another storage, one that was begun anew after the old one was deleted, and one that starts from
+            another's checkpoint (``resume_from``) have others.
+        attempt: Number of the driver's attempt, from 1. It grows with each new driver, so it belongs in no id.
+        storage_uri, run_uri: The storage, without credentials, and the run directory in it.
+        flow_run_id, flow_name: The flow run that the attempt works for, of a subflow the root's, as that one stays over
+            retries, and its flow; empty outside of a flow.
+        deployment_id, deployment_name: The deployment that it is a run of; the name is empty also if the Prefect API
+            did not answer when the training was started.
+        failures: How often workers, nodes and drivers of the run had failed when this worker started.
+        trained_seconds: How long the run had trained when the attempt began.
+        ends_at: When ``timeout_seconds`` are over, in seconds since the epoch; 0 without.
     """
 
     run_name: str
@@ -37,47 +36,36 @@ class RunContext:
     flow_name: str = ""
     deployment_id: str = ""
     deployment_name: str = ""
+    failures: int = 0
+    trained_seconds: float = 0.0
+    ends_at: float = 0.0
 
 
 #: Of this worker process, which works for one training; None outside of one.
-_current: RunContext | None = None
+current: RunContext | None = None
 
 
 def run_context() -> RunContext:
-    """Return which training this worker works for; the same on all ranks.
+    """Return which training this worker works for; the same on all ranks, and nothing is asked or waited for.
 
-    Returns:
-        The names and ids, made when the attempt began: nothing is asked or waited for.
+    ``wandb.init(project="mnist", id=run_context().run_id, resume="allow")``, on one rank, for instance.
 
     Raises:
         RuntimeError: This process is no worker of a training that ``elastic_train`` has started, or it is one of the
             processes that Ray Data and validation functions run in: hand those what they need.
-
-    Example:
-        ::
-
-            import ray.train
-            import wandb
-
-            if ray.train.get_context().get_world_rank() == 0:
-                wandb.init(project="mnist", id=run_context().run_id, resume="allow")
     """
-    if _current is None:
+    if current is None:
         raise RuntimeError(
             "run_context() was called outside of a training: it knows the run only inside the train loop of "
             "elastic_train. To try a loop out without one, call it within `with use_run_context(RunContext(...)):`"
         )
-    return _current
+    return current
 
 
 @contextmanager
 def use_run_context(context: RunContext) -> Iterator[None]:
-    """Let :func:`run_context` return this in the process, for tests of train loops and for plain Ray Train.
-
-    Args:
-        context: What it returns until the ``with`` ends.
-    """
-    before = _current
+    """Let :func:`run_context` return this until the ``with`` ends, for tests of loops and for plain Ray Train."""
+    before = current
     enter_run(context)
     try:
         yield
@@ -87,5 +75,5 @@ def use_run_context(context: RunContext) -> Iterator[None]:
 
 def enter_run(context: RunContext | None) -> None:
     """Let :func:`run_context` return this in the process from now on."""
-    global _current
-    _current = context
+    global current
+    current = context

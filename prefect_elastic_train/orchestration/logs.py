@@ -124,6 +124,9 @@ class RunLog(ev.EventHandler):
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
         self._say(WARNING, event.message[:1].upper() + event.message[1:])
 
+    def on_saves_planned(self, event: ev.SavesPlanned) -> None:
+        self._say(INFO, f"The loop saves {event.words}")
+
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         lost = f"; {event.reports_lost} reports since the last checkpoint are done again" if event.reports_lost else ""
         waited = f"{event.waited_seconds:.0f} s after the decision ({event.reason})"

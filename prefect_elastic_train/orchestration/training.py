@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from uuid import UUID
 
@@ -224,7 +224,9 @@ class Training:
     def _driver_spec(self) -> DriverSpec:
         name, publisher = self.request.run_name, self._publisher
         try:
-            return driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
+            spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
+            left = self.timeout_seconds and self.timeout_seconds - (time.monotonic() - self._asked_at)
+            return replace(spec, ends_at=time.time() + left if left else 0.0)
         except ConfigurationError:
             raise
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
-from prefect_elastic_train.report.run_report import COUNTERS, TOTALS, Incident, RunReport
+from prefect_elastic_train.report.run_report import COUNTERS, PACED, TOTALS, Incident, RunReport
 
 #: What wall time goes into: the field of the account, and its name for people.
 _TIME_PARTS: Sequence[tuple[str, str]] = (
@@ -54,7 +54,8 @@ def _sections(report: RunReport, now: float, pictures: Mapping[str, str]) -> Ite
     incidents = [_incident(incident, now) for incident in reversed(report.incidents)] or ["Nothing yet."]
     yield "### What happened\n\n" + "\n".join(incidents)
     yield f"### Where the time went\n\n{_time(report.tally.account(now if report.is_live else None))}"
-    yield f"### Checkpoints\n\n{_checkpoints(report, now)}"
+    saves = f"The loop saves {plain(report.saves)}.\n\n" if report.saves else ""
+    yield f"### Checkpoints\n\n{saves}{_checkpoints(report, now)}"
     yield f"### Where\n\n{_places(report)}"
     yield f"Written {clock(now)} UTC. Times are UTC."
 
@@ -66,9 +67,14 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         yield f"attempt {report.attempt}"
     progress, tally = report.progress, report.tally
     if progress is not None and progress.remaining_seconds is not None and report.state == "training":
-        yield f"about {duration(progress.remaining_seconds)} left"
+        left = progress.remaining_seconds
+        yield f"about {duration(left)} left, until {clock(report.last_event_at + left, now)} UTC"
+    if report.state == "training":
+        rates = [(name, report.rates[name]) for name in PACED if name in report.rates]
+        paced = [(f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", name.replace("_", " ")) for name, rate in rates]
+        yield from (f"{rate} {name.rstrip('s')}s a second" for rate, name in paced)
     told_by_progress = {"progress", *COUNTERS} if progress is not None else set()
-    if metrics := metrics_in_words(report.metrics, 4, leave_out=TOTALS | told_by_progress):
+    if metrics := metrics_in_words(report.metrics, 4, leave_out=TOTALS | told_by_progress | {"samples"}):
         yield metrics
     if report.checkpoints:
         age = now - report.checkpoints[-1].at

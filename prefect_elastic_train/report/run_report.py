@@ -35,7 +35,9 @@ COUNTERS: Mapping[str, list[str]] = {
     for counter in ("global_step", "iteration", "step", "epoch")
 }
 TOTALS = frozenset(chain.from_iterable(COUNTERS.values()))
-_NO_CURVE = {"progress", *COUNTERS, *TOTALS}
+#: What is counted of the way without a total.
+PACED = ("samples", *(counter for counter in COUNTERS if counter != "epoch"))
+_NO_CURVE = {"progress", "samples", *COUNTERS, *TOTALS}
 
 #: How a training ended that the flow has seen end so, unless its driver knows better.
 _OUTCOMES = {
@@ -123,9 +125,13 @@ class RunReport(BaseModel, ev.EventHandler):
     driver_restarts: int = 0
     reports: int = 0
     metrics: dict[str, Any] = Field(default_factory=dict)
-    #: How far the training is, if the loop tells; and when it did first since the last restart, with the fraction.
+    #: How far the training is, if the loop tells; and what it counted, and when, first since the last restart.
     progress: Progress | None = None
-    paced_from: tuple[float, float] | None = None
+    paced_from: tuple[float, dict[str, float]] | None = None
+    #: What the loop counts of its way, a second, since then.
+    rates: dict[str, float] = Field(default_factory=dict)
+    #: How often the loop saves, and why.
+    saves: str = ""
     last_event_at: float = 0.0
     tally: Tally = Field(default_factory=Tally)
     incidents: list[Incident] = Field(default_factory=list)
@@ -241,7 +247,7 @@ class RunReport(BaseModel, ev.EventHandler):
         self._set_state("waiting for capacity", why)
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        self.paced_from = None
+        self.paced_from, self.rates = None, {}
         self._set_world(event.at, event.world_size)
         self._set_state("training")
 
@@ -278,6 +284,9 @@ class RunReport(BaseModel, ev.EventHandler):
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
         self._tell(event.at, "loop", f"the loop: {event.problem.replace('-', ' ')}", event.message)
 
+    def on_saves_planned(self, event: ev.SavesPlanned) -> None:
+        self.saves = event.words[:_MAX_TEXT]
+
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         sizes = f"from {event.old_size} to {event.new_size} workers"
         lost = f"{event.reports_lost} reports are" if event.reports_lost else "nothing is"
@@ -289,13 +298,16 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def _see_progress(self, at: float) -> None:
         found = _progress(self.metrics)
-        if found is None:
-            return
-        self.paced_from = self.paced_from or (at, found.fraction)
-        seconds, gained = at - self.paced_from[0], found.fraction - self.paced_from[1]
-        if seconds > 0 and gained > 0:
-            found.remaining_seconds = (1 - found.fraction) * seconds / gained
-        self.progress = found
+        counts = {name: _number(self.metrics.get(name)) for name in PACED}
+        counted = {name: count for name, count in counts.items() if count is not None and math.isfinite(count)}
+        if found is not None:
+            self.progress, counted["progress"] = found, found.fraction
+        self.paced_from = self.paced_from or (at, counted)
+        seconds, before = at - self.paced_from[0], self.paced_from[1]
+        gained = {name: count - before[name] for name, count in counted.items() if count > before.get(name, math.inf)}
+        self.rates = {name: gain / seconds for name, gain in gained.items()} if seconds > 0 else {}
+        if found is not None and "progress" in self.rates:
+            found.remaining_seconds = (1 - found.fraction) / self.rates["progress"]
 
     def _roll_back(self, checkpoint: str) -> None:
         """Forget the checkpoints after the one that an attempt goes on from: they were damaged, or never whole."""

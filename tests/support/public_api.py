@@ -37,7 +37,9 @@ def render() -> str:
     named = {name: getattr(prefect_elastic_train, name) for name in prefect_elastic_train.__all__}
     sections = {
         "Names": (line for name, what in {**named, **_PARTS_OF_RESULTS}.items() for line in _of(name, what)),
-        "Train loops: prefect_elastic_train.loop": (_signature(name, getattr(loop, name)) for name in loop.__all__),
+        "Train loops: prefect_elastic_train.loop": (
+            line for name in loop.__all__ for line in _of(name, getattr(loop, name))
+        ),
         "Commands": _commands(),
         "Events": _events(),
         "Settings": _settings(),
@@ -59,6 +61,9 @@ def listed() -> dict[str, list[str]]:
 
 
 def _of(name: str, what: Any) -> Iterator[str]:
+    if getattr(what, "__name__", name) != name and inspect.isclass(what):
+        yield f"{name} = {what.__name__}"
+        return
     if isinstance(what, str):  # the version is another one each time
         yield f"{name}: {type(what).__name__}"
         return
@@ -72,7 +77,7 @@ def _of(name: str, what: Any) -> Iterator[str]:
         yield from _fields(f"{name}.", kind)
     elif issubclass(kind, enum.Enum):
         yield from (f"{name}.{member.name} = {member.value!r}" for member in kind)
-    elif issubclass(kind, Exception) and "__init__" in vars(kind):
+    elif "__init__" in vars(kind) and kind is what:
         yield _signature(f"{name}.__init__", vars(kind)["__init__"])
     for attribute, value in sorted(vars(kind).items()):
         if isinstance(value, property) and not attribute.startswith("_"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -10,9 +11,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -23,6 +26,10 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.loop.ledger import Ledger
+from prefect_elastic_train.loop.order import SampleOrder
+from prefect_elastic_train.loop.state import rank_file
+from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt
@@ -607,3 +614,44 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, 
     assert bucket.run_names() == []
     assert "Contents" not in server.client().list_objects_v2(Bucket="cli-runs")
     assert "create the bucket" in _refused("list", "s3://no-such-bucket/runs")
+
+
+def _of_session(step: int, since: int, spoilt: int) -> dict[str, bytes]:
+    """The files of a checkpoint of two ranks that have seen all samples, bar one of a step."""
+    order = SampleOrder(50, global_batch=8, seed=1)
+    about = {"step": step, "began_at": 0, "world_size": 2, "order": asdict(order)}
+    files = {SESSION_FILE: json.dumps(about).encode()}
+    for rank, begins in ((0, 0), (1, since)):  # rank 0 has what all had seen until the newest start
+        ledger, content = Ledger(begins), io.BytesIO()
+        for number in range(begins, step):
+            seen = order.share(number, rank, 2) if number >= since else order.indices(number)
+            ledger.add(seen[(number, rank) == (spoilt, 0) :], number)
+            if number == since - 1:
+                ledger.close(since)
+        np.savez(content, **ledger.close(step))
+        files[str(rank_file("", rank))] = content.getvalue()
+    return files
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "says"),
+    [
+        (-1, "steps 0 to 19 saw 148 samples: exactly theirs"),
+        (15, "saw 147 samples, and NOT exactly theirs: steps 15"),
+        (3, "saw 147 samples, and NOT exactly theirs: steps before the oldest checkpoint that is kept"),
+    ],
+)
+def test_whether_each_step_saw_exactly_its_samples_is_told(storage: Storage, spoilt: int, says: str) -> None:
+    store = _local(storage, "mnist")
+    training = Training(store, begin(store).attempt, keep=1)
+    for name, files in (("a", _of_session(12, 0, spoilt)), ("b", _of_session(20, 12, spoilt))):
+        training.upload(name, files)
+        training.commit(name)
+    result = _run("verify", storage.uri, "--samples")
+    assert (result.exit_code, says in result.stdout) == (int(spoilt >= 0), True), result.stdout
+    [found] = json.loads(_run("verify", storage.uri, "--samples", "--json").stdout)["runs"]
+    assert (found["samples"]["exact"], found["samples"]["checked"]) == (spoilt < 0, 8)
+    _trained(storage, "other")
+    result = _run("verify", storage.uri, "other", "--samples")
+    assert result.exit_code == 1
+    assert "checkpoint a does not say which samples were seen" in result.stderr

@@ -34,7 +34,7 @@ from prefect_elastic_train.elastic import callbacks, loop_watch
 from prefect_elastic_train.elastic.callbacks import RunCallback
 from prefect_elastic_train.elastic.cluster import run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
-from prefect_elastic_train.elastic.loop_watch import take_waits_and_stall
+from prefect_elastic_train.elastic.loop_watch import take_news
 from prefect_elastic_train.elastic.policy import GrowthDecision, RunFailurePolicy
 from prefect_elastic_train.loop import RunContext
 from prefect_elastic_train.runs import layout
@@ -149,14 +149,15 @@ def test_a_rank_that_is_gone_does_not_keep_from_telling_what_the_others_have_wai
     def get(worker: Worker, timeout: float) -> Any:
         return worker.answer() if callable(worker.answer) else worker.answer
 
-    waits = Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 2.5
+    waits = Waits(seconds=2.0, tries=3, last="TimeoutError: slow"), 2.5, "each 90 s", 0
     monkeypatch.setattr(loop_watch.ray, "wait", lambda asked, **_: ([one for one in asked if one.answer], []))
     monkeypatch.setattr(loop_watch.ray, "get", get)
     controller.callback._workers = [Worker(waits), Worker(lambda: 1 / 0), Worker(None)]
     controller.report(checkpoint="ckpt-1")
-    committed, waited, stalled = controller.heard()
+    committed, waited, stalled, planned = controller.heard()
     assert (committed.kind, waited.kind, waited.tries) == ("checkpoint_committed", "storage_waited", 3)
     assert (stalled.kind, stalled.seconds) == ("checkpoint_stalled", 2.5)
+    assert (planned.kind, planned.words) == ("saves_planned", "each 90 s")
 
 
 @pytest.mark.parametrize("is_seeded", [False, True])
@@ -196,7 +197,12 @@ def test_a_report_is_told_as_progress_and_a_commit_as_lifecycle_and_to_the_polic
     assert (callback.take_commit(), callback.checkpoint) == (False, "")
     controller.report(checkpoint="ckpt-1", loss=0.5)
     assert (callback.take_commit(), callback.take_commit(), callback.checkpoint) == (True, False, "ckpt-1")
-    first, commit = controller.heard()
+    answers = {0: (Waits(), 0.0, "", 3)}
+    monkeypatch.setattr(callbacks, "ask", lambda *_: answers)
+    for report, counts in ((3, False), (4, True)):
+        controller.report(checkpoint=physical_name("late", 1, 1, report), loss=0.4)
+        assert callback.take_commit() == counts, "a coming restart waits for the report after the third"
+    first, commit, *_ = controller.heard()
     assert isinstance(first, ev.Reported)
     assert (first.metrics, first.droppable) == ({"loss": 1}, True)
     assert isinstance(commit, ev.CheckpointCommitted)
@@ -332,11 +338,11 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
 
 
 def test_the_loop_stands_still_for_what_its_own_report_uploads_and_not_for_others() -> None:
-    take_waits_and_stall()
+    take_news()
     callback = LoopCallback(RunContext("mnist", "0" * 32, 1, "", ""))
     with callback.on_report(), callback.on_checkpoint_transfer():  # which does not wait: this is no worker
         time.sleep(0.02)
     with callback.on_checkpoint_transfer():  # another thread's
         time.sleep(0.2)
-    assert 0.02 <= take_waits_and_stall()[1] < 0.2
-    assert take_waits_and_stall()[1] == 0
+    assert 0.02 <= take_news()[1] < 0.2
+    assert take_news()[1] == 0

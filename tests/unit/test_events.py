@@ -44,6 +44,7 @@ EVENTS: list[ev.Event] = [
     ev.CheckpointCommitted(index=9, checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, world_size=4, **BASE),
     ev.CheckpointStalled(seconds=2.5, **BASE),
     ev.LoopWarned(problem="checkpoint-ignored", message="a", checkpoint="b", **BASE),
+    ev.SavesPlanned(words="each 60 s", **BASE),
     ev.StorageWaited(who="ranks", seconds=12.5, tries=7, last="SlowDown", **BASE),
     ev.RunRecalled(report={"run_name": "mnist", "curves": {}}, **BASE),
     ev.ControllerAlive(doing="RUNNING", seconds=1.5, **BASE),

@@ -8,6 +8,7 @@ import pytest
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
+from prefect_elastic_train import loop
 from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError, LoopWatch
@@ -137,3 +138,24 @@ def test_a_loop_that_reports_nothing_for_too_long_fails_with_what_each_rank_was_
     assert failure is not None
     assert "no report for 60 s; the rank was here:\nin loop.py" in str(failure.worker_failures[0])
     assert hung.watch.look([WorkerStatus(False, None, None)]) is None, "a loop that has returned hangs no more"
+
+
+def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a_stack_says_how_far_it_is() -> None:
+    def plan() -> str:
+        return loop_watch.take_news()[2]
+
+    loop_watch.state.interval = 0.0
+    with loop.session(loop.ArrayState(count=0), steps=5, global_batch=1) as session:
+        assert plan().startswith("each 10 s: ")
+        assert plan() == ""
+        session.cadence.blocked, session.cadence.background = 5.0, 4.0
+        session.cadence.failures, session.cadence.trained_seconds = 3, 7200.0
+        told = plan()
+        assert "a save blocks 5 s, takes 4 s beside the steps, and a failure is expected each 50 min" in told
+        assert told.endswith("(3 in 120 min so far; before any, one in 6 h)")
+        session.cadence.blocked = 5.1
+        assert plan() == ""
+        session.step()
+        assert loop_watch.stacks().startswith("session.step() was called up to step 1 of 5")
+    with loop.session(loop.ArrayState(count=0), steps=5, global_batch=1, save_every=50):
+        assert plan() == "each 50 steps, as asked for"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefect_elastic_train.elastic import holding
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import RunContext, notice, resize_requested
 from tests.unit.support import python
@@ -21,10 +22,14 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     from ray.train.v2._internal.execution import context
 
     found = SimpleNamespace(
-        preemption_context=SimpleNamespace(preemption_info=None), get_world_size=lambda: found.size, size=1
+        preemption_context=SimpleNamespace(preemption_info=None),
+        get_world_size=lambda: found.size,
+        get_world_rank=lambda: 0,
+        size=1,
+        report_call_index=0,
     )
     monkeypatch.setattr(context, "_train_context", found)
-    monkeypatch.setattr(notice, "_notice", notice._Notice())
+    monkeypatch.setattr(notice, "known", notice.Notice())
     return found
 
 
@@ -64,6 +69,19 @@ def test_a_drain_is_told_once_and_again_when_another_node_goes(worker: SimpleNam
         assert sum(_answers()) == told
 
 
+def test_a_restart_waits_for_what_is_saved_for_it_and_not_for_what_was_on_its_way(worker: SimpleNamespace) -> None:
+    notice.announce(1)
+    assert holding.last_report_before_notice() == 0, "a loop that never asks is restarted at any checkpoint"
+    notice.announce(0)
+    _answers()
+    assert holding.last_report_before_notice() == 0, "nothing is announced"
+    notice.announce(2)
+    worker.report_call_index = 7
+    assert holding.last_report_before_notice() > 1000, "it will be asked to save, and has not heard of it yet"
+    assert any(_answers())
+    assert holding.last_report_before_notice() == 7
+
+
 def test_the_ranks_ask_together_four_times_a_second_however_quick_the_loop_is_and_answer_as_rank_0(
     worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +93,7 @@ def test_the_ranks_ask_together_four_times_a_second_however_quick_the_loop_is_an
 
     worker.size = 2
     broadcasts: list[Any] = []
-    answers = iter([(None, 2), (("growth", 1), 0)])
+    answers = iter([(None, 2, None), (("growth", 1), 0, None)])
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", broadcast)
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(notice, "time", clock)
@@ -102,7 +120,7 @@ def test_a_report_that_the_growth_waits_for_stands_still_until_it_is_called_off(
 def test_it_does_not_stand_still_for_ever_nor_after_an_ordinary_report_or_one_that_failed(
     worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notice, "_HOLD_SECONDS", 0.2)
+    monkeypatch.setattr(holding, "_HOLD_SECONDS", 0.2)
     notice.announce(1)
     assert _report(checkpoint=False) < 0.15
     assert 0.15 < _report(checkpoint=True) < 2

@@ -193,6 +193,22 @@ def test_the_time_that_is_left_follows_from_the_pace_since_the_last_restart() ->
     assert report.progress.remaining_seconds == pytest.approx(400, rel=0.05)
 
 
+def test_steps_and_samples_a_second_are_those_since_the_last_restart_and_the_end_is_told_by_the_clock() -> None:
+    of_session = [{"samples": 640 * step} for step in (0, 50, 100)]
+    events = [reported(30 + 5 * n, step=50 * n, total_steps=1000, **more) for n, more in enumerate(of_session)]
+    report = report_of(started(), group(), *events, ev.SavesPlanned(at=T + 40, words="each 90 s: a save blocks 2 s"))
+    text = render(report, T + 45)
+    for words in ("about 1 min 30 s left, until 00:08:50 UTC", "6,400 samples a second · 10 steps a second"):
+        assert words in text, text
+    assert "samples 64" not in text
+    assert "### Checkpoints\n\nThe loop saves each 90 s: a save blocks 2 s." in text
+    report.take(failed(50))
+    assert "a second" not in summary_line(report, T + 60)
+    for event in (group(100), reported(110, iteration=4), reported(120, iteration=9)):
+        report.take(event)
+    assert "0.5 iterations a second" in summary_line(report, T + 130), "a loop without a session, too"
+
+
 def test_a_supervisor_that_comes_later_takes_what_was_and_keeps_its_own_name() -> None:
     before = report_of(started(), group(), reported(30, loss=1), committed(30, loss=1), failed(40), score_attribute="x")
     before.run_name = "other"

@@ -1,0 +1,120 @@
+"""What a checkpoint of a loop holds: the state that is saved, the random states, and what makes it unfit for a loop."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class StateMismatchError(ValueError):
+    """A checkpoint does not fit to the state that it is to be put into, such as that of another version of a model."""
+
+    @classmethod
+    def check(cls, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+        """Compare the names and shapes that a loop has and those that a checkpoint has."""
+        lacking = {"in the checkpoint is no": here.keys() - there.keys(), "here is no": there.keys() - here.keys()}
+        found = [f"{what} {_some(sorted(names))}" for what, names in lacking.items() if names]
+        common = sorted(here.keys() & there.keys())
+        if other := [f"{name} {there[name]} and {here[name]} here" for name in common if here[name] != there[name]]:
+            found.append(f"in the checkpoint of another shape are {_some(other)}")
+        if found:
+            then = "Train under a new run_name, or give the state what the checkpoint has"
+            raise cls(f"{'; '.join(found)}. Is it the checkpoint of another version of the model? {then}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+class State(Protocol):
+    """What a session saves and restores; ``warning`` is what it lacks to go on as it was, empty if that is unknown."""
+
+    warning: str = ""
+
+    def prepare(self) -> None:
+        """Make what writing in the background needs, nothing by default; on all ranks at the same time."""
+
+    def stage(self, directory: str) -> Callable[[], None]:
+        """Copy the state, and return what writes this rank's part of it, maybe in a thread, before the next call."""
+
+    def read(self, directory: str) -> None:
+        """Put a state back from the directory that has the parts of all ranks, of however many there were."""
+
+
+def random_state() -> str:
+    """Return the states of python's, numpy's and torch's random generators in this process, as JSON."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    if (torch := sys.modules.get("torch")) is not None:
+        state |= {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    return json.dumps(state, default=lambda array: array.tolist())
+
+
+def restore_random_state(saved: str) -> None:
+    """Put random states back that :func:`random_state` returned."""
+    state = json.loads(saved)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(state["numpy"])
+    torch = sys.modules.get("torch")
+    if torch is not None and "torch" in state:
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+        of_devices = state["cuda"][: torch.cuda.device_count()]
+        torch.cuda.set_rng_state_all([torch.tensor(one, dtype=torch.uint8) for one in of_devices])
+
+
+def seed_everything(*key: int) -> None:
+    """Seed python's, numpy's and torch's random generators, differently for each key."""
+    python, numpy, torch_seed = np.random.SeedSequence(key).generate_state(3, np.uint64).tolist()
+    random.seed(python)
+    np.random.seed(numpy % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(torch_seed % 2**63)
+
+
+def rank_file(directory: str | Path, rank: int) -> Path:
+    """Return where a rank keeps what is its own in a checkpoint."""
+    return Path(directory) / f"rank-{rank:05}.npz"
+
+
+class ArrayState(State):
+    """What a loop of numpy needs to go on: arrays and numbers, the same on all ranks.
+
+    Each is an attribute that the loop reads and sets: ``ArrayState(weights=np.zeros(3))`` has ``weights``.
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        if taken := [name for name in parts if hasattr(type(self), name)]:
+            raise ValueError(f"{type(self).__name__}({taken[0]}=...): this is a method's name; give the part another")
+        vars(self).update(parts)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no {name}, only {', '.join(vars(self))}: give all at first")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[name] = value if name in vars(self) else self.__getattr__(name)
+
+    def stage(self, directory: str) -> Callable[[], None]:
+        """Copy the arrays, and return what writes them into a directory."""
+        copies: dict[str, Any] = {name: np.array(value) for name, value in vars(self).items()}
+        if others := [name for name, copy in copies.items() if copy.dtype == object]:
+            raise ValueError(f"{type(self).__name__}: {', '.join(others)} must be arrays or numbers, each of its own")
+        return lambda: np.savez(Path(directory, "arrays.npz"), **copies)
+
+    def read(self, directory: str | Path, only_these: bool = False) -> None:
+        """Put the arrays back, or raise a :class:`StateMismatchError`; there may be others too if ``only_these``."""
+        with np.load(Path(directory, "arrays.npz"), allow_pickle=False) as saved:
+            there = {name: saved[name] for name in saved if not only_these or name in vars(self)}
+        StateMismatchError.check(shapes(vars(self)), shapes(there))
+        for name, one in vars(self).items():
+            vars(self)[name] = there[name] if isinstance(one, np.ndarray) else type(one)(there[name])
+
+
+def shapes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes of arrays and numbers."""
+    return {name: np.shape(value) for name, value in values.items()}

@@ -1,0 +1,127 @@
+"""The whole state of a torch loop as one checkpoint: each rank writes its shards, any number of ranks reads them."""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as sharded
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from prefect_elastic_train.loop.state import State, StateMismatchError
+
+# Said at each save and load of a single worker.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+_LENIENT = sharded.StateDictOptions(strict=False)
+_WRITE_TIMEOUT = timedelta(hours=1)  # for the other ranks, while a checkpoint is written in the background
+
+
+class TorchState(State):
+    """What a torch loop needs to go on: ``TorchState(model=model, optimizer=optimizer, schedule=schedule, ema=ema)``.
+
+    Whatever has ``state_dict`` and ``load_state_dict``, by its name in checkpoints. Modules may be plain, in
+    DistributedDataParallel or sharded (FSDP2); each rank writes what is its own by `torch.distributed.checkpoint`, and
+    a checkpoint is read at any number of workers. An optimizer's state is kept by its module's parameters' names.
+
+    Raises:
+        ValueError: A part has no state, or an optimizer's parameters are of none of the modules.
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        for name, part in parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                what = f"TorchState({name}=...): a {type(part).__name__} has no state_dict() and load_state_dict()"
+                raise ValueError(f"{what}; give modules, optimizers, schedulers and the like")
+        self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+        self._optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+        self._others = {name: part for name, part in parts.items() if name not in self._modules | self._optimizers}
+        self._module_of = {name: self._owner(name, part) for name, part in self._optimizers.items()}
+        trained = [name for name, part in self._modules.items() if any(one.requires_grad for one in part.parameters())]
+        lacking = f"the state has no optimizer beside {', '.join(trained)}: each restart begins with an empty one"
+        self.warning = f"{lacking}. Give it too: optimizer=..." if trained and not self._optimizers else ""
+        # One copy of the state in memory, into which each stage copies anew.
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._group: Any = None
+
+    def _owner(self, name: str, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+        wanted = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for module in self._modules.values():
+            if wanted <= {id(one) for one in module.parameters()}:
+                return module
+        given = f"the optimizer's parameters are of none of the modules given ({', '.join(self._modules) or 'none'})"
+        raise ValueError(f"TorchState({name}=...): {given}; give the module that it optimizes too")
+
+    def prepare(self) -> None:
+        """Make what writing in the background needs; on all ranks at the same time."""
+        if self._group is None and dist.is_available() and dist.is_initialized():
+            # Of its own and in main memory, so that writing and training do not meet.
+            self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
+
+    def stage(self, directory: str) -> Callable[[], None]:
+        """Copy the state into main memory, and return what writes this rank's part into its folder; all ranks must."""
+        # Ray Train copies the files to the storage, which syncs them: here they need not be.
+        writer = dcp.FileSystemWriter(directory, sync_files=False)
+        staged = self._stager.stage(self._current())
+        # What is the same on all ranks is that of the first, also where it is not quite the same.
+        whole = {"planner": dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True), "no_dist": self._group is None}
+        return partial(dcp.save, staged, storage_writer=writer, process_group=self._group, **whole)
+
+    def read(self, directory: str | Path, only_these: bool = False) -> None:
+        """Put a state back that was written by all ranks of a worker group, of any size.
+
+        With ``only_these`` it may have parts that are not here, such as the optimizer's when a model is evaluated.
+
+        Raises:
+            StateMismatchError: The checkpoint is of another model; names what is missing, too much or of another shape.
+        """
+        self.prepare()
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad()  # with gradients torch would not make the state that is read into
+        current, saved = self._current(), dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        there = {name: one for name, one in saved.items() if not only_these or name.partition(".")[0] in current}
+        keys = sorted(there)
+        for name in self._module_of:  # a parameter that has had no gradient yet has no state
+            begins = {of: f"{name}.state.{of}." for of in current[name]["state"]}
+            places = {of: bisect(keys, begin) for of, begin in begins.items()}
+            kept = [of for of, at in places.items() if "".join(keys[at : at + 1]).startswith(begins[of])]
+            current[name]["state"] = {of: current[name]["state"][of] for of in kept}
+        StateMismatchError.check(_shapes(flatten_state_dict(current)[0]), _shapes(there))
+        dcp.load(current, checkpoint_id=directory, process_group=self._group, no_dist=self._group is None)
+        for name, module in self._modules.items():
+            sharded.set_model_state_dict(module, current[name])
+        for name, optimizer in self._optimizers.items():
+            module, known = self._module_of[name], set(current[name]["state"])
+            sharded.set_optimizer_state_dict(module, optimizer, current[name], options=_LENIENT)
+            for own, parameter in module.named_parameters():
+                if not sharded._get_fqns(module, own) & known:
+                    optimizer.state.pop(parameter, None)
+        for name, part in self._others.items():
+            part.load_state_dict(current[name][0] if isinstance(current[name], tuple) else current[name])
+
+    def _current(self) -> dict[str, Any]:
+        state = {name: sharded.get_model_state_dict(module) for name, module in self._modules.items()}
+        for name, optimizer in self._optimizers.items():
+            state[name] = sharded.get_optimizer_state_dict(self._module_of[name], optimizer)
+        for name, part in self._others.items():
+            of_part = part.state_dict()
+            is_sharded = any(isinstance(one, DTensor) for one in flatten_state_dict({name: of_part})[0].values())
+            # What is in a tuple is kept as it is: else keys become texts, and None and lists must be as in the file.
+            state[name] = of_part if is_sharded else (of_part,)
+        return state
+
+
+def _shapes(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the shapes of tensors, and of what describes saved ones; of what is none, ()."""
+    found = {name: getattr(one, "shape", getattr(one, "size", ())) for name, one in values.items()}
+    return {name: tuple(shape) for name, shape in found.items()}

@@ -1,0 +1,77 @@
+"""The ledger of samples: it tells whether each step has seen exactly its own, whoever saw which part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_elastic_train.loop.ledger import Digest, Ledger, combine, digests
+from prefect_elastic_train.loop.order import Indices, SampleOrder
+
+ORDER = SampleOrder(1000, global_batch=48, seed=9)
+
+
+def digest(samples: Indices, step: int) -> Digest:
+    """The digest of one step's samples."""
+    return digests(samples, np.full(len(samples), step), step, 1)[0]
+
+
+def _wrong(world_size: int, steps: range, change: dict[tuple[int, int], list[int]]) -> list[int]:
+    """The steps that are found wrong, of so many ranks, some of which have taken in other samples than they should."""
+    ledgers = [Ledger(since=steps.start) for _ in range(world_size)]
+    for step in steps:
+        for rank, ledger in enumerate(ledgers):
+            samples = change.get((step, rank), ORDER.share(step, rank, world_size).tolist())
+            ledger.add(np.array(samples, dtype=np.int64), step)
+    found = combine(ledger.close(steps.stop)["steps"] for ledger in ledgers)
+    expected = np.array([digest(ORDER.indices(step), step) for step in steps])
+    return [step for step, wrong in zip(steps, (found != expected).any(axis=1), strict=True) if wrong]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_steps_that_saw_their_samples_are_right_however_many_workers_divided_them(world_size: int) -> None:
+    assert _wrong(world_size, range(15, 60), {}) == []
+
+
+def _share(step: int, rank: int) -> list[int]:
+    return ORDER.share(step, rank, 3).tolist()
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "wrong"),
+    [
+        ("left out", {(20, 1): _share(20, 1)[1:]}, [20]),
+        ("twice", {(20, 1): [*_share(20, 1), _share(20, 1)[0]]}, [20]),
+        ("another instead", {(20, 1): [*_share(20, 1)[1:], _share(20, 0)[0]]}, [20]),
+        ("of the step before", {(20, rank): _share(19, rank) for rank in range(3)}, [20]),
+        ("exchanged between steps", {(20, 0): _share(21, 0), (21, 0): _share(20, 0)}, [20, 21]),
+        ("a pair of doubles", {(20, 0): [*_share(20, 0)[2:], *_share(20, 0)[2:4]]}, [20]),
+        ("exchanged between ranks", {(20, 0): _share(20, 1), (20, 1): _share(20, 0)}, []),
+    ],
+)
+def test_a_step_that_saw_other_samples_is_told(
+    what: str, change: dict[tuple[int, int], list[int]], wrong: list[int]
+) -> None:
+    assert _wrong(3, range(15, 40), change) == wrong, what
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=50), st.integers(0, 2**40), st.integers(0, 50))
+def test_the_digest_of_the_whole_is_that_of_its_parts_in_any_order(samples: list[int], step: int, cut: int) -> None:
+    whole = digest(np.array(samples, dtype=np.int64), step)
+    parts = [digest(np.array(part, dtype=np.int64), step) for part in (samples[cut:], samples[:cut])]
+    assert np.array_equal(combine(parts), whole)
+
+
+def test_the_total_goes_on_over_checkpoints() -> None:
+    ledger, expected = Ledger(), list[Digest]()
+    for step in range(30):
+        ledger.add(ORDER.indices(step), step)
+        expected.append(digest(ORDER.indices(step), step))
+        if step % 7 == 6:
+            ledger.close(step + 1)
+            assert np.array_equal(ledger.total, combine(expected))
+    kept = ledger.close(30)
+    assert kept["since"] == 28
+    assert np.array_equal(kept["steps"], expected[28:])

@@ -1,0 +1,332 @@
+"""A session and its parts in one process, outside of Ray: what it yields, what it refuses, what its states keep."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefect_elastic_train import loop
+from prefect_elastic_train.loop import scratch, training_session
+from prefect_elastic_train.loop.state import random_state, restore_random_state, seed_everything
+
+
+class NoState:
+    """Stands in where the state of a training plays no part."""
+
+    warning = ""
+
+    def prepare(self) -> None: ...
+
+    def stage(self, directory: str) -> Any:
+        return lambda: None
+
+    def read(self, directory: str) -> None: ...
+
+
+def _network(width: int = 4) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Dropout(0.5), torch.nn.Linear(width, 1)).double()
+
+
+# What it yields
+
+
+def test_all_steps_of_all_epochs_see_each_sample_once_an_epoch() -> None:
+    data = np.arange(100, 110)
+    with loop.session(NoState(), steps=9, global_batch=4) as session:
+        seen, epochs = list[list[int]](), []
+        for batch in session.batches(data):
+            assert batch.tolist() == data[session.samples].tolist()
+            seen.append(batch.tolist())
+            epochs.append(session.epoch)
+            session.step()
+    assert [len(batch) for batch in seen] == [4, 4, 2] * 3
+    assert epochs == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for first in (0, 3, 6):
+        assert sorted(itertools.chain(*seen[first : first + 3])) == data.tolist()
+    assert seen[:3] != seen[3:6], "each epoch has an order of its own"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torch_datasets_are_loaded_by_its_loader_with_its_options(workers: int) -> None:
+    dataset = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20))
+    with loop.session(NoState(), steps=5, global_batch=8) as session:
+        for values, numbers in session.batches(dataset, num_workers=workers, drop_last=True):
+            assert numbers.tolist() == session.samples.tolist() == values.tolist()
+            session.step()
+    assert (session.done, session.epoch) == (5, 2)
+
+
+def test_gradients_of_parts_add_up_to_those_of_the_whole_step() -> None:
+    inputs, targets = torch.randn(26, 3, dtype=torch.float64), torch.randn(26, 1, dtype=torch.float64)
+    model = _network().eval()
+    gradients = []
+    for micro_batch in (0, 3):
+        model.zero_grad()
+        with loop.session(NoState(), steps=2, global_batch=16, seed=5) as session:
+            parts = 0
+            for x, y in session.batches((inputs, targets), micro_batch=micro_batch):
+                (((model(x) - y) ** 2).mean() * session.weight).backward()
+                parts += 1
+                if session.is_last_part:
+                    session.step()
+        assert parts == (2 if not micro_batch else 6 + 4)
+        gradients.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+    assert torch.allclose(*gradients, rtol=1e-12)
+
+
+def test_an_evaluation_goes_through_all_samples_once_in_their_order() -> None:
+    with loop.session(NoState(), steps=1, global_batch=2) as session:
+        found = [batch["x"].tolist() for batch in session.once({"x": np.arange(7)}, 3)]
+    assert found == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_a_mixture_has_each_dataset_in_its_share_and_whole() -> None:
+    mixture = loop.Mixture([np.arange(10), np.arange(100, 104), (np.arange(200, 203),)[0]], [2, 1, 1])
+    assert len(mixture) == 10 + 5 + 5
+    found = [int(mixture[index]) for index in range(len(mixture))]
+    assert found == [*range(10), 100, 101, 102, 103, 100, 200, 201, 202, 200, 201]
+    with loop.session(NoState(), steps=2, global_batch=10) as session:
+        batches = []
+        for batch in session.batches(mixture):
+            batches += batch.tolist()
+            session.step()
+    assert sorted(batches) == sorted(found)
+    with pytest.raises(ValueError, match="give each a weight above 0"):
+        loop.Mixture([np.arange(3)], [0])
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"steps": 0, "global_batch": 4}, "steps=0: must be a whole number from 1 on"),
+        ({"steps": 3, "global_batch": 2.5}, "global_batch=2.5: must be"),
+        ({"steps": 3, "global_batch": 3}, "global_batch=3 is below the 4 workers, each of which needs a sample"),
+        ({"steps": 3, "global_batch": 8, "save_every": "often"}, "save_every='often': give a number of steps, seconds"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], says: str
+) -> None:
+    ray = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 4, get_experiment_name=lambda: "run")
+    monkeypatch.setattr(training_session, "train_context", lambda: ray)
+    with pytest.raises(ValueError, match=says), loop.session(NoState(), **arguments):
+        raise AssertionError("it began")
+
+
+def test_a_loop_that_does_not_step_once_for_each_batch_is_told() -> None:
+    with (
+        pytest.raises(loop.LoopError, match="rank 0 asks for the batch of step 1, and has done 0 steps"),
+        loop.session(NoState(), steps=3, global_batch=2) as session,
+    ):
+        for _ in session.batches(np.arange(9)):
+            pass
+
+
+def test_a_stream_is_refused_with_what_works_instead() -> None:
+    with loop.session(NoState(), steps=3, global_batch=2) as session:
+        with pytest.raises(TypeError, match=r"no position is found again. Load the samples by their index"):
+            next(session.batches(iter(range(9))))
+        with pytest.raises(TypeError, match=r"one length, not \[8, 9\]"):
+            next(session.batches((np.arange(8), np.arange(9))))
+        with pytest.raises(TypeError, match="options are those of torch's DataLoader"):
+            next(session.batches(np.arange(8), num_workers=2))
+
+
+# What its states keep
+
+
+def test_a_torch_state_is_put_back_whole_and_one_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    def made(width: int = 4, **more: Any) -> dict[str, Any]:
+        model = _network(width)
+        optimizer = torch.optim.Adam(model.parameters())
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+            **more,
+        }
+
+    def train(parts: dict[str, Any]) -> None:
+        parts["optimizer"].zero_grad()
+        parts["model"](torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        parts["optimizer"].step()
+        parts["schedule"].step()
+
+    first, second = made(), made()
+    train(first)
+    loop.TorchState(**first).stage(str(tmp_path))()
+    loop.TorchState(**second).read(str(tmp_path))
+    seed_everything(1)
+    train(first)
+    seed_everything(1)
+    train(second)
+    for one, other in zip(first["model"].parameters(), second["model"].parameters(), strict=True):
+        assert torch.equal(one, other), "weights, moments and the schedule are those of the first"
+    alone = _network()
+    loop.TorchState(model=alone).read(str(tmp_path), only_these=True)
+    with pytest.raises(loop.StateMismatchError, match="here is no optimizer"):
+        loop.TorchState(model=alone).read(str(tmp_path))
+    with pytest.raises(loop.StateMismatchError, match=r"in the checkpoint is no ema\."):
+        loop.TorchState(**made(ema=torch.optim.swa_utils.AveragedModel(alone)), head=_network()).read(str(tmp_path))
+    with pytest.raises(loop.StateMismatchError, match=r"of another shape are model.0.bias \(4,\) and \(5,\) here"):
+        loop.TorchState(**made(5)).read(str(tmp_path))
+
+
+def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(tmp_path: Path) -> None:
+    class Part:
+        def __init__(self, found: dict[Any, Any]) -> None:
+            self.found = found
+
+        def state_dict(self) -> dict[Any, Any]:
+            return self.found
+
+        def load_state_dict(self, found: dict[Any, Any]) -> None:
+            self.found = found
+
+    def made(**found: Any) -> dict[str, Any]:
+        model = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 1), "unused": torch.nn.Linear(3, 1)})
+        optimizer = torch.optim.Adam(model.parameters())
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+        return {"model": model, "optimizer": optimizer, "schedule": schedule, "own": Part(found)}
+
+    def train(parts: dict[str, Any], name: str) -> None:
+        parts["optimizer"].zero_grad()
+        parts["model"][name](torch.ones(2, 3)).sum().backward()
+        parts["optimizer"].step()
+        parts["schedule"].step()
+
+    first = made(best=np.float64(0.3), tried=[torch.ones(2)], last={"step": 3, 7: None})
+    for number, name in enumerate(["used", "used", "used", "unused", "used"]):
+        train(first, name)
+        loop.TorchState(**first).stage(str(tmp_path / str(number)))()
+        second = made(best=None)
+        loop.TorchState(**second).read(str(tmp_path / str(number)))
+        assert str(second["own"].found) == str(first["own"].found)
+        assert second["schedule"].state_dict() == first["schedule"].state_dict()
+        for parts in (first, second):
+            train(parts, "unused")
+        for one, other in zip(first["model"].parameters(), second["model"].parameters(), strict=True):
+            assert torch.equal(one, other), "also where there was no gradient yet"
+        first = second
+
+
+def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_the_last_comes_once(tmp_path: Path) -> None:
+    reports: list[Any] = []
+    tries = iter([OSError("AWS Error SLOW_DOWN"), None, None, None])
+
+    def persist(checkpoint: Any, name: str) -> str:
+        if error := next(tries):
+            raise error
+        with np.load(f"{checkpoint}/arrays.npz") as saved:
+            return f"{name} has {saved['weights']:g}, says {loop.read_about(checkpoint)['step']}"
+
+    state = loop.ArrayState(weights=0.0)
+    session = loop.Session(state, steps=4, global_batch=2, save_every=2)
+    session._ray = SimpleNamespace(
+        report=lambda metrics, checkpoint, **how: reports.append((metrics, checkpoint, how["checkpoint_upload_fn"])),
+        Checkpoint=SimpleNamespace(from_directory=str),
+        CheckpointUploadMode=SimpleNamespace(ASYNC=None),
+        get_context=lambda: SimpleNamespace(
+            get_storage=lambda: SimpleNamespace(persist_current_checkpoint=persist),
+        ),
+    )
+    with session:
+        for _ in session.batches(np.arange(10)):
+            state.weights += 1
+            session.step({"loss": None if session.done == 2 else torch.tensor(session.done, dtype=torch.float16)})
+            if session.done == 2:
+                (_, checkpoint, upload) = reports[-1]
+                state.weights += 10
+                with pytest.raises(OSError, match="SLOW_DOWN"):
+                    upload(checkpoint, "first")
+                assert session._writing.locked(), "no other save begins"
+                assert upload(checkpoint, "first") == "first has 2, says 2"
+                assert not Path(checkpoint).exists()
+                assert not session._writing.locked()
+    saved = [(metrics["step"], metrics["loss"]) for metrics, checkpoint, _ in reports if checkpoint]
+    assert saved == [(2, 1.0), (4, 3.0)], "the mean since the report before"
+
+
+def test_a_torch_state_that_lacks_something_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = _network()
+    with caplog.at_level(logging.WARNING), loop.session(loop.TorchState(model=model), steps=1, global_batch=1):
+        pass
+    assert "the state has no optimizer beside model: each restart begins with an empty one" in caplog.text
+    with pytest.raises(ValueError, match="a function has no state_dict"):
+        loop.TorchState(model=model, schedule=lambda: None)
+    with pytest.raises(ValueError, match="the optimizer's parameters are of none of the modules given"):
+        loop.TorchState(model=model, optimizer=torch.optim.SGD(_network().parameters()))
+
+
+def test_a_jax_state_is_put_back_whole_and_one_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+
+    def made(width: int = 4) -> Any:
+        params = {"inner": jax.numpy.ones((3, width)), "outer": [jax.numpy.zeros(width), np.zeros(2)]}
+        return loop.JaxState(params=params, key=jax.random.key(3), count=0)
+
+    first, second = made(), made()
+    first.params = jax.tree.map(lambda array: array + 2, first.params)
+    first.key, first.count = jax.random.split(first.key)[0], 7
+    first.stage(str(tmp_path))()
+    second.read(str(tmp_path))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), first.params, second.params))
+    assert jax.random.uniform(first.key) == jax.random.uniform(second.key)
+    assert (second.count, type(second.params["outer"][1])) == (7, np.ndarray)
+    alone = loop.JaxState(params=made().params)
+    alone.read(str(tmp_path), only_these=True)
+    assert float(alone.params["inner"][0, 0]) == 3
+    with pytest.raises(loop.StateMismatchError, match="here is no count, key"):
+        alone.read(str(tmp_path))
+    with pytest.raises(loop.StateMismatchError, match=r"params.inner \(3, 4\) and \(3, 5\) here"):
+        made(5).read(str(tmp_path))
+    with pytest.raises(AttributeError, match="JaxState has no moments, only params, key, count"):
+        first.moments = 1
+    with pytest.raises(ValueError, match="give numbers, keys and arrays"):
+        loop.JaxState(name="text")
+
+
+def test_random_states_are_put_back() -> None:
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(())), random.random()]
+
+    seed_everything(4, 2)
+    draw()
+    saved = random_state()
+    following = draw()
+    seed_everything(4, 3)
+    assert draw() != following
+    restore_random_state(saved)
+    assert draw() == following
+
+
+def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = scratch.ScratchFolder()
+    code = "import time\nfrom prefect_elastic_train.loop.scratch import ScratchFolder\nS = ScratchFolder()\n"
+    command = [sys.executable, "-c", f"{code}print(S.path, flush=True)\ntime.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"TMPDIR": str(tmp_path)}) as process:
+        assert process.stdout is not None
+        of_other = Path(process.stdout.readline().strip())
+        scratch.remove_left_folders()
+        assert of_other.is_dir()
+        process.kill()
+    scratch.remove_left_folders()
+    assert [str(path) for path in tmp_path.iterdir()] == [own.path]
+    own.remove()
+    assert not Path(own.path).exists()
