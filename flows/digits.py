@@ -7,9 +7,9 @@ Importing this module imports neither torch nor ray: the heavy imports are in th
 
 import base64
 import io
+import math
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,7 @@ from prefect_elastic_train import (
     S3Storage,
     checkpoint_directory,
     elastic_train,
+    loop,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ Storage = LocalStorage | S3Storage | FsspecStorage
 REQUIRED_ACCURACY = 0.95  # share of test images; the demo exits with an error below it
 TEST_SHARE = 0.2  # of all images; 360 of 1,797
 SPLIT_SEED = 0  # one split for every run, so that accuracies of different seeds can be compared
-MODEL_FILE = "model.pt"  # the one file of a checkpoint
 
 DEMO_DIRECTORY = Path(".demo").resolve()
 DEFAULT_DATA_DIRECTORY = str(DEMO_DIRECTORY / "data")
@@ -196,19 +196,19 @@ def build_model() -> "torch.nn.Module":
     )
 
 
-def shift_images(images: "torch.Tensor", shifts: "np.ndarray") -> "torch.Tensor":
+def shift_images(images: "torch.Tensor", shifts: "np.ndarray", background: float) -> "torch.Tensor":
     """Move each image by up to one pixel in both directions; what comes into view is background.
 
     Args:
         images: Shape (n, 1, 8, 8).
         shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 leaves the image where it is.
+        background: The value of its pixels.
 
     Returns:
         The shifted images, of the same shape.
     """
     import torch
 
-    background = float(images.min())
     padded = torch.nn.functional.pad(images[:, 0], (1, 1, 1, 1), value=background)
     offsets, span = torch.as_tensor(shifts), torch.arange(8)
     image = torch.arange(len(images))[:, None, None]
@@ -220,73 +220,35 @@ def shift_images(images: "torch.Tensor", shifts: "np.ndarray") -> "torch.Tensor"
 def train_loop(config: dict[str, Any]) -> None:
     """Train the network data-parallel, with a checkpoint after each epoch (a Ray Train loop).
 
-    Elastic: the global batch is fixed and each rank computes its slice of it, with the loss weighted so that
-    the averaged gradient is that of the whole batch. The number of workers changes only how sums are rounded.
-
-    Resumable: an epoch draws its order and its shifts from (seed, epoch) and nothing else is random, so a run
-    that was interrupted ends with the same weights, bit for bit, as one that was not, at the same world size.
-
-    Continued: a checkpoint holds the name of its run and the epoch that this began with, so that a new run which starts
-    from another's checkpoint (`resume_from`) trains `epochs` more, and one that was interrupted only what is left.
+    Interrupted anywhere, it ends with the same weights, bit for bit at the same world size: the session divides each
+    global batch and restores the rest, and how an image is shifted depends on seed, epoch and image alone.
 
     Args:
         config: `train_path` (Parquet file), `epochs` (of this run), `seed`, `batch_size` (images over all workers)
             and `learning_rate`.
     """
     import numpy as np
-    import ray.train
     import ray.train.torch
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     torch.manual_seed(config["seed"])
-    context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
     images, labels = read_split(config["train_path"])
-
-    model = build_model()
+    model = ray.train.torch.prepare_model(build_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
-    run, run_began_at, first_epoch = context.get_experiment_name(), 0, 0
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as directory:
-            saved = torch.load(Path(directory) / MODEL_FILE, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first_epoch = saved["epoch"]
-        run_began_at = saved["run_began_at"] if saved["run"] == run else first_epoch
-    epochs = run_began_at + config["epochs"]
-    # The optimizer holds the very tensors that are wrapped here: on a CPU nothing moves.
-    parallel_model = ray.train.torch.prepare_model(model, move_to_device=False)
-
-    for epoch in range(first_epoch, epochs):
-        random = np.random.default_rng((config["seed"], epoch))
-        order = random.permutation(len(images))
-        epoch_images = shift_images(images, random.integers(0, 3, size=(len(images), 2)))
-        totals = torch.zeros(2, dtype=torch.float64)  # loss, images read correctly
-        for start in range(0, len(order), config["batch_size"]):
-            batch = order[start : start + config["batch_size"]]
-            part = torch.from_numpy(np.array_split(batch, world_size)[rank])
-            logits = parallel_model(epoch_images[part])
-            loss = torch.nn.functional.cross_entropy(logits, labels[part], reduction="sum")
+    state = loop.TorchState(model=model, optimizer=optimizer)
+    per_epoch = math.ceil(len(images) / config["batch_size"])
+    plan = {"steps": config["epochs"] * per_epoch, "global_batch": config["batch_size"], "seed": config["seed"]}
+    with loop.session(state, save_every=per_epoch, **plan) as session:
+        for pixels, digits in session.batches((images, labels)):
+            random = np.random.default_rng((config["seed"], session.epoch))
+            shifts = random.integers(0, 3, size=(len(images), 2))[session.samples]
+            logits = model(shift_images(pixels, shifts, float(images.min())))
+            loss = torch.nn.functional.cross_entropy(logits, digits)
             optimizer.zero_grad()
-            (loss * world_size / len(batch)).backward()  # the workers' gradients are averaged
+            (loss * session.weight).backward()  # the workers' gradients are averaged
             optimizer.step()
-            totals += torch.stack([loss.detach(), (logits.argmax(1) == labels[part]).sum()])
-        if world_size > 1:
-            dist.all_reduce(totals)
-
-        done = epoch + 1
-        mean_loss, accuracy = (totals / len(order)).tolist()
-        metrics = {"epoch": done, "epochs": epochs, "loss": mean_loss, "train_accuracy": accuracy}
-        with tempfile.TemporaryDirectory() as directory:
-            checkpoint = None
-            if rank == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": done}
-                state |= {"run": run, "run_began_at": run_began_at}
-                torch.save(state, Path(directory) / MODEL_FILE)
-                checkpoint = ray.train.Checkpoint.from_directory(directory)
-            ray.train.report(metrics, checkpoint=checkpoint)
+            session.step({"loss": loss, "train_accuracy": (logits.argmax(1) == digits).float().mean()})
 
 
 # ---------------------------------------------------------------------------------------- evaluation
@@ -307,10 +269,10 @@ def evaluate_digits(checkpoint_uri: str, test_path: str, storage: Storage | str 
     """
     import torch
 
-    with checkpoint_directory(checkpoint_uri, storage) as directory:
-        saved = torch.load(directory / MODEL_FILE, weights_only=True)
     model = build_model()
-    model.load_state_dict(saved["model"])
+    with checkpoint_directory(checkpoint_uri, storage) as directory:
+        loop.TorchState(model=model).read(str(directory), only_these=True)
+        epoch = loop.read_about(directory)["epoch"]
     images, labels = read_split(test_path)
     with torch.inference_mode():
         read = model.eval()(images).argmax(1)
@@ -318,7 +280,7 @@ def evaluate_digits(checkpoint_uri: str, test_path: str, storage: Storage | str 
     confusion.index_put_((labels, read), torch.ones_like(labels), accumulate=True)
 
     evaluation = Evaluation(
-        epoch=saved["epoch"],
+        epoch=epoch,
         accuracy=confusion.diagonal().sum().item() / len(labels),
         confusion=confusion.tolist(),
     )

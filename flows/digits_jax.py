@@ -6,10 +6,9 @@ Importing this module imports neither jax nor ray: the heavy imports are in the 
 """
 
 import itertools
-import json
+import math
 import sys
-import tempfile
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from prefect import flow, get_run_logger, task
@@ -37,6 +36,7 @@ from prefect_elastic_train import (
     RayCluster,
     checkpoint_directory,
     elastic_train,
+    loop,
 )
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 LAYERS = (64, 256, 128, 10)  # pixels, two hidden layers, digits; about 51,000 weights
 MOMENTUM = 0.9
-WEIGHTS_FILE = "weights.npz"  # parameters and velocities
-PROGRESS_FILE = "progress.json"  # steps taken, and the sums of the epoch that they are in
 
 Arrays = dict[str, Any]  # name to array, of numpy or of JAX
 
@@ -69,19 +67,20 @@ def read_arrays(path: str) -> "tuple[np.ndarray, np.ndarray]":
     return table.to_numpy("float32"), labels
 
 
-def shift_pixels(images: "np.ndarray", shifts: "np.ndarray") -> "np.ndarray":
+def shift_pixels(images: "np.ndarray", shifts: "np.ndarray", background: float) -> "np.ndarray":
     """Move each image by up to one pixel in both directions; what comes into view is background.
 
     Args:
         images: Shape (n, 64).
         shifts: Integers from 0 to 2 of shape (n, 2), down and across; 1 leaves the image where it is.
+        background: The value of its pixels.
 
     Returns:
         The shifted images, of the same shape.
     """
     import numpy as np
 
-    padded = np.pad(images.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)), constant_values=images.min())
+    padded = np.pad(images.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)), constant_values=background)
     span = np.arange(8)
     rows, columns = shifts[:, 0, None] + span, shifts[:, 1, None] + span
     shifted: np.ndarray = padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
@@ -126,123 +125,67 @@ def logits_of(parameters: Arrays, images: Any) -> Any:
 def train_loop(config: dict[str, Any]) -> None:
     """Train the network data-parallel over all devices of all workers (a Ray Train loop).
 
-    Elastic: order and shifts of an epoch depend on (seed, epoch) and nothing else, and each step takes the same
-    global batch whatever the number of workers. Each process computes its rows of it, and XLA sums the gradients
-    over all of them. The number of workers changes only how sums are rounded.
-
-    Resumable: a checkpoint holds the whole state, also in the middle of an epoch, and knows nothing of the number of
-    processes that wrote it. When the workers are about to become more, or a node is drained, the loop saves at once.
+    Each step takes the same global batch whatever the number of workers. Each process computes its rows of it, and XLA
+    sums the gradients over all of them; the number of workers changes only how sums are rounded.
 
     Args:
-        config: `train_path` (Parquet file), `epochs`, `seed`, `batch_size` (images over all workers) and
+        config: `train_path` (Parquet file), `epochs` (of this run), `seed`, `batch_size` (images over all workers) and
             `learning_rate` (of the first step; it falls to 0 along a line).
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
-    import ray.train
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from prefect_elastic_train.loop import resize_requested
 
     mesh = Mesh(np.array(jax.devices()), ("batch",))
     replicated, by_rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
+    shared = partial(jax.make_array_from_process_local_data, replicated)
 
     def loss_of(parameters: Arrays, images: Any, labels: Any, counts: Any) -> Any:
         logits = logits_of(parameters, images)
         losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)[:, 0]
-        correct = (logits.argmax(1) == labels) * counts
-        sums = jnp.stack([(losses * counts).sum(), correct.sum()])  # over the rows of all processes
-        return sums[0] / counts.sum(), sums
+        right = (logits.argmax(1) == labels) * counts
+        return (losses * counts).sum() / counts.sum(), right.sum() / counts.sum()  # over the rows of all processes
 
-    def take_step(state: Arrays, rate: Any, images: Any, labels: Any, counts: Any) -> Arrays:
-        gradients, sums = jax.grad(loss_of, has_aux=True)(state["parameters"], images, labels, counts)
-        velocity = jax.tree.map(lambda old, new: MOMENTUM * old + new, state["velocity"], gradients)
-        parameters = jax.tree.map(lambda old, change: old - rate * change, state["parameters"], velocity)
-        return {"parameters": parameters, "velocity": velocity, "sums": state["sums"] + sums}
-
-    compiled_step = jax.jit(take_step, out_shardings=replicated, donate_argnums=0)
+    @partial(jax.jit, out_shardings=replicated, donate_argnums=(0, 1))
+    def take_step(parameters: Arrays, velocity: Arrays, rate: Any, *batch: Any) -> tuple[Any, ...]:
+        (loss, accuracy), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters, *batch)
+        velocity = jax.tree.map(lambda old, new: MOMENTUM * old + new, velocity, gradients)
+        return jax.tree.map(lambda old, change: old - rate * change, parameters, velocity), velocity, loss, accuracy
 
     images, labels = read_arrays(config["train_path"])
-    # A sharded array has as many rows for each device; rows beyond the batch count for nothing.
-    rows = -(-config["batch_size"] // len(jax.devices())) * len(jax.devices())
-    own_rows = np.array_split(np.arange(rows), jax.process_count())[jax.process_index()]
-    steps_per_epoch = -(-len(images) // config["batch_size"])
-    steps = config["epochs"] * steps_per_epoch
-
+    # A sharded array has as many rows on each device; rows beyond a process's share count for nothing.
+    rows = math.ceil(config["batch_size"] / len(jax.devices())) * jax.local_device_count()
     parameters = initial_parameters(config["seed"])
-    saved: Arrays = {"parameters": parameters, "velocity": {name: 0 * array for name, array in parameters.items()}}
-    progress: dict[str, Any] = {"step": 0, "sums": [0.0, 0.0]}
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as directory:
-            with np.load(Path(directory) / WEIGHTS_FILE) as file:
-                saved = {part: {name: file[f"{part}/{name}"] for name in parameters} for part in saved}
-            progress = json.loads((Path(directory) / PROGRESS_FILE).read_text())
-    saved["sums"] = np.array(progress["sums"], "float32")
-    state = jax.tree.map(lambda array: jax.make_array_from_process_local_data(replicated, array), saved)
-
-    epoch_of_order = -1
-    for step in range(progress["step"], steps):
-        epoch, batch_of_epoch = divmod(step, steps_per_epoch)
-        if epoch != epoch_of_order:
-            random = np.random.default_rng((config["seed"], epoch))
-            order = random.permutation(len(images))
-            epoch_images = shift_pixels(images, random.integers(0, 3, size=(len(images), 2)))
-            epoch_of_order = epoch
-        batch = order[batch_of_epoch * config["batch_size"] :][: config["batch_size"]]
-        part = np.append(batch, np.zeros(rows - len(batch), int))[own_rows]
-        local = (epoch_images[part], labels[part], (own_rows < len(batch)).astype("float32"))
-        shards = [jax.make_array_from_process_local_data(by_rows, array) for array in local]
-        rate = np.float32(config["learning_rate"] * (1 - step / steps))
-        state = compiled_step(state, rate, *shards)
-
-        epoch_ends = batch_of_epoch + 1 == steps_per_epoch
-        if epoch_ends or resize_requested():
-            sums = np.asarray(state["sums"], "float64")
-            seen = len(images) if epoch_ends else (batch_of_epoch + 1) * config["batch_size"]
-            loss, accuracy = (sums / seen).tolist()
-            metrics = {"epoch": epoch + epoch_ends, "epochs": config["epochs"], "step": step + 1}
-            metrics |= {"loss": loss, "train_accuracy": accuracy}
-            if epoch_ends:
-                state["sums"] = 0 * state["sums"]
-            with tempfile.TemporaryDirectory() as directory:
-                if jax.process_index() == 0:
-                    save(Path(directory), step + 1, state)
-                    checkpoint = ray.train.Checkpoint.from_directory(directory)
-                else:
-                    checkpoint = None
-                ray.train.report(metrics, checkpoint=checkpoint)
-
-
-def save(directory: Path, step: int, state: Arrays) -> None:
-    """Write a checkpoint.
-
-    Args:
-        directory: Where to; it must exist.
-        step: Steps taken so far.
-        state: What the training holds, the same on all processes.
-    """
-    import numpy as np
-
-    parts = {f"{part}/{name}": array for part in ("parameters", "velocity") for name, array in state[part].items()}
-    np.savez(directory / WEIGHTS_FILE, **{name: np.asarray(array) for name, array in parts.items()})
-    progress = {"step": step, "sums": np.asarray(state["sums"]).tolist()}
-    (directory / PROGRESS_FILE).write_text(json.dumps(progress))
+    state = loop.JaxState(
+        parameters=jax.tree.map(shared, parameters),
+        velocity=jax.tree.map(lambda array: shared(0 * array), parameters),
+    )
+    per_epoch = math.ceil(len(images) / config["batch_size"])
+    plan = {"steps": config["epochs"] * per_epoch, "global_batch": config["batch_size"], "seed": config["seed"]}
+    with loop.session(state, save_every=per_epoch, **plan) as session:
+        for pixels, digits in session.batches((images, labels)):
+            random = np.random.default_rng((config["seed"], session.epoch))
+            shifts = random.integers(0, 3, size=(len(images), 2))[session.samples]
+            counts = np.full(len(digits), session.weight > 0, "float32")
+            local = (shift_pixels(pixels, shifts, images.min()), digits, counts)
+            padded = [np.pad(one, [(0, rows - len(one)), *[(0, 0)] * (one.ndim - 1)]) for one in local]
+            batch = [jax.make_array_from_process_local_data(by_rows, one) for one in padded]
+            rate = np.float32(config["learning_rate"] * (1 - session.done / session.end))
+            state.parameters, state.velocity, loss, accuracy = take_step(state.parameters, state.velocity, rate, *batch)
+            session.step({"loss": loss, "train_accuracy": accuracy})
 
 
 # ---------------------------------------------------------------------------------------- evaluation
 
 
 @task(name="evaluate digits in jax", cache_policy=NO_CACHE)
-def evaluate_digits_jax(checkpoint_uri: str, test_path: str, epoch: int, storage: Storage | None = None) -> Evaluation:
+def evaluate_digits_jax(checkpoint_uri: str, test_path: str, storage: Storage | None = None) -> Evaluation:
     """Let a checkpoint read the held-out images, and publish its confusion matrix as an artifact.
-
-    Needs numpy only: a checkpoint of plain arrays can be read anywhere.
 
     Args:
         checkpoint_uri: Directory of the checkpoint, a path or a URI.
         test_path: Parquet file of the held-out images.
-        epoch: Epoch after which the checkpoint was written, from 1.
         storage: The storage that the checkpoint is in; by default the URI with the ambient credentials.
 
     Returns:
@@ -250,12 +193,13 @@ def evaluate_digits_jax(checkpoint_uri: str, test_path: str, epoch: int, storage
     """
     import numpy as np
 
-    with checkpoint_directory(checkpoint_uri, storage) as directory, np.load(directory / WEIGHTS_FILE) as file:
-        prefix = "parameters/"
-        parameters = {name.removeprefix(prefix): file[name] for name in file.files if name.startswith(prefix)}
+    state = loop.JaxState(parameters=initial_parameters(0))
+    with checkpoint_directory(checkpoint_uri, storage) as directory:
+        state.read(str(directory), only_these=True)
+        epoch = loop.read_about(directory)["epoch"]
     images, labels = read_arrays(test_path)
     confusion = np.zeros((10, 10), "int64")
-    np.add.at(confusion, (labels, logits_of(parameters, images).argmax(1)), 1)
+    np.add.at(confusion, (labels, logits_of(state.parameters, images).argmax(1)), 1)
 
     accuracy = float(confusion.trace() / len(labels))
     evaluation = Evaluation(epoch=epoch, accuracy=accuracy, confusion=confusion.tolist())
@@ -312,7 +256,7 @@ def digits_jax(
         storage=storage,
         cluster=cluster,
     )
-    evaluation = evaluate_digits_jax(result.checkpoint_uri, data.test_path, result.metrics["epoch"], storage)
+    evaluation = evaluate_digits_jax(result.checkpoint_uri, data.test_path, storage)
     summary = DigitsSummary(
         accuracy=evaluation.accuracy,
         train_accuracy=result.metrics.get("train_accuracy"),
