@@ -42,6 +42,11 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
     elif not storage.startswith("training-storage-"):
         storage = LocalStorage(path=storage)
     as_they_are = ("run_name", "resume", "resume_from", "timeout_seconds")
+    given = {name: arguments[name] for name in as_they_are if name in arguments}
+    if backend := arguments.get("torch_backend"):
+        from ray.train.torch import TorchConfig
+
+        given["torch_config"] = TorchConfig(backend=backend)
     return {
         "train_loop": arguments.get("loop", "tests.support.loops:hashing_loop"),
         "train_loop_config": arguments.get("config"),
@@ -51,7 +56,7 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         "checkpoints": CheckpointPolicy(**arguments.get("checkpoints", {})),
         "storage": storage,
         "cluster": RayCluster(**arguments.get("cluster", {})),
-        **{name: arguments[name] for name in as_they_are if name in arguments},
+        **given,
     }
 
 

@@ -1,0 +1,173 @@
+"""Sessions through kills, growth, drains and losses: every sample once, and the weights of an undisturbed training."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.samples import check_samples
+from prefect_elastic_train.storage.store import LocalRunStore
+from tests.support.clusters import ElasticCluster
+from tests.support.processes import FlowProcess, Start, read_ledger
+from tests.support.session_loops import jax_loop, lost_and_repeated, same_weights, torch_loop
+
+STEPS = 800
+ROUNDS = int(os.environ.get("SOAK_ROUNDS", "1"))
+
+
+@pytest.fixture(scope="module")
+def lasting_cluster() -> Iterator[ElasticCluster]:
+    """The head that all nodes of these tests join."""
+    made = ElasticCluster()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(lasting_cluster: ElasticCluster) -> Iterator[ElasticCluster]:
+    """A cluster without nodes for workers."""
+    yield lasting_cluster
+    lasting_cluster.clear()
+
+
+class Training:
+    """A training with a session, slow until it is let go."""
+
+    def __init__(self, start: Start, cluster: ElasticCluster, folder: Path, loop: str, **config: Any) -> None:
+        self._loop = {"torch_loop": torch_loop, "jax_loop": jax_loop}[loop]
+        self.ledger, self.weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
+        self._slow.touch()
+        self.config = {"length": 200, "global_batch": 20, "save_every": 25, **config}
+        of_epoch = math.ceil(self.config["length"] / self.config["global_batch"])
+        self.epochs = math.ceil(STEPS / of_epoch)
+        self.config["steps"] = self.epochs * of_epoch
+        files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self._slow), "sleep": 0.1}
+        resources = {"accelerator": "gpu", "resources_per_worker": {"GPU": 1}, "max_workers": 4}
+        self.flow: FlowProcess = start(
+            loop=f"tests.support.session_loops:{loop}",
+            framework=loop.partition("_")[0],
+            torch_backend="gloo" if loop == "torch_loop" else None,  # the GPUs are pretended ones
+            config={**self.config, **files},
+            scaling={**resources, "resize_check_interval_seconds": 1, "stability_delay_seconds": 1},
+            failures={**dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 10), "max_failures": -1},
+            cluster=cluster.block,
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The ledger as far as it is written."""
+        return read_ledger(self.ledger) if self.ledger.exists() else []
+
+    def wait_for_group(self, world: int, new: bool = True) -> list[dict[str, Any]]:
+        """Wait until a group of so many workers has done some steps, and return its newest lines by rank."""
+        known = {line["group"] for line in self.lines()} if new else set()
+
+        def trains() -> list[dict[str, Any]] | None:
+            of_group = [one for one in self.lines() if one["world"] == world and one["group"] not in known]
+            newest = {one["rank"]: one for one in of_group}
+            far = len({one["step"] for one in of_group}) >= 8
+            return [newest[rank] for rank in sorted(newest)] if far and len(newest) == world else None
+
+        return self.flow.wait_for(trains, 120, f"{world} workers") or []
+
+    def end(self) -> dict[str, Any]:
+        """Let it go, and return its result: each sample counted once, also by the ledger of the run itself.
+
+        The weights are those of one worker that nobody disturbs.
+        """
+        self._slow.unlink()
+        result, steps, length = self.flow.completed(300), self.config["steps"], self.config["length"]
+        assert lost_and_repeated(str(self.ledger), steps, length) == (0, 0)
+        check = check_samples(RunDirectory(LocalRunStore(str(self.flow.run))))
+        assert check is not None
+        assert (check.steps, check.samples, check.wrong, check.exact) == (steps, self.epochs * length, [], True)
+        undisturbed = str(self.weights.with_name("undisturbed.npz"))
+        self._loop({**self.config, "weights": undisturbed, "fsdp": False})
+        assert same_weights(self.weights, undisturbed, relative=1e-5)
+        return result
+
+
+def _kill(line: dict[str, Any]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(line["pid"]).kill()
+
+
+def test_every_sample_counts_once_whatever_the_number_of_workers_and_whoever_dies(
+    start: Start, cluster: ElasticCluster, tmp_path: Path
+) -> None:
+    training = Training(start, cluster, tmp_path, "torch_loop")
+    cluster.add_gpu()
+    training.wait_for_group(1)
+    cluster.add_gpu()
+    _kill(training.wait_for_group(2)[1])
+    training.wait_for_group(2)
+    cluster.add_gpu()
+    cluster.add_gpu()
+    training.wait_for_group(4)
+    training.flow.living_driver().kill()
+    _kill(training.wait_for_group(4)[0])
+    cluster.drain(training.wait_for_group(4)[2]["node"], 30)
+    training.wait_for_group(3)
+    result = training.end()
+    assert (result["attempts"], result["worker_failures"], result["preemptions"]) == (2, 2, 1)
+    assert {1, 2, 4, 3} <= {change["size"] for change in result["world_sizes"]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("loop", "config"), [("torch_loop", {"fsdp": True}), ("jax_loop", {})])
+def test_shards_of_two_workers_go_on_with_one_and_with_two_again(
+    start: Start, cluster: ElasticCluster, tmp_path: Path, loop: str, config: dict[str, Any]
+) -> None:
+    nodes = [cluster.add_gpu(), cluster.add_gpu()]
+    training = Training(start, cluster, tmp_path, loop, **config)
+    lost = training.wait_for_group(2)[1]["node"]
+    assert lost in nodes
+    cluster.remove(lost)
+    training.wait_for_group(1)
+    cluster.add_gpu()
+    training.wait_for_group(2)
+    result = training.end()
+    assert [change["size"] for change in result["world_sizes"]] == [2, 1, 2]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(5 * ROUNDS))
+def test_every_sample_counts_once_whatever_happens_when(
+    start: Start, cluster: ElasticCluster, tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    sizes = {"length": chance.choice([97, 200, 333]), "global_batch": chance.choice([8, 20, 33])}
+    every = {"save_every": chance.choice([1, 7, 40, "0.7s", "auto"]), "micro_batch": chance.choice([0, 3])}
+    nodes = [cluster.add_gpu()]
+    training = Training(start, cluster, tmp_path, "torch_loop", **sizes, **every)
+    training.wait_for_group(1)
+
+    def kill_worker() -> None:
+        newest = training.lines()[-1]["group"]
+        of_group = {line["rank"]: line for line in training.lines() if line["group"] == newest}
+        _kill(chance.choice(list(of_group.values())))
+
+    def take_node(take: Callable[[str], None]) -> None:
+        if len(nodes) > 1:
+            take(nodes.pop(chance.randrange(len(nodes))))
+
+    faults: list[Callable[[], Any]] = [
+        kill_worker,
+        lambda: training.flow.living_driver().kill(),
+        lambda: nodes.append(cluster.add_gpu()) if len(nodes) < 4 else None,
+        lambda: take_node(lambda node: cluster.drain(node, 20)),
+        lambda: take_node(lambda node: cluster.remove(node)),
+    ]
+    for _ in range(chance.randint(3, 7)):
+        chance.choice(faults)()
+        time.sleep(chance.uniform(0, 12))
+    training.end()

@@ -1,0 +1,53 @@
+"""Plain Ray Train, without anything of the package around the loop.
+
+As a script: trains as a JSON file on the command line says, one training after the other, in a cluster that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def train(training: dict[str, Any]) -> dict[str, Any]:
+    """Train, and return the last metrics or what it failed of."""
+    import ray.train
+
+    if training["framework"] == "jax":
+        from ray.train.v2.jax import JaxTrainer as Trainer
+    else:
+        from ray.train.torch import TorchTrainer as Trainer
+    trainer = Trainer(
+        getattr(import_module("tests.support.session_loops"), training["loop"]),
+        train_loop_config=training["config"],
+        scaling_config=ray.train.ScalingConfig(num_workers=training.get("workers", 1)),
+        run_config=ray.train.RunConfig(
+            name=training["name"],
+            storage_path=training["storage"],
+            failure_config=ray.train.FailureConfig(max_failures=training.get("max_failures", 0)),
+        ),
+    )
+    try:
+        found = trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        return {"error": str(error)}
+    assert found.checkpoint is not None
+    return {"metrics": found.metrics, "checkpoint": found.checkpoint.path}
+
+
+def main() -> None:
+    """Train, and write a line for each training."""
+    import ray
+
+    address, file = sys.argv[1:]
+    # Ray's cleaner of placement groups would otherwise ask the cluster that was started last on this machine.
+    ray.init(address, runtime_env={"env_vars": {"RAY_ADDRESS": address}}, log_to_driver=False)
+    results = [train(training) for training in json.loads(Path(file).read_text())]
+    Path(file).with_suffix(".results").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

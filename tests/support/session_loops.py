@@ -1,0 +1,207 @@
+"""Train loops with a session, for tests that disturb them. Every rank writes what each step saw into a ledger."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefect_elastic_train import loop
+from tests.support.loops import write_ledger
+from tests.support.processes import read_ledger
+
+INPUTS = 8
+
+
+def data(length: int) -> tuple[Any, Any]:
+    """Inputs and targets, the same everywhere."""
+    random = np.random.default_rng(7)
+    return random.standard_normal((length, INPUTS)), random.standard_normal((length, 1))
+
+
+def _where() -> dict[str, Any]:
+    """Where this rank is, with what tells its worker group from others."""
+    import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
+
+    context = ray.train.get_context()
+    node = ray.get_runtime_context().get_node_id()
+    group = broadcast_from_rank_zero(f"{node} {os.getpid()}")
+    return {"rank": context.get_world_rank(), "world": context.get_world_size(), "node": node, "group": group}
+
+
+def _disturb(config: dict[str, Any], where: dict[str, Any], step: int) -> None:
+    """Be as slow as the test wants, and die where it wants, once."""
+    if "slow" in config and os.path.exists(config["slow"]):
+        time.sleep(config["sleep"])
+    mark = Path(f"{config.get('ledger')}.{step}")
+    if [step, where["rank"]] in config.get("dies", []) and not mark.exists():
+        mark.touch()
+        os._exit(1)
+
+
+def torch_loop(config: dict[str, Any]) -> None:
+    """Fit a small network. A plain function without Ray too: then it is the undisturbed training of one worker.
+
+    Config: ``steps``, ``length`` and ``global_batch`` (samples); ``save_every`` (default: 10); ``dropout``; ``fsdp``
+    (whether the network is sharded); ``micro_batch``; ``weights`` (file that rank 0 writes in the end); ``ledger``
+    (file); ``dies`` (pairs of step and rank that dies after it, once); ``slow`` (file while which is there a step takes
+    ``sleep`` seconds longer).
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    where = _where() if "ledger" in config else {"rank": 0}
+    layers = [torch.nn.Linear(INPUTS, 16), torch.nn.Tanh(), torch.nn.Dropout(config.get("dropout", 0.0))]
+    model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(16, 1)).double()
+    if config.get("fsdp"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif world > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
+    state = loop.TorchState(model=model, optimizer=optimizer, schedule=schedule)
+    plan = {"steps": config["steps"], "global_batch": config["global_batch"], "seed": 3}
+    dataset = torch.utils.data.TensorDataset(*map(torch.from_numpy, data(config["length"])))
+    with loop.session(state, save_every=config.get("save_every", 10), **plan) as session:
+        of_step, seen = torch.zeros((), dtype=torch.float64), list[int]()
+        for inputs, targets in session.batches(dataset, micro_batch=config.get("micro_batch", 0)):
+            loss = ((model(inputs) - targets) ** 2).mean() * session.weight
+            loss.backward()
+            of_step += loss.detach()
+            seen += session.samples.tolist() if session.weight else []
+            if not session.is_last_part:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if world > 1:
+                dist.all_reduce(of_step)
+            if "ledger" in config:
+                write_ledger(config["ledger"], **where, step=session.done + 1, loss=of_step.item() / world, seen=seen)
+            of_step, seen = torch.zeros((), dtype=torch.float64), []
+            session.step({"loss": loss})
+            _disturb(config, where, session.done)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if where["rank"] == 0:
+        np.savez(config["weights"], **{name: value.numpy() for name, value in whole.items()})
+
+
+def jax_loop(config: dict[str, Any]) -> None:
+    """Fit a small network over all processes; ``config`` as that of :func:`torch_loop`, as far as it goes."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    jax.config.update("jax_enable_x64", True)
+    where = _where() if "ledger" in config else {"rank": 0}
+    mesh = Mesh(np.array(jax.devices()), ("batch",))
+    whole, by_rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
+
+    def on_all(array: Any, sharding: Any = whole) -> Any:
+        return jax.make_array_from_process_local_data(sharding, np.asarray(array))
+
+    def loss_of(weights: dict[str, Any], key: Any, inputs: Any, targets: Any) -> Any:
+        hidden = jnp.tanh(inputs @ weights["inner"])
+        kept = jax.random.bernoulli(key, 0.9, hidden.shape)
+        return ((hidden * kept @ weights["outer"] - targets) ** 2).mean()
+
+    @jax.jit
+    def take_step(weights: dict[str, Any], key: Any, *batch: Any) -> Any:
+        key, used = jax.random.split(key)
+        loss, gradients = jax.value_and_grad(loss_of)(weights, used, *batch)
+        return jax.tree.map(lambda old, new: old - 0.05 * new, weights, gradients), key, loss
+
+    random = np.random.default_rng(1)
+    first = {"inner": random.standard_normal((INPUTS, 16)) / 4, "outer": random.standard_normal((16, 1)) / 3}
+    key = jax.jit(lambda: jax.random.key(5), out_shardings=whole)()
+    state = loop.JaxState(weights=jax.tree.map(on_all, first), key=key)
+    plan = {"steps": config["steps"], "global_batch": config["global_batch"], "seed": 3}
+    with loop.session(state, save_every=config.get("save_every", 10), **plan) as session:
+        for local in session.batches(data(config["length"]), drop_last=True):
+            batch = [on_all(one, by_rows) for one in local]
+            state.weights, state.key, loss = take_step(state.weights, state.key, *batch)
+            if "ledger" in config:
+                seen = session.samples.tolist()
+                write_ledger(config["ledger"], **where, step=session.done + 1, loss=float(loss), seen=seen)
+            session.step({"loss": loss})
+            _disturb(config, where, session.done)
+    if where["rank"] == 0:
+        np.savez(config["weights"], **{name: np.asarray(value) for name, value in state.weights.items()})
+
+
+def what_counts(ledger: str) -> dict[int, list[dict[str, Any]]]:
+    """The lines of each step by those ranks that did it last."""
+    lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for line in read_ledger(ledger):
+        lines[line["step"]].append(line)
+    return {step: [one for one in found if one["group"] == found[-1]["group"]] for step, found in sorted(lines.items())}
+
+
+def lost_and_repeated(ledger: str, steps: int, length: int) -> tuple[int, int]:
+    """How many samples no epoch's steps have seen, and how many were seen again; without a look at the order."""
+    counted = what_counts(ledger)
+    assert list(counted) == list(range(1, steps + 1)), "each step was done"
+    seen = [sample for found in counted.values() for line in found for sample in line["seen"]]
+    assert len(seen) % length == 0, "whole epochs"
+    lost = repeated = 0
+    for first in range(0, len(seen), length):
+        different = len(set(seen[first : first + length]))
+        lost, repeated = lost + length - different, repeated + length - different
+    return lost, repeated
+
+
+def same_weights(one: str | Path, other: str | Path, relative: float = 0.0) -> bool:
+    """Whether the weights of two trainings are the same, bit for bit or nearly."""
+    with np.load(one) as first, np.load(other) as second:
+        assert sorted(first) == sorted(second)
+        return all(np.allclose(first[name], second[name], rtol=relative, atol=relative) for name in first)
+
+
+def misusing_loop(config: dict[str, Any]) -> None:
+    """Use sessions wrongly in several ways on two workers, one after the other, and write what each rank is told.
+
+    In the end one rank leaves early.
+    """
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+
+    def told(what: str, use: Any) -> None:
+        try:
+            use()
+            found = "nothing"
+        except Exception as error:  # which of them is what is to be seen
+            found = f"{type(error).__name__}: {error}"
+        write_ledger(config["ledger"], what=what, rank=rank, found=found)
+
+    def train(length: int = 20, steps: int = 4, until: int = 100, **more: Any) -> None:
+        state = loop.TorchState(weights=torch.nn.Linear(1, 1))
+        with loop.session(state, steps=steps, **{"global_batch": 4, "save_every": 100, **more}) as session:
+            for _ in session.batches(np.arange(length)):
+                if session.done == until:
+                    break
+                session.step()
+
+    import torch
+
+    told("too small a batch", lambda: train(global_batch=1))
+    told("an early end on all ranks", lambda: train(until=3))
+    deadline = time.monotonic() + 30
+    while ray.train.get_checkpoint() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    told("another length", lambda: train(length=21))
+    told("another order", lambda: train(seed=1))
+    told("all as before", lambda: train(steps=5))
+    train(steps=9, until=7 if rank else 100)
