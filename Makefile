@@ -67,12 +67,13 @@ soak: $(STAMP)  ## the random faults only, ten rounds of each: hours
 api: $(STAMP)  ## write the snapshot of the public API anew, after a change of it that is meant
 	$(BIN)/python -m tests.support.public_api
 
-bench: $(STAMP)  ## overhead, recovery, growth, checkpoints and reporting, against raw Ray Train, torchrun and other S3 clients
+bench: $(STAMP)  ## overhead, recovery, growth, checkpoints, reporting and loop, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.reporting
+	$(BIN)/python -m benchmarks.loop
 
 demo: $(STAMP)  ## prepare data, train elastically, evaluate: the digits pipeline
 	PREFECT_SERVER_ANALYTICS_ENABLED=false $(BIN)/python -m flows.digits

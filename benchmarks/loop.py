@@ -1,0 +1,280 @@
+"""What a session costs and how well it chooses when to save: `python -m benchmarks.loop`.
+
+`blocked`: a training's standstill at a save by the session, to one by `torch.save` and a report that waits. `overhead`:
+steps a second with a session's batches and step, to a loop written by hand. `cadence`: the share of time that is kept
+with the interval that the session chooses, to the best fixed one, simulated. `run`: the same in trainings whose worker
+is killed again and again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import BUCKET, LATENCY_SECONDS, LOCAL_FOLDER, s3_settings
+from benchmarks.common import base_environment, machine_lines, markdown_table, parse_arguments, ratio_target, summary
+from prefect_elastic_train import loop
+from tests.support.s3 import FaultProxy, MotoServer
+
+MIB = 2**20
+PARTS = ("blocked", "overhead", "cadence", "run")
+SIZES = (100 * MIB, 1024 * MIB)
+SAVES = 5
+OVERHEAD_STEPS, OVERHEAD_ROUNDS = 50, 60
+#: Simulated: mean time between failures and seconds that a save takes; and what a restart takes.
+FAILURES, COSTS, RESTART_SECONDS = (300, 1800, 7200, 86400), (1, 5, 20, 60, 120), 30.0
+SEEDS, WEEK = 4, 7 * 86400.0
+#: Of the real run: mean time between kills, size of the state, length of a training, and the other intervals.
+KILL_SECONDS, RUN_BYTES, RUN_SECONDS, RUN_INTERVALS = 30.0, 200 * MIB, 150.0, ("auto", "5s", "30s")
+
+
+# -- in a worker
+
+
+def _model(size: int) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return torch.nn.ParameterList(torch.nn.Parameter(torch.randn(size // 16)) for _ in range(4))
+
+
+def blocked_loop(config: dict[str, Any]) -> None:
+    """Save by hand and by a session, in turn, and write how long the loop stood still each time."""
+    import ray.train
+    import torch
+
+    model = _model(config["bytes"])
+    found: dict[str, list[float]] = {"by hand": [], "session": []}
+    with loop.session(loop.TorchState(model=model), steps=config["saves"], global_batch=1, save_every=1) as session:
+        for _ in range(config["saves"]):
+            began = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                torch.save(model.state_dict(), Path(folder, "model.pt"))
+                ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+            found["by hand"].append(time.monotonic() - began)
+            began = time.monotonic()
+            session.step()
+            found["session"].append(time.monotonic() - began)
+            time.sleep(1 + 2 * found["by hand"][-1])  # uploaded by then
+    Path(config["results"]).write_text(json.dumps(found))
+
+
+def overhead_loop(config: dict[str, Any]) -> None:
+    """Take the same steps by hand and with a session, in turn, and write the seconds of each round."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(1)
+    inputs, targets = torch.randn(4096, 256), torch.randn(4096, 1)
+    hidden = [torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*hidden, torch.nn.Linear(1024, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: Any, y: Any) -> Any:
+        loss = ((model(x) - y) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def by_hand(epoch: int) -> Iterator[None]:
+        done = 0
+        while True:
+            order = torch.from_numpy(np.random.default_rng(epoch).permutation(len(inputs)))
+            for batch in order.split(128):
+                step(inputs[batch], targets[batch]).item()
+                done += 1
+                if done % OVERHEAD_STEPS == 0:
+                    yield
+            epoch += 1
+
+    def with_session() -> Iterator[None]:
+        plan = {"steps": OVERHEAD_STEPS * (OVERHEAD_ROUNDS + 2), "global_batch": 128}
+        state = loop.TorchState(model=model, optimizer=optimizer)
+        with loop.session(state, save_every="10000s", **plan) as session:
+            for x, y in session.batches((inputs, targets)):
+                session.step({"loss": step(x, y).item()})
+                if session.done % OVERHEAD_STEPS == 0:
+                    yield
+
+    sides = {"by hand": by_hand(0), "session": with_session()}
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(OVERHEAD_ROUNDS + 1):
+        for name in list(sides)[:: 1 if repeat % 2 else -1]:
+            began = time.monotonic()
+            next(sides[name])
+            found[name].append(time.monotonic() - began)
+    Path(config["results"]).write_text(json.dumps({name: rounds[1:] for name, rounds in found.items()}))
+
+
+def killed_loop(config: dict[str, Any]) -> None:
+    """Take steps for a while, and be killed again and again; write what was done when the time was over."""
+    model = _model(config["bytes"])
+    started = Path(config["results"]).with_suffix(".started")
+    if not started.exists():
+        started.write_text(str(time.time()))
+    ends_at = float(started.read_text()) + RUN_SECONDS
+    dies_at = time.time() + random.Random(f"{config['seed']} {int(time.time())}").expovariate(1 / KILL_SECONDS)
+    plan = {"steps": 10**6, "global_batch": 1, "save_every": config["save_every"], "save_within": (1.0, 600.0)}
+    with loop.session(loop.TorchState(model=model), **plan) as session:
+        while (now := time.time()) < ends_at:
+            if now > dies_at:
+                os._exit(1)
+            time.sleep(0.02)
+            session.step()
+        Path(config["results"]).write_text(json.dumps({"done": session.done * 0.02 / RUN_SECONDS}))
+
+
+# -- what is measured
+
+
+def train(name: str, **config: Any) -> dict[str, Any]:
+    """Run one of the loops above in a worker of plain Ray Train, in a process of its own, and return what it wrote."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        config |= {"results": f"{folder}/results.json", "loop": name, "storage": folder}
+        command = [sys.executable, "-m", "benchmarks.loop", "--child", json.dumps(config)]
+        environment = {**base_environment(), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"}
+        subprocess.run(command, env=environment, check=True, stdout=sys.stderr, timeout=1200)
+        found: dict[str, Any] = json.loads(Path(config["results"]).read_text())
+        return found
+
+
+def _train_here(config: dict[str, Any]) -> None:
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    run = RunConfig(name="run", storage_path=config["storage"], failure_config=FailureConfig(max_failures=-1))
+    scaling = ScalingConfig(num_workers=1)
+    TorchTrainer(globals()[config["loop"]], train_loop_config=config, scaling_config=scaling, run_config=run).fit()
+    ray.shutdown()
+
+
+def measure_blocked(repeats: int) -> list[str]:
+    """Print how long a loop stands still on a disk and on S3, and return the targets."""
+    from prefect_elastic_train import CheckpointPolicy, LocalStorage, S3Storage, elastic_train
+
+    rows, targets = [], []
+    with MotoServer() as server, FaultProxy(server.endpoint_url) as proxy:
+        server.create_bucket(BUCKET)
+        proxy.latency(LATENCY_SECONDS)
+        settings = s3_settings(proxy.endpoint_url)
+        bucket = S3Storage(**{name: getattr(settings, name) for name in type(settings).model_fields})
+        with tempfile.TemporaryDirectory(dir=LOCAL_FOLDER) as folder:
+            results = Path(folder, "results.json")
+            for place, storage in {"disk": LocalStorage(path=f"{folder}/runs"), "S3": bucket}.items():
+                for size in SIZES:
+                    config = {"results": str(results), "saves": SAVES * repeats, "bytes": size}
+                    how: Any = {"storage": storage, "checkpoints": CheckpointPolicy(keep=1)}
+                    elastic_train("benchmarks.loop:blocked_loop", train_loop_config=config, **how)
+                    found, what = json.loads(results.read_text()), f"{size // MIB} MiB, {place}"
+                    rows.append([what, *(summary(seconds, 3) for seconds in found.values())])
+                    targets.append(ratio_target(f"blocked [s], {what}", found["session"], found["by hand"], limit=0.05))
+    print(markdown_table(["state", "by hand, s", "session, s"], rows))
+    return targets
+
+
+def measure_overhead(repeats: int) -> list[str]:
+    """Print the time of steps, and return the target."""
+    found: dict[str, list[float]] = {"by hand": [], "session": []}
+    for _ in range(repeats):
+        for name, rounds in train("overhead_loop").items():
+            found[name] += [1000 * seconds / OVERHEAD_STEPS for seconds in rounds]
+    print(markdown_table(["loop", "ms a step"], [[name, summary(each, 3)] for name, each in found.items()]))
+    return [ratio_target("a step [ms]", found["session"], found["by hand"], limit=1.02)]
+
+
+def kept_share(interval: Callable[[loop.Cadence], float], between: float, cost: float, seed: int) -> float:
+    """Simulate a training whose saves take ``cost`` seconds, and return the share of its time that is kept."""
+    import simpy
+
+    chance, world, kept = random.Random(seed), simpy.Environment(), 0.0
+    cadence = loop.Cadence("auto", clock=lambda: world.now)
+
+    def trainer() -> Iterator[Any]:
+        nonlocal kept
+        while True:
+            try:
+                if cadence.failures and failed:
+                    failed.clear()
+                    yield world.timeout(RESTART_SECONDS)
+                trained = interval(cadence)
+                yield world.timeout(trained)
+                yield world.timeout(cost)
+                cadence.saved(cost)
+                kept += trained
+            except simpy.Interrupt:
+                cadence.failures += 1
+                failed.append(1)
+
+    failed: list[int] = []
+    training = world.process(trainer())
+
+    def faults() -> Iterator[Any]:
+        while True:
+            yield world.timeout(chance.expovariate(1 / between))
+            training.interrupt()
+
+    world.process(faults())
+    seconds = max(200 * between, WEEK)
+    world.run(until=seconds)
+    return kept / seconds
+
+
+def measure_cadence(repeats: int) -> list[str]:
+    """Print the shares of time that are kept, and return the target."""
+    rows, worst = [], 0.0
+    for between in FAILURES:
+        for cost in COSTS:
+
+            def mean(interval: Callable[[loop.Cadence], float], mtbf: float = between, save: float = cost) -> float:
+                return statistics.mean(kept_share(interval, mtbf, save, seed) for seed in range(SEEDS * repeats))
+
+            auto = mean(loop.Cadence.interval)
+            fixed = [10 * 1.25**power for power in range(42) if 10 * 1.25**power < 4 * between]
+            best, at = max((mean(lambda _, seconds=seconds: seconds), seconds) for seconds in fixed)
+            worst = max(worst, 1 - auto / best)
+            rows.append([f"{between:,}", f"{cost}", f"{auto:.4f}", f"{best:.4f} at {at:.0f} s", f"{auto / best:.4f}"])
+    print(markdown_table(["MTBF, s", "a save, s", "kept with auto", "with the best fixed interval", "ratio"], rows))
+    verdict = "PASS" if worst <= 0.02 else "FAIL"
+    return [f"- share kept with auto to the best, at worst {1 - worst:.4f} (>= 0.98): {verdict}"]
+
+
+def measure_run(repeats: int) -> list[str]:
+    """Print which share of its time a training that is killed again and again keeps."""
+    rows = []
+    for every in RUN_INTERVALS:
+        shares = [train("killed_loop", bytes=RUN_BYTES, save_every=every, seed=seed)["done"] for seed in range(repeats)]
+        rows.append([every, summary(shares, 3)])
+    print(markdown_table(["saves", "share of the time that is kept"], rows))
+    return []
+
+
+def main() -> int:
+    """Measure the parts and print tables and targets."""
+    if sys.argv[1:2] == ["--child"]:
+        _train_here(json.loads(sys.argv[2]))
+        return 0
+    arguments = parse_arguments(__doc__ or "", PARTS)
+    load_before, targets = os.getloadavg()[0], list[str]()
+    for part in arguments.only:
+        print(f"\n{part}\n", flush=True)
+        targets += globals()[f"measure_{part}"](arguments.repeats)
+    print(f"\n{machine_lines('benchmarks.loop', load_before)}\n")
+    print("\n".join(targets))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
