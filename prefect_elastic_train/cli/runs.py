@@ -94,7 +94,8 @@ def verify_runs(
 ) -> None:
     """Check checkpoints and records, and say what a resume would do. Writes nothing.
 
-    Exit code 1 if anything that a resume needs is damaged, or samples were left out or seen twice.
+    Exit code 1 if anything that a resume needs is damaged, or samples were left out or seen twice, or if that is not
+    known of a run that was named.
     """
     with errors():
         opened = open_briefly(storage)
@@ -113,7 +114,8 @@ def verify_runs(
             _say(*(f"    it would say: {repair}" for repair in one.repairs))
             _say(*(f"  left over: {folder} ({size(size_bytes)})" for folder, size_bytes in one.leftovers.items()))
             _say(*(f"  {check.words}" for check in [seen.get(one.name)] if check is not None))
-    if not all(one.whole for one in found) or any(check.wrong or not check.exact for check in seen.values()):
+    inexact = [check for check in seen.values() if not check.exact and (runs or not check.unknown)]
+    if not all(one.whole for one in found) or inexact or any(check.wrong for check in seen.values()):
         raise typer.Exit(1)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.loop.ledger import Digest, Ledger, combine
 from prefect_elastic_train.loop.order import SampleOrder, StepBatches
 from prefect_elastic_train.loop.state import rank_file
@@ -28,18 +28,22 @@ class SampleCheck(BaseModel):
 
     name: str
     #: Of the newest checkpoint: how many steps are done, with how many this run began, and what those in between saw.
-    steps: int
-    began_at: int
-    samples: int
+    steps: int = 0
+    began_at: int = 0
+    samples: int = 0
     #: Steps that a kept checkpoint has a digest of, and those of them that have not seen exactly their samples.
-    checked: int
-    wrong: list[int]
+    checked: int = 0
+    wrong: list[int] = []
     #: Whether all steps together have seen exactly their samples.
-    exact: bool
+    exact: bool = False
+    #: Why nothing of this is known, if so.
+    unknown: str = ""
 
     @property
     def words(self) -> str:
         """What is found, in a line."""
+        if self.unknown:
+            return self.unknown
         seen = f"steps {self.began_at} to {self.steps - 1} saw {self.samples:,} samples"
         if self.exact and not self.wrong:
             return f"{seen}: exactly theirs"
@@ -52,10 +56,18 @@ def check_samples(run: RunDirectory) -> SampleCheck | None:
     """Recompute the order of a run's samples, and compare; None for a run without a checkpoint.
 
     Reads the small files of each kept checkpoint. It takes about 0.3 µs a sample.
-
-    Raises:
-        ConfigurationError: A checkpoint was not written by a session, or its loop did not take batches from that.
     """
+    try:
+        return _check(run)
+    except _NotKnownError as error:
+        return SampleCheck(name=run.name, unknown=f"which samples were seen is not known: {error}")
+
+
+class _NotKnownError(Exception):
+    """Nothing says which samples were seen."""
+
+
+def _check(run: RunDirectory) -> SampleCheck | None:
     commit = run.newest_commit
     folders = checkpoint_names(commit.snapshot) if commit is not None else []
     if not folders:
@@ -96,14 +108,16 @@ def _exact(order: SampleOrder, steps: range) -> Digest:
 def _read(run: RunDirectory, folder: str) -> tuple[dict[str, Any], list[dict[str, Digest]]]:
     about = json.loads(run.store.read(f"{folder}/{SESSION_FILE}") or b"{}")
     if "order" not in about:
-        raise ConfigurationError(
-            f"run {run.name}: checkpoint {loop_name(folder)} does not say which samples were seen: only loops that "
-            "take them from prefect_elastic_train.loop.session note that"
-        )
+        why = "only a loop that takes its batches from prefect_elastic_train.loop.session notes them"
+        raise _NotKnownError(f"checkpoint {loop_name(folder)} does not say, as {why}")
     return about, [_part(run, folder, rank) for rank in range(about["world_size"])]
 
 
 def _part(run: RunDirectory, folder: str, rank: int) -> dict[str, Digest]:
     content = run.store.read(str(rank_file(folder, rank))) or b""
-    with np.load(io.BytesIO(content), allow_pickle=False) as part:
-        return {name: part[name] for name in ("since", "total", "steps")}
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as part:
+            return {name: part[name] for name in ("since", "total", "steps")}
+    except (EOFError, KeyError, ValueError, BadZipFile) as error:
+        what = f"{rank_file('', rank)} of checkpoint {loop_name(folder)} is missing or damaged"
+        raise _NotKnownError(f"{what} ({type(error).__name__})") from error

@@ -652,6 +652,11 @@ def test_whether_each_step_saw_exactly_its_samples_is_told(storage: Storage, spo
     [found] = json.loads(_run("verify", storage.uri, "--samples", "--json").stdout)["runs"]
     assert (found["samples"]["exact"], found["samples"]["checked"]) == (spoilt < 0, 8)
     _trained(storage, "other")
-    result = _run("verify", storage.uri, "other", "--samples")
-    assert result.exit_code == 1
-    assert "checkpoint a does not say which samples were seen" in result.stderr
+    result = _run("verify", storage.uri, "--samples")
+    assert result.exit_code == int(spoilt >= 0), "of a loop without a session nothing is known"
+    assert _run("verify", storage.uri, "other", "--samples").exit_code == 1, "which is told who asks for it"
+    assert "not known: checkpoint a does not say" in result.stdout
+    (rank,) = Path(store.path).glob("b*/rank-00001.npz")
+    rank.write_bytes(rank.read_bytes()[:-20])
+    result = _run("verify", storage.uri, "mnist", "--samples")
+    assert (result.exit_code, "rank-00001.npz of checkpoint b is missing or damaged" in result.stdout) == (1, True)
