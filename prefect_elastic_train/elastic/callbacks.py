@@ -211,7 +211,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
         answers = ask(self._workers, take_news, _ANSWER_SECONDS)
         _, _, plan, passed = answers.get(0, (None, 0.0, "", 0))
-        self._has_committed = age_of(name)[2] > passed or not passed
+        self._has_committed = not passed or age_of(name)[2] > passed
         self._tell_waits("ranks", [waits for waits, *_ in answers.values()])
         stalled = max((stalled for _, stalled, *_ in answers.values()), default=0.0)
         if stalled >= 0.01:

@@ -17,9 +17,8 @@ from ray.train.v2._internal.execution.callback import TrainContextCallback, Work
 from ray.train.v2._internal.execution.context import get_train_context
 
 from prefect_elastic_train.core.ray_output import silence_ray_train
-from prefect_elastic_train.elastic import callbacks, loop_watch
+from prefect_elastic_train.elastic import callbacks, holding, loop_watch
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
-from prefect_elastic_train.elastic.holding import hold_after_report, saw_checkpoint
 from prefect_elastic_train.loop.context import RunContext, enter_run
 
 logger = logging.getLogger(__name__)
@@ -55,6 +54,7 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         enter_run(self._context)
         context = get_train_context()
         name_folders(context, self._context.attempt, self._group)
+        holding.reports_before = context.report_call_index
         silence_ray_train()
         loop_watch.note_checkpoints(context)
         context.checkpoint = readable(context.checkpoint)
@@ -72,13 +72,13 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         yield
         self._reporting = 0
         try:
-            hold_after_report()
+            holding.hold_after_report()
         except Exception:
             logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
 
     @contextmanager
     def on_checkpoint_transfer(self) -> Iterator[None]:
-        saw_checkpoint()
+        holding.saw_checkpoint()
         with self._stalling():
             yield
 
