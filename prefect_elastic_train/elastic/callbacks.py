@@ -25,7 +25,7 @@ from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_act
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import bounded_metrics, plain_metrics
-from prefect_elastic_train.core.checkpoint_names import age_of, loop_name
+from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import ALIVE_SECONDS
 from prefect_elastic_train.core.ray_output import distinct, mark_told
 from prefect_elastic_train.core.settings import FailureSettings
@@ -203,15 +203,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self.tell(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
-        self.checkpoint = name
+        self.checkpoint, self._has_committed = name, True
         self._reports_since_checkpoint = 0
         size = 0
         with suppress(Exception):  # the commit is told all the same
             size = sum((self._store.file_sizes(name) or {}).values())
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
         answers = ask(self._workers, take_news, _ANSWER_SECONDS)
-        _, _, plan, passed = answers.get(0, (None, 0.0, "", 0))
-        self._has_committed = not passed or age_of(name)[2] > passed
+        _, _, plan = answers.get(0, (None, 0.0, ""))
         self._tell_waits("ranks", [waits for waits, *_ in answers.values()])
         stalled = max((stalled for _, stalled, *_ in answers.values()), default=0.0)
         if stalled >= 0.01:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 
@@ -14,25 +13,11 @@ logger = logging.getLogger(__name__)
 #: Seconds that a rank stands still; and between two looks.
 _HOLD_SECONDS, _LOOK_SECONDS = 60.0, 0.02
 _reporting = threading.local()
-#: How many reports Ray had counted before this worker's first one: those of the run's earlier groups.
-reports_before = 0
 
 
 def saw_checkpoint() -> None:
     """Remember that the report which this thread makes has a checkpoint."""
     _reporting.checkpoint = True
-
-
-def last_report_before_notice() -> int:
-    """Return the last report of this worker that a coming restart does not wait for, 0 if any checkpoint will do.
-
-    A loop that asks saves once more. What it had reported before may be uploaded only now, and would cost all since.
-    """
-    known, context = notice.known, notice.train_context()
-    coming = notice.coming_restart(context) if context is not None and known.asked_at else None
-    if coming is None:
-        return 0
-    return known.reports - reports_before if coming == known.answered else sys.maxsize
 
 
 def hold_after_report() -> None:

@@ -54,7 +54,6 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         enter_run(self._context)
         context = get_train_context()
         name_folders(context, self._context.attempt, self._group)
-        holding.reports_before = context.report_call_index
         silence_ray_train()
         loop_watch.note_checkpoints(context)
         context.checkpoint = readable(context.checkpoint)

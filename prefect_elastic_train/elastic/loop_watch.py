@@ -28,7 +28,6 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.events import Event, LoopWarned
 from prefect_elastic_train.core.outcomes import StorageFaultError
-from prefect_elastic_train.elastic.holding import last_report_before_notice
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS
 from prefect_elastic_train.storage.retries import Waits, take_waits
 
@@ -111,13 +110,10 @@ def has_opened() -> bool:
     return state.opened
 
 
-def take_news() -> tuple[Waits, float, str, int]:
-    """Return what this worker has waited for since this was asked last, how often it saves if that is new.
-
-    And the last report that a restart does not wait for.
-    """
+def take_news() -> tuple[Waits, float, str]:
+    """Return what this worker has waited for since this was asked last, and how often it saves if that is new."""
     stalled, state.stalled = state.stalled, 0.0
-    return take_waits(), stalled, _new_plan(), last_report_before_notice()
+    return take_waits(), stalled, _new_plan()
 
 
 def stacks() -> str:

@@ -26,7 +26,6 @@ class Notice:
     growth: int = 0  # the number of the announced one; 0 while none is
     answered: Any = None  # with yes already
     asked_to_save: bool = False  # and has not reported since
-    reports: int = 0  # that were made before
     free_questions: int = 0  # that need no broadcast any more
     questions: int = 0  # that the last broadcast set free
     asked_at: float = 0.0  # when that was
@@ -67,7 +66,7 @@ def ask(decide: Callable[[], Any], together: bool = False) -> tuple[bool, Any]:
         said = ray.train.collective.broadcast_from_rank_zero(said)
     coming, notice.free_questions, decided = said
     if is_new := coming is not None and coming != notice.answered:
-        notice.answered, notice.asked_to_save, notice.reports = coming, True, context.report_call_index
+        notice.answered, notice.asked_to_save = coming, True
     return is_new, decided
 
 

@@ -99,4 +99,4 @@ def test_a_loop_that_uses_its_session_wrongly_is_told_what_to_change(train: Trai
     assert "this is SampleOrder(length=21, " in found["another length"][1]
     assert "or begin another run" in found["another order"][0]
     assert found["all as before"] == ["nothing"] * 2
-    assert re.search("rank 1 has done 7 steps, and rank 0 [89]: all must call session.step() equally", result["error"])
+    assert re.search("rank 1 has done 7 steps, and rank 0 [89]: all must call", result["error"])

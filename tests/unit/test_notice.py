@@ -26,7 +26,6 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         get_world_size=lambda: found.size,
         get_world_rank=lambda: 0,
         size=1,
-        report_call_index=0,
     )
     monkeypatch.setattr(context, "_train_context", found)
     monkeypatch.setattr(notice, "known", notice.Notice())
@@ -67,23 +66,6 @@ def test_a_drain_is_told_once_and_again_when_another_node_goes(worker: SimpleNam
         info = SimpleNamespace(preempted_node_to_ranks=nodes, deadline_ms=deadline)
         worker.preemption_context.preemption_info = info
         assert sum(_answers()) == told
-
-
-def test_a_restart_waits_for_what_is_saved_for_it_and_not_for_what_was_on_its_way(
-    worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notice.announce(1)
-    assert holding.last_report_before_notice() == 0, "a loop that never asks is restarted at any checkpoint"
-    notice.announce(0)
-    _answers()
-    assert holding.last_report_before_notice() == 0, "nothing is announced"
-    notice.announce(2)
-    worker.report_call_index = 7
-    assert holding.last_report_before_notice() > 1000, "it will be asked to save, and has not heard of it yet"
-    assert any(_answers())
-    assert holding.last_report_before_notice() == 7
-    monkeypatch.setattr(holding, "reports_before", 5)
-    assert holding.last_report_before_notice() == 2, "of this worker's own, as folders are numbered"
 
 
 def test_the_ranks_ask_together_four_times_a_second_however_quick_the_loop_is_and_answer_as_rank_0(
