@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
+from tests.support.clusters import ElasticCluster
 from tests.support.deployments import DeployedRun, Program, serve_flows
 
 
@@ -32,3 +33,18 @@ def deployed(client: SyncPrefectClient, tmp_path: Path) -> Iterator[Callable[...
     yield start_run
     for run in started:
         run.close()
+
+
+@pytest.fixture(scope="module")
+def lasting_cluster() -> Iterator[ElasticCluster]:
+    """The head that all nodes of a file's tests join."""
+    made = ElasticCluster()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(lasting_cluster: ElasticCluster) -> Iterator[ElasticCluster]:
+    """A cluster without nodes for workers."""
+    yield lasting_cluster
+    lasting_cluster.clear()

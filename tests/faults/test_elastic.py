@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,6 @@ TPUS = {
     "min_workers": 2,
     "max_workers": 4,
 }
-
-
-@pytest.fixture(scope="module")
-def lasting_cluster() -> Iterator[ElasticCluster]:
-    """The head that all nodes of these tests join."""
-    made = ElasticCluster()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def cluster(lasting_cluster: ElasticCluster) -> Iterator[ElasticCluster]:
-    """A cluster without nodes for workers."""
-    yield lasting_cluster
-    lasting_cluster.clear()
 
 
 class Training:

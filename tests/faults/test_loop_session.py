@@ -7,7 +7,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,6 @@ from tests.support.session_loops import jax_loop, lost_and_repeated, same_weight
 
 STEPS = 800
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "1"))
-
-
-@pytest.fixture(scope="module")
-def lasting_cluster() -> Iterator[ElasticCluster]:
-    """The head that all nodes of these tests join."""
-    made = ElasticCluster()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def cluster(lasting_cluster: ElasticCluster) -> Iterator[ElasticCluster]:
-    """A cluster without nodes for workers."""
-    yield lasting_cluster
-    lasting_cluster.clear()
 
 
 class Training:
