@@ -7,6 +7,7 @@ import logging
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,11 @@ def test_all_steps_of_all_epochs_see_each_sample_once_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torch_datasets_are_loaded_by_its_loader_with_its_options(workers: int) -> None:
+def test_torch_datasets_are_loaded_by_its_loader_with_its_options(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A child forked from a process in which other tests started a service of Prefect fails in that service's exit.
+    monkeypatch.setattr(threading, "_threading_atexits", [])
     dataset = torch.utils.data.TensorDataset(torch.arange(20.0), torch.arange(20))
     with loop.session(NoState(), steps=5, global_batch=8) as session:
         for values, numbers in session.batches(dataset, num_workers=workers, drop_last=True):
