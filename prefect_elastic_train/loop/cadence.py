@@ -11,8 +11,7 @@ from dataclasses import dataclass
 #: What is assumed of a run that has not failed yet: one failure in so many seconds. It weighs as this many of its own,
 #: so that a run that fails each five minutes is known for that within the hour.
 PRIOR_SECONDS, PRIOR_WEIGHT = 6 * 3600.0, 0.1
-#: What is assumed that a second of writing in the background takes from the steps beside it.
-BACKGROUND_COST = 0.1
+BACKGROUND_COST = 0.1  # is assumed: what a second of writing in the background takes from the steps beside it
 #: Before the end of its time a loop saves once more: so many times what a save takes, and so many seconds.
 _LAST_SAVES, _LAST_SECONDS = 2.0, 15.0
 
@@ -46,7 +45,7 @@ class Cadence:
     failures: int = 0
     trained_seconds: float = 0.0
     ends_at: float = 0.0
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = time.monotonic  # seconds that never go back
 
     def __post_init__(self) -> None:
         text = str(self.every)

@@ -72,7 +72,7 @@ class TorchState(State):
         """Copy the state into main memory, and return what writes this rank's part into its folder; all ranks must."""
         # Ray Train copies the files to the storage, which syncs them: here they need not be.
         writer = dcp.FileSystemWriter(directory, sync_files=False)
-        staged = self._stager.stage(self._current())
+        staged = self._stager.stage(self._current(to_save=True))
         # What is the same on all ranks is that of the first, also where it is not quite the same.
         whole = {"planner": dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True), "no_dist": self._group is None}
         return partial(dcp.save, staged, storage_writer=writer, process_group=self._group, **whole)
@@ -109,10 +109,14 @@ class TorchState(State):
         for name, part in self._others.items():
             part.load_state_dict(current[name][0] if isinstance(current[name], tuple) else current[name])
 
-    def _current(self) -> dict[str, Any]:
+    def _current(self, to_save: bool = False) -> dict[str, Any]:
         state = {name: sharded.get_model_state_dict(module) for name, module in self._modules.items()}
         for name, optimizer in self._optimizers.items():
+            has_begun = bool(optimizer.state)
             state[name] = sharded.get_optimizer_state_dict(self._module_of[name], optimizer)
+            if to_save and not has_begun:  # torch has made a state for it, by a step that counts
+                optimizer.state.clear()
+                state[name]["state"] = {}
         for name, part in self._others.items():
             of_part = part.state_dict()
             is_sharded = any(isinstance(one, DTensor) for one in flatten_state_dict({name: of_part})[0].values())
@@ -123,5 +127,4 @@ class TorchState(State):
 
 def _shapes(values: dict[str, Any]) -> dict[str, Any]:
     """Return the shapes of tensors, and of what describes saved ones; of what is none, ()."""
-    found = {name: getattr(one, "shape", getattr(one, "size", ())) for name, one in values.items()}
-    return {name: tuple(shape) for name, shape in found.items()}
+    return {name: tuple(getattr(one, "shape", getattr(one, "size", ()))) for name, one in values.items()}

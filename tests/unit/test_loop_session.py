@@ -205,13 +205,16 @@ def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(t
         model = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 1), "unused": torch.nn.Linear(3, 1)})
         optimizer = torch.optim.Adam(model.parameters())
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
-        return {"model": model, "optimizer": optimizer, "schedule": schedule, "own": Part(found)}
+        late = torch.optim.Adam(model["unused"].parameters())
+        return {"model": model, "optimizer": optimizer, "late": late, "schedule": schedule, "own": Part(found)}
 
     def train(parts: dict[str, Any], name: str) -> None:
         parts["optimizer"].zero_grad()
         parts["model"][name](torch.ones(2, 3)).sum().backward()
         parts["optimizer"].step()
         parts["schedule"].step()
+        if name == "unused":
+            parts["late"].step()
 
     first = made(best=np.float64(0.3), tried=[torch.ones(2)], last={"step": 3, 7: None})
     for number, name in enumerate(["used", "used", "used", "unused", "used"]):
@@ -220,6 +223,8 @@ def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(t
         second = made(best=None)
         loop.TorchState(**second).read(str(tmp_path / str(number)))
         assert str(second["own"].found) == str(first["own"].found)
+        begun = bool(second["late"].state), bool(first["late"].state)
+        assert begun == (number > 0,) * 2, "no step is done for one that has done none"
         assert second["schedule"].state_dict() == first["schedule"].state_dict()
         for parts in (first, second):
             train(parts, "unused")
