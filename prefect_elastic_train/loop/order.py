@@ -22,7 +22,6 @@ MAX_LENGTH = 2**48
 _ROUNDS = 8
 #: Samples that are looked up, or taken in, at once: numpy takes as long for a few.
 AT_ONCE = 8192
-_MIN_BITS = 8
 
 
 def permute(positions: Indices, length: int, *key: int) -> Indices:
@@ -32,7 +31,7 @@ def permute(positions: Indices, length: int, *key: int) -> Indices:
     other; what it maps beyond ``length`` is mapped again until it is below ("cycle walking", Black and Rogaway 2002,
     "Ciphers with arbitrary finite domains"). On average fewer than two walks.
     """
-    bits = max(_MIN_BITS, (length - 1).bit_length())
+    bits = max(8, (length - 1).bit_length())
     right = np.uint64(bits // 2)
     masks = np.uint64((1 << (bits - bits // 2)) - 1), np.uint64((1 << (bits // 2)) - 1)
     seeds = np.random.SeedSequence([part & (2**64 - 1) for part in key])

@@ -92,7 +92,8 @@ class Session(AbstractContextManager["Session"]):
         of_run = (known.failures, known.trained_seconds, known.ends_at) if known is not None else ()
         self.cadence = Cadence(save_every, save_within, *of_run)
         self._ray: Any = import_module("ray.train") if context is not None else None
-        self.rank, self.world_size = (context.get_world_rank(), context.get_world_size()) if context else (0, 1)
+        self.rank = context.get_world_rank() if context is not None else 0
+        self.world_size = context.get_world_size() if context is not None else 1
         for name, value in (("steps", steps), ("global_batch", global_batch)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a whole number from 1 on")
