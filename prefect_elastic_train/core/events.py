@@ -71,6 +71,8 @@ class AttemptStarted(Event):
     driver_started_at: float = 0.0
     #: Which one it is of the flow run's attempts since the last end that no automatic restart followed; 0: unknown.
     counted: int = 0
+    #: What is left of each budget, by its name in words; those without a bound are left out.
+    left: dict[str, int] = Field(default_factory=dict)
     previous_end: str = ""
     #: The checkpoint of another run that the run started from; empty for none.
     started_from: str = ""
@@ -137,6 +139,8 @@ class GroupFailed(Event):
     gives_up: str = "the budget is used up"
     #: Reports since the last checkpoint, which are done again.
     reports_lost: int = 0
+    #: How many more of the kind may follow before one of them is made up for; None for any number.
+    left: int | None = None
 
 
 class WorkerFailed(GroupFailed):

@@ -164,13 +164,15 @@ class FailureSettings(SettingsModel):
     driver_restarts: int = Field(3, ge=0, le=1000)
     """New drivers after a lost driver, head or cluster: the retries of the Prefect task."""
     driver_restart_delay_seconds: NonNegativeFloat = Field(10.0, le=3600)
-    """Delay before the first driver restart, doubled each time up to 300 seconds, with jitter."""
+    """Delay after an attempt without a new checkpoint, doubled each time up to 300 seconds, with jitter."""
     preemption_grace_seconds: NonNegativeFloat = 0.0
     """How long the surviving workers may go on past a preemption deadline."""
     relax_collectives_on_preemption: bool = False
     """Let healthy ranks commit a just-in-time checkpoint without the ranks being preempted."""
     max_attempts_without_progress: _AtLeastOne = 2
     """Driver attempts in a row without a new checkpoint after which the training gives up."""
+    forgive_after_seconds: NonNegativeFloat = 3600.0
+    """Training, up to a new checkpoint, after which a failure counts for no budget any more. 0: it counts for ever."""
     stall_timeout_seconds: NonNegativeFloat = 0.0
     """No report for so long is a failure of the worker group. 0: off."""
     ignored_checkpoint: Literal["warn", "fail"] = "warn"

@@ -29,7 +29,7 @@ from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, Event
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, peek
+from prefect_elastic_train.runs.attempts import Begun, begin_attempt, count_attempts, end_attempt, peek
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
 from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_attempt
@@ -77,6 +77,7 @@ class Attempt:
             finished = peek(RunDirectory(self.store), spec.request)
             if finished is not None:
                 return self.finish(finished)
+            count_attempts(RunDirectory(self.store), spec)  # as is a budget that is used up
             if spec.request.resume_from and is_new():  # refused before a cluster is started or joined
                 teller.doing("looking for the checkpoint that the run starts from")
                 choose_source(self._storage, spec.request)
@@ -155,7 +156,9 @@ class Attempt:
         self._receiver = EventReceiver(self.teller.emit)
         if begun.attempt > 1:
             self._past = self.teller.recall(self.spec)
-        commit = begun.point.commit
+        commit, failures = begun.point.commit, self.spec.failures
+        left = {"driver restart": begun.restarts_left, "worker failure": failures.max_failures}
+        left["preemption"] = failures.max_preemption_failures
         self.teller.emit(
             AttemptStarted(
                 run_name=self.spec.request.run_name,
@@ -164,6 +167,7 @@ class Attempt:
                 checkpoint_at=commit.at if commit is not None else 0.0,
                 driver_started_at=psutil.Process().create_time(),
                 counted=begun.counted,
+                left={name: number for name, number in left.items() if number >= 0},
                 previous_end=self.spec.previous_end,
                 started_from=RunDirectory(self.store).started_from,
                 inherited=bounded_metrics(begun.point.inherited_metrics, self._score),

@@ -29,6 +29,7 @@ from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.events import ALIVE_SECONDS
 from prefect_elastic_train.core.ray_output import distinct, mark_told
 from prefect_elastic_train.core.settings import FailureSettings
+from prefect_elastic_train.elastic.budget import Forgiveness
 from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_news, why_never_again
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.runs.commits import check_fence
@@ -85,6 +86,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         start_failure: Why the last worker group did not start, until the scaling policy has taken that in.
         counted_on: Nodes that the size of the next worker group was decided from.
         checkpoint: What a restart now would begin from, empty for nothing.
+        budget: Which of the failures count.
+        left: How many more may follow the last one, None for any number.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._grace_seconds, self._score_attribute = failures.preemption_grace_seconds, score_attribute
         self._loops = LoopWatch(failures.ignored_checkpoint == "fail", self.tell, failures.stall_timeout_seconds)
         self._sender: EventSender | None = None  # made in the controller: a lock cannot be pickled on its way there
+        self.budget = Forgiveness(failures.forgive_after_seconds)
+        self.left: int | None = None
         self._state, self._state_since = "INITIALIZING", time.time()
         self._workers: list[Any] = []  # of the group that trains
         self._failures: dict[int, Exception] = {}  # of the ranks in the last poll, for the decision that follows
@@ -157,6 +162,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def after_worker_group_start(self, worker_group: Any) -> None:
         self._workers = worker_group.get_workers()
+        self.budget.begin()
         self._reports_since_checkpoint, self._has_committed = 0, False
         commit = RunDirectory(self._store, self._attempt).newest_commit
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
@@ -192,6 +198,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         self._workers = []
+        self.budget.end()
 
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
@@ -204,6 +211,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             return
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
         self.checkpoint, self._has_committed = name, True
+        if not self._loops.ignored:  # else it has done anew what was done
+            self.budget.commit()
         self._reports_since_checkpoint = 0
         size = 0
         with suppress(Exception):  # the commit is told all the same
@@ -275,6 +284,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 retried=failure_decision is FailureDecision.RETRY,
                 gives_up=why_never_again(failures.values()) or "the budget is used up",
                 reports_lost=self._reports_since_checkpoint,
+                left=self.left,
             )
         )
 

@@ -172,11 +172,14 @@ class LoopWatch:
 
     A loop that ignores its checkpoint ends the training if ``fails``, one that reports nothing for
     ``hangs_after_seconds`` (0: for ever) fails the worker group.
+
+    Attributes:
+        ignored: Whether the last loop of which that is known has ignored its checkpoint.
     """
 
     def __init__(self, fails: bool, tell: Callable[[Event], None], hangs_after_seconds: float = 0.0) -> None:
         self._fails, self._tell, self._hangs_after = fails, tell, hangs_after_seconds
-        self._has_saved = False
+        self._has_saved = self.ignored = False
         self.begin([], "", {})
 
     def begin(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
@@ -227,7 +230,7 @@ class LoopWatch:
         goes_on = any(value > self._before[name] for name, value in here.items()) or self._has_opened()
         if not (goes_on or here or has_checkpoint) and self._reports == 1:
             return None  # a loop may report something before it asks
-        self._is_judged = True
+        self._is_judged, self.ignored = True, not goes_on
         if goes_on:
             return None
         message = (

@@ -23,6 +23,7 @@ from ray.train.v2._internal.execution import scaling_policy as rays
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller.state import PreemptingState
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
@@ -221,7 +222,7 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
     A node may go before its deadline, and what the surviving ranks see first is a broken connection. Ray would charge
     ``max_failures`` with that. A loop with a fault of its own raises again after the restart. And a storage that
     refuses for good refuses after a restart too, and a loop that ignores its checkpoint ignores it again: then
-    training ends at once.
+    training ends at once. And Ray would count for ever what the run has made up for long since.
     """
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
@@ -233,4 +234,10 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
                 return FailureDecision.RAISE
             if callbacks.current().is_draining:
                 training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
+        if isinstance(training_failed_error, WorkerGroupError | PreemptionError):
+            kind = "preemption" if _is_preemption_failure(training_failed_error) else "worker_group"
+            counting, config = callbacks.current().budget.count(kind), self.failure_config
+            setattr(self, f"_{kind}_failures", counting)
+            limit = config.max_preemption_failures if kind == "preemption" else config.max_failures
+            callbacks.current().left = max(0, limit - counting - 1) if limit >= 0 else None
         return super().make_decision(training_failed_error)

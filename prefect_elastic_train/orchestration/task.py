@@ -34,6 +34,7 @@ from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.orchestration.training import SilentEndError, Training
 
 TrainLoop = Callable[..., Any] | str
+_MAX_RETRIES = 1_000_000
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -168,8 +169,11 @@ def _with_budget(template: Any, training: Training) -> Any:
     failures = load_given("failures", training.blocks["failures"])
     assert isinstance(failures, FailureBudget)
     training.restart_delay_seconds = failures.driver_restart_delay_seconds
+    training.driver_restarts = failures.driver_restarts
     # In Prefect's delay, which may have a default in its settings, nobody would look after the cluster.
-    retries = {"retries": failures.driver_restarts, "retry_delay_seconds": 0}
+    # The budget ends them, since failures are forgiven; what has made no progress is given up earlier.
+    forgiving = failures.forgive_after_seconds and failures.driver_restarts
+    retries = {"retries": _MAX_RETRIES if forgiving else failures.driver_restarts, "retry_delay_seconds": 0}
     return template.with_options(task_run_name=training.request.run_name, **retries)
 
 

@@ -18,7 +18,7 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
 
-from prefect_elastic_train.core.events import AttemptEnded, Event
+from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
@@ -104,8 +104,10 @@ class Training:
     place: flow_runs.Place
     #: From now on, until it is ended; None for no bound.
     timeout_seconds: float | None = None
-    #: Before the first new driver; doubled before each one after it.
+    #: Before a new driver, if the one before has committed nothing; doubled for each more of those in a row.
     restart_delay_seconds: float = 0.0
+    #: How many attempts in a row may commit nothing.
+    driver_restarts: int = 0
     #: Its caller holds a future.
     submitted: bool = False
 
@@ -121,6 +123,7 @@ class Training:
         # Of the attempt:
         self._flows = list(flow_runs.flows_around())
         self._detached = False
+        self._idle = 0  # attempts in a row that have committed nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Training, tuple(getattr(self, field.name) for field in fields(self))
@@ -137,13 +140,16 @@ class Training:
         if self._runtime is None:
             self._runtime = self._begin(in_task=context is not None)
         try:
-            if run_count > 1:
-                self._pause(self._runtime, run_count - 1)
+            if run_count > 1 and self._idle:
+                self._pause(self._runtime)
+            self._idle += 1
             ended = self._run_driver(self._runtime)
         except BaseException as error:
             self._log.close()
-            if run_count <= retries and isinstance(error, AttemptFailedError) and error.retryable:
-                raise
+            if isinstance(error, AttemptFailedError) and error.retryable:
+                if run_count <= retries and self._idle <= self.driver_restarts:
+                    raise
+                error.final = True
             self._end(ending_of(error, self._detached, self._is_end_wanted))
             told = self._said_of(error) if isinstance(error, Stop) and error.flow_run_id else error
             # Nobody catches for the user of a future, so that one gets what ends the flow directly.
@@ -181,9 +187,9 @@ class Training:
             elif publisher is not None:
                 publisher.abandon()  # another process shows the training now
 
-    def _pause(self, runtime: Runtime, restart: int) -> None:
+    def _pause(self, runtime: Runtime) -> None:
         """Wait for the next driver, and look after the cluster; Prefect's own delay would look after nothing."""
-        seconds = restart_delay(restart, self.restart_delay_seconds) * random.uniform(1.0, 1.2)
+        seconds = restart_delay(self._idle, self.restart_delay_seconds) * random.uniform(1.0, 1.2)
         self._log.note(f"The next driver starts in {seconds:.0f} s")
         try:
             runtime.wait(seconds)
@@ -237,6 +243,8 @@ class Training:
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""
         self._log.event(event, told)
+        if isinstance(event, CheckpointCommitted):
+            self._idle = 0
         if self._publisher is not None:
             self._publisher.take(event, told)
 
@@ -307,7 +315,7 @@ class Training:
 
 
 def restart_delay(restart: int, first_delay_seconds: float) -> float:
-    """Return the delay before a driver restart, counted from 1, in seconds: doubled each time, up to 300."""
+    """Return the delay after so many attempts in a row without progress, in seconds: doubled each time, up to 300."""
     return min(max(_MAX_DELAY_SECONDS, first_delay_seconds), first_delay_seconds * 2.0 ** min(restart - 1, 50))
 
 

@@ -25,6 +25,8 @@ class Tally(Counts, ev.EventHandler):
     """Counts and seconds of a run from its events in order, over all attempts, as plain values of a bounded size."""
 
     attempt: int = 0
+    #: What was left of each budget after the last failure.
+    left: dict[str, int] = Field(default_factory=dict)
     #: Reports of earlier attempts; and of this one the newest, and the newest that a commit keeps.
     before: int = 0
     index: int = 0
@@ -81,7 +83,7 @@ class Tally(Counts, ev.EventHandler):
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         self.attempts += event.attempt != self.attempt
-        self.attempt = event.attempt
+        self.attempt, self.left = event.attempt, event.left
         self._lose_reports()
         self.before += self.index
         self.index = self.kept = 0
@@ -150,6 +152,8 @@ class Tally(Counts, ev.EventHandler):
     def on_group_failed(self, event: ev.GroupFailed) -> None:
         self.preemptions += isinstance(event, ev.WorkersPreempted)
         self.worker_failures += isinstance(event, ev.WorkerFailed)
+        kind = "worker failure" if isinstance(event, ev.WorkerFailed) else "preemption"
+        self.left |= {kind: event.left} if event.left is not None else {}
         self.index = max(self.index, self.kept + event.reports_lost)
         self._close_group("restart")
 
@@ -250,10 +254,16 @@ class Accounts(Counts):
     """Counts and times of a run. See :class:`prefect_elastic_train.TrainingResult` for the fields."""
 
     time: TimeAccount = TimeAccount()
+    left: dict[str, int] = Field(default_factory=dict)
     world_sizes: list[WorldSize] = Field(default_factory=list)
     last_metrics: dict[str, Any] = Field(default_factory=dict)
     history: list[dict[str, Any]] = Field(default_factory=list)
     reports: int = 0
+
+
+def left_in_words(left: dict[str, int]) -> str:
+    """Return what is left of the budgets, empty if they have no bounds or none is known."""
+    return ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for name, number in left.items())
 
 
 def add_up(events: Iterable[ev.Event]) -> Accounts:
@@ -275,4 +285,6 @@ def add_up(events: Iterable[ev.Event]) -> Accounts:
             accounts.reports += 1
     if rows and rows[-1] is not row:
         rows[_MAX_HISTORY_ROWS - 1 :] = [row]
-    return accounts.model_copy(update={**tally.model_dump(include={*Counts.model_fields}), "time": tally.account()})
+    return accounts.model_copy(
+        update={**tally.model_dump(include={*Counts.model_fields, "left"}), "time": tally.account()}
+    )

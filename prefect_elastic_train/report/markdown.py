@@ -10,6 +10,7 @@ from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
+from prefect_elastic_train.report.accounts import left_in_words
 from prefect_elastic_train.report.run_report import COUNTERS, PACED, TOTALS, Incident, RunReport
 
 #: What wall time goes into: the field of the account, and its name for people.
@@ -85,6 +86,8 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     counts = (tally.worker_failures, tally.preemptions, report.driver_restarts, tally.resizes)
     told = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in zip(names, counts, strict=True) if count]
     yield ", ".join(told) or "no failures"
+    if tally.left and report.is_live:
+        yield f"may still fail: {left_in_words(tally.left)}"
     yield f"goodput {tally.account(now if report.is_live else None).goodput:.1%}"
 
 

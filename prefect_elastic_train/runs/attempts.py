@@ -40,6 +40,8 @@ class Begun:
     point: ResumePoint
     #: How many attempts of this flow run there were, this one included.
     counted: int
+    #: How many may follow without any progress that makes up for them.
+    restarts_left: int
     #: What the user should know: repairs, changed configuration, a driver that was ended.
     notes: list[str]
     run_id: str
@@ -66,7 +68,7 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         last = run.newest_attempt
         if last is not None:
             notes += _end_old_driver(last, request)
-        counted = _count(run, spec)
+        counted, restarts_left = count_attempts(run, spec)
         point, attempt = run.resume_point, run.next_number  # refused where commits are lost: no copy replaces them
         if seed is not None and newest is None:
             seed()
@@ -94,7 +96,7 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         if differences := run.record.fingerprint.differences(request.fingerprint):
             notes.append("the run has another configuration than before: " + "; ".join(differences))
         notes += point.repairs + restore_snapshot(store, point)
-        return Begun(attempt, point, counted + 1, notes, run.record.id)
+        return Begun(attempt, point, counted + 1, restarts_left, notes, run.record.id)
     raise refusal(
         f"run {request.run_name!r} changed hands {_MAX_TURNS} times while this driver tried to begin; another flow run "
         "is starting on it, give this one another run_name"
@@ -191,24 +193,31 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
     return notes
 
 
-def _count(run: RunDirectory, spec: DriverSpec) -> int:
-    """Count this flow run's attempts since the last end that nobody restarts; a budget used up is the run's verdict."""
-    progressed, failures = {attempt for attempt, _ in run.lineage}, spec.failures
-    counted = idle = 0
-    in_a_row = True
+def count_attempts(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
+    """Count this flow run's attempts since the last end that nobody restarts; a budget used up is the run's verdict.
+
+    Returns how many there were, and how many restarts are left after the next. One is forgiven after which others have
+    trained long enough, up to commits.
+    """
+    newest, failures = dict(reversed([*run.lineage])), spec.failures  # of each attempt, the newest commit that counts
+    counted = forgiven = idle = 0
+    in_a_row, trained = True, 0.0
     for attempt in reversed(run.attempts):
         record, ended = attempt.record, attempt.ended
         if record is not None and record.owner.flow_run_id != spec.request.owner.flow_run_id:
             break
-        in_a_row = in_a_row and attempt.number not in progressed
+        in_a_row = in_a_row and attempt.number not in newest
         # One that gave way before it did anything, or that a person stopped, says nothing about the budgets; but
         # checkpoints are progress.
         if attempt.outcome == Outcome.CANCELLED.value or (record is not None and not record.confirmed):
             continue
         if ended is not None and (ended.verdict or attempt.outcome not in _COUNTED):
             break
-        counted += 1
-        idle += in_a_row
+        is_forgiven = 0 < failures.forgive_after_seconds <= trained
+        counted, forgiven, idle = counted + 1, forgiven + is_forgiven, idle + in_a_row
+        if record is not None and attempt.number in newest and not is_forgiven:
+            commit = run.commit((attempt.number, newest[attempt.number]))
+            trained += max(0.0, commit.at - record.started_at) if commit is not None else 0.0
     if idle >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
         verdict = (
@@ -216,15 +225,16 @@ def _count(run: RunDirectory, spec: DriverSpec) -> int:
             "ends them and retry the flow run, or raise max_attempts_without_progress (now "
             f"{failures.max_attempts_without_progress}) of the FailureBudget"
         )
-    elif counted > failures.driver_restarts:
+    elif counted - forgiven > failures.driver_restarts:
         outcome = Outcome.DRIVER_LOST
+        forgiving = f", without {forgiven} that the run has made up for" if forgiven else ""
         verdict = (
-            f"the driver restarts of this flow run are used up: {counted} attempts began, 1 + driver_restarts "
-            f"({failures.driver_restarts}) are allowed over all its resumes. Retry the flow run for a fresh budget, or "
-            "raise driver_restarts of the FailureBudget"
+            f"the driver restarts of this flow run are used up: {counted - forgiven} attempts began{forgiving}, 1 + "
+            f"driver_restarts ({failures.driver_restarts}) are allowed over all its resumes. Retry the flow run for a "
+            "fresh budget, or raise driver_restarts of the FailureBudget"
         )
     else:
-        return counted
+        return counted, failures.driver_restarts - (counted - forgiven)
     last = run.attempts[-1]
     ended = last.ended or EndedRecord(attempt=last.number, outcome=Outcome.DRIVER_LOST.value, message="no last word")
     run.store.replace(layout.ended_name(last.number), encode(ended.model_copy(update={"verdict": verdict})))

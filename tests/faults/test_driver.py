@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -157,4 +158,25 @@ def test_driver_that_dies_before_its_first_checkpoint_each_time_is_given_up(star
     assert "2 attempts in a row ended without a new checkpoint" in outcome["error"]
     assert "max_attempts_without_progress" in outcome["error"]
     assert len(attempts(flow.run)) == 2
+    assert flow.marked() == []
+
+
+@pytest.mark.soak
+def test_any_number_of_drivers_may_die_if_each_has_taken_the_run_further(
+    start: Start, ledger: str, tmp_path: Path
+) -> None:
+    kills, until = 10 * int(os.environ.get("SOAK_ROUNDS", "1")), tmp_path / "until"
+    flow = start(
+        config=train_config(ledger, steps=100_000, until=str(until)),
+        failures={"driver_restarts": 3, "driver_restart_delay_seconds": 60, "forgive_after_seconds": 1},
+    )
+    for attempt in range(1, kills + 1):
+        has_committed = lambda attempt=attempt: attempt in {c["attempt"] for c in commits(flow.run)}  # noqa: E731
+        flow.wait_for(has_committed, 60, f"a commit of attempt {attempt}, without a delay before it")
+        flow.living_driver().kill()
+    until.touch()
+    result = flow.completed(120)
+    assert result["attempts"] == kills + 1
+    assert is_right(result["checkpoint_uri"], result["metrics"]["step"])
+    assert repeated(steps_of(ledger)) <= 2 * CHECKPOINT_EVERY * kills
     assert flow.marked() == []

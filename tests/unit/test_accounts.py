@@ -26,6 +26,7 @@ def started(
     checkpoint: str = "",
     committed: float = 0,
     counted: int = 0,
+    **more: Any,
 ) -> ev.AttemptStarted:
     return ev.AttemptStarted(
         at=T + at,
@@ -36,6 +37,7 @@ def started(
         checkpoint=checkpoint,
         checkpoint_at=T + committed if committed else 0.0,
         counted=counted or attempt,
+        **more,
     )
 
 
@@ -57,8 +59,8 @@ def commit(at: float, name: str = "", index: int = 0, attempt: int = 1) -> ev.Ch
     )
 
 
-def failed(at: float, retried: bool = True) -> ev.WorkerFailed:
-    return ev.WorkerFailed(at=T + at, errors={"1": "killed"}, retried=retried)
+def failed(at: float, retried: bool = True, left: int | None = None) -> ev.WorkerFailed:
+    return ev.WorkerFailed(at=T + at, errors={"1": "killed"}, retried=retried, left=left)
 
 
 def resized(at: float) -> ev.WorkerGroupResized:
@@ -252,20 +254,25 @@ def test_a_run_counts_until_now_while_it_lives_and_no_longer_once_it_has_ended()
 
 
 def test_a_run_with_a_failure_a_resize_and_a_lost_driver() -> None:
-    first = [started(0), group(10), report(20), commit(30), report(40), report(50), failed(55)]
+    first = [started(0), group(10), report(20), commit(30), report(40), report(50), failed(55, left=0)]
     accounts = add_up(
         [
             *numbered(*first, group(65, size=1), report(75), commit(85, "c"), resized(90), group(100), report(110)),
             ev.StorageWaited(at=T + 110, who="ranks", seconds=4.5),
             ev.WorkersPreempted(at=T + 110, errors={}, retried=True),
-            started(200, attempt=2, checkpoint="c"),
+            started(200, attempt=2, checkpoint="c", left={"driver restart": 2, "worker failure": 3}),
             group(210),
             *numbered(commit(220, attempt=2), report(230, attempt=2, loss=0.5)),
             ended(240),
         ]
     )
     counts = {"attempts": 2, "worker_failures": 1, "preemptions": 1, "resizes": 1, "steps_lost": 2 + 0 + 1}
-    counts |= {"storage_wait_seconds": 4.5, "last_metrics": {"loss": 0.5}, "reports": 9}
+    counts |= {
+        "left": {"worker failure": 3, "driver restart": 2},
+        "storage_wait_seconds": 4.5,
+        "last_metrics": {"loss": 0.5},
+        "reports": 9,
+    }
     assert accounts.model_dump(exclude={"time", "world_sizes", "history"}) == counts
     assert [(size.at - T, size.size) for size in accounts.world_sizes] == [(10, 2), (65, 1), (100, 2), (210, 2)]
     assert accounts.history[-1] == {"loss": 0.5, "_attempt": 2, "_at": T + 230, "_world_size": 2}

@@ -16,7 +16,15 @@ import psutil
 import pytest
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, Heartbeat, RunRecord, decode, encode
+from prefect_elastic_train.core.records import (
+    AttemptRecord,
+    CommitRecord,
+    EndedRecord,
+    Heartbeat,
+    RunRecord,
+    decode,
+    encode,
+)
 from prefect_elastic_train.runs import layout, liveness
 from prefect_elastic_train.runs.attempts import begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.liveness import HeartbeatWriter, host_id, is_alive, process_start
@@ -291,6 +299,26 @@ def test_restarts_are_counted_over_all_resumes_of_the_flow_run(store: LocalRunSt
     assert (_ended(store, 3).outcome, bool(_ended(store, 3).verdict)) == ("driver_lost", True)
     assert all_attempts(store) == [1, 2, 3]
     assert begin(store, claim(OTHER_FLOW_RUN, resume=True, driver_restarts=0)).counted == 1, "another flow run's count"
+
+
+@pytest.mark.parametrize(("forgiving", "left"), [(0, [1, 0, -1]), (60, [1, 0, 0, 0]), (150, [1, 0, -1])])
+def test_an_attempt_is_forgiven_once_others_have_trained_on_and_committed_for_long_enough(
+    store: LocalRunStore, forgiving: float, left: list[int]
+) -> None:
+    def set_time(name: str, kind: Any, **times: float) -> None:
+        record = kind.model_validate_json(store.read(name) or b"")
+        store.replace(name, encode(record.model_copy(update=times)))
+
+    wanted = claim(driver_restarts=1, forgive_after_seconds=forgiving)
+    for number, restarts_left in enumerate(left, 1):
+        if restarts_left < 0:
+            _refused(store, wanted, "2 attempts began, 1 + driver_restarts (1) are allowed")
+            break
+        begun = begin(store, wanted)
+        assert (begun.restarts_left, begun.counted) == (restarts_left, number)
+        Training(store, number).report(f"checkpoint-{number}")
+        set_time(layout.attempt_name(number), AttemptRecord, started_at=1000.0 * number)
+        set_time(layout.commit_name(number, 1), CommitRecord, at=1000.0 * number + 100)
 
 
 def test_attempts_in_a_row_without_a_checkpoint_end_the_run(store: LocalRunStore) -> None:

@@ -27,6 +27,7 @@ EVENTS: list[ev.Event] = [
         checkpoint_at=1100.5,
         driver_started_at=1230.5,
         counted=2,
+        left={"worker failure": 3},
         previous_end="driver_lost: killed",
         started_from="/runs/cifar/b",
         inherited={"loss": 0.5},
@@ -38,8 +39,10 @@ EVENTS: list[ev.Event] = [
     ),
     ev.WorkerGroupStarted(world_size=4, checkpoint="a", ranks={"10.0.0.1:77": 0}, **BASE),
     ev.WorkerGroupResized(old_size=2, new_size=4, reason="patience", waited_seconds=12.5, reports_lost=3, **BASE),
-    ev.WorkerFailed(errors={"0": "T\n…\n: ü"}, also={"0": [1]}, retried=True, gives_up="no", reports_lost=3, **BASE),
-    ev.WorkersPreempted(errors={"1": "a"}, also={"1": [7]}, retried=False, gives_up="no", reports_lost=1, **BASE),
+    *(
+        kind(errors={"0": "T\n…\n: ü"}, also={"0": [1]}, retried=False, gives_up="no", reports_lost=3, left=1, **BASE)
+        for kind in (ev.WorkerFailed, ev.WorkersPreempted)
+    ),
     ev.Reported(index=9, metrics={"loss": 0.5, "text": "x", "none": None}, world_size=4, **BASE),
     ev.CheckpointCommitted(index=9, checkpoint="a", size_bytes=10, metrics={"loss": 0.5}, world_size=4, **BASE),
     ev.CheckpointStalled(seconds=2.5, **BASE),

@@ -23,7 +23,8 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, controller, policy
+from prefect_elastic_train.elastic import budget, callbacks, controller, policy
+from prefect_elastic_train.elastic.budget import Forgiveness
 from prefect_elastic_train.elastic.cluster import scaling_config
 from prefect_elastic_train.elastic.controller import RunWorkerGroup, TrainController
 from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, decisive
@@ -73,6 +74,7 @@ class Callback(SimpleNamespace):
     def __init__(self) -> None:
         waiting: list[WaitingForCapacity] = []
         super().__init__(start_failure=None, checkpoint="a", has_committed=False, waiting=waiting, tell=waiting.append)
+        self.is_draining, self.budget, self.left = False, Forgiveness(0), None
 
     def take_commit(self) -> bool:
         committed, self.has_committed = self.has_committed, False
@@ -335,6 +337,46 @@ def test_of_several_faults_of_the_storage_the_permanent_one_counts(
     unlimited = RunFailurePolicy(FailureConfig(max_failures=-1))
     assert unlimited.make_decision(error) is FailureDecision.RAISE
     assert unlimited.make_decision(WorkerGroupError("a rank failed", {0: faults[-1]})) is FailureDecision.RETRY
+
+
+@pytest.mark.parametrize(
+    ("after", "trained", "commits", "decision"),
+    [
+        (60, 70, True, FailureDecision.RETRY),
+        (60, 50, True, FailureDecision.RAISE),
+        (60, 70, False, FailureDecision.RAISE),
+        (0, 1e9, True, FailureDecision.RAISE),
+    ],
+)
+def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_time(
+    callback: Callback,
+    monkeypatch: pytest.MonkeyPatch,
+    after: float,
+    trained: float,
+    commits: bool,
+    decision: FailureDecision,
+) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(budget, "time", clock)
+    callback.budget = Forgiveness(after)
+    failure_policy = RunFailurePolicy(FailureConfig(max_failures=1, max_preemption_failures=0))
+    failure = WorkerGroupError("a rank failed", {0: ValueError("nan")})
+
+    def train(seconds: float) -> None:
+        callback.budget.begin()
+        clock.now += seconds
+        callback.budget.commit()
+
+    train(1000)
+    assert failure_policy.make_decision(failure) is FailureDecision.RETRY
+    assert callback.left == 0
+    callback.budget.end()
+    clock.now += 1000  # waits for capacity
+    train(trained if commits else 1)
+    clock.now += 0 if commits else trained
+    assert failure_policy.make_decision(failure) is decision
+    callback.is_draining = True
+    assert failure_policy.make_decision(failure) is FailureDecision.RAISE, "preemptions are counted apart"
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -15,7 +15,7 @@ import pytest
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import AwaitingRetry, Cancelling, Failed, Running
 
-from prefect_elastic_train.core.events import AttemptEnded
+from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.orchestration import flow_runs, task
 from prefect_elastic_train.orchestration import training as training_of
@@ -105,22 +105,29 @@ def test_an_interrupted_wait_ends_the_job_that_the_attempt_has_lost_sight_of(goe
         return
     runtime.wait = lambda seconds: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        training._pause(runtime, 2)
+        training._pause(runtime)
     assert runtime == ({} if goes_on else {"end_jobs": 1})
 
 
-def test_a_driver_that_is_lost_is_followed_by_another_after_a_pause_on_the_same_cluster(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_once_if_it_has_committed_anything(
+    monkeypatch: pytest.MonkeyPatch, commits: bool
 ) -> None:
-    runtime, waits, run_counts = _Runtime(), [], iter([1, 2])
+    runtime, waits, run_counts = _Runtime(), list[float](), iter([1, 2])
     lost = AttemptEnded(attempt=1, outcome=Outcome.DRIVER_LOST, message="killed")
     completed = AttemptEnded(
         attempt=2, outcome=Outcome.COMPLETED, result={"run_name": "mnist", "run_uri": "/r/mnist", "status": "completed"}
     )
     ends = iter([lost, completed])
-    runtime.run_attempt, runtime.wait = lambda spec: next(ends), waits.append
+
+    def run_attempt(spec: Any) -> AttemptEnded:
+        if commits:
+            training._take(CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1))
+        return next(ends)
+
+    runtime.run_attempt, runtime.wait = run_attempt, waits.append
     training = _waiting(runtime)
-    training.restart_delay_seconds = 40
+    training.restart_delay_seconds, training.driver_restarts = 40, 3
     _show(training, RunReport(run_name="mnist"))
     monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
 
@@ -132,8 +139,32 @@ def test_a_driver_that_is_lost_is_followed_by_another_after_a_pause_on_the_same_
         training.attempt()
     assert (runtime, waits) == ({}, [])
     assert training.attempt().run_name == "mnist"
-    assert 40 <= waits[0] <= 48
+    assert waits == [] if commits else 40 <= waits[0] <= 48
     assert runtime == {"close": 1}
+
+
+@pytest.mark.parametrize(("commits", "retryable"), [([1, 1, 1, 1], True), ([1, 0, 0, 1], True), ([1, 0, 0, 0], False)])
+def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_still_has_of_retries(
+    monkeypatch: pytest.MonkeyPatch, commits: list[int], retryable: bool
+) -> None:
+    runtime = _Runtime()
+
+    def run_attempt(spec: Any) -> AttemptEnded:
+        if commits.pop(0):
+            training._take(CheckpointCommitted(attempt=1, checkpoint="a", size_bytes=1, metrics={}, world_size=1))
+        return AttemptEnded(outcome=Outcome.CLUSTER_LOST, message="no cluster answers")
+
+    runtime.run_attempt, runtime.wait = run_attempt, lambda seconds: None
+    training = _waiting(runtime)
+    training.driver_restarts = 2
+    _show(training, RunReport(run_name="mnist"))
+    monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
+    task = SimpleNamespace(task_run=SimpleNamespace(run_count=2), task=SimpleNamespace(retries=1000))
+    monkeypatch.setattr(training_of.TaskRunContext, "get", lambda: task)
+    while commits:
+        with pytest.raises(AttemptFailedError) as lost:
+            training.attempt()
+    assert lost.value.retryable == retryable
 
 
 def _show(training: Training, report: RunReport) -> None:

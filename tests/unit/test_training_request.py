@@ -107,13 +107,18 @@ def test_a_block_that_the_settings_name_is_loaded_anew_at_each_attempt(monkeypat
     assert arguments.given_blocks(scaling=None) == {"scaling": "elastic-scaling/lab"}
 
 
-def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("restarts", "forgiving", "retries"), [(4, 0, 4), (0, 60, 0), (4, 60, 1_000_000)])
+def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay(
+    monkeypatch: pytest.MonkeyPatch, restarts: int, forgiving: float, retries: int
+) -> None:
     # As by PREFECT_TASKS_DEFAULT_RETRY_DELAY_SECONDS.
     monkeypatch.setattr(_elastic_train_task, "retry_delay_seconds", 600)
-    failures = FailureBudget(driver_restarts=4, driver_restart_delay_seconds=100)
+    budget = {"driver_restart_delay_seconds": 100, "forgive_after_seconds": forgiving}
+    failures = FailureBudget(driver_restarts=restarts, **budget)
     training = elastic_train.ask(train_loop=loop, failures=failures, run_name="mnist")
     task = _with_budget(_elastic_train_task, training)
-    assert (task.retries, task.retry_delay_seconds, training.restart_delay_seconds) == (4, 0, 100)
+    assert (task.retries, task.retry_delay_seconds) == (retries, 0)
+    assert (training.restart_delay_seconds, training.driver_restarts) == (100, restarts)
     assert (task.retry_condition_fn, task.task_run_name) == (may_retry, "mnist")
 
 
