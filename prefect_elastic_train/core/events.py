@@ -118,6 +118,21 @@ class SavesPlanned(Event):
     words: str
 
 
+class StandbysParked(Event):
+    """So many standby workers are warm, of one beside each worker, and what one takes of the memory."""
+
+    parked: int
+    wanted: int
+    size_bytes: int
+
+    @property
+    def words(self) -> str:
+        """How many there are, and what they take or why there are no more."""
+        each = f", {self.size_bytes / 2**20:.0f} MiB each" if self.parked else ""
+        lacking = "; there is no memory for more" if self.parked < self.wanted else ""
+        return f"{self.parked} of {self.wanted} standby workers are ready{each}{lacking}"
+
+
 class WorkerGroupResized(Event):
     """A healthy group goes down for another size, right after a ``"commit"`` or, as none came, by ``"patience"``."""
 

@@ -85,6 +85,8 @@ class ScalingSettings(SettingsModel):
     """How long a decided growth waits for the next checkpoint before it goes ahead without. 0: as long as it takes."""
     capacity_timeout_seconds: NonNegativeFloat = 0.0
     """How long to wait for the minimum number of workers before the training fails. 0: as long as it takes."""
+    standby: Literal["auto", "on", "off"] = "auto"
+    """Whether a second worker is kept warm beside each one, for the next restart: "auto" where there is memory."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray places the workers: packed on few nodes or spread over many."""
     label_selector: _Labels = {}

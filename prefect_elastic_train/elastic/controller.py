@@ -35,7 +35,7 @@ from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.core.request import DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.elastic import callbacks, standby
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
@@ -48,6 +48,8 @@ from prefect_elastic_train.storage.store import RunStore
 _RELEASE_SECONDS = 15.0  # for slices that the group before has just given back to become free
 _HEAD_SECONDS = 10.0  # for the head of a slice that was free a moment ago
 _LOOK_SECONDS = 0.5  # between two looks at the nodes
+#: Seconds from a poll that has found a report to the next one; of so many workers at most, since each costs time.
+_SHORTEST_INTERVAL, _MANY = 0.01, 32
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,29 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 raise WorkerGroupStartupFailedError("A worker died while its group started.") from error
             raise
 
+    def _create_workers(
+        self,
+        num_workers: int,
+        placement_group: PlacementGroup,
+        resources_per_worker: dict[str, float],
+        placement_group_bundle_indices: list[int] | None = None,
+        starting_world_rank: int = 0,
+        world_size: int | None = None,
+        replica_group_size: int | None = None,
+    ) -> list[Any]:
+        """Take standbys where there are, boot the others, and rank them as Ray does."""
+        indices = placement_group_bundle_indices or list(range(num_workers))
+        taken = standby.take(placement_group, indices, resources_per_worker)
+        rest = [index for index in indices if index not in taken]
+        try:
+            booted = super()._create_workers(len(rest), placement_group, resources_per_worker, rest) if rest else []
+        except BaseException:
+            standby.end(worker.actor for worker in taken.values())
+            raise
+        workers = sorted([*taken.values(), *booted], key=lambda worker: worker.placement_group_bundle_index)
+        ranked: list[Any] = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        return ranked
+
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> PlacementGroupHandle:
         try:
             demand = demand_of(scaling_config)
@@ -99,6 +124,18 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
     """
 
     worker_group_cls = RunWorkerGroup
+    _longest_interval = 0.0
+    _health_check_interval_s: float
+
+    async def _poll_workers(self) -> Any:
+        """Poll, and soon again after a report: loops wait for the poll that takes their report before the next one."""
+        self._longest_interval = self._longest_interval or self._health_check_interval_s
+        status = await super()._poll_workers()
+        statuses = status.worker_statuses.values()
+        has_reports = len(statuses) <= _MANY and any(one.training_report is not None for one in statuses)
+        interval = _SHORTEST_INTERVAL if has_reports else 1.5 * self._health_check_interval_s
+        self._health_check_interval_s = min(interval, self._longest_interval)
+        return status
 
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:
         if self.get_worker_group() is not None:
@@ -238,7 +275,10 @@ def make_trainer(
         base, arguments["jax_config"] = JaxTrainer, run_jax_config(payload.jax_config, arguments["scaling_config"])
     score = spec.checkpoints.score_attribute
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
-    parts = requester_id(store), spec.scaling, [callback, LoopCallback(context)]
+    ours: list[Any] = [callback, LoopCallback(context)]
+    if spec.scaling.standby != "off" and spec.scaling.accelerator != "tpu":
+        ours.append(standby.Standbys(spec.request.framework, in_any_case=spec.scaling.standby == "on"))
+    parts = requester_id(store), spec.scaling, ours
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
     trainer: DataParallelTrainer = trainer_type(**arguments)
     return trainer

@@ -127,6 +127,9 @@ class RunLog(ev.EventHandler):
     def on_saves_planned(self, event: ev.SavesPlanned) -> None:
         self._say(INFO, f"The loop saves {event.words}")
 
+    def on_standbys_parked(self, event: ev.StandbysParked) -> None:
+        self._say(INFO, event.words)
+
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         lost = f"; {event.reports_lost} reports since the last checkpoint are done again" if event.reports_lost else ""
         waited = f"{event.waited_seconds:.0f} s after the decision ({event.reason})"

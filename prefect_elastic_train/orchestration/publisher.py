@@ -53,7 +53,14 @@ _MAX_KEY = 100
 _FREQUENT = (CHECKPOINT, BEST_CHECKPOINT, STORAGE_WAITED)
 _FREQUENT_SECONDS = 30.0
 #: What comes in the course of a training, and hurries no report.
-_STEADY = (ev.CheckpointCommitted, ev.CheckpointStalled, ev.ControllerAlive, ev.Reported, ev.SavesPlanned)
+_STEADY = (
+    ev.CheckpointCommitted,
+    ev.CheckpointStalled,
+    ev.ControllerAlive,
+    ev.Reported,
+    ev.SavesPlanned,
+    ev.StandbysParked,
+)
 _NAMESPACE = uuid.UUID("5a1d4a8e-7d0c-4a9d-8a55-3c4f1c1f7e11")
 _MAX_TEXT = 2000
 _MAX_METRICS = 50

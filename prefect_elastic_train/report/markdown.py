@@ -86,6 +86,8 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
     counts = (tally.worker_failures, tally.preemptions, report.driver_restarts, tally.resizes)
     told = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in zip(names, counts, strict=True) if count]
     yield ", ".join(told) or "no failures"
+    if report.standbys and report.is_live:
+        yield report.standbys
     if tally.left and report.is_live:
         yield f"may still fail: {left_in_words(tally.left)}"
     yield f"goodput {tally.account(now if report.is_live else None).goodput:.1%}"

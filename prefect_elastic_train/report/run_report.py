@@ -132,6 +132,8 @@ class RunReport(BaseModel, ev.EventHandler):
     rates: dict[str, float] = Field(default_factory=dict)
     #: How often the loop saves, and why.
     saves: str = ""
+    #: How many standby workers there are.
+    standbys: str = ""
     last_event_at: float = 0.0
     tally: Tally = Field(default_factory=Tally)
     incidents: list[Incident] = Field(default_factory=list)
@@ -286,6 +288,9 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def on_saves_planned(self, event: ev.SavesPlanned) -> None:
         self.saves = event.words[:_MAX_TEXT]
+
+    def on_standbys_parked(self, event: ev.StandbysParked) -> None:
+        self.standbys = event.words
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         sizes = f"from {event.old_size} to {event.new_size} workers"

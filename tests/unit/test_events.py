@@ -48,6 +48,7 @@ EVENTS: list[ev.Event] = [
     ev.CheckpointStalled(seconds=2.5, **BASE),
     ev.LoopWarned(problem="checkpoint-ignored", message="a", checkpoint="b", **BASE),
     ev.SavesPlanned(words="each 60 s", **BASE),
+    ev.StandbysParked(parked=1, wanted=2, size_bytes=2**28, **BASE),
     ev.StorageWaited(who="ranks", seconds=12.5, tries=7, last="SlowDown", **BASE),
     ev.RunRecalled(report={"run_name": "mnist", "curves": {}}, **BASE),
     ev.ControllerAlive(doing="RUNNING", seconds=1.5, **BASE),

@@ -27,7 +27,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util import tpu
 
-from prefect_elastic_train.elastic import callbacks, controller, loop_callback, policy
+from prefect_elastic_train.elastic import callbacks, controller, loop_callback, policy, standby
 from prefect_elastic_train.runs import layout
 from tests.unit.support import REPOSITORY
 
@@ -66,17 +66,22 @@ def test_every_symbol_of_ray_in_use_exists() -> None:
 
 #: Private attributes of Ray's objects and classes that are called, read, set or overridden, and where Ray has them.
 ATTRIBUTES: dict[str, Any] = {
+    "_assign_worker_ranks": WorkerGroup,
     "_autoscaling_coordinator": scaling_policy.ScalingPolicy,
     "_clear_state": WorkerGroup,
     "_coordinator_client": scaling_policy.ScalingPolicy,
     "_create_default_callbacks": DataParallelTrainer,
     "_create_placement_group": WorkerGroup,
+    "_create_workers": WorkerGroup,
     "_do_request": SubmissionClient,
     "_get_reserved_resources": scaling_policy.ElasticScalingPolicy,
+    "_get_worker_runtime_env": WorkerGroup,
     "_head_pgs": tpu.SlicePlacementGroup,
+    "_health_check_interval_s": TrainController,
     "_initialize_and_run_controller": DataParallelTrainer,
     "_make_and_handle_scaling_decision_for_non_running_worker_group": TrainController,
     "_maybe_send_resource_request": scaling_policy.ScalingPolicy,
+    "_poll_workers": TrainController,
     "_poll_workers_and_collect_errors": WorkerGroup,
     "_private": ray,
     "_requester_id": scaling_policy.ScalingPolicy,
@@ -86,10 +91,13 @@ ATTRIBUTES: dict[str, Any] = {
     "_start": WorkerGroup,
     "_state_type": TrainControllerState,
     "_sync_checkpoint_dir_name_across_ranks": context.TrainContext,
+    "_train_run_context": WorkerGroup,
     "_upload_package_if_needed": SubmissionClient,
     "_get_temporary_checkpoint_dir": Checkpoint("/"),
     "_uuid": Checkpoint("/"),
+    "_worker_cls": WorkerGroup,
     "_worker_group": TrainController,
+    "_worker_group_context": WorkerGroup,
     "_worker_group_state": WorkerGroup,
 }
 #: What Ray has only on instances of classes that it does not show, or as an argument.
@@ -139,7 +147,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 HOOKED: list[type] = [policy.RunScalingPolicy, callbacks.RunCallback, loop_callback.LoopCallback]
-HOOKED += [loop_callback.NoDatasetsCallback, controller.RunWorkerGroup, controller.TrainController]
+HOOKED += [loop_callback.NoDatasetsCallback, standby.Standbys, controller.RunWorkerGroup, controller.TrainController]
 
 
 @pytest.mark.parametrize("owner", HOOKED)

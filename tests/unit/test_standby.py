@@ -1,0 +1,134 @@
+"""Which standby workers are booted, and which are taken, as far as that needs no cluster."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
+
+from prefect_elastic_train.elastic import callbacks, standby
+from prefect_elastic_train.elastic.standby import Standby, Standbys
+
+GIB = 2**30
+
+
+class Actor:
+    """An actor that is warm, boots still, or is gone."""
+
+    def __init__(self, name: str, state: str = "warm") -> None:
+        self.name, self.state, self.done = name, state, list[Any]()
+        self.execute = SimpleNamespace(remote=self._execute)
+        self.get_metadata = SimpleNamespace(remote=lambda: (self, _metadata("?")))
+
+    def _execute(self, function: Any, *arguments: Any) -> Any:
+        self.done.append((function, arguments))
+        return self, GIB
+
+
+def _metadata(node: str, *gpus: str) -> ActorMetadata:
+    ids = {"GPU": [*gpus]} if gpus else {}
+    return ActorMetadata(hostname=node, node_id=node, node_ip=node, pid=1, accelerator_ids=ids)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A cluster that answers at once, and what it has booted and ended."""
+    found = SimpleNamespace(booted=[], ended=[], told=[], nodes={}, devices={})
+
+    def get(asked: Any, timeout: float) -> Any:
+        if isinstance(asked, list):
+            return [get(one, timeout) for one in asked]
+        if asked[0].state == "gone":
+            raise RuntimeError("the actor died")
+        return asked[1]
+
+    def remote(**how: Any) -> Any:
+        def of(kind: Any) -> Any:
+            def boot() -> Actor:
+                found.booted.append(how)
+                return Actor(f"new-{len(found.booted)}", "boots")
+
+            return SimpleNamespace(options=lambda scheduling_strategy: SimpleNamespace(remote=boot))
+
+        return of
+
+    ready = lambda asked, timeout: ([one for one in asked if one[0].state != "boots"], [])  # noqa: E731
+    monkeypatch.setattr(standby, "ray", SimpleNamespace(wait=ready, get=get, kill=found.ended.append, remote=remote))
+    monkeypatch.setattr(standby, "placement_group_table", lambda group: {"bundles_to_node_id": found.nodes})
+    monkeypatch.setattr(standby, "_devices", lambda group, indices, resources: found.devices)
+    monkeypatch.setattr(callbacks, "_current", SimpleNamespace(is_draining=False, tell=found.told.append))
+    return found
+
+
+def _parked(*standbys: tuple[str, str, str]) -> Standbys:
+    """Those parked of so many nodes, which see so many GPUs, in a state."""
+    pool = Standbys("torch", in_any_case=False)
+    for node, visible, state in standbys:
+        actor = Actor(f"{node}/{visible}/{state}", state)
+        metadata = _metadata(node) if state != "boots" else None
+        pool._parked.append(Standby(actor, node, visible, (actor, GIB), metadata))
+        actor.get_metadata = SimpleNamespace(remote=lambda actor=actor, node=node: (actor, _metadata(node)))
+    return pool
+
+
+def test_warm_workers_are_taken_on_the_nodes_of_the_new_group_and_all_others_are_ended(
+    cluster: SimpleNamespace,
+) -> None:
+    pool = _parked(("a", "", "warm"), ("a", "", "warm"), ("a", "", "boots"), ("b", "", "gone"), ("c", "", "warm"))
+    cluster.nodes = {0: "a", 1: "b", 2: "a", 3: "a"}
+    taken = pool.take(None, [0, 1, 2, 3], {"CPU": 1})  # type: ignore[arg-type]
+    assert {index: worker.metadata.node_id for index, worker in taken.items()} == {0: "a", 2: "a"}
+    assert taken[0].actor is not taken[2].actor
+    assert sorted(actor.name for actor in cluster.ended) == ["a//boots", "b//gone", "c//warm"]
+    assert pool._parked == []
+
+
+def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_is_taken(
+    cluster: SimpleNamespace,
+) -> None:
+    pool = _parked(("a", "0,1", "warm"), ("a", "0,1", "warm"), ("b", "3", "warm"))
+    cluster.nodes = {0: "a", 1: "a", 2: "b"}
+    cluster.devices = {0: {"GPU": ["1"]}, 1: {"GPU": ["0"]}, 2: {"GPU": ["2"]}}
+    taken = pool.take(None, [0, 1, 2], {"GPU": 1})  # type: ignore[arg-type]
+    assert {index: worker.metadata.accelerator_ids for index, worker in taken.items()} == {
+        0: {"GPU": ["1"]},
+        1: {"GPU": ["0"]},
+    }
+    for index, worker in taken.items():
+        assert (standby._use_devices, (cluster.devices[index],)) in worker.actor.done
+    assert [actor.name for actor in cluster.ended] == ["b/3/warm"]
+
+
+@pytest.mark.parametrize(
+    ("free", "in_any_case", "fit"), [(10 * GIB, False, 2), (3.2 * GIB, False, 1), (2 * GIB, False, 0), (0, True, 2)]
+)
+def test_a_node_gets_as_many_as_it_has_memory_for(
+    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, free: float, in_any_case: bool, fit: int
+) -> None:
+    monkeypatch.setattr(standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), (GIB, free, 10 * GIB)))
+    pool = Standbys("torch", in_any_case)
+    node = "ab" * 28
+    workers = [SimpleNamespace(metadata=_metadata(node), resources={"CPU": 1}) for _ in range(2)]
+    run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env={"env_vars": {"A": "b"}}))
+    group = SimpleNamespace(
+        get_workers=lambda: workers,
+        _worker_cls=object,
+        _train_run_context=run,
+        _worker_group_context=SimpleNamespace(train_fn_ref=None),
+        _get_worker_runtime_env=lambda given: given,
+    )
+    pool.after_worker_group_training_start(group)
+    pool.after_worker_group_poll_status(None)
+    assert cluster.booted == [], "the group has only just begun"
+    for _ in range(3):
+        pool._looks_at = 0
+        pool.after_worker_group_poll_status(None)
+        for one in pool._parked:
+            one.actor.state = "warm"
+            one.actor.get_metadata = SimpleNamespace(remote=lambda one=one: (one.actor, _metadata(node)))
+    assert cluster.booted == [{"num_cpus": 0, "runtime_env": {"env_vars": {"A": "b"}}}] * fit
+    (told,) = cluster.told
+    assert (told.parked, told.wanted, told.size_bytes) == (fit, 2, GIB if fit else 0)
+    assert ("there is no memory for more" in told.words) == (fit < 2)
