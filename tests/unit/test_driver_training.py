@@ -260,6 +260,8 @@ def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_ov
 ) -> None:
     patience: list[float] = []
     driver.begin()
+    assert driver._heartbeat is not None
+    driver._heartbeat.stop()  # else it may see the successor first, and interrupt this process
     monkeypatch.setattr(LocalRunStore, "impatient", lambda self, seconds: patience.append(seconds) or self)
     monkeypatch.setattr(attempt, "interruptions", lambda: 1)
     assert driver.taken_over() is None
