@@ -137,6 +137,8 @@ class CommitRecord(_Record):
     attempt: int
     sequence: int
     at: float = Field(default_factory=time.time)
+    #: For how many seconds the worker groups of the attempt have trained by then.
+    trained: float = 0.0
     snapshot: dict[str, Any]
     #: For each checkpoint, path and size in bytes of its files.
     manifest: dict[str, dict[str, int]]

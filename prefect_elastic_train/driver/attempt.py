@@ -29,7 +29,7 @@ from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, Event
 from prefect_elastic_train.loop.context import RunContext
 from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.runs import layout
-from prefect_elastic_train.runs.attempts import Begun, begin_attempt, count_attempts, end_attempt, peek
+from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
 from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_attempt
@@ -77,7 +77,6 @@ class Attempt:
             finished = peek(RunDirectory(self.store), spec.request)
             if finished is not None:
                 return self.finish(finished)
-            count_attempts(RunDirectory(self.store), spec)  # as is a budget that is used up
             if spec.request.resume_from and is_new():  # refused before a cluster is started or joined
                 teller.doing("looking for the checkpoint that the run starts from")
                 choose_source(self._storage, spec.request)

@@ -26,17 +26,18 @@ class Forgiveness:
 
     def end(self) -> None:
         """Note that it does no more."""
-        self._trained, self._began = self._seconds(), None
+        self._trained, self._began = self.seconds(), None
 
     def commit(self) -> None:
         """Note a new checkpoint."""
-        self._kept = self._seconds()
+        self._kept = self.seconds()
 
     def count(self, kind: str) -> int:
         """Return how many failures of a kind before this one still count, and note this one."""
         counting = [at for at in self._failed_at[kind] if not 0 < self._after <= self._kept - at]
-        self._failed_at[kind] = [*counting, self._seconds()]
+        self._failed_at[kind] = [*counting, self.seconds()]
         return len(counting)
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """Return for how long worker groups have trained."""
         return self._trained + (time.monotonic() - self._began if self._began is not None else 0.0)

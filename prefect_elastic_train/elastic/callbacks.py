@@ -32,6 +32,7 @@ from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.elastic.budget import Forgiveness
 from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_news, why_never_again
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
+from prefect_elastic_train.runs import commits
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.model import SEED_COMMIT, RunDirectory
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
@@ -128,6 +129,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
         _current = self
+        commits.trained_seconds = self.budget.seconds
         mark_told()
         self._sender = EventSender(self._receiving)
         threading.Thread(target=self._show_life, args=(self._sender.closed,), daemon=True).start()

@@ -276,7 +276,7 @@ def make_trainer(
     score = spec.checkpoints.score_attribute
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
     ours: list[Any] = [callback, LoopCallback(context)]
-    if spec.scaling.standby != "off" and spec.scaling.accelerator != "tpu":
+    if spec.scaling.standby != "off" and standby.may_replace(spec.scaling.accelerator, spec.request.framework):
         ours.append(standby.Standbys(spec.request.framework, in_any_case=spec.scaling.standby == "on"))
     parts = requester_id(store), spec.scaling, ours
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})

@@ -29,7 +29,7 @@ from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, Wo
 
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.elastic import callbacks, standby
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
 from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, why_never_again
 from prefect_elastic_train.elastic.sizing import Growth, Node, Stability, Start, describe_missing, possible_workers
@@ -45,6 +45,7 @@ _RESERVED_SECONDS = 60
 #: A wait is told of when it has lasted so long (what a lost group held is given back sooner), and then so often.
 _WORTH_TELLING_SECONDS = 2.0
 _REPORT_WAITING_SECONDS = 10.0
+_LONG_WAIT_SECONDS = 60.0  # for which no standby worker is kept
 #: Too little for Ray, which counts in ten-thousandths. Its coordinator counts in binary floating point, and cannot take
 #: 0.2 twenty times from 4.
 _HAIR = 1e-9
@@ -162,6 +163,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         waited, bound = self._start.waited(now), self._settings.capacity_timeout_seconds
         if waited >= _WORTH_TELLING_SECONDS and now - self._told_at >= _REPORT_WAITING_SECONDS:
             self._told_at = now
+            if waited >= _LONG_WAIT_SECONDS:
+                standby.release()
             callbacks.current().tell(
                 WaitingForCapacity(
                     possible_workers=possible,

@@ -68,7 +68,7 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         last = run.newest_attempt
         if last is not None:
             notes += _end_old_driver(last, request)
-        counted, restarts_left = count_attempts(run, spec)
+        counted, restarts_left = _count(run, spec)
         point, attempt = run.resume_point, run.next_number  # refused where commits are lost: no copy replaces them
         if seed is not None and newest is None:
             seed()
@@ -193,7 +193,7 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
     return notes
 
 
-def count_attempts(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
+def _count(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
     """Count this flow run's attempts since the last end that nobody restarts; a budget used up is the run's verdict.
 
     Returns how many there were, and how many restarts are left after the next. One is forgiven after which others have
@@ -207,17 +207,16 @@ def count_attempts(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
         if record is not None and record.owner.flow_run_id != spec.request.owner.flow_run_id:
             break
         in_a_row = in_a_row and attempt.number not in newest
+        is_forgiven = 0 < failures.forgive_after_seconds <= trained
+        commit = run.commit((attempt.number, newest[attempt.number])) if attempt.number in newest else None
+        trained += commit.trained if commit is not None else 0.0
         # One that gave way before it did anything, or that a person stopped, says nothing about the budgets; but
         # checkpoints are progress.
         if attempt.outcome == Outcome.CANCELLED.value or (record is not None and not record.confirmed):
             continue
         if ended is not None and (ended.verdict or attempt.outcome not in _COUNTED):
             break
-        is_forgiven = 0 < failures.forgive_after_seconds <= trained
         counted, forgiven, idle = counted + 1, forgiven + is_forgiven, idle + in_a_row
-        if record is not None and attempt.number in newest and not is_forgiven:
-            commit = run.commit((attempt.number, newest[attempt.number]))
-            trained += max(0.0, commit.at - record.started_at) if commit is not None else 0.0
     if idle >= failures.max_attempts_without_progress:
         outcome = Outcome.NO_PROGRESS
         verdict = (

@@ -62,6 +62,11 @@ def _is_seen(store: RunStore, attempt: int) -> bool:
     return True
 
 
+def trained_seconds() -> float:
+    """Return for how long the worker groups of this attempt have trained: the controller puts its own here."""
+    return 0.0
+
+
 class CommitLog:
     """Writes the commits of one attempt. Lives in the process of Ray Train's controller."""
 
@@ -86,9 +91,8 @@ class CommitLog:
             last = self._last or RunDirectory(self._store, self._attempt).newest_commit
             manifest = self._list_files(snapshot, last.manifest if last is not None else {})
             own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
-            record = CommitRecord(
-                attempt=self._attempt, sequence=max(own, default=0), snapshot=snapshot, manifest=manifest
-            )
+            known = {"attempt": self._attempt, "sequence": max(own, default=0), "trained": trained_seconds()}
+            record = CommitRecord(**known, snapshot=snapshot, manifest=manifest)
             is_new = False
             while not is_new:  # a listing may be behind
                 record = record.model_copy(update={"sequence": record.sequence + 1})

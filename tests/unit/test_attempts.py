@@ -305,10 +305,6 @@ def test_restarts_are_counted_over_all_resumes_of_the_flow_run(store: LocalRunSt
 def test_an_attempt_is_forgiven_once_others_have_trained_on_and_committed_for_long_enough(
     store: LocalRunStore, forgiving: float, left: list[int]
 ) -> None:
-    def set_time(name: str, kind: Any, **times: float) -> None:
-        record = kind.model_validate_json(store.read(name) or b"")
-        store.replace(name, encode(record.model_copy(update=times)))
-
     wanted = claim(driver_restarts=1, forgive_after_seconds=forgiving)
     for number, restarts_left in enumerate(left, 1):
         if restarts_left < 0:
@@ -317,8 +313,10 @@ def test_an_attempt_is_forgiven_once_others_have_trained_on_and_committed_for_lo
         begun = begin(store, wanted)
         assert (begun.restarts_left, begun.counted) == (restarts_left, number)
         Training(store, number).report(f"checkpoint-{number}")
-        set_time(layout.attempt_name(number), AttemptRecord, started_at=1000.0 * number)
-        set_time(layout.commit_name(number, 1), CommitRecord, at=1000.0 * number + 100)
+        commit = CommitRecord.model_validate_json(store.read(layout.commit_name(number, 1)) or b"")
+        store.replace(layout.commit_name(number, 1), encode(commit.model_copy(update={"trained": 100.0})))
+        if number > 1:
+            end_attempt(store, number, Outcome.DRIVER_LOST.value, "killed")
 
 
 def test_attempts_in_a_row_without_a_checkpoint_end_the_run(store: LocalRunStore) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +15,26 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from prefect_elastic_train.elastic import callbacks, standby
 from prefect_elastic_train.elastic.standby import Standby, Standbys
 
-GIB = 2**30
+GIB, NODE = 2**30, "ab" * 28
+
+
+class Answer:
+    """What an actor was asked."""
+
+    def __init__(self, actor: Actor, said: Any) -> None:
+        self.actor, self.said = actor, said
 
 
 class Actor:
     """An actor that is warm, boots still, or is gone."""
 
-    def __init__(self, name: str, state: str = "warm") -> None:
-        self.name, self.state, self.done = name, state, list[Any]()
+    def __init__(self, name: str, node: str, state: str = "warm") -> None:
+        self.name, self.node, self.state, self.done = name, node, state, list[Any]()
         self.execute = SimpleNamespace(remote=self._execute)
-        self.get_metadata = SimpleNamespace(remote=lambda: (self, _metadata("?")))
 
     def _execute(self, function: Any, *arguments: Any) -> Any:
         self.done.append((function, arguments))
-        return self, GIB
+        return Answer(self, (GIB, _metadata(self.node)))
 
 
 def _metadata(node: str, *gpus: str) -> ActorMetadata:
@@ -40,21 +50,21 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def get(asked: Any, timeout: float) -> Any:
         if isinstance(asked, list):
             return [get(one, timeout) for one in asked]
-        if asked[0].state == "gone":
+        if asked.actor.state == "gone":
             raise RuntimeError("the actor died")
-        return asked[1]
+        return asked.said
 
     def remote(**how: Any) -> Any:
         def of(kind: Any) -> Any:
             def boot() -> Actor:
                 found.booted.append(how)
-                return Actor(f"new-{len(found.booted)}", "boots")
+                return Actor(f"new-{len(found.booted)}", NODE, "boots")
 
             return SimpleNamespace(options=lambda scheduling_strategy: SimpleNamespace(remote=boot))
 
         return of
 
-    ready = lambda asked, timeout: ([one for one in asked if one[0].state != "boots"], [])  # noqa: E731
+    ready = lambda asked, num_returns, timeout: ([one for one in asked if one.actor.state != "boots"], [])  # noqa: E731
     monkeypatch.setattr(standby, "ray", SimpleNamespace(wait=ready, get=get, kill=found.ended.append, remote=remote))
     monkeypatch.setattr(standby, "placement_group_table", lambda group: {"bundles_to_node_id": found.nodes})
     monkeypatch.setattr(standby, "_devices", lambda group, indices, resources: found.devices)
@@ -66,22 +76,23 @@ def _parked(*standbys: tuple[str, str, str]) -> Standbys:
     """Those parked of so many nodes, which see so many GPUs, in a state."""
     pool = Standbys("torch", in_any_case=False)
     for node, visible, state in standbys:
-        actor = Actor(f"{node}/{visible}/{state}", state)
+        actor = Actor(f"{node}/{visible}/{state}", node, state)
         metadata = _metadata(node) if state != "boots" else None
-        pool._parked.append(Standby(actor, node, visible, (actor, GIB), metadata))
-        actor.get_metadata = SimpleNamespace(remote=lambda actor=actor, node=node: (actor, _metadata(node)))
+        pool._parked.append(Standby(actor, node, visible, actor._execute(None), metadata))
     return pool
 
 
 def test_warm_workers_are_taken_on_the_nodes_of_the_new_group_and_all_others_are_ended(
-    cluster: SimpleNamespace,
+    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = _parked(("a", "", "warm"), ("a", "", "warm"), ("a", "", "boots"), ("b", "", "gone"), ("c", "", "warm"))
+    kinds = [("a", "gone"), ("a", "warm"), ("a", "warm"), ("a", "boots"), ("b", "gone"), ("c", "warm")]
+    pool = _parked(*((node, "", state) for node, state in kinds))
+    monkeypatch.setattr(pool, "_settle", lambda: None)  # they die in this moment
     cluster.nodes = {0: "a", 1: "b", 2: "a", 3: "a"}
     taken = pool.take(None, [0, 1, 2, 3], {"CPU": 1})  # type: ignore[arg-type]
     assert {index: worker.metadata.node_id for index, worker in taken.items()} == {0: "a", 2: "a"}
     assert taken[0].actor is not taken[2].actor
-    assert sorted(actor.name for actor in cluster.ended) == ["a//boots", "b//gone", "c//warm"]
+    assert sorted(actor.name for actor in cluster.ended) == ["a//boots", "a//gone", "b//gone", "c//warm"]
     assert pool._parked == []
 
 
@@ -107,10 +118,10 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
 def test_a_node_gets_as_many_as_it_has_memory_for(
     cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, free: float, in_any_case: bool, fit: int
 ) -> None:
-    monkeypatch.setattr(standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), (GIB, free, 10 * GIB)))
+    memory = GIB, free, 10 * GIB, "8"
+    monkeypatch.setattr(standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), memory))
     pool = Standbys("torch", in_any_case)
-    node = "ab" * 28
-    workers = [SimpleNamespace(metadata=_metadata(node), resources={"CPU": 1}) for _ in range(2)]
+    workers = [SimpleNamespace(metadata=_metadata(NODE), resources={"CPU": 1}) for _ in range(2)]
     run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env={"env_vars": {"A": "b"}}))
     group = SimpleNamespace(
         get_workers=lambda: workers,
@@ -127,8 +138,55 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
         pool.after_worker_group_poll_status(None)
         for one in pool._parked:
             one.actor.state = "warm"
-            one.actor.get_metadata = SimpleNamespace(remote=lambda one=one: (one.actor, _metadata(node)))
+            assert (standby.warm_up, ("torch", "8", "")) in one.actor.done, "with the threads of its worker"
     assert cluster.booted == [{"num_cpus": 0, "runtime_env": {"env_vars": {"A": "b"}}}] * fit
     (told,) = cluster.told
     assert (told.parked, told.wanted, told.size_bytes) == (fit, 2, GIB if fit else 0)
     assert ("there is no memory for more" in told.words) == (fit < 2)
+
+
+def test_those_that_die_are_booted_ever_more_seldom_and_none_stands_by_for_hours_of_waiting(
+    cluster: SimpleNamespace,
+) -> None:
+    pool = _parked(("a", "", "gone"), ("a", "", "gone"), ("a", "", "warm"))
+    pool._group = SimpleNamespace(get_workers=list)
+    pool.after_worker_group_poll_status(None)
+    assert pool._looks_at - time.monotonic() > 3.9 * standby._LOOK_SECONDS
+    assert [actor.name for actor in cluster.ended] == ["a//gone"] * 2
+    pool.release()
+    assert [actor.name for actor in cluster.ended] == ["a//gone"] * 2 + ["a//warm"]
+
+
+def test_only_where_all_workers_of_a_node_see_its_gpus_are_these_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {
+        (accelerator, framework)
+        for accelerator in ("cpu", "gpu", "tpu")
+        for framework in ("torch", "jax", "none")
+        if standby.may_replace(accelerator, framework)
+    }
+    assert chosen == {("cpu", "torch"), ("cpu", "jax"), ("cpu", "none"), ("gpu", "torch")}
+    monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", "0")
+    assert not standby.may_replace("gpu", "torch")
+
+
+WARM_UP = """
+import os, sys
+from prefect_elastic_train.elastic import standby
+standby._about = lambda: (1, None)
+assert standby.warm_up(sys.argv[1], "2", "") == (1, None)
+assert os.environ["OMP_NUM_THREADS"] == "2"
+policies = {os.sched_getscheduler(int(one)) for one in os.listdir("/proc/self/task")}
+assert policies == {os.SCHED_OTHER}, policies
+if sys.argv[1] == "torch":
+    import torch
+    assert torch.get_num_threads() == min(2, os.cpu_count())
+else:
+    from jax._src import xla_bridge
+    assert not xla_bridge.backends_are_initialized()
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_warm_process_is_as_a_new_one_but_for_what_it_has_imported(framework: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", WARM_UP, framework], env=environment, check=True, timeout=120)
