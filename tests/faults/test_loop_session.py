@@ -37,7 +37,7 @@ class Training:
         self.epochs = math.ceil(STEPS / of_epoch)
         self.config["steps"] = self.epochs * of_epoch
         files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self._slow), "sleep": 0.1}
-        resources = {"accelerator": "gpu", "resources_per_worker": {"GPU": 1}, "max_workers": 4}
+        resources = {"accelerator": "gpu", "resources_per_worker": {"GPU": 1}, "max_workers": 4, "standby": "auto"}
         self.flow: FlowProcess = start(
             loop=f"tests.support.session_loops:{loop}",
             framework=loop.partition("_")[0],

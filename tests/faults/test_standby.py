@@ -30,12 +30,12 @@ def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(star
         loop="tests.support.session_loops:torch_loop",
         framework="torch",
         config={**config, **files},
-        scaling={"min_workers": 2, "max_workers": 2},
+        scaling={"min_workers": 2, "max_workers": 2, "standby": "on"},
         failures={"max_failures": -1},
     )
 
     def ready(times: int) -> tuple[set[int], set[int]]:
-        flow.wait_for(lambda: flow.log.count(READY) >= times, 120, f"standby workers for the {times}. time")
+        flow.wait_for(lambda: flow.log.count(READY) >= times, 180, f"standby workers for the {times}. time")
         return _workers(flow, ledger)
 
     def replaced(dead: set[int]) -> set[int]:
@@ -47,9 +47,9 @@ def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(star
             pids = {line["pid"] for line in read_ledger(ledger) if line["group"] not in before}
             return pids if len(pids) == 2 else None
 
-        return flow.wait_for(trains, 60, "two workers that train") or set()
+        return flow.wait_for(trains, 120, "two workers that train") or set()
 
-    flow.wait_for(lambda: ledger.exists(), 60, "a first step")
+    flow.wait_for(lambda: ledger.exists(), 180, "a first step")
     flow.living_driver()
     training, parked = ready(1)
     assert len(parked) == 2
@@ -60,7 +60,7 @@ def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(star
     training, parked = ready(2)
     gone = parked.pop()
     psutil.Process(gone).kill()
-    flow.wait_for(lambda: len(_workers(flow, ledger)[1] - {gone}) == 2, 60, "one for the one that was killed")
+    flow.wait_for(lambda: len(_workers(flow, ledger)[1] - {gone}) == 2, 120, "one for the one that was killed")
     training, parked = _workers(flow, ledger)
     assert not replaced(training | parked) & parked
 

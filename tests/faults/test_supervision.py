@@ -117,7 +117,7 @@ def test_a_driver_that_another_process_has_superseded_ends_the_flow_without_a_wo
 def test_drivers_that_are_lost_again_and_again_are_given_up_after_growing_pauses(tmp_path: Path) -> None:
     error, script = train(tmp_path, ["kill"], failures={"driver_restarts": 2, "driver_restart_delay_seconds": 1})
     assert isinstance(error, AttemptFailedError)
-    assert (error.outcome, error.retryable) == (Outcome.DRIVER_LOST, True)
+    assert (error.outcome, error.final) == (Outcome.DRIVER_LOST, True), "the budget is used up"
     assert "signal 9 (SIGKILL)" in str(error)
     first, second = [later["at"] - earlier["at"] for earlier, later in pairwise(script.drivers())]
     assert first >= 1
