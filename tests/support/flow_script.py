@@ -51,7 +51,7 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         "train_loop": arguments.get("loop", "tests.support.loops:hashing_loop"),
         "train_loop_config": arguments.get("config"),
         "framework": arguments.get("framework", "none"),
-        # Two cores have better things to do than to boot a second worker beside each, in the tests that are not of them.
+        # Two cores have better things to do in the tests of something else than to boot a second worker beside each.
         "scaling": ElasticScaling(**{"standby": "off", **arguments.get("scaling", {})}),
         "failures": FailureBudget(**{"driver_restart_delay_seconds": 0.5, **arguments.get("failures", {})}),
         "checkpoints": CheckpointPolicy(**arguments.get("checkpoints", {})),
