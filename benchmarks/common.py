@@ -99,6 +99,7 @@ class SideRun:
         self.process = process
         self.started = started
         self.ledger = LedgerReader(directory / LEDGER_FILE)
+        self._directory = directory
         self._log = directory / LOG_FILE
         self._result = directory / RESULT_FILE
 
@@ -153,6 +154,11 @@ class SideRun:
         if not self._result.exists():
             raise self.failed("has no result")
         return json.loads(self._result.read_text())
+
+    def history(self) -> list[dict[str, Any]]:
+        """The events that a run of ours has noted in its run directory so far, in order."""
+        segments = sorted(self._directory.glob("storage/*/**/events/*.jsonl"))
+        return [json.loads(line) for segment in segments for line in segment.read_text().splitlines()]
 
     def processes_running(self, argument: str) -> list[psutil.Process]:
         """Processes of this run, itself included, that have exactly `argument` in their command line."""

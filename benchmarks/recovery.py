@@ -12,8 +12,10 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import psutil
 
 from benchmarks.common import (
     OURS,
@@ -34,11 +36,12 @@ from benchmarks.common import (
     summary,
     warm_up,
 )
-from benchmarks.loops import WORKERS, LoopSettings
+from benchmarks.loops import WORKERS, LedgerLine, LoopSettings
 
 DEFAULT_CHECKPOINT_EVERY = 10
 STEP_SECONDS = 0.05
-CHECKPOINTS_BEFORE_KILL = 3
+WARM_SECONDS = 25.0
+"""So long each worker group has trained before the next kill, on all sides: ours has its standby workers by then."""
 
 SIDES = (OURS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)
 WORKER, DRIVER = "worker", "driver"
@@ -56,24 +59,26 @@ class Sample:
         redone: Steps that rank 0 did twice, whether the old process had done them before the kill or after it.
         old_ran_on: From the kill to the end of the last step by an old process of rank 0; 0 if there was none.
         world_size: Number of workers that went on.
+        parts: What the seconds went to, in order; of ours, which notes it in the run's history.
     """
 
     seconds: float
     redone: int
     old_ran_on: float
     world_size: int
+    parts: dict[str, float] = field(default_factory=dict)
 
 
-def kill_and_measure(run: SideRun, side: Side, case: str, after_step: int) -> Sample:
-    """Kill a worker or the driver once rank 0 has done `after_step`, and wait for the first new step."""
-    run.wait_for_line(lambda line: line.rank == 0 and line.step >= after_step, f"step {after_step}")
+def kill_and_measure(run: SideRun, side: Side, case: str, is_due: Callable[[LedgerLine], bool]) -> Sample:
+    """Kill a worker or the driver once a step `is_due`, and wait for the first new step."""
+    run.wait_for_line(is_due, f"the step to kill the {case} after")
     if case == WORKER:
         victim = next(line.pid for line in reversed(run.ledger.read()) if line.rank == WORKERS - 1)
     else:
         drivers = run.processes_running(DRIVER_ARGUMENT[side.entry_point])
-        if len(drivers) != 1:
-            raise run.failed(f"has {len(drivers)} driver processes instead of one: {drivers}")
-        victim = drivers[0].pid
+        if not drivers:
+            raise run.failed("has no driver process")
+        victim = min(drivers, key=psutil.Process.create_time).pid  # a younger one is spare
     before = run.ledger.read()
     old = {line.pid for line in before}
     killed_at = time.time()
@@ -85,7 +90,26 @@ def kill_and_measure(run: SideRun, side: Side, case: str, after_step: int) -> Sa
         redone=max(0, last.step - new.step + 1),
         old_ran_on=max(0.0, last.at - killed_at),
         world_size=new.world_size,
+        parts=parts_of(run, killed_at, new.at) if side is OURS else {},
     )
+
+
+def parts_of(run: SideRun, killed_at: float, new_at: float) -> dict[str, float]:
+    """What the seconds from a kill to the first new step went to, by the run's history."""
+    time.sleep(2.0)  # it is written now and then
+    events = [event for event in run.history() if event["at"] > killed_at]
+    found = {event["kind"]: event for event in reversed(events)}  # the first of each kind
+    started = found["worker_group_started"]
+    since, parts = killed_at, dict[str, float]()
+    attempt, failed = found.get("attempt_started"), found.get("worker_failed")
+    begun_at = started["at"] - sum(started["parts"].values())
+    marks = [("detection", failed["at"])] if failed else []
+    if attempt:
+        marks = [("the driver's process", attempt["driver_started_at"]), ("joining, fence", attempt["at"])]
+        marks += [("the controller's process", begun_at)]
+    for name, at in marks:
+        parts[name], since = at - since, at
+    return parts | started["parts"] | {"restore, first step": new_at - started["at"]}
 
 
 def measure(
@@ -103,13 +127,17 @@ def measure(
     Yields:
         Each case with what it cost.
     """
+
+    def is_due(line: LedgerLine) -> bool:
+        is_warm = line.at >= warm_at and line.world_size == WORKERS
+        return line.rank == 0 and is_warm and line.step % checkpoint_every == phase % checkpoint_every
+
     loop = LoopSettings(steps=100_000, step_seconds=STEP_SECONDS, checkpoint_every=checkpoint_every)
     with workbench.run(side, loop, restart_forever=side.entry_point == "raw") as run:
         for case in cases:
-            lines = run.ledger.read()
-            resumed_at = lines[-1].resumed_from if lines else 0
-            step = resumed_at + CHECKPOINTS_BEFORE_KILL * checkpoint_every + phase
-            yield case, kill_and_measure(run, side, case, step)
+            run.wait_for_line(lambda line: True, "the first step")
+            warm_at = time.time() + WARM_SECONDS
+            yield case, kill_and_measure(run, side, case, is_due)
 
 
 def targets(samples: dict[str, list[Sample]]) -> list[str]:
@@ -200,7 +228,14 @@ def main() -> int:
         "workers after",
     ]
     print(markdown_table(header, rows))
-    print("\nTargets:")
+    print(f"\nWhat the seconds of {OURS.name} went to:\n")
+    for case in (WORKER, DRIVER):
+        taken = samples[f"{case}/{OURS.name}"]
+        parts = dict.fromkeys(part for sample in taken for part in sample.parts)
+        rows = [[part, summary([sample.parts.get(part, 0.0) for sample in taken])] for part in parts]
+        print(markdown_table([f"{case} killed", "[s]"], rows))
+        print()
+    print("Targets:")
     print("\n".join(targets(samples)))
     return 1 if failed else 0
 

@@ -97,11 +97,15 @@ class WaitingForCapacity(Event):
 
 
 class WorkerGroupStarted(Event):
-    """A worker group trains. ``ranks`` maps a worker's process id to its rank, for log lines."""
+    """A worker group trains. ``ranks`` maps a worker's process id to its rank, for log lines.
+
+    ``parts`` are the seconds since the controller began, or decided to restart, by what was done in them, in order.
+    """
 
     world_size: int
     checkpoint: str = ""
     ranks: dict[str, int] = Field(default_factory=dict)
+    parts: dict[str, float] = Field(default_factory=dict)
 
 
 class LoopWarned(Event):

@@ -84,6 +84,11 @@ class DriverSpec:
     previous_end: str = ""
     ends_at: float = 0.0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody but the run's own workers wants the resources of the cluster."""
+        return self.cluster.is_local and not self.request.has_datasets
+
 
 @dataclass(frozen=True)
 class Payload:

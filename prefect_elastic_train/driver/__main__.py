@@ -1,5 +1,7 @@
 """``python -m prefect_elastic_train.driver <spec file>``: the process of one attempt, up to its last word.
 
+With ``--spare <framework>`` instead, it waits for the attempt that will need it: :mod:`.spare`.
+
 The driver does all work on the run directory, so the supervisor works the same whether or not it can see the
 storage. It ends with one ``attempt_ended`` event; a driver that ends without one was lost.
 """
@@ -18,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import Details
@@ -26,6 +30,7 @@ from prefect_elastic_train.driver.attempt import Attempt
 from prefect_elastic_train.driver.endings import end_by_error, end_by_signal
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.driver.relay import EventOutput, LineStream
+from prefect_elastic_train.driver.spare import SPARE, wait_for_spec
 
 #: How long a driver that was told to end may take before it ends without Ray Train's help.
 _STUCK_SECONDS = 4.5
@@ -37,6 +42,9 @@ class _Stopped(BaseException):
 
 def main(arguments: list[str]) -> None:
     """Run one attempt as the spec file says, and end this process."""
+    began_at = psutil.Process().create_time()
+    if arguments[0] == SPARE:
+        arguments, began_at = [str(wait_for_spec(arguments[1]))], time.time()
     output, details = EventOutput(sys.stdout), Details()
     for name, write in (("stdout", output.write_text), ("stderr", sys.stderr.write)):
         descriptor = getattr(sys, f"__{name}__").fileno()
@@ -49,7 +57,7 @@ def main(arguments: list[str]) -> None:
     spec_file = Path(arguments[0])
     spec = read_spec(spec_file)
     output.is_shared = spec.cluster.is_submitted
-    attempt, ending = Attempt(spec, output, details), threading.Lock()
+    attempt, ending = Attempt(spec, output, details, began_at), threading.Lock()
 
     def end(ended: AttemptEnded, stuck: bool) -> None:
         """Say the last word and end this process; the first caller does it, and any other waits for that."""

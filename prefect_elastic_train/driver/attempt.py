@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-import psutil
-
 from prefect_elastic_train.core.bounds import bounded_metrics
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
@@ -51,9 +49,11 @@ class Attempt:
         spec: What the driver was told; this process becomes the owner.
         output: Where its events go.
         details: What Ray says itself.
+        began_at: When the process began, or a spare one was needed, in seconds since the epoch; 0: unknown.
     """
 
-    def __init__(self, spec: DriverSpec, output: EventOutput, details: Details) -> None:
+    def __init__(self, spec: DriverSpec, output: EventOutput, details: Details, began_at: float = 0.0) -> None:
+        self._began_at = began_at
         owner = spec.request.owner.model_copy(update=this_process())
         self.spec = replace(spec, request=replace(spec.request, owner=owner))
         self._storage = open_storage(spec.storage)
@@ -119,14 +119,20 @@ class Attempt:
             trained_seconds=self._past.account().productive_seconds,
             ends_at=spec.ends_at,
         )
+        from prefect_elastic_train.elastic.controller import make_trainer
+        from prefect_elastic_train.elastic.policy import begin_reserving
+        from prefect_elastic_train.elastic.standby import boot_first
+
+        if not spec.is_alone:
+            begin_reserving()
+        first = boot_first(replace(spec, scaling=scaling), self._past.places)
         teller.doing("making the datasets")
         datasets = make_datasets(payload)
         teller.doing("")
-        from prefect_elastic_train.elastic.controller import make_trainer
 
         told, receiving = replace(spec, scaling=scaling), self._receiver.receiving
         try:
-            trainer = make_trainer(told, payload, datasets, self.store, context, receiving)
+            trainer = make_trainer(told, payload, datasets, self.store, context, receiving, first)
         except (TypeError, ValueError, DeprecationWarning) as error:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         trainer.fit()
@@ -164,7 +170,7 @@ class Attempt:
                 run_uri=self.store.uri,
                 checkpoint=begun.point.checkpoint,
                 checkpoint_at=commit.at if commit is not None else 0.0,
-                driver_started_at=psutil.Process().create_time(),
+                driver_started_at=self._began_at,
                 counted=begun.counted,
                 left={name: number for name, number in left.items() if number >= 0},
                 previous_end=self.spec.previous_end,
@@ -252,7 +258,7 @@ class Attempt:
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
-        if not self.spec.cluster.is_local:
+        if not self.spec.is_alone:
             _within(_LEAVE_SECONDS, self._release)
         if not stuck:
             _within(_LEAVE_SECONDS, ray.shutdown)

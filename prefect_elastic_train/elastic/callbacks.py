@@ -105,6 +105,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._failures: dict[int, Exception] = {}  # of the ranks in the last poll, for the decision that follows
         self._has_committed = False
         self._reports_since_checkpoint = 0
+        self._parts, self._passed_at = dict[str, float](), 0.0  # of the start of a worker group
         self.errors = self.group_failures = 0
         self.start_failure: Exception | None = None
         self.counted_on: frozenset[str] = frozenset()
@@ -125,12 +126,19 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         if self._sender is not None:
             self._sender.put(event)
 
+    def passed(self, part: str) -> None:
+        """Note that a part of the next worker group's start is over; an empty one begins anew."""
+        now = time.monotonic()
+        self._parts = {**self._parts, part: round(now - self._passed_at, 3)} if part else {}
+        self._passed_at = now
+
     @_never_raises
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
         _current = self
         commits.trained_seconds = self.budget.seconds
         mark_told()
+        self.passed("")
         self._sender = EventSender(self._receiving)
         threading.Thread(target=self._show_life, args=(self._sender.closed,), daemon=True).start()
 
@@ -155,11 +163,13 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Remove what interrupted uploads left behind: no worker runs now."""
+        self.passed("decision")
         removed = remove_interrupted_uploads(self._store, self._attempt)
         check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
         self._store.abandon_uploads()
         if removed:
             logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
+        self.passed("tidying up")
 
     @_never_raises
     def after_worker_group_start(self, worker_group: Any) -> None:
@@ -174,7 +184,9 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self._loops.begin(self._workers, loop_name(self.checkpoint), latest["metrics"] if latest and is_own else {})
         found = [(worker.metadata, worker.distributed_context.world_rank) for worker in self._workers]
         ranks = {f"{process.node_ip}:{process.pid}": rank for process, rank in found}
-        self.tell(ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks))
+        self.passed("process group")
+        started = ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks)
+        self.tell(started.model_copy(update={"parts": self._parts}))
 
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does; raise what the worker group fails of, if it does."""
@@ -201,6 +213,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         self._workers = []
         self.budget.end()
+
+    @_never_raises
+    def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
+        self.passed("end of the old workers")
 
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
@@ -260,6 +276,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def _tell_resize(self, resize_decision: ResizeDecision) -> None:
         if not self._workers:
             return
+        self.passed("")
         self.tell(
             ev.WorkerGroupResized(
                 old_size=len(self._workers),
@@ -276,6 +293,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         if not failures and not self.is_draining:
             return
         self.group_failures += 1
+        self.passed("")
         is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
         errors, also = distinct({rank: _text(failure) for rank, failure in failures.items()})
         event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed

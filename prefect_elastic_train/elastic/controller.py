@@ -89,6 +89,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         replica_group_size: int | None = None,
     ) -> list[Any]:
         """Take standbys where there are, boot the others, and rank them as Ray does."""
+        callbacks.current().passed("placement")
         indices = placement_group_bundle_indices or list(range(num_workers))
         taken = standby.take(placement_group, indices, resources_per_worker)
         rest = [index for index in indices if index not in taken]
@@ -99,9 +100,12 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             raise
         workers = sorted([*taken.values(), *booted], key=lambda worker: worker.placement_group_bundle_index)
         ranked: list[Any] = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        callbacks.current().passed("workers")
         return ranked
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> PlacementGroupHandle:
+        standby.wait_for_first()
+        callbacks.current().passed("first workers")
         try:
             demand = demand_of(scaling_config)
             if demand.shape is None:
@@ -251,8 +255,12 @@ def make_trainer(
     store: RunStore,
     context: RunContext,
     receiving: Receiving,
+    first: list[standby.Standby],
 ) -> DataParallelTrainer:
-    """Return the trainer of the framework that a run is for, with our parts in its controller."""
+    """Return the trainer of the framework that a run is for, with our parts in its controller.
+
+    The workers ``first`` boot already.
+    """
     arguments: dict[str, Any] = {
         "train_loop_per_worker": payload.train_loop,
         "train_loop_config": payload.train_loop_config,
@@ -277,8 +285,8 @@ def make_trainer(
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
     ours: list[Any] = [callback, LoopCallback(context)]
     if spec.scaling.standby != "off" and standby.may_replace(spec.scaling.accelerator, spec.request.framework):
-        ours.append(standby.Standbys(spec.request.framework, in_any_case=spec.scaling.standby == "on"))
-    parts = requester_id(store), spec.scaling, ours
+        ours.append(standby.Standbys(spec.request.framework, spec.scaling.standby == "on", first))
+    parts = "" if spec.is_alone else requester_id(store), spec.scaling, ours
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
     trainer: DataParallelTrainer = trainer_type(**arguments)
     return trainer

@@ -62,6 +62,14 @@ def release_reservation(requester_id: str) -> None:
     rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
 
 
+def begin_reserving() -> None:
+    """Have Ray's coordinator boot, if it is not there, while the controller does, which waits for it."""
+    try:
+        rays.autoscaling_coordinator_client.get_or_create_autoscaling_coordinator()
+    except Exception:
+        logger.warning("The coordinator of resources boots later", exc_info=True)
+
+
 @dataclass
 class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
     """A growth of a healthy worker group, why it happens now, and how long it has waited for that."""
@@ -73,6 +81,7 @@ class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
 class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
     """Decides the size of the worker group of one run, which reserves resources under ``requester_id`` in all attempts.
 
+    Without an id it reserves none, and Ray's coordinator need not boot: nobody else is on the cluster.
     ``settings`` are what Ray's configuration was made from, and say what to wait for.
     """
 
@@ -95,11 +104,17 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
         self._requester_id = self._run_requester_id
+        if not self._requester_id:
+            return
         rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS
         self._coordinator_client = rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(
             self._requester_id
         )
         self._send_resource_request()
+
+    def _maybe_send_resource_request(self) -> None:
+        if self._run_requester_id:
+            super()._maybe_send_resource_request()
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Renew what is reserved during a drain, too, in which Ray asks for no decision."""
@@ -125,9 +140,10 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         if workers:
             self._asked_for = workers
             return rays.ResizeDecision(workers, self._demand.resources)
+        waited = self._start.waited(now)
         if missing:
-            self._tell_wait(now, possible, missing)
-        time.sleep(_REST_SECONDS)
+            self._tell_wait(now, waited, possible, missing)
+        time.sleep(min(_REST_SECONDS, 0.05 + waited / 2))
         return rays.NoopDecision()
 
     def make_decision_for_running_worker_group(
@@ -158,9 +174,9 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._start.failed(now)
             self._why_not = f"a start that succeeds (the last one: {str(failure).partition(chr(10))[0]})"
 
-    def _tell_wait(self, now: float, possible: int, missing: str) -> None:
+    def _tell_wait(self, now: float, waited: float, possible: int, missing: str) -> None:
         """Say now and then what a start waits for, and end the training if it has done so for too long."""
-        waited, bound = self._start.waited(now), self._settings.capacity_timeout_seconds
+        bound = self._settings.capacity_timeout_seconds
         if waited >= _WORTH_TELLING_SECONDS and now - self._told_at >= _REPORT_WAITING_SECONDS:
             self._told_at = now
             if waited >= _LONG_WAIT_SECONDS:
@@ -206,7 +222,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
     def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node], int, int]:
         """Look at the cluster: its nodes, the workers that fit, and those that fit on nodes to be relied on."""
-        reserved, nodes = self._get_reserved_resources().values(), cluster_nodes()
+        reserved = self._get_reserved_resources().values() if self._run_requester_id else None
+        nodes = cluster_nodes()
         callbacks.current().counted_on = frozenset(node.id for node in nodes if not node.draining)
         reliable = self._stability.observe(now, [node.id for node in nodes])
         stable = [node for node in nodes if node.id in reliable]

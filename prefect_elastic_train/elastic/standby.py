@@ -9,11 +9,9 @@ Uses ``ray.train.v2._internal``, which has no public way to bring the worker gro
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -25,33 +23,32 @@ import ray
 from ray._private import ray_constants
 from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker, Worker
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from prefect_elastic_train.core.events import StandbysParked
+from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, scaling_config
 from prefect_elastic_train.elastic.loop_watch import ask
+from prefect_elastic_train.elastic.sizing import possible_workers
+from prefect_elastic_train.elastic.warming import (
+    WORKER_MODULES,
+    begin_imports,
+    finish_imports,
+    memory_left,
+    step_of_torch,
+)
 
 logger = logging.getLogger(__name__)
 
 #: Seconds that a worker group has trained when its standbys are booted, and between two looks whether they live.
 _BOOT_AFTER_SECONDS, _LOOK_SECONDS = 10.0, 10.0
-#: How long workers and standbys may take to answer; and those that boot.
-_ANSWER_SECONDS, _BOOT_SECONDS = 1.0, 300.0
-#: A node has room if this share of its memory is left beside standbys as large as its workers are.
-_LEFT_FREE = 0.15
-#: What the first steps of a loop import.
-_MODULES = {
-    "torch": (
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.nn.parallel.distributed",
-        "ray.train.torch",
-        "prefect_elastic_train.loop.torch_state",
-    ),
-    "jax": ("jax.numpy", "orbax.checkpoint"),
-}
+_ANSWER_SECONDS = 1.0  # that workers and standbys may take
+_FIRST_SECONDS = 120.0  # that a first worker group waits for those of its workers that boot already
+_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass
@@ -68,10 +65,31 @@ class Standby:
     metadata: ActorMetadata | None = None
 
 
-_may_idle: list[bool] = []  # of a standby
-
 #: Of this controller process.
 _current: Standbys | None = None
+
+
+def boot_first(spec: DriverSpec, places: Mapping[str, int]) -> list[Standby]:
+    """Boot the workers of an attempt's first group while its controller comes up, if it is known where they will be.
+
+    That is on the only node there is, or where they were before: ``places`` has so many by the address of a node.
+    """
+    scaling, framework = spec.scaling, spec.request.framework
+    booted: list[Standby] = []
+    try:
+        if scaling.standby == "off" or scaling.accelerator != "cpu" or not may_replace("cpu", framework):
+            return []
+        demand, nodes = demand_of(scaling_config(scaling)), [node for node in ray.nodes() if node["Alive"]]
+        if len(nodes) == 1:
+            places = {nodes[0]["NodeManagerAddress"]: possible_workers(cluster_nodes(), demand)}
+        for node in nodes:
+            for _ in range(min(places.get(node["NodeManagerAddress"], 0), demand.max_workers - len(booted))):
+                runtime_env = spec.request.worker_runtime_env
+                cpus = demand.resources.get("CPU", 0)
+                booted.append(_boot(RayTrainWorker, runtime_env, node["NodeID"], framework, cpus, "", True))
+    except Exception:
+        logger.warning("The first workers boot no sooner than their worker group", exc_info=True)
+    return booted
 
 
 def take(group: PlacementGroup, indices: list[int], resources: dict[str, float]) -> dict[int, Worker]:
@@ -81,6 +99,13 @@ def take(group: PlacementGroup, indices: list[int], resources: dict[str, float])
     except Exception:
         logger.warning("Standby workers could not be taken; others are booted", exc_info=True)
         return {}
+
+
+def wait_for_first() -> None:
+    """Wait for the first workers, before Ray boots what they need later than they do."""
+    with suppress(Exception):
+        if _current is not None:
+            _current.wait_for_first()
 
 
 def release() -> None:
@@ -105,9 +130,9 @@ def end(actors: Iterable[Any]) -> None:
 class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     """Boots, parks and ends the standbys of a run's worker groups."""
 
-    def __init__(self, framework: str, in_any_case: bool) -> None:
+    def __init__(self, framework: str, in_any_case: bool, first: list[Standby]) -> None:
         self._framework, self._in_any_case = framework, in_any_case
-        self._parked: list[Standby] = []
+        self._parked, self._first = first, first
         self._group: Any = None
         self._looks_at = 0.0
         self._has_told, self._size_bytes, self._losses = "", 0, 0
@@ -141,6 +166,12 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def before_controller_abort(self) -> None:
         self.release()
+
+    def wait_for_first(self) -> None:
+        """Wait for the workers that boot since the attempt began: no others would be sooner ready."""
+        first, self._first = self._first, []
+        if first:
+            ray.wait([one.asked for one in first], num_returns=len(first), timeout=_FIRST_SECONDS)
 
     def release(self) -> None:
         """End what is parked."""
@@ -184,11 +215,15 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             {rank: worker.metadata.node_id for rank, worker in enumerate(workers)},
             {rank: worker.metadata.accelerator_ids for rank, worker in enumerate(workers)},
         )
-        for rank, (used, free, total, threads) in ask(lacking, _memory, _ANSWER_SECONDS).items():
+        context = self._group.get_worker_group_context()
+        cpus = context.resources_per_worker.get("CPU", 0)
+        for rank, (used, free) in ask(lacking, _memory, _ANSWER_SECONDS).items():
             node = lacking[rank].metadata.node_id
             parked = sum(one.node_id == node for one in self._parked)  # which become as large, too
-            if self._in_any_case or free - _LEFT_FREE * total >= (parked + 1) * used:
-                self._boot(node, threads, devices[node])
+            if self._in_any_case or free >= (parked + 1) * used:
+                runtime_env = self._group._train_run_context.run_config.worker_runtime_env
+                worker_class = self._group._worker_cls
+                self._parked.append(_boot(worker_class, runtime_env, node, self._framework, cpus, devices[node], False))
         if not any(one.metadata is None for one in self._parked):
             self._tell(len(workers))
 
@@ -206,23 +241,27 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
                 self._parked.remove(one)
                 end([one.actor])
 
-    def _boot(self, node_id: str, threads: str, visible: str) -> None:
-        group = self._group
-        worker_class = ray.remote(
-            num_cpus=0,
-            runtime_env=group._get_worker_runtime_env(group._train_run_context.run_config.worker_runtime_env),
-        )(group._worker_cls)
-        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        actor = worker_class.options(scheduling_strategy=affinity).remote()
-        asked = actor.execute.remote(warm_up, self._framework, threads, visible)
-        self._parked.append(Standby(actor, node_id, visible, asked))
-
     def _tell(self, wanted: int) -> None:
         parked = len(self._parked)
         words = f"{parked} of {wanted}"
         if words != self._has_told:
             self._has_told = words
             callbacks.current().tell(StandbysParked(parked=parked, wanted=wanted, size_bytes=self._size_bytes))
+
+
+def _boot(
+    worker_class: type,
+    runtime_env: Mapping[str, Any] | None,
+    node_id: str,
+    framework: str,
+    cpus: float,
+    visible: str,
+    in_a_hurry: bool,
+) -> Standby:
+    runtime_env = WorkerGroup._get_worker_runtime_env(runtime_env or {})
+    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor = ray.remote(num_cpus=0, runtime_env=runtime_env, scheduling_strategy=affinity)(worker_class).remote()
+    return Standby(actor, node_id, visible, actor.execute.remote(warm_up, framework, cpus, visible, in_a_hurry))
 
 
 def _worker(standby: Standby, devices: Mapping[str, list[Any]], resources: dict[str, float], index: int) -> Worker:
@@ -268,77 +307,38 @@ def _use_devices_of(standby: Standby, devices: Mapping[str, list[Any]]) -> bool:
 # What runs in a standby, or in a task.
 
 
-def warm_up(framework: str, threads: str, visible: str) -> tuple[int, ActorMetadata]:
+def warm_up(framework: str, cpus: float, visible: str, in_a_hurry: bool) -> tuple[int, ActorMetadata]:
     """Do what comes before the first step of a loop, and return what :func:`_about` does.
 
     The loop itself is left alone: what its module does when it is imported may depend on the rank, or be meant for a
     process that has joined the others.
     """
-    if threads:  # Ray gives an actor without CPUs one, before torch reads it
-        os.environ["OMP_NUM_THREADS"] = threads
+    os.environ[_THREADS] = _threads(cpus)  # Ray gives an actor without CPUs one, before torch reads it
     if visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     if framework == "jax":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported; on GPUs there is no standby
-    importing = threading.Thread(target=_import, args=(framework,))
-    importing.start()
-    importing.join(_BOOT_SECONDS)
-    if importing.is_alive():
-        raise TimeoutError(f"a standby worker was not warm after {_BOOT_SECONDS:g} s")
-    _end_idling()
+    finish_imports(begin_imports(WORKER_MODULES.get(framework, ()), in_a_hurry))
     if framework == "torch":
-        _step_of_torch()
+        step_of_torch()
     return _about()
 
 
-def _import(framework: str) -> None:
-    with suppress(OSError, AttributeError):
-        trial = threading.Thread(target=_idle_and_back)
-        trial.start()
-        trial.join()
-        if _may_idle:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread
-    for module in _MODULES.get(framework, ()):
-        try:
-            importlib.import_module(module)
-        except Exception:
-            logger.info("A standby worker does not import %s", module, exc_info=True)
-
-
-def _idle_and_back() -> None:
-    """Find out whether this process may take the lowest priority back, which not everybody may."""
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        _may_idle.append(True)
-
-
-def _end_idling() -> None:
-    """Take it back from the threads that were begun meanwhile, which serve the training, too."""
-    for thread in os.listdir("/proc/self/task") if _may_idle else ():
-        with suppress(ProcessLookupError):
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-
-
-def _step_of_torch() -> None:
-    """Do a first step, in the main thread: what torch starts with it serves the training, too."""
-    import torch
-
-    state = torch.get_rng_state()
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())  # others ask for the state of a GPU
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    torch.set_rng_state(state)
-
-
-def _memory() -> tuple[int, int, int, str]:
-    """Return the memory that this process takes, what is free of its node's, all, in bytes, and its OpenMP threads."""
+def _threads(cpus: float) -> str:
+    """Return how many threads OpenMP shall have, as Ray says it to an actor with so many CPUs."""
     import psutil
-    from ray._private.utils import get_system_memory, get_used_memory
 
-    used, total = psutil.Process().memory_info().rss, get_system_memory()
-    return used, total - get_used_memory(), total, os.environ.get("OMP_NUM_THREADS", "")
+    given = dict(ray.get_runtime_context().runtime_env.get("env_vars", {}))
+    with suppress(psutil.Error):  # the raylet's
+        given = {**psutil.Process(os.getppid()).environ(), **given}
+    return given.get(_THREADS) or str(max(1, int(cpus)))
+
+
+def _memory() -> tuple[int, float]:
+    """Return the memory that this process takes, and what standbys on its node may, in bytes."""
+    import psutil
+
+    return psutil.Process().memory_info().rss, memory_left()
 
 
 def _about() -> tuple[int, ActorMetadata]:

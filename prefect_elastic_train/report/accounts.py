@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -53,6 +54,8 @@ class Tally(Counts, ev.EventHandler):
     unsettled: int = 0
     #: Seconds between two reports of an earlier group.
     typical: float | None = None
+    #: How many workers the last group had, by the address of their node.
+    places: dict[str, int] = Field(default_factory=dict)
 
     @property
     def position(self) -> int:
@@ -108,6 +111,7 @@ class Tally(Counts, ev.EventHandler):
         self._close_group(self.setup)
         self._lose_reports()
         self.phase = "first"
+        self.places = dict(Counter(worker.rpartition(":")[0] for worker in event.ranks))
         self.seconds_at_start, self.reports_at_start = self.productive, self.position
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
 

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -147,10 +148,23 @@ def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> thread
     return thread
 
 
+def start_driver(command: Sequence[str], environment: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
+    """Start a driver's process."""
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+
+
 class ChildDriver(Driver):
     """A driver in a process of its own, which is told its spec in the private folder of the training.
 
-    The cluster is the local one that it may want, None for a driver that joins another.
+    The cluster is the local one that it may want, None for a driver that joins another. A ``spare`` process is told the
+    spec; without one, another is started.
     """
 
     def __init__(
@@ -161,6 +175,7 @@ class ChildDriver(Driver):
         spec: DriverSpec,
         folder: Path,
         cluster: LocalCluster | None,
+        spare: subprocess.Popen[bytes] | None = None,
     ) -> None:
         super().__init__(follower)
         self._cluster = cluster
@@ -168,14 +183,10 @@ class ChildDriver(Driver):
         self._spec_file, self._stop_file = folder / "spec", folder / STOP_FILE
         self._stop_file.unlink(missing_ok=True)
         write_spec(spec, self._spec_file)
-        self._process = subprocess.Popen(
-            [*command, str(self._spec_file)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
+        self._process = spare or start_driver([*command, str(self._spec_file)], environment, subprocess.DEVNULL)
+        if spare is not None and spare.stdin is not None:
+            with suppress(OSError), spare.stdin as stream:  # one that has died this moment is a lost driver
+                stream.write(f"{self._spec_file}\n".encode())
         self._output: queue.Queue[tuple[str, bytes | None]] = queue.Queue(maxsize=_OUTPUT_QUEUE)
         self._open_streams = 2
 
@@ -227,6 +238,8 @@ class ChildDriver(Driver):
         super().tell(event)
         if isinstance(event, ev.ClusterWanted) and self._cluster is not None:
             self._cluster.start()
+        elif isinstance(event, ev.WorkerGroupStarted):
+            self.follower.want_spare()
 
     def _outcome(self) -> ev.AttemptEnded:
         code = self._wait(_LEAVE_SECONDS)

@@ -27,7 +27,8 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import MARK_VARIABLE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
-from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go
+from prefect_elastic_train.driver.spare import SPARE
+from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_driver
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
 _MAX_FOLDER_CHARACTERS = 24
+_DRIVER: tuple[str, ...] = (sys.executable, "-m", "prefect_elastic_train.driver")
 _END_SECONDS = 10.0
+_SPARE_AFTER_SECONDS = 15.0  # of training, in which the standby workers boot
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
 #: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
@@ -74,11 +77,15 @@ class Runtime:
     followed_until: Callable[[], float] = time.time
 
     #: What starts a driver as a child process, in all trainings; the path of its spec follows.
-    driver_command = tuple[str, ...]((sys.executable, "-m", "prefect_elastic_train.driver"))
+    driver_command = _DRIVER
     _job: JobDriver | None = field(default=None, init=False)
     _folder: Path | None = field(default=None, init=False)
     _guard: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _cluster: LocalCluster | None = field(default=None, init=False)
+    _spare: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _spare_is_due: float = field(default=float("inf"), init=False)
+    #: What starts a spare driver, in which environment.
+    _spare_start: tuple[list[str], dict[str, str]] = field(default=([], {}), init=False)
 
     def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
         """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
@@ -108,7 +115,10 @@ class Runtime:
             use_token(environment, token, folder)
         if spec.cluster.address == "auto" and "RAY_ADDRESS" in os.environ:
             environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
-        return self.follow(ChildDriver(self, self.driver_command, environment, spec, folder, cluster))
+        spare = self._take_spare(environment)
+        if spec.scaling.standby != "off" and self.driver_command == _DRIVER:
+            self._spare_start = [*_DRIVER, SPARE, spec.request.framework], environment
+        return self.follow(ChildDriver(self, self.driver_command, environment, spec, folder, cluster, spare))
 
     def wait(self, seconds: float) -> None:
         """Wait, and look after everything meanwhile."""
@@ -140,6 +150,16 @@ class Runtime:
         """Look several times a second, whatever is waited for, that the flow run goes on and the guard is there."""
         self.check_stop()
         self.keep_guarded()
+        if time.monotonic() > self._spare_is_due:
+            self._spare_is_due = float("inf")
+            command, environment = self._spare_start
+            self._spare = start_driver(command, environment, subprocess.PIPE)
+
+    def want_spare(self) -> None:
+        """Have a spare driver soon, now that a worker group trains, unless there is one."""
+        if self._spare_start[0] and (self._spare is None or self._spare.poll() is not None):
+            self._end_spare()
+            self._spare_is_due = time.monotonic() + _SPARE_AFTER_SECONDS
 
     def keep_guarded(self) -> None:
         """Start the guard, or another one if it was killed."""
@@ -164,6 +184,7 @@ class Runtime:
         if self._folder is None:
             return
         end_marked(str(self._folder), _END_SECONDS)
+        self._end_spare()
         if self._guard is not None and self._guard.stdin is not None:
             with suppress(OSError, subprocess.TimeoutExpired):
                 self._guard.stdin.write(DISMISSED)
@@ -173,6 +194,21 @@ class Runtime:
             self._guard.wait(timeout=5)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = self._guard = self._cluster = self._job = None
+
+    def _take_spare(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
+        """Return the spare driver, if it lives and was started in the same environment."""
+        self._spare_is_due = float("inf")
+        if self._spare is None or self._spare.poll() is not None or environment != self._spare_start[1]:
+            self._end_spare()
+            return None
+        spare, self._spare = self._spare, None
+        return spare
+
+    def _end_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare.communicate(timeout=_END_SECONDS)
+            self._spare = None
 
     def _prepare(self) -> tuple[Path, dict[str, str]]:
         """Return the private folder, guarded from now on, and the environment of processes that end with it."""
@@ -263,11 +299,10 @@ class LocalCluster:
 
     def _command(self, port: int, session_folder: Path) -> list[str]:
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-            "--include-dashboard=false",
+            *(sys.executable, "-m", "prefect_elastic_train.supervisor.head", "start", "--head", "--block"),
+            "--no-monitor",  # which would ask for nodes, where none can come
             "--node-ip-address=127.0.0.1",
             f"--port={port}",
-            f"--ray-client-server-port={_free_port()}",
             "--dashboard-agent-listen-port=0",
             f"--temp-dir={session_folder}",
         ]

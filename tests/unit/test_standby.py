@@ -60,7 +60,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
                 found.booted.append(how)
                 return Actor(f"new-{len(found.booted)}", NODE, "boots")
 
-            return SimpleNamespace(options=lambda scheduling_strategy: SimpleNamespace(remote=boot))
+            return SimpleNamespace(remote=boot)
 
         return of
 
@@ -74,7 +74,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def _parked(*standbys: tuple[str, str, str]) -> Standbys:
     """Those parked of so many nodes, which see so many GPUs, in a state."""
-    pool = Standbys("torch", in_any_case=False)
+    pool = Standbys("torch", in_any_case=False, first=[])
     for node, visible, state in standbys:
         actor = Actor(f"{node}/{visible}/{state}", node, state)
         metadata = _metadata(node) if state != "boots" else None
@@ -118,17 +118,16 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
 def test_a_node_gets_as_many_as_it_has_memory_for(
     cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, free: float, in_any_case: bool, fit: int
 ) -> None:
-    memory = GIB, free, 10 * GIB, "8"
+    memory = GIB, free - 1.5 * GIB
     monkeypatch.setattr(standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), memory))
-    pool = Standbys("torch", in_any_case)
+    pool = Standbys("torch", in_any_case, [])
     workers = [SimpleNamespace(metadata=_metadata(NODE), resources={"CPU": 1}) for _ in range(2)]
     run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env={"env_vars": {"A": "b"}}))
     group = SimpleNamespace(
         get_workers=lambda: workers,
         _worker_cls=object,
         _train_run_context=run,
-        _worker_group_context=SimpleNamespace(train_fn_ref=None),
-        _get_worker_runtime_env=lambda given: given,
+        get_worker_group_context=lambda: SimpleNamespace(resources_per_worker={"CPU": 8}),
     )
     pool.after_worker_group_training_start(group)
     pool.after_worker_group_poll_status(None)
@@ -138,8 +137,9 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
         pool.after_worker_group_poll_status(None)
         for one in pool._parked:
             one.actor.state = "warm"
-            assert (standby.warm_up, ("torch", "8", "")) in one.actor.done, "with the threads of its worker"
-    assert cluster.booted == [{"num_cpus": 0, "runtime_env": {"env_vars": {"A": "b"}}}] * fit
+            assert (standby.warm_up, ("torch", 8, "", False)) in one.actor.done
+    assert [how["runtime_env"] for how in cluster.booted] == [{"env_vars": {"A": "b"}}] * fit
+    assert {(how["num_cpus"], how["scheduling_strategy"].node_id) for how in cluster.booted} <= {(0, NODE)}
     (told,) = cluster.told
     assert (told.parked, told.wanted, told.size_bytes) == (fit, 2, GIB if fit else 0)
     assert ("there is no memory for more" in told.words) == (fit < 2)
@@ -171,9 +171,12 @@ def test_only_where_all_workers_of_a_node_see_its_gpus_are_these_replaced(monkey
 
 WARM_UP = """
 import os, sys
+from types import SimpleNamespace
+import ray
 from prefect_elastic_train.elastic import standby
 standby._about = lambda: (1, None)
-assert standby.warm_up(sys.argv[1], "2", "") == (1, None)
+ray.get_runtime_context = lambda: SimpleNamespace(runtime_env={})
+assert standby.warm_up(sys.argv[1], 2, "", False) == (1, None)
 assert os.environ["OMP_NUM_THREADS"] == "2"
 policies = {os.sched_getscheduler(int(one)) for one in os.listdir("/proc/self/task")}
 assert policies == {os.SCHED_OTHER}, policies
@@ -188,5 +191,5 @@ else:
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_warm_process_is_as_a_new_one_but_for_what_it_has_imported(framework: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # from Ray; the raylet, here this process, has none
     subprocess.run([sys.executable, "-c", WARM_UP, framework], env=environment, check=True, timeout=120)

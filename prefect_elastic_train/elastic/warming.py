@@ -1,0 +1,98 @@
+"""What a process does before it is needed: imports at the lowest priority, and a first step; in standbys and spares.
+
+Uses ``ray._private.utils``, which knows of the limits of a container.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+
+logger = logging.getLogger(__name__)
+
+#: What is kept ready takes no more of a node's memory than leaves this share of it.
+_LEFT_FREE = 0.15
+_BOOT_SECONDS = 300.0  # for which imports are waited for
+#: What the first steps of a loop import, by framework.
+WORKER_MODULES = {
+    "torch": (
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.nn.parallel.distributed",
+        "ray.train.torch",
+        "prefect_elastic_train.loop.torch_state",
+    ),
+    "jax": ("jax.numpy", "orbax.checkpoint"),
+}
+_may_idle: list[bool] = []  # of this process
+
+
+def begin_imports(modules: Iterable[str], in_a_hurry: bool = False) -> threading.Thread:
+    """Import what is there of some modules; unless in a hurry, with what processor time nobody else wants."""
+    importing = threading.Thread(target=_import, args=(modules, in_a_hurry), daemon=True)
+    importing.start()
+    return importing
+
+
+def hurry() -> None:
+    """Take the usual priority back, for all threads that were begun meanwhile: they serve the training, too."""
+    for thread in os.listdir("/proc/self/task") if _may_idle else ():
+        with suppress(ProcessLookupError):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+
+
+def finish_imports(importing: threading.Thread) -> None:
+    """Wait for the imports, and take the usual priority back.
+
+    Raises:
+        TimeoutError: They take too long.
+    """
+    importing.join(_BOOT_SECONDS)
+    if importing.is_alive():
+        raise TimeoutError(f"imports were not done after {_BOOT_SECONDS:g} s")
+    hurry()
+
+
+def memory_left() -> float:
+    """Return how many bytes what is kept ready on this node may take yet; negative if it has too much."""
+    from ray._private.utils import get_system_memory, get_used_memory
+
+    return float((1 - _LEFT_FREE) * get_system_memory() - get_used_memory())
+
+
+def step_of_torch() -> None:
+    """Do a first step, in the main thread: what torch starts with it serves the training, too."""
+    import torch
+
+    state = torch.get_rng_state()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())  # others ask for the state of a GPU
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.set_rng_state(state)
+
+
+def _import(modules: Iterable[str], in_a_hurry: bool) -> None:
+    with suppress(OSError, AttributeError):
+        trial = threading.Thread(target=_idle_and_back)
+        trial.start()
+        trial.join()
+        if _may_idle and not in_a_hurry:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            logger.info("%s is not imported ahead", module, exc_info=True)
+
+
+def _idle_and_back() -> None:
+    """Find out whether this process may take the lowest priority back, which not everybody may."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        _may_idle.append(True)
