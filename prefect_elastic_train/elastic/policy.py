@@ -32,7 +32,15 @@ from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, standby
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
 from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, why_never_again
-from prefect_elastic_train.elastic.sizing import Growth, Node, Stability, Start, describe_missing, possible_workers
+from prefect_elastic_train.elastic.sizing import (
+    Growth,
+    Node,
+    Stability,
+    Start,
+    describe_missing,
+    places_beyond,
+    possible_workers,
+)
 from prefect_elastic_train.loop.notice import announce
 from prefect_elastic_train.storage.store import RunStore
 
@@ -130,7 +138,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         try:
             self._take_in_the_last_start(now)
             self._maybe_send_resource_request()
-            nodes, possible, stable = self._look(now, {})
+            nodes, _, possible, stable = self._look(now, {})
             workers = self._start.size(now, possible, stable)
             missing = self._why_not
             if possible < self._demand.min_workers:
@@ -208,9 +216,15 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         if not is_due or not all(worker.running for worker in status.worker_statuses.values()):
             return rays.NoopDecision()
         self._next_look = now + self._settings.resize_check_interval_seconds
-        _, _, stable = self._look(now, Counter(worker.metadata.node_id for worker in group.workers))
+        held = Counter(worker.metadata.node_id for worker in group.workers)
+        _, reliable, _, stable = self._look(now, held)
         self._commit_to_use = False
-        if growth.look(now, group.num_workers, min(stable, self._start.limit(now))):
+        target = min(stable, self._start.limit(now))
+        beyond = places_beyond(reliable, self._demand, held, target - group.num_workers)
+        if not standby.prepare(beyond) and not growth.target:
+            self._next_look = now + _REST_SECONDS
+            return rays.NoopDecision()
+        if growth.look(now, group.num_workers, target):
             self._growths += growth.target > 0
             for worker in group.workers:
                 worker.execute_async(announce, self._growths if growth.target else 0)
@@ -220,15 +234,15 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         self._asked_for = growth.target
         return GrowthDecision(growth.target, self._demand.resources, reason, growth.waited_seconds(now))
 
-    def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node], int, int]:
-        """Look at the cluster: its nodes, the workers that fit, and those that fit on nodes to be relied on."""
+    def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node], list[Node], int, int]:
+        """Look at the cluster: its nodes, and those to be relied on, and how many workers fit on each of the two."""
         reserved = self._get_reserved_resources().values() if self._run_requester_id else None
         nodes = cluster_nodes()
         callbacks.current().counted_on = frozenset(node.id for node in nodes if not node.draining)
         reliable = self._stability.observe(now, [node.id for node in nodes])
         stable = [node for node in nodes if node.id in reliable]
         possible = possible_workers(nodes, self._demand, held, reserved)
-        return nodes, possible, possible_workers(stable, self._demand, held, reserved)
+        return nodes, stable, possible, possible_workers(stable, self._demand, held, reserved)
 
     def _get_reserved_resources(self) -> dict[str, dict[str, float]]:
         """Return what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""

@@ -88,6 +88,17 @@ def possible_workers(
     return min(most, max(on_nodes, default=0) if demand.strategy == "STRICT_PACK" else sum(on_nodes))
 
 
+def places_beyond(nodes: Collection[Node], demand: Demand, held: Mapping[str, int], more: int) -> dict[str, int]:
+    """Return where so many more workers of a run fit, beside those that it has on each node."""
+    found: dict[str, int] = {}
+    for node in nodes if demand.shape is None else ():
+        room = _workers_on(node, demand, held) - held.get(node.id, 0)
+        if demand.strategy == "STRICT_SPREAD":
+            room = min(room, 1 - held.get(node.id, 0))
+        found[node.id] = max(0, min(room, more - sum(found.values())))
+    return {node_id: number for node_id, number in found.items() if number}
+
+
 def slices_of(nodes: Collection[Node], demand: Demand, held: Mapping[str, int] | None = None) -> list[Slice]:
     """Return the TPU slices of the demanded shape, in order of their names, usable or not."""
     shape = demand.shape

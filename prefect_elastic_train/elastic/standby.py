@@ -10,8 +10,6 @@ Uses ``ray.train.v2._internal``, which has no public way to bring the worker gro
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -34,21 +32,15 @@ from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, scaling_config
 from prefect_elastic_train.elastic.loop_watch import ask
 from prefect_elastic_train.elastic.sizing import possible_workers
-from prefect_elastic_train.elastic.warming import (
-    WORKER_MODULES,
-    begin_imports,
-    finish_imports,
-    memory_left,
-    step_of_torch,
-)
+from prefect_elastic_train.elastic.standby_process import about, memory, own_devices, use_devices, warm_up
 
 logger = logging.getLogger(__name__)
 
 #: Seconds that a worker group has trained when its standbys are booted, and between two looks whether they live.
 _BOOT_AFTER_SECONDS, _LOOK_SECONDS = 10.0, 10.0
 _ANSWER_SECONDS = 1.0  # that workers and standbys may take
+_GROWTH_SECONDS = 60.0  # that a growth waits for its workers to boot
 _FIRST_SECONDS = 120.0  # that a first worker group waits for those of its workers that boot already
-_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass
@@ -59,10 +51,12 @@ class Standby:
     node_id: str
     #: The devices that it may see, of those on its node; a process cannot be given others.
     visible: str
-    #: What :func:`warm_up` returns; then what :func:`_about` does, again and again, to see whether it lives.
+    #: What :func:`warm_up` returns; then what :func:`about` does, again and again, to see whether it lives.
     asked: Any
     #: Known once it is warm.
     metadata: ActorMetadata | None = None
+    #: For a larger group than there is.
+    is_beyond: bool = False
 
 
 #: Of this controller process.
@@ -108,6 +102,15 @@ def wait_for_first() -> None:
             _current.wait_for_first()
 
 
+def prepare(beyond: Mapping[str, int]) -> bool:
+    """Boot so many workers on each node for a larger group; return whether it need wait for them no more."""
+    try:
+        return _current is None or _current.prepare(beyond)
+    except Exception:
+        logger.warning("No workers boot ahead of a growth", exc_info=True)
+        return True
+
+
 def release() -> None:
     """End what is parked: the next worker group is far."""
     if _current is not None:
@@ -134,7 +137,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._framework, self._in_any_case = framework, in_any_case
         self._parked, self._first = first, first
         self._group: Any = None
-        self._looks_at = 0.0
+        self._looks_at, self._beyond_since = 0.0, float("inf")
         self._has_told, self._size_bytes, self._losses = "", 0, 0
 
     def after_controller_start(self, train_run_context: Any) -> None:
@@ -173,6 +176,25 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         if first:
             ray.wait([one.asked for one in first], num_returns=len(first), timeout=_FIRST_SECONDS)
 
+    def prepare(self, beyond: Mapping[str, int]) -> bool:
+        """Have so many standbys on each node beside those of the workers; return whether they need not be waited for.
+
+        On GPUs none are booted: which they would see is not known.
+        """
+        self._settle()
+        for one in [one for one in self._parked if one.is_beyond and one.node_id not in beyond]:
+            self._parked.remove(one)
+            end([one.actor])
+        resources = self._group.get_worker_group_context().resources_per_worker if self._group is not None else {}
+        for node_id, number in beyond.items() if self._group is not None and not resources.get("GPU") else ():
+            there = sum(one.is_beyond and one.node_id == node_id for one in self._parked)
+            self._parked += [self._boot(node_id, "", is_beyond=True) for _ in range(there, number)]
+        if not any(one.is_beyond and one.metadata is None for one in self._parked):
+            self._beyond_since = float("inf")
+            return True
+        self._beyond_since = min(self._beyond_since, time.monotonic())
+        return time.monotonic() - self._beyond_since > _GROWTH_SECONDS
+
     def release(self) -> None:
         """End what is parked."""
         parked, self._parked = self._parked, []
@@ -209,22 +231,18 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         lacking = list(workers)
         for one in self._parked:
             beside = next((worker for worker in lacking if worker.metadata.node_id == one.node_id), None)
-            if beside is not None:
+            if beside is not None and not one.is_beyond:
                 lacking.remove(beside)
         devices = _visible(
             {rank: worker.metadata.node_id for rank, worker in enumerate(workers)},
             {rank: worker.metadata.accelerator_ids for rank, worker in enumerate(workers)},
         )
-        context = self._group.get_worker_group_context()
-        cpus = context.resources_per_worker.get("CPU", 0)
-        for rank, (used, free) in ask(lacking, _memory, _ANSWER_SECONDS).items():
+        for rank, (used, free) in ask(lacking, memory, _ANSWER_SECONDS).items():
             node = lacking[rank].metadata.node_id
             parked = sum(one.node_id == node for one in self._parked)  # which become as large, too
             if self._in_any_case or free >= (parked + 1) * used:
-                runtime_env = self._group._train_run_context.run_config.worker_runtime_env
-                worker_class = self._group._worker_cls
-                self._parked.append(_boot(worker_class, runtime_env, node, self._framework, cpus, devices[node], False))
-        if not any(one.metadata is None for one in self._parked):
+                self._parked.append(self._boot(node, devices[node]))
+        if not any(one.metadata is None for one in self._parked if not one.is_beyond):
             self._tell(len(workers))
 
     def _settle(self) -> None:
@@ -234,15 +252,22 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         for one in [one for one in self._parked if one.asked in ready]:
             try:
                 self._size_bytes, one.metadata = ray.get(one.asked, timeout=_ANSWER_SECONDS)
-                one.asked = one.actor.execute.remote(_about)
+                one.asked = one.actor.execute.remote(about)
             except Exception as error:  # noqa: BLE001 - it is replaced
                 logger.info("A standby worker is gone: %s", error)
                 self._losses += 1
                 self._parked.remove(one)
                 end([one.actor])
 
+    def _boot(self, node_id: str, visible: str, is_beyond: bool = False) -> Standby:
+        group = self._group
+        runtime_env = group._train_run_context.run_config.worker_runtime_env
+        cpus = group.get_worker_group_context().resources_per_worker.get("CPU", 0)
+        booted = _boot(group._worker_cls, runtime_env, node_id, self._framework, cpus, visible, in_a_hurry=False)
+        return replace(booted, is_beyond=is_beyond)
+
     def _tell(self, wanted: int) -> None:
-        parked = len(self._parked)
+        parked = sum(not one.is_beyond for one in self._parked)
         words = f"{parked} of {wanted}"
         if words != self._has_told:
             self._has_told = words
@@ -286,7 +311,7 @@ def _devices(
     group: PlacementGroup, indices: list[int], resources: Mapping[str, float]
 ) -> dict[int, dict[str, list[Any]]]:
     """Return which devices Ray has given to each bundle, as a task in it sees them."""
-    tell = ray.remote(num_cpus=0, num_gpus=resources["GPU"], max_retries=0)(_own_devices)
+    tell = ray.remote(num_cpus=0, num_gpus=resources["GPU"], max_retries=0)(own_devices)
     asked = []
     for index in indices:
         where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
@@ -297,65 +322,8 @@ def _devices(
 def _use_devices_of(standby: Standby, devices: Mapping[str, list[Any]]) -> bool:
     """Return whether a standby answers, and has taken over the devices of a bundle."""
     try:
-        ray.get(standby.actor.execute.remote(_use_devices, dict(devices)), timeout=_ANSWER_SECONDS)
+        ray.get(standby.actor.execute.remote(use_devices, dict(devices)), timeout=_ANSWER_SECONDS)
     except Exception as error:  # noqa: BLE001 - another worker is booted for it
         logger.info("A standby worker is gone: %s", error)
         return False
     return True
-
-
-# What runs in a standby, or in a task.
-
-
-def warm_up(framework: str, cpus: float, visible: str, in_a_hurry: bool) -> tuple[int, ActorMetadata]:
-    """Do what comes before the first step of a loop, and return what :func:`_about` does.
-
-    The loop itself is left alone: what its module does when it is imported may depend on the rank, or be meant for a
-    process that has joined the others.
-    """
-    os.environ[_THREADS] = _threads(cpus)  # Ray gives an actor without CPUs one, before torch reads it
-    if visible:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    if framework == "jax":
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported; on GPUs there is no standby
-    finish_imports(begin_imports(WORKER_MODULES.get(framework, ()), in_a_hurry))
-    if framework == "torch":
-        step_of_torch()
-    return _about()
-
-
-def _threads(cpus: float) -> str:
-    """Return how many threads OpenMP shall have, as Ray says it to an actor with so many CPUs."""
-    import psutil
-
-    given = dict(ray.get_runtime_context().runtime_env.get("env_vars", {}))
-    with suppress(psutil.Error):  # the raylet's
-        given = {**psutil.Process(os.getppid()).environ(), **given}
-    return given.get(_THREADS) or str(max(1, int(cpus)))
-
-
-def _memory() -> tuple[int, float]:
-    """Return the memory that this process takes, and what standbys on its node may, in bytes."""
-    import psutil
-
-    return psutil.Process().memory_info().rss, memory_left()
-
-
-def _about() -> tuple[int, ActorMetadata]:
-    return _memory()[0], RayTrainWorker().get_metadata()
-
-
-def _own_devices() -> dict[str, list[Any]]:
-    return {name: ids for name, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
-
-
-def _use_devices(devices: dict[str, list[Any]]) -> None:
-    """Have Ray say that these are this process's own; raise if it does not see them."""
-    if devices:
-        torch: Any = sys.modules.get("torch")
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        is_real = torch is not None and (torch.version.cuda or torch.version.hip)  # else they are pretended ones
-        if is_real and torch.cuda.device_count() < len(seen):
-            raise RuntimeError(f"of the devices {', '.join(seen)} it sees {torch.cuda.device_count()}")
-        worker = ray._private.worker.global_worker
-        worker.get_accelerator_ids_for_accelerator_resource = lambda name, regex: list(devices.get(name, []))

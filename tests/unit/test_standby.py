@@ -108,7 +108,7 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
         1: {"GPU": ["0"]},
     }
     for index, worker in taken.items():
-        assert (standby._use_devices, (cluster.devices[index],)) in worker.actor.done
+        assert (standby.use_devices, (cluster.devices[index],)) in worker.actor.done
     assert [actor.name for actor in cluster.ended] == ["b/3/warm"]
 
 
@@ -173,10 +173,10 @@ WARM_UP = """
 import os, sys
 from types import SimpleNamespace
 import ray
-from prefect_elastic_train.elastic import standby
-standby._about = lambda: (1, None)
+from prefect_elastic_train.elastic import standby_process as warming
+warming.about = lambda: (1, None)
 ray.get_runtime_context = lambda: SimpleNamespace(runtime_env={})
-assert standby.warm_up(sys.argv[1], 2, "", False) == (1, None)
+assert warming.warm_up(sys.argv[1], 2, "", False) == (1, None)
 assert os.environ["OMP_NUM_THREADS"] == "2"
 policies = {os.sched_getscheduler(int(one)) for one in os.listdir("/proc/self/task")}
 assert policies == {os.SCHED_OTHER}, policies

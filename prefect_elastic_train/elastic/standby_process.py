@@ -1,0 +1,76 @@
+"""What runs in the process of a standby worker, or in a task that looks for what one needs.
+
+Uses ``ray.train.v2._internal`` and ``ray._private.worker``: a worker group asks a worker's process about itself, and
+that process asks Ray for the devices that are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import ray
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
+
+from prefect_elastic_train.elastic.warming import (
+    WORKER_MODULES,
+    begin_imports,
+    finish_imports,
+    memory_left,
+    step_of_torch,
+)
+
+_THREADS = "OMP_NUM_THREADS"
+
+
+def warm_up(framework: str, cpus: float, visible: str, in_a_hurry: bool) -> tuple[int, ActorMetadata]:
+    """Do what comes before the first step of a loop, and return what :func:`about` does.
+
+    The loop itself is left alone: what its module does when it is imported may depend on the rank, or be meant for a
+    process that has joined the others.
+    """
+    os.environ[_THREADS] = _threads(cpus)  # Ray gives an actor without CPUs one, before torch reads it
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    if framework == "jax":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported; on GPUs there is no standby
+    finish_imports(begin_imports(WORKER_MODULES.get(framework, ()), in_a_hurry))
+    if framework == "torch":
+        step_of_torch()
+    return about()
+
+
+def _threads(cpus: float) -> str:
+    """Return how many threads OpenMP shall have, as Ray says it to an actor with so many CPUs."""
+    given = dict(ray.get_runtime_context().runtime_env.get("env_vars", {}))
+    with suppress(psutil.Error):  # the raylet's
+        given = {**psutil.Process(os.getppid()).environ(), **given}
+    return given.get(_THREADS) or str(max(1, int(cpus)))
+
+
+def memory() -> tuple[int, float]:
+    """Return the memory that this process takes, and what standbys on its node may, in bytes."""
+    return psutil.Process().memory_info().rss, memory_left()
+
+
+def about() -> tuple[int, ActorMetadata]:
+    return memory()[0], RayTrainWorker().get_metadata()
+
+
+def own_devices() -> dict[str, list[Any]]:
+    return {name: ids for name, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
+
+
+def use_devices(devices: dict[str, list[Any]]) -> None:
+    """Have Ray say that these are this process's own; raise if it does not see them."""
+    if devices:
+        torch: Any = sys.modules.get("torch")
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        is_real = torch is not None and (torch.version.cuda or torch.version.hip)  # else they are pretended ones
+        if is_real and torch.cuda.device_count() < len(seen):
+            raise RuntimeError(f"of the devices {', '.join(seen)} it sees {torch.cuda.device_count()}")
+        worker = ray._private.worker.global_worker
+        worker.get_accelerator_ids_for_accelerator_resource = lambda name, regex: list(devices.get(name, []))
