@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine that gets more nodes while a side trains on it.
+"""A Ray cluster on this machine that gets and loses nodes while a side trains on it.
 
 As a script: answers requests on its standard input, a JSON line each, until that closes.
 """
@@ -17,7 +17,9 @@ from typing import Any
 
 START_TIMEOUT_SECONDS = 120.0
 ANSWER = b"@answer "
-START, ADD = "start", "add"
+START, ADD, DRAIN, KILL = "start", "add", "drain", "kill"
+DRAIN_SECONDS = 30
+"""From the announcement that a node goes until it does."""
 
 
 class ClusterFailedError(RuntimeError):
@@ -61,6 +63,14 @@ class GrowingCluster:
         """
         return float(self._ask(ADD))
 
+    def take_node(self, how: str) -> float:
+        """Take the newest node back: announce that it goes (`DRAIN`), or end it without a word (`KILL`).
+
+        Returns:
+            When that was, in seconds since the epoch.
+        """
+        return float(self._ask(how))
+
     def _ask(self, request: str, timeout: float = START_TIMEOUT_SECONDS) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -81,19 +91,39 @@ class GrowingCluster:
         return ClusterFailedError(f"The cluster {what}; it wrote:\n{self._log.read_text(errors='replace')[-4000:]}")
 
 
+def drain(address: str, node_id: str) -> None:
+    """Announce that a node goes."""
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
+
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int((time.time() + DRAIN_SECONDS) * 1000)
+    accepted, why = GcsClient(address=address).drain_node(node_id, reason, "the market wants it back", deadline_ms)
+    if not accepted:
+        raise RuntimeError(f"the node cannot be drained: {why}")
+
+
 def serve() -> None:
     """Start a head, and do what the lines of the standard input say."""
     from ray.cluster_utils import Cluster
 
     cluster: Any = None
+    newest: Any = None
     for line in sys.stdin:
         answer: Any = None
-        if json.loads(line) == START:
+        request = json.loads(line)
+        if request == START:
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
             answer = cluster.address
-        else:
-            cluster.add_node(num_cpus=1)
+        elif request == ADD:
+            newest = cluster.add_node(num_cpus=1)
             answer = time.time()
+        elif request == KILL:
+            answer = time.time()
+            cluster.remove_node(newest, allow_graceful=False)
+        else:
+            answer = time.time()
+            drain(cluster.address, newest.node_id)
         sys.stdout.buffer.write(ANSWER + json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 

@@ -1,6 +1,7 @@
-"""What the growth of a healthy worker group costs, against raw Ray Train: `python -m benchmarks.growth`.
+"""What it costs when a node comes, and when one goes, against raw Ray Train: `python -m benchmarks.growth`.
 
-One worker trains on a Ray cluster that then gets a second node; nothing is killed. The loop that asks is the plain
+One worker trains on a Ray cluster that then gets a second node, which later goes again: it is announced that it does,
+or, in every other repeat, it is just gone. The loop that asks is the plain
 loop with one question a step, `prefect_elastic_train.loop.resize_requested()`.
 """
 
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.cluster import ClusterFailedError
+from benchmarks.cluster import DRAIN, KILL, ClusterFailedError
 from benchmarks.common import (
     POLL_SECONDS,
     SAME_POLL,
@@ -28,19 +30,23 @@ from benchmarks.common import (
     warm_up,
 )
 from benchmarks.loops import WORKERS, LoopSettings
-from benchmarks.sides import RESIZE_CHECK_SECONDS
+from benchmarks.sides import NO_STANDBY, RESIZE_CHECK_SECONDS
 
 CHECKPOINT_EVERY = 20
 STEP_SECONDS = 0.1
 STEPS_BEFORE_NODE = 3 * CHECKPOINT_EVERY
+SECONDS_BEFORE_END = 30.0
+"""So long the two workers train before their number falls again."""
+ENDINGS = (DRAIN, KILL)
 STEPS_OF_A_POLL = math.ceil(POLL_SECONDS / STEP_SECONDS) + 1
 """Steps that may end while the controller waits for its next poll, wherever in a step the wait begins."""
 
 ASKING = Side("ours-asking", "ours-growing", needs_prefect=True)
 PLAIN = Side("ours-plain", "ours-growing", needs_prefect=True)
+BARE = Side("ours-no-standby", "ours-growing", {NO_STANDBY: "1"}, needs_prefect=True)
 RAW_DEFAULT = Side("raw-default", "raw-growing")
 RAW_SAME_POLL = Side("raw-same-poll", "raw-growing", SAME_POLL)
-SIDES = (ASKING, PLAIN, RAW_DEFAULT, RAW_SAME_POLL)
+SIDES = (ASKING, PLAIN, BARE, RAW_DEFAULT, RAW_SAME_POLL)
 
 
 @dataclass(frozen=True)
@@ -52,16 +58,18 @@ class Sample:
         seconds: From the node's arrival to the end of rank 0's first new step in the group of two.
         nothing_new: From the end of rank 0's last step that was kept to the end of its first new one.
         arrived: Steps from the last regular checkpoint to the node's arrival.
+        nothing_new_after: As `nothing_new`, when the node goes again.
     """
 
     redone: int
     seconds: float
     nothing_new: float
     arrived: int
+    nothing_new_after: float
 
 
-def measure(workbench: Workbench, side: Side, phase: int) -> Sample:
-    """Let a side train with one worker, add a node for another, and wait for the first new step of both.
+def measure(workbench: Workbench, side: Side, phase: int, ending: str) -> Sample:
+    """Let a side train with one worker, add a node for another, wait for the first new step of both, and take it back.
 
     The node comes after the same step each time, and the checkpoints around it are shifted. So the moments that a
     side chooses by a clock of its own, begun with the worker group, are spread over the checkpoint interval too.
@@ -70,6 +78,7 @@ def measure(workbench: Workbench, side: Side, phase: int) -> Sample:
         workbench: Where to run it.
         side: What to run.
         phase: The node is asked for so many steps after a checkpoint; it is there a moment later.
+        ending: How it goes: `DRAIN` or `KILL`.
     """
     loop = LoopSettings(
         steps=100_000,
@@ -90,6 +99,12 @@ def measure(workbench: Workbench, side: Side, phase: int) -> Sample:
             pids = {line.pid for line in old}
             if len(pids) != 1:
                 raise run.failed(f"restarted its only worker: processes {sorted(pids)}")
+            time.sleep(SECONDS_BEFORE_END)
+            cluster.take_node(ending)
+            alone = run.wait_for_line(
+                lambda line: line.world_size == 1 and line.at > new.at, "a step with the worker that is left"
+            )
+            both = [line for line in run.ledger.read() if line.world_size == WORKERS and line.rank == 0]
     last = old[-1].step
     kept_at = max((line.at for line in old if line.step <= new.resumed_from), default=old[0].at)
     before_arrival = max(line.step for line in old if line.at <= arrived_at)
@@ -98,6 +113,7 @@ def measure(workbench: Workbench, side: Side, phase: int) -> Sample:
         seconds=new.at - arrived_at,
         nothing_new=new.at - kept_at,
         arrived=loop.steps_after_checkpoint(before_arrival),
+        nothing_new_after=alone.at - max(line.at for line in both if line.step <= alone.resumed_from),
     )
 
 
@@ -132,6 +148,7 @@ def main() -> int:
     arguments = parse_arguments((__doc__ or "").splitlines()[0], [side.name for side in SIDES])
     chosen = [side for side in SIDES if side.name in arguments.only]
     samples: dict[str, list[Sample]] = {side.name: [] for side in SIDES}
+    after: dict[str, list[float]] = defaultdict(list)
     failed = 0
     load_before = os.getloadavg()[0]
     warm_up()
@@ -140,12 +157,14 @@ def main() -> int:
             for side in rotated(chosen, repeat):
                 progress = f"# {repeat + 1}/{arguments.repeats} {side.name}"
                 try:
-                    sample = measure(workbench, side, phase)
+                    ending = ENDINGS[repeat % len(ENDINGS)]
+                    sample = measure(workbench, side, phase, ending)
                 except (SideFailedError, ClusterFailedError) as error:
                     failed += 1
                     print(f"{progress} failed: {error}", flush=True)
                     continue
                 samples[side.name].append(sample)
+                after[f"{side.name}/{ending}"].append(sample.nothing_new_after)
                 print(f"{progress}: {sample}", flush=True)
     print(f"\n{machine_lines('benchmarks.growth', load_before)}\n")
     print(
@@ -167,6 +186,8 @@ def main() -> int:
     ]
     header = ["side", "growths", "steps redone", "from the node's arrival to the first new step [s]", "nothing new [s]"]
     print(markdown_table(header, rows))
+    endings = [[name, str(len(taken)), summary(taken)] for name, taken in sorted(after.items())]
+    print("\n" + markdown_table(["side/how the node goes", "times", "nothing new [s]"], endings))
     print("\nTargets:")
     print("\n".join(targets(samples)))
     return 1 if failed else 0

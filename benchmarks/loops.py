@@ -31,7 +31,7 @@ class LoopSettings:
             divides.
         asks: Ask at each step whether the worker group is about to be restarted, and report a checkpoint if so.
             Only in a Ray Train loop under elastic_train.
-        work_seconds: Processor time that each step takes besides, in seconds; in the loop that only reports.
+        work_seconds: Processor time that each step takes besides, in seconds; in Ray Train loops.
         lines_per_second: Lines of output of a run that is only simulated.
         ledger: The file that takes a line for every step of every rank; each run gets its own.
     """
@@ -150,6 +150,7 @@ def ray_loop(config: dict[str, Any]) -> None:
     ledger = Ledger(settings.ledger, context.get_world_rank(), context.get_world_size(), resumed_from)
     for step in range(resumed_from + 1, settings.steps + 1):
         loss = _train_step(wrapped, optimizer, settings.step_seconds)
+        _work(settings.work_seconds)
         ledger.mark(step)
         restart_comes = settings.asks and _restart_comes()
         if settings.steps_after_checkpoint(step) and not restart_comes:

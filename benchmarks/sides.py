@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Literal
 
 from benchmarks.loops import WORKERS, SideSettings, metrics_loop, ray_loop, torchrun_loop
 
 FAILURES = 3
+NO_STANDBY = "BENCHMARK_NO_STANDBY"
+"""In the environment of a side of ours that shall have no standby workers."""
 RESIZE_CHECK_SECONDS = 2.0
 """How often the growing sides look whether they could grow; both defaults are 60 s."""
 
@@ -27,7 +30,7 @@ def run_ours(settings: SideSettings) -> None:
             ray_loop,
             train_loop_config=settings.loop.to_config(),
             framework="torch",
-            scaling=ElasticScaling(min_workers=1, max_workers=WORKERS),
+            scaling=ElasticScaling(min_workers=1, max_workers=WORKERS, standby=_standby()),
             failures=FailureBudget(max_failures=FAILURES, driver_restarts=FAILURES, driver_restart_delay_seconds=0),
             storage=LocalStorage(path=settings.storage),
             cluster=RayCluster(num_cpus=WORKERS),
@@ -54,6 +57,7 @@ def run_ours_growing(settings: SideSettings) -> None:
                 max_workers=WORKERS,
                 resize_check_interval_seconds=RESIZE_CHECK_SECONDS,
                 stability_delay_seconds=0,
+                standby=_standby(),
             ),
             storage=LocalStorage(path=settings.storage),
             cluster=RayCluster(address=settings.cluster_address, auth_token=os.environ["RAY_AUTH_TOKEN"]),
@@ -82,6 +86,10 @@ def run_ours_reporting(settings: SideSettings) -> None:
         )
 
     benchmark()
+
+
+def _standby() -> Literal["auto", "off"]:
+    return "off" if os.environ.get(NO_STANDBY) else "auto"
 
 
 def run_raw(settings: SideSettings) -> None:

@@ -121,7 +121,6 @@ class Attempt:
         )
         from prefect_elastic_train.elastic.controller import make_trainer
         from prefect_elastic_train.elastic.policy import begin_reserving
-        from prefect_elastic_train.elastic.standby import boot_first
 
         if not spec.is_alone:
             begin_reserving()
@@ -142,6 +141,8 @@ class Attempt:
 
     def begin(self) -> Begun | EndedRecord:
         """Take the fence and say so."""
+        from prefect_elastic_train.elastic.standby import boot_first, may_replace
+
         notes: list[str] = []
 
         def seed() -> None:
@@ -161,6 +162,11 @@ class Attempt:
         self._receiver = EventReceiver(self.teller.emit)
         if begun.attempt > 1:
             self._past = self.teller.recall(self.spec)
+        scaling = self.spec.scaling
+        if scaling.standby != "off" and not may_replace(scaling.accelerator, self.spec.request.framework):
+            notes.append(
+                "there are no standby workers: with TPUs, or GPUs without torch, none can take a worker's place"
+            )
         commit, failures = begun.point.commit, self.spec.failures
         left = {"driver restart": begun.restarts_left, "worker failure": failures.max_failures}
         left["preemption"] = failures.max_preemption_failures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ def wait_for_spec(framework: str) -> Path:
     importing = begin_imports(_modules(framework))
     line = sys.stdin.readline()
     if not line:
-        sys.exit(0)
+        os._exit(0)  # imports may be under way
     hurry()
     finish_imports(importing)
     return Path(line.rstrip("\n"))

@@ -32,7 +32,7 @@ from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, scaling_config
 from prefect_elastic_train.elastic.loop_watch import ask
 from prefect_elastic_train.elastic.sizing import possible_workers
-from prefect_elastic_train.elastic.standby_process import about, memory, own_devices, use_devices, warm_up
+from prefect_elastic_train.elastic.standby_process import GONE_SECONDS, about, memory, own_devices, use_devices, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,9 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def __init__(self, framework: str, in_any_case: bool, first: list[Standby]) -> None:
         self._framework, self._in_any_case = framework, in_any_case
-        self._parked, self._first = first, first
+        self._parked, self._first = [*first], first
         self._group: Any = None
+        self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
         self._looks_at, self._beyond_since = 0.0, float("inf")
         self._has_told, self._size_bytes, self._losses = "", 0, 0
 
@@ -163,6 +164,9 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         self._group = None
+        self._before = defaultdict(list)
+        for worker in worker_group.get_workers():
+            self._before[worker.metadata.node_id].append(worker.metadata.pid)
 
     def after_controller_finish(self, result: Any) -> None:
         self.release()
@@ -189,7 +193,9 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         for node_id, number in beyond.items() if self._group is not None and not resources.get("GPU") else ():
             there = sum(one.is_beyond and one.node_id == node_id for one in self._parked)
             self._parked += [self._boot(node_id, "", is_beyond=True) for _ in range(there, number)]
-        if not any(one.is_beyond and one.metadata is None for one in self._parked):
+        if beyond and self._beyond_since == float("inf"):
+            self._looks_at = 0.0  # those of the workers that are there shall be warm by then, too
+        elif not any(one.metadata is None for one in self._parked):
             self._beyond_since = float("inf")
             return True
         self._beyond_since = min(self._beyond_since, time.monotonic())
@@ -214,9 +220,10 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             found = _devices(group, indices, resources) if warm and resources.get("GPU") else {}
             visible = _visible({index: nodes[index] for index in indices if warm}, found)
             for index in indices:
-                while one := next((w for w in warm if (w.node_id, w.visible) == _place(nodes, visible, index)), None):
+                place = nodes[index], visible[nodes[index]]
+                for one in [one for one in warm if (one.node_id, one.visible) == place]:
                     warm.remove(one)
-                    if _use_devices_of(one, found.get(index, {})):
+                    if _use_devices_of(one, found.get(index, {}), self._before[one.node_id]):
                         parked.remove(one)
                         taken[index] = _worker(one, found.get(index, {}), resources, index)
                         break
@@ -295,10 +302,6 @@ def _worker(standby: Standby, devices: Mapping[str, list[Any]], resources: dict[
     return Worker(standby.actor, metadata, resources, placement_group_bundle_index=index)
 
 
-def _place(nodes: Mapping[int, str], visible: Mapping[str, str], index: int) -> tuple[str, str]:
-    return nodes[index], visible[nodes[index]]
-
-
 def _visible(nodes: Mapping[int, str], devices: Mapping[int, Mapping[str, list[Any]]]) -> defaultdict[str, str]:
     """Return which GPUs the workers on each node see: those of all of them, as Ray Train lets them."""
     seen: defaultdict[str, set[str]] = defaultdict(set)
@@ -319,10 +322,11 @@ def _devices(
     return dict(zip(indices, ray.get(asked, timeout=30 * _ANSWER_SECONDS), strict=True))
 
 
-def _use_devices_of(standby: Standby, devices: Mapping[str, list[Any]]) -> bool:
+def _use_devices_of(standby: Standby, devices: Mapping[str, list[Any]], before: list[int]) -> bool:
     """Return whether a standby answers, and has taken over the devices of a bundle."""
     try:
-        ray.get(standby.actor.execute.remote(use_devices, dict(devices)), timeout=_ANSWER_SECONDS)
+        patience = _ANSWER_SECONDS + (GONE_SECONDS if devices else 0)
+        ray.get(standby.actor.execute.remote(use_devices, dict(devices), before), timeout=patience)
     except Exception as error:  # noqa: BLE001 - another worker is booted for it
         logger.info("A standby worker is gone: %s", error)
         return False

@@ -23,6 +23,7 @@ from prefect_elastic_train.elastic.warming import (
     step_of_torch,
 )
 
+GONE_SECONDS = 10.0  # for which a worker waits for the end of those that had its devices
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -64,9 +65,13 @@ def own_devices() -> dict[str, list[Any]]:
     return {name: ids for name, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
 
 
-def use_devices(devices: dict[str, list[Any]]) -> None:
-    """Have Ray say that these are this process's own; raise if it does not see them."""
+def use_devices(devices: dict[str, list[Any]], before: list[int]) -> None:
+    """Have Ray say that these are this process's own; raise if it does not see them.
+
+    They are free once the processes that had them ``before`` are gone, which may take a driver of GPUs seconds.
+    """
     if devices:
+        psutil.wait_procs([psutil.Process(pid) for pid in before if psutil.pid_exists(pid)], GONE_SECONDS)
         torch: Any = sys.modules.get("torch")
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         is_real = torch is not None and (torch.version.cuda or torch.version.hip)  # else they are pretended ones

@@ -41,7 +41,7 @@ def training(arguments: dict[str, Any]) -> dict[str, Any]:
         storage = S3Storage(**storage)
     elif not storage.startswith("training-storage-"):
         storage = LocalStorage(path=storage)
-    as_they_are = ("run_name", "resume", "resume_from", "timeout_seconds")
+    as_they_are = ("run_name", "resume", "resume_from", "timeout_seconds", "worker_runtime_env")
     given = {name: arguments[name] for name in as_they_are if name in arguments}
     if backend := arguments.get("torch_backend"):
         from ray.train.torch import TorchConfig

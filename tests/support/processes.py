@@ -220,12 +220,17 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def drivers_of(*flow_processes: int) -> Iterator[tuple[psutil.Process, list[str], str]]:
-    """The drivers, or scripts in their place, that flow processes have now: with command line and mark."""
-    for process in psutil.process_iter(["cmdline"]):
+    """The drivers, or scripts in their place, that flow processes have now: with command line and mark.
+
+    Of two in one flow process the younger is spare, and is left out.
+    """
+    seen = set[int]()
+    for process in sorted(psutil.process_iter(["cmdline", "create_time"]), key=lambda one: one.info["create_time"]):
         command = process.info["cmdline"] or []
         if {"prefect_elastic_train.driver", "tests.support.scripted_driver"} & set(command):
             with contextlib.suppress(psutil.Error):
-                if process.ppid() in flow_processes:
+                if process.ppid() in flow_processes and process.ppid() not in seen:
+                    seen.add(process.ppid())
                     yield process, command, process.environ()[MARK_VARIABLE]
 
 
@@ -276,8 +281,8 @@ class FlowProcess:
 
     def driver(self) -> psutil.Process | None:
         """The driver process, if one runs."""
-        for process, command, self._mark in drivers_of(self.pid):
-            self.private_folder = Path(command[-1]).parent
+        for process, _, self._mark in drivers_of(self.pid):
+            self.private_folder = Path(self._mark)
             return process
         return None
 

@@ -161,6 +161,39 @@ def test_a_request_to_stop_is_seen_while_a_driver_chatters_and_another_leaves_it
     assert (tmp_path / "told").read_text() == "timed_out"
 
 
+_SPARE = """
+told = sys.stdin.readline().strip() if sys.argv[1] == "--spare" else sys.argv[1]
+assert told.endswith("/spec")
+print(os.getpid(), flush=True)
+"""
+
+
+def test_a_spare_driver_is_the_next_one_if_its_environment_is_the_same_and_ends_with_the_training(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_module, "_SPARE_AFTER_SECONDS", 0)
+    runtime = supervisor.runtime(_SPARE + _say(ev.WorkerGroupStarted(world_size=1)) + f"time.sleep(1)\n{_KILL}")
+    monkeypatch.setattr(runtime_module, "_DRIVER", runtime.driver_command)
+    spares = list[int]()
+    try:
+        for variable in ("A", "A", "B"):
+            monkeypatch.setenv(variable, "1")
+            runtime.run_attempt(SPEC)
+            assert runtime._spare is not None
+            spares.append(runtime._spare.pid)
+    finally:
+        runtime.close()
+    first, second, third = [int(line) for source, line in supervisor.lines if source == "driver"]
+    assert second == spares[0]
+    assert third not in spares, "it would not see what has changed"
+    assert not any(psutil.pid_exists(pid) for pid in (first, *spares))
+
+
+def test_a_spare_driver_ends_with_its_supervisor() -> None:
+    command = [sys.executable, "-m", "prefect_elastic_train.driver", "--spare", "none"]
+    subprocess.run(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=True)
+
+
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not {runtime_module._free_port() for _ in range(50)} & {*range(first, last + 1)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -314,6 +315,51 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     assert travelled._get_reserved_resources() == {"n0": {"CPU": 1.0}}
     assert asked == ["run-x", ("run-x", True)]
     assert policy.rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
+
+
+def test_a_growth_is_told_of_once_its_new_workers_are_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, cluster, asked, answers = _group(2), _policy(1, 4), list[dict[str, int]](), [False, True, True]
+
+    def prepare(beyond: dict[str, int]) -> bool:
+        asked.append(beyond)
+        return answers.pop(0)
+
+    monkeypatch.setattr(policy.standby, "prepare", prepare)
+    assert cluster.grow(3, group, committed=True) is None
+    assert [worker.told for worker in group.workers] == [[], []]
+    assert cluster.grow(3, group) is None
+    assert [worker.told for worker in group.workers] == [[1], [1]]
+    assert cluster.grow(3, group, committed=True).num_workers == 3
+    assert [sum(beyond.values()) for beyond in asked] == [1, 1, 1]
+
+
+def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = controller.TrainController.__new__(controller.TrainController)
+    found._health_check_interval_s, statuses = 0.1, dict[int, WorkerStatus]()
+
+    async def poll(self: object) -> SimpleNamespace:
+        return SimpleNamespace(worker_statuses=statuses)
+
+    monkeypatch.setattr(controller.RaysTrainController, "_poll_workers", poll)
+
+    def interval(workers: int, report: Any = None) -> float:
+        statuses.clear()
+        statuses.update({rank: WorkerStatus(running=True, training_report=report) for rank in range(workers)})
+        asyncio.run(found._poll_workers())
+        return round(found._health_check_interval_s, 4)
+
+    report: Any = object()
+    assert [interval(32), interval(32, report), interval(32, report)] == [0.1, 0.01, 0.01]
+    assert [interval(32) for _ in range(7)] == [0.015, 0.0225, 0.0338, 0.0506, 0.0759, 0.1, 0.1]
+    assert interval(33, report) == 0.1, "each poll costs the controller time"
+
+
+def test_a_run_that_is_alone_on_its_cluster_reserves_nothing_and_boots_no_coordinator() -> None:
+    settings = ScalingSettings(max_workers=4)
+    alone = RunScalingPolicy(scaling_config(settings), "", settings)
+    alone.after_controller_start(None)
+    alone._maybe_send_resource_request()
+    assert alone._coordinator_client is None
 
 
 def test_what_is_reserved_is_renewed_during_a_drain_too() -> None:

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from prefect_elastic_train.core.slices import SliceShape
 from prefect_elastic_train.elastic import sizing
-from prefect_elastic_train.elastic.sizing import Demand, Growth, Node, Stability, Start, possible_workers
+from prefect_elastic_train.elastic.sizing import (
+    Demand,
+    Growth,
+    Node,
+    Stability,
+    Start,
+    places_beyond,
+    possible_workers,
+)
 
 PAIR = SliceShape("2x4", "TPU-V6E", "v6e-8", chips=8, workers=2, chips_per_worker=4)
 SINGLE = SliceShape("2x2", "TPU-V6E", "v6e-4", chips=4, workers=1, chips_per_worker=4)
@@ -55,6 +63,25 @@ def test_strict_strategies_count_what_can_be_placed() -> None:
     nodes = [node("a", 3, 4), node("b", 2, 4), node("c", 0, 4)]
     found = [possible_workers(nodes, gpus(strategy=name)) for name in ("PACK", "STRICT_SPREAD", "STRICT_PACK")]
     assert found == [5, 2, 3]
+
+
+@pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD"])
+@given(
+    rooms=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=5),
+    most=st.integers(0, 10),
+)
+def test_a_larger_group_has_places_for_as_many_more_as_fit(
+    strategy: str, rooms: list[tuple[int, int]], most: int
+) -> None:
+    if strategy == "STRICT_SPREAD":
+        rooms = [(min(own, 1), free) for own, free in rooms]
+    nodes = [node(str(at), free, own + free) for at, (own, free) in enumerate(rooms)]
+    held = {str(at): own for at, (own, _) in enumerate(rooms)}
+    demand = gpus(strategy=strategy)
+    more = possible_workers(nodes, demand, held) - sum(held.values())
+    found = places_beyond(nodes, demand, held, min(most, more))
+    assert sum(found.values()) == min(most, more)
+    assert all(number <= rooms[int(name)][1] for name, number in found.items())
 
 
 def test_several_resources_are_all_needed_and_workers_that_need_nothing_always_fit() -> None:

@@ -108,7 +108,7 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
         1: {"GPU": ["0"]},
     }
     for index, worker in taken.items():
-        assert (standby.use_devices, (cluster.devices[index],)) in worker.actor.done
+        assert (standby.use_devices, (cluster.devices[index], [])) in worker.actor.done
     assert [actor.name for actor in cluster.ended] == ["b/3/warm"]
 
 
@@ -143,6 +143,35 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
     (told,) = cluster.told
     assert (told.parked, told.wanted, told.size_bytes) == (fit, 2, GIB if fit else 0)
     assert ("there is no memory for more" in told.words) == (fit < 2)
+
+
+def test_a_growth_waits_until_its_new_workers_are_warm_and_ends_those_of_a_node_that_goes(
+    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = _parked(("a", "", "warm"))
+    run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env=None))
+    of_cpus = SimpleNamespace(resources_per_worker={"CPU": 1})
+    pool._group = SimpleNamespace(
+        _worker_cls=object, _train_run_context=run, get_worker_group_context=lambda: of_cpus, get_workers=list
+    )
+    assert pool.prepare({}), "no growth"
+    assert not pool.prepare({NODE: 2, "b": 1})
+    assert pool._looks_at == 0, "those beside the workers boot now, too"
+    assert not pool.prepare({NODE: 2})
+    assert (len(cluster.booted), len(cluster.ended)) == (3, 1)
+    for one in pool._parked:
+        one.actor.state = "warm"
+    assert pool.prepare({NODE: 2})
+    assert [one.is_beyond for one in pool._parked] == [False, True, True]
+    assert pool.prepare({})
+    assert len(pool._parked) == 1
+    assert not pool.prepare({NODE: 1})
+    monkeypatch.setattr(standby, "_GROWTH_SECONDS", -1)
+    assert pool.prepare({NODE: 1}), "it waits no longer than that"
+    of_cpus.resources_per_worker = {"GPU": 1}
+    booted = len(cluster.booted)
+    pool.prepare({"c": 1})
+    assert len(cluster.booted) == booted
 
 
 def test_those_that_die_are_booted_ever_more_seldom_and_none_stands_by_for_hours_of_waiting(
