@@ -121,6 +121,7 @@ class Attempt:
         )
         from prefect_elastic_train.elastic.controller import make_trainer
         from prefect_elastic_train.elastic.policy import begin_reserving
+        from prefect_elastic_train.elastic.standby import boot_first
 
         if not spec.is_alone:
             begin_reserving()
@@ -141,7 +142,7 @@ class Attempt:
 
     def begin(self) -> Begun | EndedRecord:
         """Take the fence and say so."""
-        from prefect_elastic_train.elastic.standby import boot_first, may_replace
+        from prefect_elastic_train.elastic.standby import may_replace
 
         notes: list[str] = []
 
