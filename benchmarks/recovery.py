@@ -145,7 +145,7 @@ def targets(samples: dict[str, list[Sample]]) -> list[str]:
     seconds = defaultdict(list, {row: [sample.seconds for sample in taken] for row, taken in samples.items()})
     redone = defaultdict(list, {row: [float(sample.redone) for sample in taken] for row, taken in samples.items()})
     lines = []
-    for case, baseline, limit in ((WORKER, RAW_DEFAULT, 0.8), (DRIVER, RAW_DEFAULT, 0.75)):
+    for case, baseline, limit in ((WORKER, TORCHRUN, 0.5), (WORKER, RAW_DEFAULT, 0.2), (DRIVER, RAW_DEFAULT, 0.3)):
         ours, other = f"{case}/{OURS.name}", f"{case}/{baseline.name}"
         lines.append(ratio_target(f"recovery [s], {ours} to {other}", seconds[ours], seconds[other], limit))
     for case in (WORKER, DRIVER):

@@ -153,7 +153,8 @@ class Runtime:
         if time.monotonic() > self._spare_is_due:
             self._spare_is_due = float("inf")
             command, environment = self._spare_start
-            self._spare = start_driver(command, environment, subprocess.PIPE)
+            with suppress(OSError):  # the next driver boots when it is needed
+                self._spare = start_driver(command, environment, subprocess.PIPE)
 
     def want_spare(self) -> None:
         """Have a spare driver soon, now that a worker group trains, unless there is one."""
@@ -207,7 +208,8 @@ class Runtime:
     def _end_spare(self) -> None:
         if self._spare is not None:
             self._spare.kill()
-            self._spare.communicate(timeout=_END_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                self._spare.communicate(timeout=_END_SECONDS)
             self._spare = None
 
     def _prepare(self) -> tuple[Path, dict[str, str]]:
