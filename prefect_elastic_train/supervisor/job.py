@@ -21,7 +21,7 @@ from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
-from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver
+from prefect_elastic_train.supervisor.attempt import NO_LAST_WORD, TURN_SECONDS, Driver
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError, job_package
 
 if TYPE_CHECKING:
@@ -47,13 +47,9 @@ _LEAST_LINES = 100
 
 
 class JobDriver(Driver):
-    """A driver inside a cluster.
+    """A driver inside a cluster, told its spec unless it runs already; its package is made in the private folder.
 
-    Args:
-        follower: Who follows it.
-        spec: What it is told, if it does not run already; its package is made in the training's private folder.
-        folder: That folder.
-        before: The job of the attempt before, in this process.
+    The one before is that of the attempt before, in this process.
     """
 
     def __init__(self, follower: Runtime, spec: DriverSpec, folder: Path, before: JobDriver | None) -> None:
@@ -67,7 +63,7 @@ class JobDriver(Driver):
         self._left: str = before._left if before is not None else ""
         #: Up to where jobs were told of, in seconds since the epoch.
         self._told_until: float = before._told_until if before is not None else 0.0
-        self._is_past = self._is_gone = self._log_is_complete = False
+        self._is_gone = self._log_is_complete = False
         self._problem, self._noted = "no answer", ""
         self._over_at = float("inf")
 
@@ -193,12 +189,7 @@ class JobDriver(Driver):
         """Hand an event on, unless an earlier process of the flow run has told it."""
         self._is_past = self._is_past and event.at <= self._told_until
         self._told_until = max(self._told_until, event.at)
-        (self.follower.on_past_event if self._is_past else self.follower.on_event)(event)
-
-    def tell_line(self, source: str, text: str) -> None:
-        """Hand a line on, unless an earlier process of the flow run has told it."""
-        if not self._is_past:
-            super().tell_line(source, text)
+        super().tell(event)
 
     def _submit(self, submission_id: str, metadata: dict[str, str]) -> JobDetails:
         """Submit a job, and recognise it if the answer was lost."""
@@ -258,7 +249,7 @@ class JobDriver(Driver):
         if ended is not None and ended.outcome is Outcome.SUPERSEDED and self._was_found:
             return self.lost(ended.message)  # it was another process's, and this one may be who has the run now
         if ended is not None or status == "SUCCEEDED":
-            return ended or self.lost_last_word()
+            return ended or self.lost(NO_LAST_WORD)
         # Ray puts the end of the job's log below, which was told line by line.
         told = f"job {self._id} is {status}: {(self.job.message or '').partition(', last available logs')[0]}"
         if self.job.error_type == "RUNTIME_ENV_SETUP_FAILURE":
