@@ -68,11 +68,7 @@ def prepare(spec: DriverSpec) -> Payload:
 
 
 def resolve_loop(path: str) -> Callable[..., Any]:
-    """Import a train loop given as ``"package.module:function"``.
-
-    Raises:
-        ConfigurationError: The module cannot be imported, or has no such function.
-    """
+    """Import a train loop given as ``"package.module:function"``; refuse one that cannot be imported."""
     module_name, _, function_name = path.partition(":")
     try:
         found = importlib.import_module(module_name)
@@ -97,11 +93,7 @@ def function_in(module: ModuleType, function_name: str, path: str) -> Callable[.
 
 
 def check_loop(loop: Any) -> None:
-    """Refuse a loop that requires more than the config, or that by name: Ray Train passes it by position.
-
-    Raises:
-        ConfigurationError: It does.
-    """
+    """Refuse a loop that requires more than the config, or that by name: Ray Train passes it by position."""
     try:
         parameters = inspect.signature(loop).parameters.values()
     except (TypeError, ValueError):

@@ -15,11 +15,7 @@ _pipe_lock = threading.Lock()
 
 
 def interruptions(*numbers: signal.Signals) -> int:
-    """Return how many times this process was told to end, as far as that was noticed.
-
-    Args:
-        numbers: The signals that count; default SIGTERM and SIGINT.
-    """
+    """Return how many times this process was told to end, as far as noticed, by default by SIGTERM and SIGINT."""
     with _pipe_lock:
         with suppress(BlockingIOError):
             while _pipe is not None and (received := os.read(_pipe[0], 64)):
