@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -170,10 +171,8 @@ class Training:
         logger = get_run_logger() if in_task else get_logger("elastic_train")
         self._log = log = RunLog(logger, settings.log_lines_per_second)
         self._watch = flow_runs.FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
-        runtime = Runtime(settings, self._take, log.line, self._check_stop, log.note)
-        runtime.on_past_event = lambda event: self._take(event, told=True)
-        runtime.detaches, runtime.followed_until = self._leaves_job, self._followed_until
-        return runtime
+        tell = self._take, log.line, self._check_stop, log.note, partial(self._take, told=True)
+        return Runtime(settings, *tell, detaches=self._leaves_job, followed_until=self._followed_until)
 
     def _end(self, ending: tuple[End, str] | None, told: bool = False) -> None:
         runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
@@ -209,9 +208,9 @@ class Training:
         self._check_stop()
         spec = self._driver_spec()
         if self._publisher is None and runtime.settings.reporting:
-            name, score = spec.request.run_name, spec.checkpoints
+            score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
             self._publisher = Publisher(
-                RunReport(run_name=name, score_attribute=score.score_attribute, score_order=score.score_order),
+                RunReport(run_name=spec.request.run_name, **score),
                 interval_seconds=runtime.settings.report_interval_seconds,
                 storage_block=spec.storage_block,
                 flow_run_id=next(iter(self.place.flow_run_ids), ""),
