@@ -35,11 +35,7 @@ BLOCK_TYPES: dict[str, Sequence[type[TrainingBlock]]] = {
 
 
 def find_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
-    """Load a saved block of one of some types; return None if there is none.
-
-    Args:
-        kinds: The types.
-        name: ``"<block type>/<name>"``, or the name alone if no two of the types have it.
+    """Load a saved block of some types by ``"<block type>/<name>"``, or by the name alone; None if there is none.
 
     Raises:
         ConfigurationError: There are several, or it cannot be loaded, or its data are not allowed.

@@ -140,7 +140,8 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     # Ray's tools in the workers would otherwise look for any cluster on their host.
     user_env["env_vars"] = {"RAY_ADDRESS": address, **user_env.get("env_vars", {})}
     on_termination = signal.getsignal(signal.SIGTERM)
-    own_path = [folder for folder in spec.sys_path if folder and os.path.isdir(folder) and not _is_installed(folder)]
+    installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    own_path = [folder for folder in spec.sys_path if os.path.isdir(folder) and not folder.startswith(installed)]
     try:
         context = ray.init(
             address=address,
@@ -232,7 +233,3 @@ def _check_head(address: str, timeout: float) -> None:
 
 def _lost(message: str) -> AttemptFailedError:
     return AttemptFailedError(message, outcome=Outcome.CLUSTER_LOST)
-
-
-def _is_installed(path: str) -> bool:
-    return path.startswith((sys.prefix + os.sep, sys.base_prefix + os.sep)) or path.endswith(".zip")

@@ -244,11 +244,9 @@ class FlowRunWatch:
     """Looks at the states of a flow run and those that it is called from now and then, in a thread of its own.
 
     An API that is away is no news: the last answer stands.
-
-    Attributes:
-        ended: The outermost flow run whose state is an end for the training; empty as long as there is none.
     """
 
+    #: The outermost flow run whose state is an end for the training; empty as long as there is none.
     ended = ""
 
     def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:

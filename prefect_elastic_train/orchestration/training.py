@@ -40,14 +40,11 @@ _MAX_DELAY_SECONDS = 300.0
 
 
 class Stop(BaseException):
-    """The training shall end: a signal came, its coroutine was cancelled, or its flow run has come to an end.
-
-    Attributes:
-        flow_run_id: Which flow run's state said so; empty for a signal or a cancelled coroutine.
-    """
+    """The training shall end: a signal came, its coroutine was cancelled, or its flow run has come to an end."""
 
     def __init__(self, flow_run_id: str = "") -> None:
         super().__init__("the flow run was cancelled or has ended" if flow_run_id else "told to end")
+        #: Which flow run's state said so; empty for a signal or a cancelled coroutine.
         self.flow_run_id = flow_run_id
 
 

@@ -94,6 +94,8 @@ class Runtime:
             AttemptFailedError: The cluster cannot be reached.
         """
         folder, environment = self._prepare()
+        if spec.cluster.address != "auto":
+            environment.pop("RAY_ADDRESS", None)
         if spec.cluster.is_submitted:
             from prefect_elastic_train.supervisor.job import JobDriver  # it loads Ray's client
 
@@ -113,8 +115,6 @@ class Runtime:
             spec = replace(spec, cluster=settings, local_address=cluster.address)
         elif token:
             use_token(environment, token, folder)
-        if spec.cluster.address == "auto" and "RAY_ADDRESS" in os.environ:
-            environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
         spare = self._take_spare(environment)
         if spec.scaling.standby != "off" and self.driver_command == _DRIVER:
             self._spare_start = [*_DRIVER, SPARE, spec.request.framework], environment
@@ -211,13 +211,9 @@ class Runtime:
                 base = "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
         self.keep_guarded()
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        environment[MARK_VARIABLE] = str(self._folder)
-        environment["PYTHONPATH"] = os.pathsep.join(import_path())
-        environment["PYTHONUNBUFFERED"] = "1"
+        own = {MARK_VARIABLE: str(self._folder), "PYTHONPATH": os.pathsep.join(import_path()), "PYTHONUNBUFFERED": "1"}
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
-        environment.setdefault("RAY_DEDUP_LOGS", "0")
-        return self._folder, environment
+        return self._folder, {"RAY_DEDUP_LOGS": "0", **os.environ, **own}
 
 
 def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
