@@ -24,12 +24,10 @@ def interruptions(*numbers: signal.Signals) -> int:
 
 
 def notice_interruptions() -> None:
-    """Notice SIGTERM and SIGINT from now on; does nothing outside of the main thread.
-
-    Python itself writes the number of each signal that it handles into a pipe. The handlers stay as they are, since
-    Prefect takes a cancellation only while SIGTERM is handled by its own. A pipe that somebody else has set up, as
-    an event loop does, is left alone.
-    """
+    """Notice SIGTERM and SIGINT from now on; does nothing outside of the main thread."""
+    # Python itself writes the number of each signal that it handles into a pipe. The handlers stay as they are, since
+    # Prefect takes a cancellation only while SIGTERM is handled by its own. Another's pipe, as an event loop sets one
+    # up, is left alone.
     global _pipe
     if threading.current_thread() is not threading.main_thread():
         return

@@ -84,8 +84,7 @@ class EventReceiver:
 class EventOutput:
     """Writes events as tagged lines to the driver's standard output, in whole lines.
 
-    Everything that Python prints in this process goes through it too, since Ray prints the workers' output
-    from threads of its own.
+    All that Python prints here goes through it too, since Ray prints the workers' output from threads of its own.
     """
 
     def __init__(self, stream: IO[str]) -> None:

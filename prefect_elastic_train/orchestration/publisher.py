@@ -36,7 +36,6 @@ PREFIX = "elastic-train.run."
 CHECKPOINT = f"{PREFIX}checkpoint"
 BEST_CHECKPOINT = f"{PREFIX}best-checkpoint"
 COMPLETED = f"{PREFIX}completed"
-STORAGE_WAITED = f"{PREFIX}storage-waited"
 
 #: Between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0
@@ -50,7 +49,7 @@ _CLOSE_SECONDS = 5.0
 _MAX_WAITING_EVENTS = 1000
 _MAX_KEY = 100
 #: Events that may come often: of each name at most one is told in so long, the newest.
-_FREQUENT = (CHECKPOINT, BEST_CHECKPOINT, STORAGE_WAITED)
+_FREQUENT = (CHECKPOINT, BEST_CHECKPOINT, f"{PREFIX}storage-waited")
 _FREQUENT_SECONDS = 30.0
 #: What comes in the course of a training, and hurries no report.
 _STEADY = (

@@ -51,8 +51,7 @@ class Stop(BaseException):
 class SilentEndError(AttemptFailedError):
     """The flow run has its state already, or another process speaks for it: the flow must end without a word.
 
-    Prefect's ``Abort`` does that. Raised in a task it would leave the task run Running for ever, so a task fails with
-    this, and whoever has called it raises the other.
+    Prefect's ``Abort`` does that, but a task that raises it stays Running for ever: so a task raises this instead.
     """
 
 
@@ -68,10 +67,8 @@ class End(str, enum.Enum):
 
 
 def ending_of(error: BaseException, detached: bool, is_wanted: Callable[[], bool]) -> tuple[End, str] | None:
-    """What a training that raised an error is shown as, and why; None if another process shows it now.
-
-    A machine that is taken away sends the same signal as a cancellation: it is asked whether the end was wanted.
-    """
+    """What a training that raised an error is shown as, and why; None if another process shows it now."""
+    # A machine that is taken away sends the same signal as a cancellation: it is asked whether the end was wanted.
     if isinstance(error, SilentEndError | Abort):
         return None
     if detached:
@@ -265,11 +262,9 @@ class Training:
         return self._detached
 
     def _may_detach(self, reason: BaseException) -> bool:
-        """Whether a job goes on without us, for another process to follow it, since nobody wants its end.
-
-        A machine that is taken away sends SIGTERM, as does a runner that carries out a cancellation. In the main
-        thread Prefect's own signal handler raises; elsewhere only the pipe knows.
-        """
+        """Whether a job goes on without us, for another process to follow it, since nobody wants its end."""
+        # A machine that is taken away sends SIGTERM, as does a runner that carries out a cancellation. In the main
+        # thread Prefect's own signal handler raises; elsewhere only the pipe knows.
         if isinstance(reason, TimeoutError) or (isinstance(reason, Stop) and reason.flow_run_id):
             return False
         terminated = isinstance(reason, TerminationSignal) or interruptions(signal.SIGTERM) > self._terminations
@@ -290,12 +285,9 @@ class Training:
         return told_at or time.time()
 
     def _said_of(self, stop: Stop) -> AttemptFailedError:
-        """What is raised of a flow run's end, which gets the state that it should have. The training has ended by now.
-
-        A runner signals a cancellation, which Prefect's engine knows for one, and sets the final state. One that has
-        died does neither, and for subflows none does. A subflow that is cancelled alone is an error in the flow that
-        called it.
-        """
+        """What is raised of a flow run's end, after the training's; the flow run gets the state that it should have."""
+        # A runner signals a cancellation, which Prefect's engine knows for one, and sets the final state. One that has
+        # died does neither, and for subflows none does. A subflow cancelled alone is an error in the flow around it.
         of_the_root, ids = stop.flow_run_id == self.request.owner.flow_run_id, self.place.flow_run_ids
         ended = ids[: ids.index(stop.flow_run_id) + 1]  # with the subflows around the training
         has_runner = os.environ.get("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true").lower() == "false"

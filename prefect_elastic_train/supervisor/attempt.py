@@ -47,8 +47,8 @@ class Driver(ABC):
         self._attempt = 0
         self._ended: ev.AttemptEnded | None = None
         self._ended_at = float("inf")
-        self._alive_at = time.monotonic()
-        self._doing = "starting"
+        #: From when the time without a sign of life counts, and what was done then.
+        self._alive_at, self._doing = time.monotonic(), "starting"
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
         #: What comes now was told by an earlier process of the flow run.
         self._is_past = False
@@ -85,11 +85,9 @@ class Driver(ABC):
                 self.follower.on_line(source, text)
             return
         if isinstance(event, ev.AttemptStarted):
-            self._attempt = event.attempt
-            self.seen_alive()
+            self._attempt, self._alive_at = event.attempt, time.monotonic()
         elif isinstance(event, ev.ControllerAlive):
-            self._doing = event.doing
-            self.seen_alive()
+            self._doing, self._alive_at = event.doing, time.monotonic()
         elif isinstance(event, ev.AttemptEnded):
             self._ended, self._ended_at = event, time.monotonic()
         self.tell(event)
@@ -97,10 +95,6 @@ class Driver(ABC):
     def tell(self, event: ev.Event) -> None:
         """Hand an event on."""
         (self.follower.on_past_event if self._is_past else self.follower.on_event)(event)
-
-    def seen_alive(self) -> None:
-        """Count the time without a sign of life from now."""
-        self._alive_at = time.monotonic()
 
     def hung(self) -> ev.AttemptEnded | None:
         """The end of an attempt that gave no sign of life for too long, else None."""
@@ -130,7 +124,7 @@ def in_one_go(act: Callable[[], object]) -> None:
         raise
 
 
-def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> threading.Thread:
+def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> None:
     """Read a child's stream in a thread, line by line, and put ``(source, line)`` into a queue; None at its end."""
 
     def run() -> None:
@@ -139,9 +133,7 @@ def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> thread
                 into.put((source, line))
         into.put((source, None))
 
-    thread = threading.Thread(target=run, name=f"elastic-train-{source}", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=run, name=f"elastic-train-{source}", daemon=True).start()
 
 
 def start_process(
@@ -156,8 +148,7 @@ def start_process(
 class ChildDriver(Driver):
     """A driver in a process of its own, which is told its spec in the private folder of the training.
 
-    The cluster is the local one that it may want, None for a driver that joins another. A ``spare`` process is told the
-    spec; without one, another is started.
+    The cluster is the local one that it may want, else None. Without a ``spare`` to tell the spec, one is started.
     """
 
     def __init__(

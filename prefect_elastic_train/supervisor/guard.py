@@ -63,10 +63,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def end_marked(mark: str, timeout_seconds: float) -> list[int]:
-    """Kill all processes that carry a mark, also those that appear meanwhile, and give up after so many seconds.
-
-    Returns the ids of those that are still alive; empty unless one cannot be killed.
-    """
+    """Kill all processes that carry a mark, also those that appear meanwhile; return the ids of those still alive."""
     deadline = time.monotonic() + timeout_seconds
     quiet_looks = 0
     while True:

@@ -168,10 +168,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             self.stop_job(submission_id)
 
     def end_pending(self, submission_id: str) -> None:
-        """End a job that waits for its start by another one, since Ray's own stop waits for that start, too.
-
-        What it waits for is an actor with this name, in the Ray of our bounds.
-        """
+        """End a job that waits for its start by another one, since Ray's own stop waits for that start, too."""
+        # What it waits for is an actor with this name, in the Ray of our bounds.
         code = (
             "import ray; ray.init(log_to_driver=False); "
             f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "

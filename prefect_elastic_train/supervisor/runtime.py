@@ -295,10 +295,8 @@ class LocalCluster:
 
 
 def _free_port() -> int:
-    """Return a free port that nobody is given by the kernel before Ray's process listens there.
-
-    That takes seconds, and one port of the head node in other hands ends all of it.
-    """
+    """Return a free port that nobody is given by the kernel before Ray's process listens there."""
+    # That takes seconds, and one port of the head node in other hands ends all of it.
     for port in random.sample(_PORTS, k=_PORT_PROBES):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
