@@ -33,12 +33,10 @@ class TrainingBlock(Block):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Let references through where a deployment is created, and only there.
-
-        Prefect's server validates a new deployment's parameters without ``required``, references unresolved;
-        a new flow run's with ``required``, references replaced by what they refer to. A reference that was
-        left in a flow run's parameters is refused by a field that nobody can have.
-        """
+        """Let references through where a deployment is created, and only there."""
+        # Prefect's server validates a new deployment's parameters without ``required``, references unresolved;
+        # a new flow run's with ``required``, references replaced by what they refer to. A reference that was
+        # left in a flow run's parameters is refused by a field that nobody can have.
         schema = handler(core_schema)
         handler.resolve_ref_schema(schema)["patternProperties"] = {
             r"^\$ref$": {"required": ["a value instead of a reference"]},

@@ -35,11 +35,7 @@ BLOCK_TYPES: dict[str, Sequence[type[TrainingBlock]]] = {
 
 
 def find_saved(kinds: Sequence[type[AnyBlock]], name: str) -> AnyBlock | None:
-    """Load a saved block of one of some types; return None if there is none.
-
-    Args:
-        kinds: The types.
-        name: ``"<block type>/<name>"``, or the name alone if no two of the types have it.
+    """Load a saved block of some types by ``"<block type>/<name>"``, or by the name alone; None if there is none.
 
     Raises:
         ConfigurationError: There are several, or it cannot be loaded, or its data are not allowed.
@@ -84,25 +80,13 @@ def plain_storage(block: StorageBlock) -> storage_settings.StorageSettings:
     return plain(STORAGE_TYPES[type(block)], block)
 
 
-def storage_named(text: str) -> storage_settings.StorageSettings:
-    """Return the storage that a person names.
-
-    Args:
-        text: A directory (``./runs``, ``/mnt/runs``), a URL (``s3://bucket/runs`` with the ambient credentials), or a
-            saved block (``training-storage-s3/prod``, or ``prod``).
-
-    Raises:
-        ConfigurationError: It is none of these.
-    """
-    return storage_settings.storage_at(text) or plain_storage(load_saved([*STORAGE_TYPES], text))
-
-
 def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBlock:
     """Load one block of a training.
 
     Args:
         argument: The argument of ``elastic_train`` that it is for.
-        name: Its name; a storage may also be a directory or a URL. Empty for what comes next:
+        name: Its name, as ``training-storage-s3/prod`` or ``prod``; a storage may also be a directory (``./runs``) or
+            a URL (``s3://bucket/runs`` with the ambient credentials). Empty for what comes next:
         profile: A name that some blocks are saved under. Without one of this type there: as the settings say, else the
             default.
 

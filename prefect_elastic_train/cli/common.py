@@ -58,9 +58,9 @@ def open_briefly(text: str) -> Storage:
     """Open a storage (a directory, a URL or a saved block) for a person, who waits less than a training does."""
     settings = storage_at(text)
     if settings is None:
-        from prefect_elastic_train.blocks.lookup import storage_named  # it loads Prefect
+        from prefect_elastic_train.blocks import lookup  # it loads Prefect
 
-        settings = storage_named(text)
+        settings = lookup.plain_storage(lookup.load_saved([*lookup.STORAGE_TYPES], text))
     if isinstance(settings, LocalStorageSettings) and not Path(settings.path).is_dir():
         raise ConfigurationError(f"there is no directory {settings.path}")
     return open_storage(settings, min(settings.retry_seconds, _RETRY_SECONDS))

@@ -184,10 +184,8 @@ def _where_to_look(flow_run: FlowRun) -> str:
 
 
 def loop_config(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any]:
-    """Put a config together: the files one after the other, then the settings; what comes later counts.
-
-    Files are YAML 1.2, and so JSON; tables in tables are merged. Of settings, such as ``optimizer.lr=0.1``, dots nest.
-    """
+    """Put a config together: the files one after the other, then the settings; what comes later counts."""
+    # Files are YAML 1.2, and so JSON; tables in tables are merged. Of settings, such as optimizer.lr=0.1, dots nest.
     from prefect.utilities.collections import deep_merge
 
     parts: list[tuple[str, Path | str, list[str]]] = [(f"config {file}", file, []) for file in files]

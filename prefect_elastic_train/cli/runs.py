@@ -102,7 +102,11 @@ def verify_runs(
         opened = open_briefly(storage)
         names = _chosen(opened, runs)
         found = _of_each(verify, opened, names)
-        seen = _check_samples(opened, names) if samples else {}
+        seen: dict[str, SampleCheck] = {}
+        if samples:
+            from prefect_elastic_train.runs.samples import check_samples  # which needs numpy
+
+            seen = {check.name: check for check in _of_each(check_samples, opened, names)}
     if as_json:
         ledgers = {name: {"samples": check.model_dump(mode="json")} for name, check in seen.items()}
         each = [one.model_dump(mode="json") | ledgers.get(one.name, {}) for one in found]
@@ -170,12 +174,6 @@ def _of_each(look: Callable[[RunDirectory], Answer | None], storage: Storage, na
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastic-train-look") as pool:
         found = pool.map(lambda name: look(RunDirectory(storage.run(name))), names)
         return [one for one in found if one is not None]
-
-
-def _check_samples(storage: Storage, names: Sequence[str]) -> dict[str, SampleCheck]:
-    from prefect_elastic_train.runs.samples import check_samples  # which needs numpy
-
-    return {check.name: check for check in _of_each(check_samples, storage, names)}
 
 
 def _summary(run: RunDirectory) -> RunSummary | None:

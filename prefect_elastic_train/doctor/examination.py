@@ -58,16 +58,11 @@ _LEAVE_SECONDS = 4.0
 
 
 def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: float = 45.0) -> Iterator[Finding]:
-    """Run all checks; a check that needs what another one has not found is skipped.
+    """Run all checks, those of blocks, storage and cluster for so long each; skip what needs what is not found.
 
-    What is not named here is what the settings name as default, else what trainings use without one: a directory in
-    the home folder, and a local cluster.
-
-    Args:
-        storage: A directory, a URL, or a saved storage block.
-        cluster: A saved ``RayCluster``.
-        profile: Name that blocks of several types are saved under; those of them stand before the settings.
-        seconds: How long the checks of blocks, storage and cluster may take each.
+    The storage is a directory, a URL or a saved block, the cluster a saved ``RayCluster``, the profile a name that
+    blocks of several types are saved under. What is not named is as in :func:`chosen_block`: what the settings name,
+    else what trainings use without one, a directory in the home folder and a local cluster.
     """
     specs: list[DriverSpec] = []
 

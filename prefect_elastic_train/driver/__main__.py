@@ -42,9 +42,9 @@ class _Stopped(BaseException):
 
 def main(arguments: list[str]) -> None:
     """Run one attempt as the spec file says, and end this process."""
-    began_at = psutil.Process().create_time()
+    spec_file, began_at = Path(arguments[0]), psutil.Process().create_time()
     if arguments[0] == SPARE:
-        arguments, began_at = [str(wait_for_spec(arguments[1]))], time.time()
+        spec_file, began_at = wait_for_spec(arguments[1]), time.time()
     output, details = EventOutput(sys.stdout), Details()
     for name, write in (("stdout", output.write_text), ("stderr", sys.stderr.write)):
         descriptor = getattr(sys, f"__{name}__").fileno()
@@ -54,7 +54,6 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     _handle_signals(_stop)
     notice_interruptions()
-    spec_file = Path(arguments[0])
     spec = read_spec(spec_file)
     output.is_shared = spec.cluster.is_submitted
     attempt, ending = Attempt(spec, output, details, began_at), threading.Lock()

@@ -43,16 +43,13 @@ _LEAVE_SECONDS = 2.5
 
 
 class Attempt:
-    """An attempt of this process. Its steps are taken in order: :meth:`run`, :meth:`close`, :meth:`leave_cluster`.
+    """An attempt of this process, which becomes the owner of the run that the spec wants.
 
-    Args:
-        spec: What the driver was told; this process becomes the owner.
-        output: Where its events go.
-        details: What Ray says itself.
-        began_at: When the process began, or a spare one was needed, in seconds since the epoch; 0: unknown.
+    Its steps are taken in order: :meth:`run`, :meth:`close`, :meth:`leave_cluster`.
     """
 
     def __init__(self, spec: DriverSpec, output: EventOutput, details: Details, began_at: float = 0.0) -> None:
+        #: When the process began, or a spare one was needed, in seconds since the epoch; 0: unknown.
         self._began_at = began_at
         owner = spec.request.owner.model_copy(update=this_process())
         self.spec = replace(spec, request=replace(spec.request, owner=owner))
@@ -61,7 +58,7 @@ class Attempt:
         self.teller = AttemptTeller(output, details, self.store)
         self._score = spec.checkpoints.score_attribute
         self._heartbeat: HeartbeatWriter | None = None
-        self._receiver: EventReceiver | None = None
+        self._receiver = EventReceiver(self.teller.emit)
         self._past = Tally()  # of the attempts before
 
     def run(self) -> AttemptEnded:
@@ -103,7 +100,6 @@ class Attempt:
         begun = self.begin()
         if isinstance(begun, EndedRecord):
             return self.finish(begun)
-        assert self._receiver is not None
         owner = spec.request.owner
         context = RunContext(
             run_name=spec.request.run_name,
@@ -112,9 +108,7 @@ class Attempt:
             storage_uri=spec.storage.uri,
             run_uri=self.store.uri,
             flow_run_id=owner.flow_run_id if owner.is_flow_run else "",
-            flow_name=owner.flow_name,
-            deployment_id=owner.deployment_id,
-            deployment_name=owner.deployment_name,
+            **owner.model_dump(include={"flow_name", "deployment_id", "deployment_name"}),
             failures=begun.attempt - 1 + self._past.worker_failures + self._past.preemptions,
             trained_seconds=self._past.account().productive_seconds,
             ends_at=spec.ends_at,
@@ -125,14 +119,13 @@ class Attempt:
 
         if not spec.is_alone:
             begin_reserving()
-        first = boot_first(replace(spec, scaling=scaling), self._past.places)
+        told = replace(spec, scaling=scaling)
+        first = boot_first(told, self._past.places)
         teller.doing("making the datasets")
         datasets = make_datasets(payload)
         teller.doing("")
-
-        told, receiving = replace(spec, scaling=scaling), self._receiver.receiving
         try:
-            trainer = make_trainer(told, payload, datasets, self.store, context, receiving, first)
+            trainer = make_trainer(told, payload, datasets, self.store, context, self._receiver.receiving, first)
         except (TypeError, ValueError, DeprecationWarning) as error:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         trainer.fit()
@@ -160,7 +153,6 @@ class Attempt:
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
         self._heartbeat = HeartbeatWriter(impatient, begun.attempt, on_fenced_off=interrupt)
         self.teller.history = HistoryWriter(impatient, begun.attempt)
-        self._receiver = EventReceiver(self.teller.emit)
         if begun.attempt > 1:
             self._past = self.teller.recall(self.spec)
         scaling = self.spec.scaling
@@ -190,7 +182,6 @@ class Attempt:
 
     def complete(self) -> AttemptEnded:
         """The end of an attempt whose loop has returned, with the result."""
-        assert self._receiver is not None
         assert self.teller.history is not None
         self.teller.doing("adding the run's result up")
         self._receiver.finish(_LEAVE_SECONDS)
@@ -235,8 +226,7 @@ class Attempt:
     def close(self, ended: AttemptEnded) -> None:
         """Say the last word, and record it with the attempt if one was begun."""
         teller = self.teller
-        if self._receiver is not None:
-            self._receiver.close()
+        self._receiver.close()
         if self._heartbeat is not None:
             self._heartbeat.stop()
         if teller.attempt and not ended.already_finished:

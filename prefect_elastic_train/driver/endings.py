@@ -24,10 +24,8 @@ def end_by_error(error: Exception, storage: StorageSettings) -> AttemptEnded:
 
 
 def end_by_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
-    """How an attempt ended whose driver got a signal: as the supervisor has asked for, else as a lost driver's.
-
-    Whoever else ends the driver, such as the guard of a dead flow process, does not mean the training.
-    """
+    """How an attempt ended whose driver got a signal: as the supervisor has asked for, else as a lost driver's."""
+    # Whoever else ends the driver, such as the guard of a dead flow process, does not mean the training.
     if spec.cluster.is_submitted:
         return AttemptEnded(outcome=Outcome.CANCELLED, message="the job was stopped")
     try:

@@ -68,11 +68,7 @@ def prepare(spec: DriverSpec) -> Payload:
 
 
 def resolve_loop(path: str) -> Callable[..., Any]:
-    """Import a train loop given as ``"package.module:function"``.
-
-    Raises:
-        ConfigurationError: The module cannot be imported, or has no such function.
-    """
+    """Import a train loop given as ``"package.module:function"``; refuse one that cannot be imported."""
     module_name, _, function_name = path.partition(":")
     try:
         found = importlib.import_module(module_name)
@@ -97,11 +93,7 @@ def function_in(module: ModuleType, function_name: str, path: str) -> Callable[.
 
 
 def check_loop(loop: Any) -> None:
-    """Refuse a loop that requires more than the config, or that by name: Ray Train passes it by position.
-
-    Raises:
-        ConfigurationError: It does.
-    """
+    """Refuse a loop that requires more than the config, or that by name: Ray Train passes it by position."""
     try:
         parameters = inspect.signature(loop).parameters.values()
     except (TypeError, ValueError):
@@ -148,7 +140,8 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     # Ray's tools in the workers would otherwise look for any cluster on their host.
     user_env["env_vars"] = {"RAY_ADDRESS": address, **user_env.get("env_vars", {})}
     on_termination = signal.getsignal(signal.SIGTERM)
-    own_path = [folder for folder in spec.sys_path if folder and os.path.isdir(folder) and not _is_installed(folder)]
+    installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    own_path = [folder for folder in spec.sys_path if os.path.isdir(folder) and not folder.startswith(installed)]
     try:
         context = ray.init(
             address=address,
@@ -167,10 +160,8 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
 
 
 def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
-    """Refuse what a local cluster can never hold, since nothing will join it later, and return the scaling.
-
-    Beside datasets its ``max_workers`` are those that fit: more would starve them.
-    """
+    """Refuse what a local cluster can never hold, since nothing will join it later, and return the scaling."""
+    # Beside datasets its ``max_workers`` are those that fit: more would starve them.
     scaling, problem, fitting = spec.scaling, "", spec.scaling.max_workers
     if not spec.cluster.is_local:
         return scaling
@@ -240,7 +231,3 @@ def _check_head(address: str, timeout: float) -> None:
 
 def _lost(message: str) -> AttemptFailedError:
     return AttemptFailedError(message, outcome=Outcome.CLUSTER_LOST)
-
-
-def _is_installed(path: str) -> bool:
-    return path.startswith((sys.prefix + os.sep, sys.base_prefix + os.sep)) or path.endswith(".zip")

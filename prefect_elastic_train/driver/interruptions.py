@@ -15,11 +15,7 @@ _pipe_lock = threading.Lock()
 
 
 def interruptions(*numbers: signal.Signals) -> int:
-    """Return how many times this process was told to end, as far as that was noticed.
-
-    Args:
-        numbers: The signals that count; default SIGTERM and SIGINT.
-    """
+    """Return how many times this process was told to end, as far as noticed, by default by SIGTERM and SIGINT."""
     with _pipe_lock:
         with suppress(BlockingIOError):
             while _pipe is not None and (received := os.read(_pipe[0], 64)):
@@ -28,12 +24,10 @@ def interruptions(*numbers: signal.Signals) -> int:
 
 
 def notice_interruptions() -> None:
-    """Notice SIGTERM and SIGINT from now on; does nothing outside of the main thread.
-
-    Python itself writes the number of each signal that it handles into a pipe. The handlers stay as they are, since
-    Prefect takes a cancellation only while SIGTERM is handled by its own. A pipe that somebody else has set up, as
-    an event loop does, is left alone.
-    """
+    """Notice SIGTERM and SIGINT from now on; does nothing outside of the main thread."""
+    # Python itself writes the number of each signal that it handles into a pipe. The handlers stay as they are, since
+    # Prefect takes a cancellation only while SIGTERM is handled by its own. Another's pipe, as an event loop sets one
+    # up, is left alone.
     global _pipe
     if threading.current_thread() is not threading.main_thread():
         return

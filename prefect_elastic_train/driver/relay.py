@@ -38,17 +38,14 @@ _RECALL_SECONDS = 20.0
 
 
 class EventReceiver:
-    """Listens in the driver for the events of its controller, and hands each to a function, from a thread.
-
-    Attributes:
-        receiving: Where a sender reaches this receiver.
-    """
+    """Listens in the driver for the events of its controller, and hands each to a function, from a thread."""
 
     def __init__(self, handle: Callable[[ev.Event], None]) -> None:
         self._handle = handle
         self._key = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._reading: list[threading.Thread] = []
+        #: Where a sender reaches this receiver.
         self.receiving: Receiving = self._listener.getsockname()[1], self._key
         threading.Thread(target=self._accept, name="elastic-train-receiver", daemon=True).start()
 
@@ -87,14 +84,11 @@ class EventReceiver:
 class EventOutput:
     """Writes events as tagged lines to the driver's standard output, in whole lines.
 
-    Everything that Python prints in this process goes through it too, since Ray prints the workers' output
-    from threads of its own.
-
-    Attributes:
-        is_shared: Others write into the same file, and perhaps no whole lines.
+    All that Python prints here goes through it too, since Ray prints the workers' output from threads of its own.
     """
 
     def __init__(self, stream: IO[str]) -> None:
+        #: Others write into the same file, and perhaps no whole lines.
         self.is_shared = False
         self._descriptor = os.dup(stream.fileno())
         self._lock = threading.Lock()
@@ -148,17 +142,11 @@ class LineStream(io.TextIOBase):
 class AttemptTeller:
     """Numbers the events of an attempt and sends them on, into the history once the attempt is begun; for any thread.
 
-    Args:
-        output: To the supervisor.
-        details: What Ray has said itself.
-        store: The run directory.
-
-    Attributes:
-        attempt: Number of the attempt, 0 until it is begun.
-        history: Where its events are kept from then on.
+    The output leads to the supervisor; the details are what Ray has said itself.
     """
 
     def __init__(self, output: EventOutput, details: Details, store: RunStore) -> None:
+        #: Number of the attempt, 0 until it is begun, and where its events are kept from then on.
         self.attempt = 0
         self.history: HistoryWriter | None = None
         self._output = output
@@ -211,10 +199,8 @@ class AttemptTeller:
         from prefect_elastic_train.report.run_report import RunReport
 
         deadline = time.monotonic() + _RECALL_SECONDS
-        score = spec.checkpoints
-        report = RunReport(
-            run_name=spec.request.run_name, score_attribute=score.score_attribute, score_order=score.score_order
-        )
+        score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
+        report = RunReport(run_name=spec.request.run_name, **score)
         self.doing("reading the history")
         try:
             for event in read_history(self._store.impatient(_RECALL_SECONDS)):

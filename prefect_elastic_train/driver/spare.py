@@ -14,7 +14,6 @@ from prefect_elastic_train.elastic.warming import begin_imports, finish_imports,
 SPARE = "--spare"
 _MODULES = {"torch": ("ray.train.torch",), "jax": ("jax",)}
 _OWN_MODULES = (
-    "prefect_elastic_train.driver.attempt",
     "prefect_elastic_train.elastic.controller",
     "prefect_elastic_train.report.run_report",
     "prefect_elastic_train.runs.inspecting",

@@ -68,10 +68,7 @@ def make_request(
     resume_from: str | None,
     worker_runtime_env: dict[str, Any] | None,
 ) -> tuple[RunRequest, Place]:
-    """Make the request of a training whose other arguments were checked, and say which one of its flow run it is.
-
-    The user's own objects are pickled now, since they may be changed for the next training.
-    """
+    """Make the request of a training whose other arguments were checked, and say which one of its flow run it is."""
     loop, config = payload.train_loop, payload.train_loop_config
     if isinstance(loop, str):
         module, _, function = loop.partition(":")
@@ -84,7 +81,7 @@ def make_request(
     if config is not None and not isinstance(config, dict):
         raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(config).__name__}")
     try:
-        pickled = dump_payload(payload)
+        pickled = dump_payload(payload)  # now, since the objects may be changed for the next training
     except Exception as error:
         raise ConfigurationError(
             f"train loop {identity.loop_name(loop)!r} or its configuration cannot be sent to another process: "
@@ -112,12 +109,10 @@ def make_request(
 
 
 def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
-    """Return a training's blocks by argument: as given, else by the name in the settings, else the default.
-
-    All are loaded once now, so that a typing error ends nothing later.
-    """
+    """Return a training's blocks by argument: as given, else by the name in the settings, else the default."""
     blocks: dict[str, GivenBlock] = {}
     for argument, block in given.items():
+        # All are loaded once now, so that a typing error ends nothing later.
         loaded = lookup.chosen_block(argument) if block is None else load_given(argument, block)
         blocks[argument] = block or default_block_name(argument) or loaded
     return blocks
@@ -160,10 +155,8 @@ def driver_spec(request: RunRequest, given: Mapping[str, GivenBlock], previous_e
 
 
 def named_loop(name: str) -> Callable[..., Any] | str:
-    """Return what ``elastic_train`` takes for a loop that a person names.
-
-    Modules are looked for in the current folder too, as by ``python -m``; those that a file imports, in its folder.
-    """
+    """Return what ``elastic_train`` takes for a loop that a person names."""
+    # Modules are looked for in the current folder too, as by ``python -m``; those that a file imports, in its folder.
     place, _, function = name.rpartition(":")
     if place.endswith(".py"):
         return function_in(_module_of(os.path.abspath(place)), function, name)

@@ -83,10 +83,8 @@ def ask_prefect(question: Callable[[SyncPrefectClient], _T], seconds: float) -> 
 
 
 def last_told_at(client: SyncPrefectClient, run_name: str, flow_run_ids: Sequence[str]) -> float | None:
-    """When an earlier task run of a run's training last logged something, less 2 s: rather told twice than never.
-
-    It was of one of these flow runs or of a subflow of theirs; others may have runs of that name in other storages.
-    """
+    """When an earlier task run of a run's training last logged something, less 2 s: rather told twice than never."""
+    # It was of one of these flow runs or of a subflow of theirs; others may have runs of that name in other storages.
     own, ids = TaskRunContext.get(), {"any_": flow_run_ids}
     flows = FlowRunFilter.model_validate({"operator": "or_", "id": ids, "parent_flow_run_id": ids})
     named = TaskRunFilter.model_validate({"name": {"any_": [run_name]}})
@@ -202,19 +200,15 @@ def _kept(key: tuple[str, ...], make: Callable[[], int]) -> int:
 
 
 def wants_an_end(state: State | None) -> bool:
-    """Whether a flow run's state is an end for its trainings.
-
-    Crashed is none: a watchdog sets it when Prefect has not heard of a flow run, and that may be living. Nor is
-    Completed, since a flow may end before what it has submitted.
-    """
+    """Whether a flow run's state is an end for its trainings."""
+    # Crashed is none: a watchdog sets it when Prefect has not heard of a flow run, and that may be living. Nor is
+    # Completed, since a flow may end before what it has submitted.
     return state is not None and (state.is_cancelling() or state.is_cancelled() or state.is_failed())
 
 
 def mark_cancelled(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> None:
-    """Say of a flow run, the last, that its cancellation is carried out, and of subflows in it that have not ended.
-
-    If it is no longer being cancelled, it had ended, and may be executed again by now.
-    """
+    """Say of a flow run, the last, that its cancellation is carried out, and of subflows in it that have not ended."""
+    # If it is no longer being cancelled, it had ended, and may be executed again by now.
     for flow_run_id in map(UUID, flow_run_ids):
         state = client.read_flow_run(flow_run_id).state
         if state is None or state.is_cancelling() or not (state.is_final() or str(flow_run_id) == flow_run_ids[-1]):
@@ -231,11 +225,9 @@ def flows_around() -> Iterator[FlowRunContext]:
 
 
 def is_ending(flow: FlowRunContext) -> bool:
-    """Whether a flow ends, or has ended, otherwise than completed; this shows in any thread.
-
-    Prefect's engine leaves the context of a flow run before it waits for the flow's threads. If the run is not
-    completed by then, it ends by a signal or another exception, and nobody wants the training to go on.
-    """
+    """Whether a flow ends, or has ended, otherwise than completed; this shows in any thread."""
+    # Prefect's engine leaves the context of a flow run before it waits for the flow's threads. If the run is not
+    # completed by then, it ends by a signal or another exception, and nobody wants the training to go on.
     state = flow.flow_run.state if flow.flow_run is not None else None
     return not state.is_completed() if state is not None and state.is_final() else flow._token is None
 
@@ -244,11 +236,9 @@ class FlowRunWatch:
     """Looks at the states of a flow run and those that it is called from now and then, in a thread of its own.
 
     An API that is away is no news: the last answer stands.
-
-    Attributes:
-        ended: The outermost flow run whose state is an end for the training; empty as long as there is none.
     """
 
+    #: The outermost flow run whose state is an end for the training; empty as long as there is none.
     ended = ""
 
     def __init__(self, flow_run_ids: Sequence[str], interval_seconds: float) -> None:

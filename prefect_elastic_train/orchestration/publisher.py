@@ -36,7 +36,6 @@ PREFIX = "elastic-train.run."
 CHECKPOINT = f"{PREFIX}checkpoint"
 BEST_CHECKPOINT = f"{PREFIX}best-checkpoint"
 COMPLETED = f"{PREFIX}completed"
-STORAGE_WAITED = f"{PREFIX}storage-waited"
 
 #: Between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0
@@ -50,7 +49,7 @@ _CLOSE_SECONDS = 5.0
 _MAX_WAITING_EVENTS = 1000
 _MAX_KEY = 100
 #: Events that may come often: of each name at most one is told in so long, the newest.
-_FREQUENT = (CHECKPOINT, BEST_CHECKPOINT, STORAGE_WAITED)
+_FREQUENT = (CHECKPOINT, BEST_CHECKPOINT, f"{PREFIX}storage-waited")
 _FREQUENT_SECONDS = 30.0
 #: What comes in the course of a training, and hurries no report.
 _STEADY = (
@@ -200,6 +199,7 @@ def artifact_key(run_name: str, what: str = "") -> str:
     return "-".join(part for part in ("elastic-train", what, name) if part)
 
 
+@dataclass(eq=False)
 class Publisher:
     """Takes a training's events into its report, and shows what they add up to in Prefect, at most every 5 s.
 
@@ -207,20 +207,16 @@ class Publisher:
     written, when that begins; ``errors`` counts what went wrong.
     """
 
-    def __init__(
-        self,
-        report: RunReport,
-        interval_seconds: float = 10.0,
-        storage_block: str = "",
-        flow_run_id: str = "",
-        related: Sequence[Mapping[str, str]] = (),
-        on_trouble: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.report = report
+    report: RunReport
+    interval_seconds: float = 10.0
+    storage_block: str = ""
+    flow_run_id: str = ""
+    related: Sequence[Mapping[str, str]] = ()
+    on_trouble: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
         self.errors = 0
-        self._interval = max(ARTIFACT_SECONDS, interval_seconds)
-        self._storage_block, self._flow_run_id, self._related = storage_block, flow_run_id, related
-        self._task, self._on_trouble = TaskRunContext.get(), on_trouble
+        self._task = TaskRunContext.get()
         self._lock = threading.Lock()
         self._events: deque[RunEvent] = deque(maxlen=_MAX_WAITING_EVENTS)
         #: By name: the newest of those that may come often and wait, and when one was told.
@@ -248,7 +244,7 @@ class Publisher:
             self.report.take(event)
             self._changed = self._changed or not isinstance(event, ev.ControllerAlive)
             self._urgent = self._urgent or not isinstance(event, _STEADY)
-            for said in [] if told else translate(event, self.report, self._storage_block):
+            for said in [] if told else translate(event, self.report, self.storage_block):
                 if said.name in _FREQUENT:
                     self._frequent[said.name] = said
                 else:
@@ -262,7 +258,7 @@ class Publisher:
             self._events.extend(self._frequent.values())
             self._frequent.clear()
             if not told:
-                self._events.append(ending(self.report, state.replace(" ", "-"), now, why, self._storage_block))
+                self._events.append(ending(self.report, state.replace(" ", "-"), now, why, self.storage_block))
         self.close()
 
     def abandon(self) -> None:
@@ -284,7 +280,7 @@ class Publisher:
             self.errors += 1
             if not self._in_trouble:
                 self._in_trouble = True
-                self._on_trouble(f"{what}, training goes on: {type(error).__name__}: {error}")
+                self.on_trouble(f"{what}, training goes on: {type(error).__name__}: {error}")
 
     def _run(self) -> None:
         """Write until the end; after an error from anew, and then once more if that was at the end."""
@@ -306,7 +302,7 @@ class Publisher:
             # Events of an outage wait here: Prefect's own queue would be lost with its connection.
             if ended or not self._in_trouble:
                 self._send_events()
-            due = ARTIFACT_SECONDS if self._urgent else self._interval if self._changed else _IDLE_SECONDS
+            due = ARTIFACT_SECONDS if self._urgent else self.interval_seconds if self._changed else _IDLE_SECONDS
             if ended or time.monotonic() - self._written_at >= due:
                 self._write(client, ended)
                 self._in_trouble = False
@@ -318,7 +314,7 @@ class Publisher:
             self._told_at.update(dict.fromkeys(due, now))
             self._events.extend(map(self._frequent.pop, due))
         while self._events:
-            self._events.popleft().send(self._flow_run_id, self._related)
+            self._events.popleft().send(self.flow_run_id, self.related)
 
     def _write(self, client: SyncPrefectClient, ended: bool) -> None:
         with self._lock:
@@ -351,14 +347,13 @@ class Publisher:
             except PrefectHTTPStatusError as error:
                 if error.response.status_code != 404:  # else somebody has deleted it
                     raise
-        created = client.create_artifact(
+        self._artifacts[kind] = client.create_artifact(
             ArtifactCreate(
                 key=artifact_key(self.report.run_name, "progress" if kind == "progress" else ""),
                 type=kind,
                 data=data,
                 description=description,
-                flow_run_id=uuid.UUID(self._flow_run_id) if self._flow_run_id else None,
+                flow_run_id=uuid.UUID(self.flow_run_id) if self.flow_run_id else None,
                 task_run_id=self._task.task_run.id if self._task else None,
             )
-        )
-        self._artifacts[kind] = created.id
+        ).id

@@ -1,7 +1,6 @@
 """``elastic_train``: a Prefect task that supervises driver attempts until a training has ended.
 
-The task's retries are driver restarts. The task itself never calls ``fit()``: a driver cannot be retried in the
-process that it dies in.
+The task's retries are driver restarts. It never calls ``fit()``: no driver can be retried in the process it dies in.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -39,22 +40,18 @@ _MAX_DELAY_SECONDS = 300.0
 
 
 class Stop(BaseException):
-    """The training shall end: a signal came, its coroutine was cancelled, or its flow run has come to an end.
-
-    Attributes:
-        flow_run_id: Which flow run's state said so; empty for a signal or a cancelled coroutine.
-    """
+    """The training shall end: a signal came, its coroutine was cancelled, or its flow run has come to an end."""
 
     def __init__(self, flow_run_id: str = "") -> None:
         super().__init__("the flow run was cancelled or has ended" if flow_run_id else "told to end")
+        #: Which flow run's state said so; empty for a signal or a cancelled coroutine.
         self.flow_run_id = flow_run_id
 
 
 class SilentEndError(AttemptFailedError):
     """The flow run has its state already, or another process speaks for it: the flow must end without a word.
 
-    Prefect's ``Abort`` does that. Raised in a task it would leave the task run Running for ever, so a task fails with
-    this, and whoever has called it raises the other.
+    Prefect's ``Abort`` does that, but a task that raises it stays Running for ever: so a task raises this instead.
     """
 
 
@@ -70,10 +67,8 @@ class End(str, enum.Enum):
 
 
 def ending_of(error: BaseException, detached: bool, is_wanted: Callable[[], bool]) -> tuple[End, str] | None:
-    """What a training that raised an error is shown as, and why; None if another process shows it now.
-
-    A machine that is taken away sends the same signal as a cancellation: it is asked whether the end was wanted.
-    """
+    """What a training that raised an error is shown as, and why; None if another process shows it now."""
+    # A machine that is taken away sends the same signal as a cancellation: it is asked whether the end was wanted.
     if isinstance(error, SilentEndError | Abort):
         return None
     if detached:
@@ -170,10 +165,8 @@ class Training:
         logger = get_run_logger() if in_task else get_logger("elastic_train")
         self._log = log = RunLog(logger, settings.log_lines_per_second)
         self._watch = flow_runs.FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
-        runtime = Runtime(settings, self._take, log.line, self._check_stop, log.note)
-        runtime.on_past_event = lambda event: self._take(event, told=True)
-        runtime.detaches, runtime.followed_until = self._leaves_job, self._followed_until
-        return runtime
+        tell = self._take, log.line, self._check_stop, log.note, partial(self._take, told=True)
+        return Runtime(settings, *tell, detaches=self._leaves_job, followed_until=self._followed_until)
 
     def _end(self, ending: tuple[End, str] | None, told: bool = False) -> None:
         runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
@@ -209,9 +202,9 @@ class Training:
         self._check_stop()
         spec = self._driver_spec()
         if self._publisher is None and runtime.settings.reporting:
-            name, score = spec.request.run_name, spec.checkpoints
+            score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
             self._publisher = Publisher(
-                RunReport(run_name=name, score_attribute=score.score_attribute, score_order=score.score_order),
+                RunReport(run_name=spec.request.run_name, **score),
                 interval_seconds=runtime.settings.report_interval_seconds,
                 storage_block=spec.storage_block,
                 flow_run_id=next(iter(self.place.flow_run_ids), ""),
@@ -269,11 +262,9 @@ class Training:
         return self._detached
 
     def _may_detach(self, reason: BaseException) -> bool:
-        """Whether a job goes on without us, for another process to follow it, since nobody wants its end.
-
-        A machine that is taken away sends SIGTERM, as does a runner that carries out a cancellation. In the main
-        thread Prefect's own signal handler raises; elsewhere only the pipe knows.
-        """
+        """Whether a job goes on without us, for another process to follow it, since nobody wants its end."""
+        # A machine that is taken away sends SIGTERM, as does a runner that carries out a cancellation. In the main
+        # thread Prefect's own signal handler raises; elsewhere only the pipe knows.
         if isinstance(reason, TimeoutError) or (isinstance(reason, Stop) and reason.flow_run_id):
             return False
         terminated = isinstance(reason, TerminationSignal) or interruptions(signal.SIGTERM) > self._terminations
@@ -294,12 +285,9 @@ class Training:
         return told_at or time.time()
 
     def _said_of(self, stop: Stop) -> AttemptFailedError:
-        """What is raised of a flow run's end, which gets the state that it should have. The training has ended by now.
-
-        A runner signals a cancellation, which Prefect's engine knows for one, and sets the final state. One that has
-        died does neither, and for subflows none does. A subflow that is cancelled alone is an error in the flow that
-        called it.
-        """
+        """What is raised of a flow run's end, after the training's; the flow run gets the state that it should have."""
+        # A runner signals a cancellation, which Prefect's engine knows for one, and sets the final state. One that has
+        # died does neither, and for subflows none does. A subflow cancelled alone is an error in the flow around it.
         of_the_root, ids = stop.flow_run_id == self.request.owner.flow_run_id, self.place.flow_run_ids
         ended = ids[: ids.index(stop.flow_run_id) + 1]  # with the subflows around the training
         has_runner = os.environ.get("PREFECT__ENABLE_CANCELLATION_AND_CRASHED_HOOKS", "true").lower() == "false"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 #: How often a follower looks after everything but the driver's output.
 TURN_SECONDS = 0.2
+NO_LAST_WORD = "the driver ended well, but its last word was lost: the next one finds the result"
 _LAST_WORDS, _LAST_WORD_BYTES = 30, 1000
 #: How long a driver may take from its last word to its end, and the rest of a dead driver's output to come.
 _LEAVE_SECONDS, _PIPE_SECONDS = 15.0, 2.0
@@ -46,9 +47,11 @@ class Driver(ABC):
         self._attempt = 0
         self._ended: ev.AttemptEnded | None = None
         self._ended_at = float("inf")
-        self._alive_at = time.monotonic()
-        self._doing = "starting"
+        #: From when the time without a sign of life counts, and what was done then.
+        self._alive_at, self._doing = time.monotonic(), "starting"
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+        #: What comes now was told by an earlier process of the flow run.
+        self._is_past = False
 
     @abstractmethod
     def start(self) -> None:
@@ -78,29 +81,20 @@ class Driver(ABC):
             words = without_marks(text)
             if words and not WORKER_LINE.match(words):
                 self._last_words.append(cut(words, _LAST_WORD_BYTES))
-            self.tell_line(source, text)
+            if not self._is_past:
+                self.follower.on_line(source, text)
             return
         if isinstance(event, ev.AttemptStarted):
-            self._attempt = event.attempt
-            self.seen_alive()
+            self._attempt, self._alive_at = event.attempt, time.monotonic()
         elif isinstance(event, ev.ControllerAlive):
-            self._doing = event.doing
-            self.seen_alive()
+            self._doing, self._alive_at = event.doing, time.monotonic()
         elif isinstance(event, ev.AttemptEnded):
             self._ended, self._ended_at = event, time.monotonic()
         self.tell(event)
 
     def tell(self, event: ev.Event) -> None:
         """Hand an event on."""
-        self.follower.on_event(event)
-
-    def tell_line(self, source: str, text: str) -> None:
-        """Hand a line on that is no event."""
-        self.follower.on_line(source, text)
-
-    def seen_alive(self) -> None:
-        """Count the time without a sign of life from now."""
-        self._alive_at = time.monotonic()
+        (self.follower.on_past_event if self._is_past else self.follower.on_event)(event)
 
     def hung(self) -> ev.AttemptEnded | None:
         """The end of an attempt that gave no sign of life for too long, else None."""
@@ -113,10 +107,6 @@ class Driver(ABC):
     def lost(self, message: str, outcome: Outcome = Outcome.DRIVER_LOST) -> ev.AttemptEnded:
         """The end of an attempt that did not say how it ended."""
         return ev.AttemptEnded(attempt=self._attempt, outcome=outcome, message=message)
-
-    def lost_last_word(self) -> ev.AttemptEnded:
-        """The end of an attempt whose driver ended well without a word."""
-        return self.lost("the driver ended well, but its last word was lost: the next one finds the result")
 
     def last_error(self) -> str:
         """Return the error that the driver itself wrote last, as the end of a message; empty if it wrote none."""
@@ -134,7 +124,7 @@ def in_one_go(act: Callable[[], object]) -> None:
         raise
 
 
-def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> threading.Thread:
+def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> None:
     """Read a child's stream in a thread, line by line, and put ``(source, line)`` into a queue; None at its end."""
 
     def run() -> None:
@@ -143,28 +133,22 @@ def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> thread
                 into.put((source, line))
         into.put((source, None))
 
-    thread = threading.Thread(target=run, name=f"elastic-train-{source}", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=run, name=f"elastic-train-{source}", daemon=True).start()
 
 
-def start_driver(command: Sequence[str], environment: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
-    """Start a driver's process."""
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int | IO[bytes], cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own; standard output and standard error are both ``output``."""
     return subprocess.Popen(
-        command,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
+        command, stdin=stdin, stdout=output, stderr=output, env=environment, cwd=cwd, start_new_session=True
     )
 
 
 class ChildDriver(Driver):
     """A driver in a process of its own, which is told its spec in the private folder of the training.
 
-    The cluster is the local one that it may want, None for a driver that joins another. A ``spare`` process is told the
-    spec; without one, another is started.
+    The cluster is the local one that it may want, else None. Without a ``spare`` to tell the spec, one is started.
     """
 
     def __init__(
@@ -183,7 +167,8 @@ class ChildDriver(Driver):
         self._spec_file, self._stop_file = folder / "spec", folder / STOP_FILE
         self._stop_file.unlink(missing_ok=True)
         write_spec(spec, self._spec_file)
-        self._process = spare or start_driver([*command, str(self._spec_file)], environment, subprocess.DEVNULL)
+        told = [*command, str(self._spec_file)]
+        self._process = spare or start_process(told, environment, subprocess.DEVNULL, subprocess.PIPE)
         if spare is not None and spare.stdin is not None:
             with suppress(OSError), spare.stdin as stream:  # one that has died this moment is a lost driver
                 stream.write(f"{self._spec_file}\n".encode())
@@ -244,7 +229,7 @@ class ChildDriver(Driver):
     def _outcome(self) -> ev.AttemptEnded:
         code = self._wait(_LEAVE_SECONDS)
         if self._ended is not None or code == 0:
-            return self._ended or self.lost_last_word()
+            return self._ended or self.lost(NO_LAST_WORD)
         names = {-one: f" ({one.name})" for one in signal.Signals}  # a real-time signal has none
         how = f"signal {-code}{names.get(code, '')}" if code < 0 else f"exit code {code}"
         said = self.last_error() if code != -signal.SIGKILL else ""

@@ -35,15 +35,11 @@ def main(folder: str, parent: int) -> None:
     """Wait for the end of the flow process, then clean up."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    received = b""
     while os.getppid() == parent:
         if select.select([0], [], [], _POLL_SECONDS)[0]:
-            data = os.read(0, 1024)
-            received += data
-            if DISMISSED in received:
+            if os.read(0, len(DISMISSED)) == DISMISSED:
                 return
-            if not data:
-                break
+            break
     drivers = []
     for process in marked_processes(folder):
         with suppress(psutil.Error):
@@ -67,15 +63,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def end_marked(mark: str, timeout_seconds: float) -> list[int]:
-    """Kill all processes that carry a mark, also those that appear meanwhile.
-
-    Args:
-        mark: The mark.
-        timeout_seconds: When to give up.
-
-    Returns:
-        The ids of the processes that are still alive; empty unless one cannot be killed.
-    """
+    """Kill all processes that carry a mark, also those that appear meanwhile; return the ids of those still alive."""
     deadline = time.monotonic() + timeout_seconds
     quiet_looks = 0
     while True:

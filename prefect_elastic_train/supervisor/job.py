@@ -21,7 +21,7 @@ from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.events import EVENT_TAG, AttemptEnded, Event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
-from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, Driver
+from prefect_elastic_train.supervisor.attempt import NO_LAST_WORD, TURN_SECONDS, Driver
 from prefect_elastic_train.supervisor.job_client import JobClient, RefusedError, UnreachableError, job_package
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ _SUBMIT_SECONDS = 60.0
 NOTE_SECONDS = 30.0
 #: How often a job is asked after while the dashboard answers, and while it does not.
 _ASK_SECONDS, _SELDOM_SECONDS = 1.0, 5.0
-#: How long the rest of the log of a job that has ended is tried to be read, and a job may take from its driver's last
-#: word to its end.
+#: How long the rest of an ended job's log is tried, and how long a job may take to end after its driver's last word.
 _LAST_LINES_SECONDS, _LEAVE_SECONDS = 60.0, 30.0
 _STOP_SECONDS = 20.0
 #: How long a job that is stopped may be pending before it is ended in another way, and how late one may arrive whose
@@ -47,13 +46,9 @@ _LEAST_LINES = 100
 
 
 class JobDriver(Driver):
-    """A driver inside a cluster.
+    """A driver inside a cluster, told its spec unless it runs already; its package is made in the private folder.
 
-    Args:
-        follower: Who follows it.
-        spec: What it is told, if it does not run already; its package is made in the training's private folder.
-        folder: That folder.
-        before: The job of the attempt before, in this process.
+    The one before is that of the attempt before, in this process.
     """
 
     def __init__(self, follower: Runtime, spec: DriverSpec, folder: Path, before: JobDriver | None) -> None:
@@ -67,7 +62,7 @@ class JobDriver(Driver):
         self._left: str = before._left if before is not None else ""
         #: Up to where jobs were told of, in seconds since the epoch.
         self._told_until: float = before._told_until if before is not None else 0.0
-        self._is_past = self._is_gone = self._log_is_complete = False
+        self._is_gone = self._log_is_complete = False
         self._problem, self._noted = "no answer", ""
         self._over_at = float("inf")
 
@@ -96,8 +91,8 @@ class JobDriver(Driver):
         self._is_past = self._told_until > 0
         self._id: str = self.job.submission_id
         self._left = self._id
-        self._ask_at = self._began = self._heard_at = time.monotonic()
-        self.seen_alive()  # the submission may have taken long
+        # Counted from now, since the submission may have taken long.
+        self._ask_at = self._began = self._heard_at = self._alive_at = time.monotonic()
         log = f"{self._client.address}/#/jobs/{self._id}"
         self.follower.on_note(f"The training runs as job {self._id}{is_running}; its log: {log}")
         self._log = JobLog(self._client)
@@ -120,7 +115,7 @@ class JobDriver(Driver):
                 self._log_is_complete = has_ended
         except (UnreachableError, RefusedError) as error:  # what is known of the job stays what it is
             self._problem, pause = str(error), _SELDOM_SECONDS
-            self.seen_alive()  # or dead: nobody can say
+            self._alive_at = time.monotonic()  # or dead: nobody can say
         self._ask_at = time.monotonic() + pause
 
     def look(self) -> AttemptEnded | None:
@@ -155,7 +150,7 @@ class JobDriver(Driver):
             self.follower.on_note(note)
         self._noted = note
         if self.job.status != "RUNNING":
-            self.seen_alive()
+            self._alive_at = now
         hung = self.hung() if self._ended is None else None
         if hung is not None:
             self.end()
@@ -177,15 +172,28 @@ class JobDriver(Driver):
         """A job holds nothing here."""
 
     def end(self) -> None:
-        """Stop a job that may go on, or whose submission is on its way."""
-        if not self._left:
-            return
-        try:
-            self._stop(self._left)
-            self._left = ""
-        except (UnreachableError, RefusedError) as error:
+        """Stop a job that may go on, or is on its way, and wait until it has ended or the cluster does not know it."""
+        began, problem = time.monotonic(), ""
+        while self._left and (waited := time.monotonic() - began) < _STOP_SECONDS:
+            try:
+                self._client.stop(self._left)
+                job = self._client.job(self._left)
+                if job.status.is_terminal() if job is not None else waited > _STOP_UNKNOWN_SECONDS:
+                    self._left = ""
+                    return
+                problem = f"it is still {job.status}" if job is not None else "the cluster does not know it"
+                if job is not None and job.status == "PENDING" and waited > _STOP_PENDING_SECONDS:
+                    # Ray's own stop waits for its start; another job ends it.
+                    self._client.end_pending(self._left)
+            except UnreachableError as error:
+                problem = str(error)
+            except RefusedError as error:
+                problem = str(error)
+                break
+            time.sleep(0.5)
+        if self._left:
             self.follower.on_note(
-                f"Job {self._left} could not be stopped ({error}); stop it with `ray job stop {self._left}` when the "
+                f"Job {self._left} could not be stopped ({problem}); stop it with `ray job stop {self._left}` when the "
                 "cluster answers again"
             )
 
@@ -193,12 +201,7 @@ class JobDriver(Driver):
         """Hand an event on, unless an earlier process of the flow run has told it."""
         self._is_past = self._is_past and event.at <= self._told_until
         self._told_until = max(self._told_until, event.at)
-        (self.follower.on_past_event if self._is_past else self.follower.on_event)(event)
-
-    def tell_line(self, source: str, text: str) -> None:
-        """Hand a line on, unless an earlier process of the flow run has told it."""
-        if not self._is_past:
-            super().tell_line(source, text)
+        super().tell(event)
 
     def _submit(self, submission_id: str, metadata: dict[str, str]) -> JobDetails:
         """Submit a job, and recognise it if the answer was lost."""
@@ -258,7 +261,7 @@ class JobDriver(Driver):
         if ended is not None and ended.outcome is Outcome.SUPERSEDED and self._was_found:
             return self.lost(ended.message)  # it was another process's, and this one may be who has the run now
         if ended is not None or status == "SUCCEEDED":
-            return ended or self.lost_last_word()
+            return ended or self.lost(NO_LAST_WORD)
         # Ray puts the end of the job's log below, which was told line by line.
         told = f"job {self._id} is {status}: {(self.job.message or '').partition(', last available logs')[0]}"
         if self.job.error_type == "RUNTIME_ENV_SETUP_FAILURE":
@@ -269,31 +272,12 @@ class JobDriver(Driver):
             return self.lost(f"the cluster cannot run the driver{said}; {install}", Outcome.INVALID)
         return self.lost(f"the driver was lost: {told.splitlines()[0]}{said}")
 
-    def _stop(self, submission_id: str) -> None:
-        """Stop a job, whatever state it is in, and wait until it has ended or the cluster is seen not to know it."""
-        began, problem = time.monotonic(), ""
-        while (waited := time.monotonic() - began) < _STOP_SECONDS:
-            try:
-                self._client.stop(submission_id)
-                job = self._client.job(submission_id)
-                if job.status.is_terminal() if job is not None else waited > _STOP_UNKNOWN_SECONDS:
-                    return
-                problem = f"it is still {job.status}" if job is not None else "the cluster does not know it"
-                if job is not None and job.status == "PENDING" and waited > _STOP_PENDING_SECONDS:
-                    # Ray's own stop waits for its start; another job ends it.
-                    self._client.end_pending(submission_id)
-            except UnreachableError as error:
-                problem = str(error)
-            time.sleep(0.5)
-        raise UnreachableError(problem)
-
 
 class JobLog:
     """Reads the log of a job's driver again and again, and each of its lines once.
 
     The dashboard gives the end of a log, from so many lines before it, and no position in it. So each reading begins
-    some lines back, and what is known already is passed over: a line with an event is like no other, since events are
-    numbered.
+    some lines back, and passes over what is known: a line with an event is like no other, since events are numbered.
     """
 
     def __init__(self, client: JobClient) -> None:

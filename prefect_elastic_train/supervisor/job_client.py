@@ -80,9 +80,6 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     Ray's own client, but: all requests have a bound in time and are authorised with the block's token; environment
     variables such as ``RAY_ADDRESS`` do not lead it to another cluster; nothing is asked before it is wanted. Every
     method raises :class:`UnreachableError` and :class:`RefusedError`.
-
-    Args:
-        cluster: Its address, token and certificates.
     """
 
     def __init__(self, cluster: ClusterSettings) -> None:
@@ -130,13 +127,9 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     def submit(
         self, submission_id: str, metadata: dict[str, str], package: Path | None = None, command: str = _TRAIN
     ) -> None:
-        """Submit a job, by an id that no job has had.
+        """Submit a job by an id that no job has had, with the metadata that it is found by.
 
-        Args:
-            submission_id: The id.
-            metadata: What it is found by.
-            package: An archive of modules for a driver, which gets the environment and the resources of the block.
-            command: What it runs instead of a driver.
+        A driver needs a package, an archive of modules, and gets the environment and the resources of the block.
 
         Raises:
             UnreachableError: Nobody knows whether the cluster has it.
@@ -175,10 +168,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             self.stop_job(submission_id)
 
     def end_pending(self, submission_id: str) -> None:
-        """End a job that waits for its start by another one, since Ray's own stop waits for that start, too.
-
-        What it waits for is an actor with this name, in the Ray of our bounds.
-        """
+        """End a job that waits for its start by another one, since Ray's own stop waits for that start, too."""
+        # What it waits for is an actor with this name, in the Ray of our bounds.
         code = (
             "import ray; ray.init(log_to_driver=False); "
             f"ray.kill(ray.get_actor({f'_ray_internal_job_actor_{submission_id}'!r}, "

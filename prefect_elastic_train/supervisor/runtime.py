@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import MARK_VARIABLE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.driver.spare import SPARE
-from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_driver
+from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class Runtime:
             AttemptFailedError: The cluster cannot be reached.
         """
         folder, environment = self._prepare()
+        if spec.cluster.address != "auto":
+            environment.pop("RAY_ADDRESS", None)
         if spec.cluster.is_submitted:
             from prefect_elastic_train.supervisor.job import JobDriver  # it loads Ray's client
 
@@ -113,8 +115,6 @@ class Runtime:
             spec = replace(spec, cluster=settings, local_address=cluster.address)
         elif token:
             use_token(environment, token, folder)
-        if spec.cluster.address == "auto" and "RAY_ADDRESS" in os.environ:
-            environment["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"]
         spare = self._take_spare(environment)
         if spec.scaling.standby != "off" and self.driver_command == _DRIVER:
             self._spare_start = [*_DRIVER, SPARE, spec.request.framework], environment
@@ -154,7 +154,7 @@ class Runtime:
             self._spare_is_due = float("inf")
             command, environment = self._spare_start
             with suppress(OSError):  # the next driver boots when it is needed
-                self._spare = start_driver(command, environment, subprocess.PIPE)
+                self._spare = start_process(command, environment, subprocess.PIPE, subprocess.PIPE)
 
     def want_spare(self) -> None:
         """Have a spare driver soon, now that a worker group trains, unless there is one."""
@@ -165,15 +165,10 @@ class Runtime:
     def keep_guarded(self) -> None:
         """Start the guard, or another one if it was killed."""
         if self._folder is not None and (self._guard is None or self._guard.poll() is not None):
-            guard = "prefect_elastic_train.supervisor.guard"
-            self._guard = subprocess.Popen(
-                [sys.executable, "-m", guard, str(self._folder), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
-                start_new_session=True,
-            )
+            module = "prefect_elastic_train.supervisor.guard"
+            command = [sys.executable, "-m", module, str(self._folder), str(os.getpid())]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
+            self._guard = start_process(command, environment, subprocess.PIPE, subprocess.DEVNULL)
 
     def end_jobs(self) -> None:
         """Stop a job that an attempt has lost sight of."""
@@ -186,11 +181,9 @@ class Runtime:
             return
         end_marked(str(self._folder), _END_SECONDS)
         self._end_spare()
-        if self._guard is not None and self._guard.stdin is not None:
-            with suppress(OSError, subprocess.TimeoutExpired):
-                self._guard.stdin.write(DISMISSED)
-                self._guard.stdin.close()
-                self._guard.wait(timeout=5)
+        if self._guard is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._guard.communicate(DISMISSED, timeout=5)
             self._guard.kill()
             self._guard.wait(timeout=5)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -220,13 +213,9 @@ class Runtime:
                 base = "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
         self.keep_guarded()
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        environment[MARK_VARIABLE] = str(self._folder)
-        environment["PYTHONPATH"] = os.pathsep.join(import_path())
-        environment["PYTHONUNBUFFERED"] = "1"
+        own = {MARK_VARIABLE: str(self._folder), "PYTHONPATH": os.pathsep.join(import_path()), "PYTHONUNBUFFERED": "1"}
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
-        environment.setdefault("RAY_DEDUP_LOGS", "0")
-        return self._folder, environment
+        return self._folder, {"RAY_DEDUP_LOGS": "0", **os.environ, **own}
 
 
 def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
@@ -239,26 +228,23 @@ def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
     environment.pop("RAY_AUTH_TOKEN", None)  # Ray looks there first, and would not see the file
 
 
+@dataclass(eq=False)
 class LocalCluster:
-    """A head node on this machine, with a token, ports and a session folder of its own.
+    """A head node on this machine, with a token, ports and a session folder of its own."""
 
-    Args:
-        settings: Sizes of the cluster.
-        extra_cpus: CPUs to add to this machine's count, for Ray Data beside the workers.
-        folder: Private folder of the training; its path is short, since sockets are made below it.
-        environment: Environment of the training's processes, with their mark.
+    settings: ClusterSettings
+    #: To add to this machine's count, for Ray Data beside the workers.
+    extra_cpus: int
+    #: The training's private one; its path is short, since sockets are made below it.
+    folder: Path
+    #: Of the training's processes, with their mark.
+    environment: InitVar[dict[str, str]]
 
-    Attributes:
-        address: ``host:port``; nothing listens there before it is up.
-    """
-
-    def __init__(self, settings: ClusterSettings, extra_cpus: int, folder: Path, environment: dict[str, str]) -> None:
-        self._settings = settings
-        self._extra_cpus = extra_cpus
-        self._folder = folder
-        self._log = folder / "r0.log"
+    def __post_init__(self, environment: dict[str, str]) -> None:
+        self._log = self.folder / "r0.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port = _free_port()
+        #: Nothing listens there before it is up.
         self.address = f"127.0.0.1:{self._port}"
         self._token = secrets.token_hex(32)
         self._environment = {**environment, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -266,25 +252,18 @@ class LocalCluster:
 
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
-        use_token(environment, self._token, self._folder)
+        use_token(environment, self._token, self.folder)
         environment.update(_RECONNECT)
 
     def start(self) -> None:
         """Start the head node, unless that was done; one that is to be given up is ended by its mark."""
         if self._process is not None:
             return
-        session_folder = self._folder / "r0"
+        session_folder = self.folder / "r0"
         shutil.rmtree(session_folder, ignore_errors=True)
+        command = self._command(self._port, session_folder)
         with self._log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                self._command(self._port, session_folder),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                cwd=self._folder,
-                start_new_session=True,
-            )
+            self._process = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
 
     def is_dead(self) -> bool:
         """Whether the head node was started and is not there any more."""
@@ -309,19 +288,17 @@ class LocalCluster:
             f"--temp-dir={session_folder}",
         ]
         # Without a number Ray counts by itself, and knows of the limits of a container.
-        if self._settings.num_cpus or self._extra_cpus:
-            own = self._settings.num_cpus or len(os.sched_getaffinity(0))
-            command.append(f"--num-cpus={own + self._extra_cpus}")
-        if self._settings.num_gpus >= 0:
-            command.append(f"--num-gpus={self._settings.num_gpus}")
+        if self.settings.num_cpus or self.extra_cpus:
+            own = self.settings.num_cpus or len(os.sched_getaffinity(0))
+            command.append(f"--num-cpus={own + self.extra_cpus}")
+        if self.settings.num_gpus >= 0:
+            command.append(f"--num-gpus={self.settings.num_gpus}")
         return command
 
 
 def _free_port() -> int:
-    """Return a free port that nobody is given by the kernel before Ray's process listens there.
-
-    That takes seconds, and one port of the head node in other hands ends all of it.
-    """
+    """Return a free port that nobody is given by the kernel before Ray's process listens there."""
+    # That takes seconds, and one port of the head node in other hands ends all of it.
     for port in random.sample(_PORTS, k=_PORT_PROBES):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))

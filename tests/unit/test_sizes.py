@@ -83,7 +83,6 @@ def train(folder: str, reports: list[dict[str, Any]], every: int) -> Supervisor:
     driver = supervisor.driver
     begun = driver.begin()
     assert isinstance(begun, Begun)
-    assert driver._receiver is not None
     training = Training(driver.store, begun.attempt)
     controller = RunCallback(driver._receiver.receiving, driver.store, begun.attempt, FailureSettings(), SCORE)
     controller.after_controller_start(None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from prefect_elastic_train.blocks.lookup import storage_named
+from prefect_elastic_train.blocks.lookup import chosen_block, plain_storage
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.storage.opening import open_storage
@@ -31,13 +31,13 @@ SECRET = "hush-hush-hush"
     ],
 )
 def test_a_directory_and_a_url_name_a_storage_with_the_ambient_credentials(text: str, settings: Any) -> None:
-    assert storage_named(text) == settings
+    assert plain_storage(chosen_block("storage", text)) == settings
 
 
 @pytest.mark.parametrize("text", ["s3://", "gs://", f"s3://AKIA:x/{SECRET}/x@my-bucket/runs"])
 def test_a_url_that_names_no_storage_is_refused_with_what_was_typed_but_a_password(text: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        storage_named(text)
+        chosen_block("storage", text)
     assert (repr(text) in str(refused.value)) == (SECRET not in text)
     assert SECRET not in str(refused.value)
 
@@ -46,7 +46,7 @@ def test_a_url_that_names_no_storage_is_refused_with_what_was_typed_but_a_passwo
 def test_a_name_that_cannot_be_looked_up_is_refused_with_why(text: str) -> None:
     # No Prefect API is configured here: that is not the same as a name that nobody has saved.
     with pytest.raises(ConfigurationError, match="cannot load block") as refused:
-        storage_named(text)
+        chosen_block("storage", text)
     assert "API" in str(refused.value)
     assert "there is none" not in str(refused.value)
 
