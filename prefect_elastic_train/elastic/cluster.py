@@ -30,8 +30,7 @@ from prefect_elastic_train.storage.preflight import Probe
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 _ASK_SECONDS = 5
-#: For all nodes together to try the storage. One that says nothing until then may be busy or gone.
-_TRY_SECONDS = 30.0
+_TRY_SECONDS = 30.0  # for all nodes together to try the storage: one that says nothing until then may be busy or gone
 
 
 def ask_head(address: str, timeout_seconds: float) -> Exception | None:

@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 #: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
 _UPLOADS_AT_ONCE = 2
 _UPLOAD_SECONDS = 3600.0
-#: Seconds that a rank stands still; and between two looks.
-_HOLD_SECONDS, _LOOK_SECONDS = 60.0, 0.02
+_HOLD_SECONDS, _LOOK_SECONDS = 60.0, 0.02  # seconds that a rank stands still; and between two looks
 
 
 class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
@@ -40,16 +39,14 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context = context
-        self._group = self._counted = 0
+        self._context, self._failures_before = context, context.failures
+        self._group = 0
         self._reporting, self._saves = 0, False  # the loop's thread while it reports; whether with a checkpoint
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Count worker groups and failures in the controller; the workers are sent a copy of this callback next."""
         self._group += 1
-        failures = callbacks.failures_so_far() - self._counted
-        self._counted += failures
-        self._context = replace(self._context, failures=self._context.failures + failures)
+        self._context = replace(self._context, failures=self._failures_before + callbacks.failures_so_far())
         return {}
 
     def after_init_train_context(self) -> None:
