@@ -58,10 +58,7 @@ def slice_shape(topology: str, accelerator_type: str, resources_per_worker: Mapp
 
 
 def tpu_accelerator_type(accelerator_type: str) -> str:
-    """Return a TPU type as Ray's nodes spell it, or raise a ValueError.
-
-    Ray itself takes ``v6e`` too, and then waits forever for a node with the resource ``accelerator_type:v6e``.
-    """
+    """Return a TPU type as Ray's nodes spell it, or raise a ValueError: Ray waits forever for a node with ``v6e``."""
     try:
         return f"TPU-{get_tpu_version_from_type(accelerator_type.strip()).upper()}"
     except ValueError:
