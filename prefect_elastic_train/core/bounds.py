@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -14,8 +15,7 @@ from pydantic_core import PydanticSerializationError
 
 #: An event, on any channel and in the history: a line that a pipe, a log and a log's reader in a browser take.
 MAX_EVENT_BYTES = 512 * 1024
-#: A line of a driver's output. An event fits in, so none is ever cut on its way.
-MAX_LINE_BYTES = MAX_EVENT_BYTES + 1024
+MAX_LINE_BYTES = MAX_EVENT_BYTES + 1024  # a line of a driver's output: an event fits in, so none is cut on its way
 MAX_METRICS_BYTES = 32 * 1024
 #: How an attempt ended. It is the message of a Prefect state, too, of which Prefect's events keep 100,000 characters.
 MAX_MESSAGE_BYTES = 32 * 1024
@@ -63,11 +63,8 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    try:
-        # Arrays and tensors of one number have an item; those of several refuse.
+    with suppress(TypeError, ValueError, RuntimeError):  # arrays and tensors of several numbers refuse
         value = value.item() if hasattr(value, "item") else value
-    except (TypeError, ValueError, RuntimeError):
-        pass
     if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _MAX_BITS):
         return value
     try:
@@ -105,10 +102,7 @@ def thinned(items: Sequence[Item], most: int) -> list[Item]:
 
 
 def whole_lines(pieces: Iterable[bytes], *, with_rest: bool = True) -> Iterator[bytes]:
-    """Lines of a stream without their ends; of one that is too long for any event the beginning, and what is left out.
-
-    What comes after the last newline is a line only `with_rest`.
-    """
+    """Lines of a stream without their ends, cut with a note where too long for any event; the last only `with_rest`."""
     line, left_out = bytearray(), 0
 
     def noted() -> bytes:

@@ -12,10 +12,7 @@ _PHYSICAL = re.compile(r"^(.+)\.a(\d{4,})\.g(\d{2,})\.r(\d{4,})$", re.DOTALL)
 
 
 def physical_name(name: str, attempt: int, group: int = 0, report: int = 0) -> str:
-    """Return the folder of a checkpoint, such as ``epoch-3.a0002.g01.r0004``; a name too long for a disk is cut.
-
-    Attempt 0 is what was there before the first.
-    """
+    """Return a checkpoint's folder, ``epoch-3.a0002.g01.r0004``, cut to fit a disk; attempt 0 is before the first."""
     suffix = f".a{attempt:04d}.g{group:02d}.r{report:04d}"
     parent, slash, last = name.rpartition("/")
     fitting = last.encode()[: _MAX_COMPONENT - len(suffix)].decode(errors="ignore")

@@ -69,8 +69,7 @@ def get_settings() -> ElasticTrainSettings:
     try:
         return ElasticTrainSettings()
     except ValidationError as error:
-        wrong = [(variable_of(one["loc"][0]), one["input"], one["msg"]) for one in error.errors()]
-        told = [f"{variable}={value!r} is not allowed: {rule}" for variable, value, rule in wrong]
+        told = [f"{variable_of(one['loc'][0])}={one['input']!r} is not allowed: {one['msg']}" for one in error.errors()]
         raise ConfigurationError("; ".join(told)) from None
 
 

@@ -93,10 +93,7 @@ class CheckpointGoneError(ElasticTrainError, FileNotFoundError):
 
 
 def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Prefect's ``retry_condition_fn``: retry what a new driver can heal, nothing else.
-
-    A plain function, since Prefect takes any other callable for "never".
-    """
+    """Prefect's ``retry_condition_fn``, which must be a plain function: retry what a new driver can heal, no more."""
     error = getattr(state, "data", None)
     if error is not None and not isinstance(error, BaseException):
         error = getattr(error, "result", error)

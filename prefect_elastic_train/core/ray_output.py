@@ -68,8 +68,7 @@ _REASONS = [
     re.compile(r"(The actor (?:died|is dead) because .+)"),
 ]
 _FRAME = re.compile(r'\s+File "')
-#: Process ids, addresses and the like differ where the error is the same.
-_VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")
+_VARIABLE = re.compile(r"[0-9a-f]{8,}|\d+")  # process ids, addresses and the like differ where the error is the same
 _MAX_CAUSES = 3
 _MAX_CAUSE = 240
 #: Bytes of an error, which is a log record, and of all errors of a failure, which are an event.
@@ -154,15 +153,19 @@ def _leading(errors: Mapping[str, str]) -> list[tuple[int, str, bool]]:
     return [error for error in found if error[2] or not _CONSEQUENCE.search(error[1])] or found
 
 
-def causes(
-    errors: Mapping[str, str],
-    also: Mapping[str, Sequence[int]],
-    named: Callable[[Sequence[int]], str] = lambda ranks: ranks_in_words(ranks),
-) -> list[str]:
-    """Return the causes of a failure in short, from what :func:`distinct` returned, with ranks as `named` has them.
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ranks in short, such as ``ranks 0-3, 7``."""
+    runs = groupby(enumerate(sorted(ranks)), lambda place: place[1] - place[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    words = ", ".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans[:10])
+    more = f" and {len(spans) - 10} more" if len(spans) > 10 else ""
+    return f"{'rank' if words.isdecimal() else 'ranks'} {words}{more}"
 
-    What the survivors' collectives report follows from them.
-    """
+
+def causes(
+    errors: Mapping[str, str], also: Mapping[str, Sequence[int]], named: Callable[[Sequence[int]], str] = ranks_in_words
+) -> list[str]:
+    """Return the causes of a failure in short, from what :func:`distinct` returned, with ranks as `named` has them."""
     words = [f"{named([rank, *also.get(str(rank), [])])}: {said}" for rank, said, _ in _leading(errors)]
     left = len(words) - _MAX_CAUSES
     return words[:_MAX_CAUSES] + ([f"and {left} other errors"] if left > 0 else [])
@@ -185,15 +188,6 @@ def last_cause(lines: Sequence[str]) -> str:
 def cause(text: str) -> str:
     """Return the line of an error or a traceback that tells its cause."""
     return _cause(text)[0]
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return ranks in short, such as ``ranks 0-3, 7``."""
-    runs = groupby(enumerate(sorted(ranks)), lambda place: place[1] - place[0])
-    spans = [[rank for _, rank in run] for _, run in runs]
-    words = ", ".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans[:10])
-    more = f" and {len(spans) - 10} more" if len(spans) > 10 else ""
-    return f"{'rank' if words.isdecimal() else 'ranks'} {words}{more}"
 
 
 def _cause(text: str) -> tuple[str, bool]:

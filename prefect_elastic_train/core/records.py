@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from prefect_elastic_train.core.bounds import as_json
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 
-#: What this version of the package writes; what an older one has written is refused.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 2  # what this version of the package writes; what an older one has written is refused
 
 Record = TypeVar("Record", bound="_Record")
 
@@ -38,8 +37,7 @@ class Owner(_Record):
     process_started_at: float = 0.0
     #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
     supervisor: str = ""
-    #: Submission id of the Ray job that the driver is; empty for a process of the flow's own machine.
-    job: str = ""
+    job: str = ""  # submission id of the Ray job that the driver is; empty for a process of the flow's own machine
 
     @property
     def is_flow_run(self) -> bool:
@@ -110,8 +108,7 @@ class AttemptRecord(_Record):
     #: What it trained with, which a resumed run may have changed since it was created.
     fingerprint: Fingerprint | None = None
     started_at: float = Field(default_factory=time.time)
-    #: Whether its base was the newest commit at a second look, too. Until then it binds nobody.
-    confirmed: bool = True
+    confirmed: bool = True  # whether its base was the newest commit at a second look, too; until then it binds nobody
     #: Attempt and sequence of the commit that it starts from; None for the beginning.
     base: tuple[int, int] | None = None
     dropped: list[str] = Field(default_factory=list)
@@ -137,11 +134,9 @@ class CommitRecord(_Record):
     attempt: int
     sequence: int
     at: float = Field(default_factory=time.time)
-    #: For how many seconds the worker groups of the attempt have trained by then.
-    trained: float = 0.0
+    trained: float = 0.0  # for how many seconds the worker groups of the attempt have trained by then
     snapshot: dict[str, Any]
-    #: For each checkpoint, path and size in bytes of its files.
-    manifest: dict[str, dict[str, int]]
+    manifest: dict[str, dict[str, int]]  # for each checkpoint, path and size in bytes of its files
 
 
 class Heartbeat(_Record):

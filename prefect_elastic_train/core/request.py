@@ -23,8 +23,7 @@ from prefect_elastic_train.core.storage_settings import StorageSettings
 
 #: Environment variable with the mark that all processes of one training inherit.
 MARK_VARIABLE = "PREFECT_ELASTIC_TRAIN_PROCESS_MARK"
-#: Beside the spec; the supervisor makes it before it ends a driver on purpose.
-STOP_FILE = "stop"
+STOP_FILE = "stop"  # beside the spec; the supervisor makes it before it ends a driver on purpose
 #: What cloudpickle sends by value is the process's: two trainings in two threads would take it from one another.
 _PICKLING = threading.Lock()
 

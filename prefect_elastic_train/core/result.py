@@ -127,8 +127,7 @@ class RunResult(Counts):
 def bounded(result: RunResult, score: str = "") -> RunResult:
     """A result in the size that the last event of an attempt has room for; of the checkpoints those that come last."""
     kept = [one.model_copy(update={"metrics": bounded_metrics(one.metrics, score)}) for one in result.best_checkpoints]
-    sizes = accumulate(size_of(made) for made in reversed(kept))
-    fitting = sum(size <= _MAX_CHECKPOINTS_BYTES for size in sizes)
+    fitting = sum(size <= _MAX_CHECKPOINTS_BYTES for size in accumulate(map(size_of, reversed(kept))))
     parts: dict[str, list[Any]] = {
         "history": thinned([bounded_metrics(row, score) for row in result.history], _MAX_HISTORY_BYTES),
         "best_checkpoints": kept[len(kept) - fitting :],

@@ -23,7 +23,6 @@ from pydantic import (
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
-
 #: From the scheme, or from ``user:`` without one, to the last ``@`` of the word: passwords may hold ``/``, ``@`` and
 #: quotes, as AWS's secret keys do, so that nothing tells an ``@`` of the path apart. Rather too much than too little.
 _CREDENTIALS = re.compile(r"(?:(?<=://)|(?<=:/)(?!/)|(?<![^\s\"'])[^\s\"':/@]+:(?!/))\S*@")

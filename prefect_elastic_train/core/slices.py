@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ray._private.accelerators import tpu
+from ray.util.tpu import get_tpu_version_from_type, get_tpu_worker_resources
+
 
 @dataclass(frozen=True)
 class SliceShape:
@@ -29,12 +32,9 @@ class SliceShape:
 
 def slice_shape(topology: str, accelerator_type: str, resources_per_worker: Mapping[str, float]) -> SliceShape:
     """Return the shape of a slice whose workers hold what ``resources_per_worker`` says, by default a host's chips."""
-    from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
-    from ray.util.tpu import get_tpu_version_from_type, get_tpu_worker_resources
-
     accelerator_type, topology = tpu_accelerator_type(accelerator_type), topology.strip().lower()
     # Ray refuses a topology that is not in its table only when it reserves a slice, in the middle of a run.
-    known = VALID_TPU_TOPOLOGY[get_tpu_version_from_type(accelerator_type)]
+    known = tpu.VALID_TPU_TOPOLOGY[get_tpu_version_from_type(accelerator_type)]
     if topology not in known:
         shown = ", ".join(sorted(known, key=lambda name: (len(name), name)))
         raise ValueError(f"topology {topology!r} does not exist for {accelerator_type}; use one of {shown}")
@@ -50,7 +50,7 @@ def slice_shape(topology: str, accelerator_type: str, resources_per_worker: Mapp
     return SliceShape(
         topology=topology,
         accelerator_type=accelerator_type,
-        pod_type=str(infer_tpu_pod_type_from_topology(topology, accelerator_type)),
+        pod_type=str(tpu.infer_tpu_pod_type_from_topology(topology, accelerator_type)),
         chips=hosts * host,
         workers=int(hosts * host // chips_per_worker),
         chips_per_worker=int(chips_per_worker),
@@ -58,17 +58,11 @@ def slice_shape(topology: str, accelerator_type: str, resources_per_worker: Mapp
 
 
 def tpu_accelerator_type(accelerator_type: str) -> str:
-    """Return a TPU type as Ray's nodes spell it, or raise a ValueError.
-
-    Ray itself takes ``v6e`` too, and then waits forever for a node with the resource ``accelerator_type:v6e``.
-    """
-    from ray._private.accelerators.tpu import VALID_TPU_TYPES
-    from ray.util.tpu import get_tpu_version_from_type
-
+    """Return a TPU type as Ray's nodes spell it, or raise a ValueError: Ray waits forever for a node with ``v6e``."""
     try:
         return f"TPU-{get_tpu_version_from_type(accelerator_type.strip()).upper()}"
     except ValueError:
-        known = ", ".join(f"TPU-{version.upper()}" for version in VALID_TPU_TYPES)
+        known = ", ".join(f"TPU-{version.upper()}" for version in tpu.VALID_TPU_TYPES)
         raise ValueError(
             f"accelerator_type {accelerator_type!r} is no TPU type that Ray knows; use one of {known} "
             "(TPU-V5LITEPOD is Google's v5e)"
@@ -77,8 +71,6 @@ def tpu_accelerator_type(accelerator_type: str) -> str:
 
 def check_chips(chips_per_worker: float) -> None:
     """Raise a ValueError if a process cannot hold so many chips."""
-    from ray._private.accelerators.tpu import TPU_VALID_CHIP_OPTIONS
-
-    if chips_per_worker not in TPU_VALID_CHIP_OPTIONS:
-        options = ", ".join(map(str, TPU_VALID_CHIP_OPTIONS))
+    if chips_per_worker not in tpu.TPU_VALID_CHIP_OPTIONS:
+        options = ", ".join(map(str, tpu.TPU_VALID_CHIP_OPTIONS))
         raise ValueError(f"resources_per_worker asks for TPU {chips_per_worker:g}; Ray gives a worker one of {options}")

@@ -47,8 +47,7 @@ def _url_of_a_store(value: str) -> str:
     path = path.strip("/")
     if not path or not re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol):
         raise ValueError(f"expected protocol://bucket/prefix, got {without_credentials(value)!r}")
-    other = {"s3": "S3Storage", "s3a": "S3Storage", "file": "LocalStorage", "local": "LocalStorage"}.get(protocol)
-    if other:
+    if other := {"s3": "S3Storage", "s3a": "S3Storage", "file": "LocalStorage", "local": "LocalStorage"}.get(protocol):
         raise ValueError(f"{protocol}:// belongs to {other}, which does more for it; use that block")
     if _USER_AND_PASSWORD.match(path):
         raise ValueError(
@@ -91,8 +90,7 @@ class LocalStorageSettings(_StorageSettings):
 class S3StorageSettings(_StorageSettings):
     """A bucket that holds runs. See :class:`S3Storage`."""
 
-    # What a validation error shows of its input may be a key.
-    model_config = ConfigDict(hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)  # what a validation error shows of its input may be a key
 
     bucket_path: Annotated[str, AfterValidator(_bucket_path)]
     """Bucket, and the prefix below which runs are: such as my-bucket/training/runs."""

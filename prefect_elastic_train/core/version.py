@@ -8,8 +8,7 @@ from pathlib import Path
 #: Says the version of a copy that travels without its metadata, such as the one in a job's package. It comes before
 #: metadata, which may be those of another version that the cluster has installed.
 VERSION_FILE = "VERSION"
-#: Of a source tree that nobody has installed.
-UNKNOWN = "0+unknown"
+UNKNOWN = "0+unknown"  # of a source tree that nobody has installed
 
 _file = Path(__file__).parents[1] / VERSION_FILE
 try:

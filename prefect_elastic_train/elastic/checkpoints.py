@@ -44,10 +44,7 @@ _READ_BYTES = 8 * 2**20  # that a reader asks for at a time
 
 
 class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
-    """pyarrow filesystem handler of one attempt, which may change the run as long as no other has taken over.
-
-    Attempt 0 may only read, a run or a checkpoint of one.
-    """
+    """pyarrow filesystem handler of one attempt, which may change the run until another takes over; 0 may only read."""
 
     def __init__(self, store: RunStore, attempt: int = 0) -> None:
         self.store = store
@@ -106,14 +103,12 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         """Open a file for reading anywhere; for Ray's snapshot, what this attempt goes on from."""
         name = self.name(path)
         if name == layout.SNAPSHOT:
-            data = self._snapshot()
-            if data is None:
+            if (data := self._snapshot()) is None:
                 raise FileNotFoundError(f"{path}: attempt {self.attempt} starts from the beginning")
             return pa.PythonFile(io.BytesIO(data), mode="r")
         if not isinstance(self.store, ObjectRunStore):
             return fs.LocalFileSystem().open_input_file(path)
-        size = self.store.size(name)
-        if size is None:
+        if (size := self.store.size(name)) is None:
             raise FileNotFoundError(f"{self.store.uri}/{name}: there is no such object")
         return pa.PythonFile(_Reader(self.store, name, block_size=_READ_BYTES, size=size), mode="r")
 
@@ -135,8 +130,7 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
         try:
             self.store.upload(source, self.name(target))
         except Exception:
-            # A successor aborts what it finds unfinished: then that is what went wrong.
-            self._check_fence()
+            self._check_fence()  # a successor aborts what it finds unfinished: then that is what went wrong
             raise
 
     def _refuse(self, *arguments: Any, **more: Any) -> Any:
@@ -172,8 +166,7 @@ class _Reader(AbstractBufferedFile):  # type: ignore[misc]
     """Reads an object in ranges, each with retries."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        data: bytes = self.fs.read_range(self.path, start, end)
-        return data
+        return bytes(self.fs.read_range(self.path, start, end))
 
 
 class _Written(io.BytesIO):
@@ -215,10 +208,9 @@ class RunStorageContext(StorageContext):  # type: ignore[misc]
 
 
 def name_folders(context: TrainContext, attempt: int, group: int) -> None:
-    """Have the checkpoints of a worker written into folders whose names are never used again.
+    """Have a worker's checkpoints, however uploaded, written into folders whose names are never used again.
 
-    Rank 0's name is that of all ranks, for uploads in the foreground, in the background and by the loop's own function.
-    ``group`` is how many worker groups the attempt has started.
+    Rank 0's name is that of all ranks; ``group`` is how many worker groups the attempt has started.
     """
     agree, reports = context._sync_checkpoint_dir_name_across_ranks, itertools.count(1)
 
@@ -234,8 +226,7 @@ def name_folders(context: TrainContext, attempt: int, group: int) -> None:
 class RunCheckpoint(Checkpoint):  # type: ignore[misc]
     """A checkpoint in a storage: read where it is on a disk, or fetched once for all readers on a machine.
 
-    As Ray's, whose locks and temporary folder it uses, but that the files come several at a time and with retries, and
-    that a copy is there whole or not at all.
+    As Ray's, in its temporary folder and under its locks, but with retries, and a copy is there whole or not at all.
     """
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:

@@ -30,8 +30,7 @@ from prefect_elastic_train.storage.preflight import Probe
 logger = logging.getLogger("prefect_elastic_train.driver")
 
 _ASK_SECONDS = 5
-#: For all nodes together to try the storage. One that says nothing until then may be busy or gone.
-_TRY_SECONDS = 30.0
+_TRY_SECONDS = 30.0  # for all nodes together to try the storage: one that says nothing until then may be busy or gone
 
 
 def ask_head(address: str, timeout_seconds: float) -> Exception | None:
@@ -121,40 +120,27 @@ def try_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> N
 
 def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
     """Return Ray's ``ScalingConfig``: always elastic, also when min equals max, so that our policy is in charge."""
-    of_tpus = _of_tpus(scaling) if scaling.accelerator == "tpu" else {}
-    optional = {
-        "resources_per_worker": dict(scaling.resources_per_worker) or None,
-        "accelerator_type": scaling.accelerator_type or None,
-    }
+    resources, topology, accelerator_type = dict(scaling.resources_per_worker), "", scaling.accelerator_type
+    # Of TPUs all in Ray's own spelling: it completes the resources of a worker only if none are given, and not the same
+    # where it counts (a worker without CPU takes none) and where it reserves a slice (it takes one).
+    if scaling.topology:
+        shape = slice_shape(scaling.topology, accelerator_type, resources)
+        topology, accelerator_type = shape.topology, shape.accelerator_type
+        resources |= {"CPU": resources.get("CPU") or 1, "TPU": shape.chips_per_worker}
+    elif scaling.accelerator == "tpu":
+        resources.setdefault("TPU", 1)
+        accelerator_type = tpu_accelerator_type(accelerator_type) if accelerator_type else ""
     return ScalingConfig(
         num_workers=(scaling.min_workers, scaling.max_workers),
         use_gpu=scaling.accelerator == "gpu",
         use_tpu=scaling.accelerator == "tpu",
+        resources_per_worker=resources or None,
         placement_strategy=scaling.placement_strategy,
         label_selector=dict(scaling.label_selector) or None,
+        accelerator_type=accelerator_type or None,
+        topology=topology or None,
         elastic_resize_monitor_interval_s=scaling.resize_check_interval_seconds,
-        **optional | of_tpus,
     )
-
-
-def _of_tpus(scaling: ScalingSettings) -> dict[str, Any]:
-    """Return what Ray reserves TPUs by, in its own spelling and with nothing left out.
-
-    Ray completes the resources of a worker only if none are given, and not the same where it counts (a worker
-    without CPU takes none) and where it reserves a slice (it takes one).
-    """
-    given = dict(scaling.resources_per_worker)
-    if scaling.topology:
-        shape = slice_shape(scaling.topology, scaling.accelerator_type, given)
-        return {
-            "topology": shape.topology,
-            "accelerator_type": shape.accelerator_type,
-            "resources_per_worker": given | {"CPU": given.get("CPU") or 1, "TPU": shape.chips_per_worker},
-        }
-    found: dict[str, Any] = {"resources_per_worker": {"TPU": 1} | given}
-    if scaling.accelerator_type:
-        found["accelerator_type"] = tpu_accelerator_type(scaling.accelerator_type)
-    return found
 
 
 def resources_per_worker(scaling: ScalingSettings) -> dict[str, float]:

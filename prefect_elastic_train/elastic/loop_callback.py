@@ -17,8 +17,9 @@ from ray.train.v2._internal.execution.callback import TrainContextCallback, Work
 from ray.train.v2._internal.execution.context import get_train_context
 
 from prefect_elastic_train.core.ray_output import silence_ray_train
-from prefect_elastic_train.elastic import callbacks, holding, loop_watch
+from prefect_elastic_train.elastic import callbacks, loop_watch
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
+from prefect_elastic_train.loop import notice
 from prefect_elastic_train.loop.context import RunContext, enter_run
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 #: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
 _UPLOADS_AT_ONCE = 2
 _UPLOAD_SECONDS = 3600.0
+_HOLD_SECONDS, _LOOK_SECONDS = 60.0, 0.02  # seconds that a rank stands still; and between two looks
 
 
 class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
@@ -37,16 +39,14 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context = context
-        self._group = self._counted = 0
-        self._reporting = 0  # the thread of the loop while it reports
+        self._context, self._failures_before = context, context.failures
+        self._group = 0
+        self._reporting, self._saves = 0, False  # the loop's thread while it reports; whether with a checkpoint
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Count worker groups and failures in the controller; the workers are sent a copy of this callback next."""
         self._group += 1
-        failures = callbacks.failures_so_far() - self._counted
-        self._counted += failures
-        self._context = replace(self._context, failures=self._context.failures + failures)
+        self._context = replace(self._context, failures=self._failures_before + callbacks.failures_so_far())
         return {}
 
     def after_init_train_context(self) -> None:
@@ -62,7 +62,7 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     @contextmanager
     def on_report(self) -> Iterator[None]:
         """Wrap a report; an upload in the same thread holds the loop up."""
-        self._reporting = threading.get_ident()
+        self._reporting, self._saves = threading.get_ident(), False
         try:
             with self._stalling():
                 _wait_for_uploads(get_train_context())
@@ -71,13 +71,14 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         yield
         self._reporting = 0
         try:
-            holding.hold_after_report()
+            _hold(self._saves)
         except Exception:
             logger.warning("A worker does not wait for its restart; training goes on", exc_info=True)
 
     @contextmanager
     def on_checkpoint_transfer(self) -> Iterator[None]:
-        holding.saw_checkpoint()
+        if self._reporting == threading.get_ident():
+            self._saves = True
         with self._stalling():
             yield
 
@@ -111,3 +112,16 @@ def _wait_for_uploads(context: Any) -> None:
                 logger.warning("An upload takes more than %g s; training goes on", _UPLOAD_SECONDS)
                 return
             condition.wait(timeout=1.0)
+
+
+def _hold(saved: bool) -> None:
+    """Stand still after a report that a restart was waiting for; bounded, and ended by a withdrawal."""
+    asked_to_save, notice.known.asked_to_save = notice.known.asked_to_save, False
+    context = notice.train_context() if saved or asked_to_save else None
+    coming = notice.coming_restart(context) if context is not None else None
+    deadline = time.monotonic() + _HOLD_SECONDS
+    while coming is not None and notice.coming_restart(context) == coming:
+        if time.monotonic() > deadline:
+            logger.warning("The restart that was announced did not come within %g s; training goes on", _HOLD_SECONDS)
+            return
+        time.sleep(_LOOK_SECONDS)

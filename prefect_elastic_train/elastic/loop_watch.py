@@ -2,8 +2,7 @@
 
 A loop that begins again although a checkpoint is there trains on as if nothing were wrong, and so does one that never
 saves. The controller looks at each report before Ray Train handles it, so that a loop can be stopped before it
-replaces a checkpoint that it has ignored. A loop that hangs is a failure of the worker group, like a worker that died;
-Ray's own detector of hangs watches NCCL only. And which failure of a rank decides how training goes on.
+replaces a checkpoint that it has ignored. A loop that hangs fails its group; Ray's own detector watches NCCL only.
 
 Uses ``ray.train.v2._internal``: what Ray Train says of a worker that does not answer has no public type.
 """
@@ -37,8 +36,7 @@ _STACKS_SECONDS = 10.0
 #: A loop without any checkpoint is told of after so many reports, if they took so long or its workers end.
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
-#: What a loop counts its way with, the most significant first.
-_COUNTERS = ("global_step", "epoch", "iteration", "step")
+_COUNTERS = ("global_step", "epoch", "iteration", "step")  # what a loop counts its way with, most significant first
 
 
 class CapacityTimeoutError(Exception):
@@ -79,16 +77,12 @@ def is_death(failure: Exception) -> bool:
 class LoopState:
     """What the loop of this worker process has done with checkpoints."""
 
-    #: Whether it has looked into the one that it was offered.
-    opened: bool = False
-    #: Seconds that it has stood still for its own since that was asked last.
-    stalled: float = 0.0
-    #: The interval of its saves that was told last.
-    interval: float = 0.0
+    opened: bool = False  # whether it has looked into the one that it was offered
+    stalled: float = 0.0  # seconds that it has stood still for its own since that was asked last
+    interval: float = 0.0  # of its saves, as it was told last
 
 
-#: Of this worker process, which Ray starts for one loop.
-state = LoopState()
+state = LoopState()  # of this worker process, which Ray starts for one loop
 
 
 def note_checkpoints(context: Any) -> None:
@@ -100,9 +94,6 @@ def note_checkpoints(context: Any) -> None:
         return get_all(*arguments, **more)
 
     context.get_all_reported_checkpoints = noted
-
-
-# What the controller runs in a worker.
 
 
 def has_opened() -> bool:
@@ -150,9 +141,6 @@ def _new_plan() -> str:
         f"steps, and a failure is expected each {cadence.between_failures() / 60:,.0f} min ({cadence.failures} in "
         f"{cadence.trained() / 60:,.0f} min so far; before any, one in {PRIOR_SECONDS / 3600:.0f} h)"
     )
-
-
-# What runs in the controller.
 
 
 def ask(workers: Sequence[Any], question: Callable[[], Any], timeout_seconds: float) -> dict[int, Any]:
@@ -212,13 +200,9 @@ class LoopWatch:
         return failure
 
     def _hung(self) -> WorkerGroupError:
-        found = ask(self._workers, stacks, _STACKS_SECONDS)
-        failures = {
-            rank: HungLoopError(
-                f"no report for {self._hangs_after:g} s; the rank was here:\n{found.get(rank, '(no answer)')}"
-            )
-            for rank in range(len(self._workers))
-        }
+        said = ask(self._workers, stacks, _STACKS_SECONDS)
+        why = f"no report for {self._hangs_after:g} s; the rank was here:\n"
+        failures = {rank: HungLoopError(why + said.get(rank, "(no answer)")) for rank in range(len(self._workers))}
         message = "\n".join(f"[Rank {rank} Error Snippet]:\n{error}" for rank, error in failures.items())
         return WorkerGroupError(message, failures)
 

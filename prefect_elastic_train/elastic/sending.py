@@ -1,7 +1,4 @@
-"""Sends the events of the controller's process to the driver; nothing here ever blocks training.
-
-A thread drops progress when it cannot keep up; lifecycle events wait.
-"""
+"""Sends the controller's events to the driver without ever blocking training; a thread may drop progress, no more."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ _MAX_DROPPABLE = 1000
 _SEND_TIMEOUT_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
 
-#: Where a sender reaches a receiver: port on the loopback interface and a key.
-Receiving = tuple[int, str]
+Receiving = tuple[int, str]  # where a sender reaches a receiver: port on the loopback interface and a key
 
 
 class EventQueue:

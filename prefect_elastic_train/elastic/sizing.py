@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prefect_elastic_train.core.slices import SliceShape
 
-#: Ray counts resources in ten-thousandths.
-_UNITS = 10_000
+_UNITS = 10_000  # Ray counts resources in ten-thousandths
 #: A share of these comes from one of a node's devices, never from two.
 _DEVICES = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 #: Seconds for what a lost group held to be seen as free, and for a node that went with it to be seen as gone.
 _SETTLING_SECONDS = 2.0
-#: Seconds for which a size that could not be placed is not tried again, nor a larger one.
-_REFUSED_SECONDS = 600.0
-#: Most seconds between two tries that nothing speaks for but time.
-_MAX_PAUSE_SECONDS = 30.0
+_REFUSED_SECONDS = 600.0  # seconds for which a size that could not be placed is not tried again, nor a larger one
+_MAX_PAUSE_SECONDS = 30.0  # most seconds between two tries that nothing speaks for but time
 
 
 @dataclass(frozen=True)
@@ -139,8 +136,7 @@ def _problem(hosts: Collection[Node], demand: Demand, shape: SliceShape, held: M
         return "a host of it is being drained"
     head = head_resource(shape.pod_type)
     has_head = any(held.get(host.id) or host.available.get(head) for host in hosts if host.total.get(head))
-    workers = sum(_workers_on(host, demand, held) for host in hosts)
-    if workers < shape.workers or (len(hosts) > 1 and not has_head):
+    if sum(_workers_on(host, demand, held) for host in hosts) < shape.workers or (len(hosts) > 1 and not has_head):
         return f"held by another job, or without {_listed(demand.resources)} for each worker"
     return ""
 
@@ -149,9 +145,8 @@ def _workers_on(node: Node, demand: Demand, held: Mapping[str, int]) -> int:
     """Return how many workers fit on a node beside what others hold there."""
     if node.draining or not _satisfies(node.labels, demand.labels):
         return 0
-    own = held.get(node.id, 0)
     free = {
-        name: min(node.available.get(name, 0) + own * amount, node.total.get(name, 0))
+        name: min(node.available.get(name, 0) + held.get(node.id, 0) * amount, node.total.get(name, 0))
         for name, amount in demand.resources.items()
     }
     return _fitting(free, demand.resources, devices=_DEVICES)

@@ -41,8 +41,7 @@ class RunContext:
     ends_at: float = 0.0
 
 
-#: Of this worker process, which works for one training; None outside of one.
-current: RunContext | None = None
+current: RunContext | None = None  # of this worker process, which works for one training; None outside of one
 
 
 def run_context() -> RunContext:

@@ -46,10 +46,7 @@ def resize_requested() -> bool:
 
 
 def ask(decide: Callable[[], Any], together: bool = False) -> tuple[bool, Any]:
-    """Return :func:`resize_requested` and what rank 0 decides, None for that where a question needs no broadcast.
-
-    All ranks may have it broadcast however lately one was: ``together``.
-    """
+    """Return :func:`resize_requested` and what rank 0 decides, None without a broadcast, which ``together`` forces."""
     notice = known
     if notice.free_questions > 0 and not together:
         notice.free_questions -= 1

@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 MAX_LENGTH = 2**48
-#: Rounds of the permutation. Four make it look random to whoever sees some of it (Luby and Rackoff 1988); small halves
-#: need more to be even.
+#: Of the permutation. Four make some of it look random (Luby and Rackoff 1988); small halves need more to be even.
 _ROUNDS = 8
-#: Samples that are looked up, or taken in, at once: numpy takes as long for a few.
-AT_ONCE = 8192
+AT_ONCE = 8192  # samples that are looked up, or taken in, at once: numpy takes as long for a few
 
 
 def permute(positions: Indices, length: int, *key: int) -> Indices:

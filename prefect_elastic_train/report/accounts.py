@@ -12,10 +12,8 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.result import Counts, TimeAccount, WorldSize
 
-#: Commits remembered, one of which a next attempt goes on from.
-_MAX_COMMITS = 50
-#: Rows of metrics that a result carries at most.
-_MAX_HISTORY_ROWS = 2000
+_MAX_COMMITS = 50  # commits remembered, one of which a next attempt goes on from
+_MAX_HISTORY_ROWS = 2000  # rows of metrics that a result carries at most
 
 #: What takes no part: said by whoever starts a driver, or of no moment of its own.
 _TIMELESS = ev.ClusterConnected | ev.ClusterWanted | ev.ControllerAlive | ev.RunRecalled
@@ -26,8 +24,7 @@ class Tally(Counts, ev.EventHandler):
     """Counts and seconds of a run from its events in order, over all attempts, as plain values of a bounded size."""
 
     attempt: int = 0
-    #: What was left of each budget after the last failure.
-    left: dict[str, int] = Field(default_factory=dict)
+    left: dict[str, int] = Field(default_factory=dict)  # what was left of each budget after the last failure
     #: Reports of earlier attempts; and of this one the newest, and the newest that a commit keeps.
     before: int = 0
     index: int = 0
@@ -52,8 +49,7 @@ class Tally(Counts, ev.EventHandler):
     since_first: float = 0.0
     interval: float | None = None
     unsettled: int = 0
-    #: Seconds between two reports of an earlier group.
-    typical: float | None = None
+    typical: float | None = None  # seconds between two reports of an earlier group
     #: How many workers the last group had, by the address of their node.
     places: dict[str, int] = Field(default_factory=dict)
 

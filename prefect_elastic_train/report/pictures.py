@@ -15,8 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from prefect_elastic_train.report.run_report import Curve, RunReport
 
-#: Inches of the column that Prefect's UI shows an artifact in, at 100 dots each.
-_WIDTH = 6.9
+_WIDTH = 6.9  # inches of the column that Prefect's UI shows an artifact in, at 100 dots each
 _INK = "#7a808b"
 _LINE = "#3b82f6"
 _BAD = "#e5484d"

@@ -25,8 +25,7 @@ _MAX_METRICS = 12
 _MAX_WORLD_SIZES = 400
 _MAX_TEXT = 500
 _MAX_NAME = 60
-#: A storage that waits for less says nothing: a request was repeated.
-WORTH_TELLING_SECONDS = 3.0
+WORTH_TELLING_SECONDS = 3.0  # a storage that waits for less says nothing: a request was repeated
 
 #: Metrics that tell how far the training is rather than how good, in the order in which they are asked, with those
 #: that tell the whole: a ``step`` beside a ``global_step`` begins anew with each epoch.
@@ -78,15 +77,11 @@ class Progress(BaseModel):
 
     fraction: float
     words: str
-    #: At the pace since the last restart; None while that is not known.
-    remaining_seconds: float | None = None
+    remaining_seconds: float | None = None  # at the pace since the last restart; None while that is not known
 
 
 class Curve(BaseModel):
-    """A metric over the number of the report, without what was done again, in a bounded number of points.
-
-    Of each `width` reports the lowest and the highest point are kept, and the newest point in any case.
-    """
+    """A metric by number of report, none twice: the lowest and highest of each `width`, and the newest point."""
 
     points: list[tuple[float, float]] = Field(default_factory=list)
     width: int = 1
@@ -128,12 +123,9 @@ class RunReport(BaseModel, ev.EventHandler):
     #: How far the training is, if the loop tells; and what it counted, and when, first since the last restart.
     progress: Progress | None = None
     paced_from: tuple[float, dict[str, float]] | None = None
-    #: What the loop counts of its way, a second, since then.
-    rates: dict[str, float] = Field(default_factory=dict)
-    #: How often the loop saves, and why.
-    saves: str = ""
-    #: How many standby workers there are.
-    standbys: str = ""
+    rates: dict[str, float] = Field(default_factory=dict)  # what the loop counts of its way, a second, since then
+    saves: str = ""  # how often the loop saves, and why
+    standbys: str = ""  # how many standby workers there are
     last_event_at: float = 0.0
     tally: Tally = Field(default_factory=Tally)
     incidents: list[Incident] = Field(default_factory=list)

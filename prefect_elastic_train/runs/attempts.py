@@ -23,8 +23,7 @@ from prefect_elastic_train.runs.model import Attempt, ResumePoint, RunDirectory,
 from prefect_elastic_train.runs.resume import adopt_snapshot, restore_snapshot
 from prefect_elastic_train.storage.store import RunStore
 
-#: Bound of the take-over loop. It turns again only when somebody else took a step in between.
-_MAX_TURNS = 20
+_MAX_TURNS = 20  # of the take-over loop, which turns again only when somebody else took a step in between
 #: How much of an attempt's last words is recorded, and goes into the error that says why no other follows.
 _MESSAGE_BYTES = 4000
 #: An attempt that ended so may be followed by another one without a person's doing.
@@ -38,12 +37,9 @@ class Begun:
 
     attempt: int
     point: ResumePoint
-    #: How many attempts of this flow run there were, this one included.
-    counted: int
-    #: How many may follow without any progress that makes up for them.
-    restarts_left: int
-    #: What the user should know: repairs, changed configuration, a driver that was ended.
-    notes: list[str]
+    counted: int  # how many attempts of this flow run there were, this one included
+    restarts_left: int  # how many may follow without any progress that makes up for them
+    notes: list[str]  # what the user should know: repairs, changed configuration, a driver that was ended
     run_id: str
 
 
@@ -194,10 +190,9 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
 
 
 def _count(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
-    """Count this flow run's attempts since the last end that nobody restarts; a budget used up is the run's verdict.
+    """Count this flow run's attempts since the last end that nobody restarts, and the restarts left after the next.
 
-    Returns how many there were, and how many restarts are left after the next. One is forgiven after which others have
-    trained long enough, up to commits.
+    One is forgiven after which others have trained long enough, up to commits. A budget used up is the run's verdict.
     """
     newest, failures = dict(reversed([*run.lineage])), spec.failures  # of each attempt, the newest commit that counts
     counted = forgiven = idle = 0
@@ -210,8 +205,7 @@ def _count(run: RunDirectory, spec: DriverSpec) -> tuple[int, int]:
         is_forgiven = 0 < failures.forgive_after_seconds <= trained
         commit = run.commit((attempt.number, newest[attempt.number])) if attempt.number in newest else None
         trained += commit.trained if commit is not None else 0.0
-        # One that gave way before it did anything, or that a person stopped, says nothing about the budgets; but
-        # checkpoints are progress.
+        # One that gave way before it did anything, or that a person stopped, spends no budget; commits are progress.
         if attempt.outcome == Outcome.CANCELLED.value or (record is not None and not record.confirmed):
             continue
         if ended is not None and (ended.verdict or attempt.outcome not in _COUNTED):

@@ -24,8 +24,7 @@ from prefect_elastic_train.runs.model import RunDirectory, all_commits, newest_a
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
 from prefect_elastic_train.storage.store import RunStore
 
-#: Commits of one attempt that are kept; older ones only matter if the newest are damaged.
-_COMMITS_KEPT = 5
+_COMMITS_KEPT = 5  # commits of one attempt that are kept; older ones only matter if the newest are damaged
 #: How long this machine's view of a shared mount may be behind; NFS keeps listings for up to a minute.
 _SEEN_SECONDS = 75.0
 

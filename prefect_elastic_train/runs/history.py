@@ -31,10 +31,7 @@ def read_history(store: RunStore) -> Iterator[ev.Event]:
 
 
 class HistoryWriter:
-    """Writes the events of one attempt. Errors are logged and passed over: training matters more.
-
-    The current segment is replaced as a whole, which a disk and an object store do alike, until it is full.
-    """
+    """Writes the events of one attempt, a segment as a whole until it is full. Errors are logged and passed over."""
 
     def __init__(self, store: RunStore, attempt: int) -> None:
         self._store = store
@@ -66,9 +63,8 @@ class HistoryWriter:
             self._reports_kept += 1
         if isinstance(event, ev.WorkerGroupStarted):
             self._reports_kept = 0
-        before = [] if isinstance(event, ev.Reported | ev.CheckpointCommitted) else self._left_out
-        self._left_out = []
-        self._add(*before, event)
+        before, self._left_out = self._left_out, []
+        self._add(*([] if isinstance(event, ev.Reported | ev.CheckpointCommitted) else before), event)
         if not isinstance(event, ev.Reported):
             self._urgent.set()
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.records import Fingerprint
 
-#: What ``resume_from`` calls the newest earlier run of the same training; no run can be named so.
-LATEST_RUN = "latest"
+LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -80,10 +79,7 @@ def loop_name(train_loop: Callable[..., Any] | str) -> str:
 
 
 def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Mapping[str, Any] | None) -> Fingerprint:
-    """Return what makes a training the same one: its loop's name, its framework and its config.
-
-    The code of the loop is left out on purpose: a mended loop continues the run.
-    """
+    """Return what makes a training the same: its loop's name, framework and config; the code may have been mended."""
     if isinstance(train_loop, str):
         path = train_loop
     else:  # a script's, or of a flow's file that Prefect has loaded, is imported from nowhere

@@ -29,12 +29,9 @@ class RunState(str, enum.Enum):
     COMPLETED = "completed"
     CANCELLED = "cancelled"
     FAILED = "failed"
-    #: A flow run has claimed it, and no attempt has begun.
-    NOT_BEGUN = "not_begun"
-    #: It is being deleted, or was and that was cut short.
-    DELETING = "deleting"
-    #: The storage refuses to show it.
-    UNREADABLE = "unreadable"
+    NOT_BEGUN = "not_begun"  # a flow run has claimed it, and no attempt has begun
+    DELETING = "deleting"  # it is being deleted, or was and that was cut short
+    UNREADABLE = "unreadable"  # the storage refuses to show it
 
 
 _STATES = {Life.ALIVE: RunState.TRAINING, Life.DEAD: RunState.DIED, Life.UNKNOWN: RunState.UNKNOWN}
@@ -52,17 +49,12 @@ class RunSummary(_View):
     name: str
     uri: str
     state: RunState
-    #: Of the newest attempt; empty if it has not ended.
-    outcome: str = ""
-    #: Of its driver; null once it has ended.
-    life: Life | None = None
-    #: Why it is in this state, in words.
-    detail: str = ""
+    outcome: str = ""  # of the newest attempt; empty if it has not ended
+    life: Life | None = None  # of its driver; null once it has ended
+    detail: str = ""  # why it is in this state, in words
     attempts: int = 0
-    #: Up to the newest commit, over all attempts.
-    reports: int = 0
-    #: What was reported with the newest checkpoint.
-    metrics: dict[str, Any] = Field(default_factory=dict)
+    reports: int = 0  # up to the newest commit, over all attempts
+    metrics: dict[str, Any] = Field(default_factory=dict)  # what was reported with the newest checkpoint
     #: Those that the newest commit keeps, and the size of their files in bytes as it lists them.
     checkpoints: int = 0
     size_bytes: int = 0
@@ -81,10 +73,8 @@ class RunDetails(_View):
     #: URI of the checkpoint of another run that it started from, empty for none; that may be gone by now.
     started_from: str
     attempts: list[Attempt]
-    #: The newest one that counts, without checkpoints that were dropped since.
-    commit: CommitRecord | None
-    #: Without the rows of the history.
-    accounts: Accounts
+    commit: CommitRecord | None  # the newest one that counts, without checkpoints that were dropped since
+    accounts: Accounts  # without the rows of the history
     goodput: float
 
 
@@ -93,14 +83,12 @@ class Verification(_View):
 
     name: str
     uri: str
-    #: It finds all that it needs as it was written.
-    whole: bool = False
+    whole: bool = False  # it finds all that it needs as it was written
     #: What it would do, in words; the checkpoint and the commit that it would start from, if any.
     resume: str = ""
     checkpoint: str = ""
     commit: str = ""
-    #: What it would repair or drop to get there, in words.
-    repairs: list[str] = Field(default_factory=list)
+    repairs: list[str] = Field(default_factory=list)  # what it would repair or drop to get there, in words
     #: Folders that no commit needs, and the size of their files in bytes.
     leftovers: dict[str, int] = Field(default_factory=dict)
 
@@ -143,8 +131,7 @@ def summarize(run: RunDirectory) -> RunSummary | None:
 
 def describe(run: RunDirectory) -> RunDetails | None:
     """Return all about a run; None if the folder holds none."""
-    summary = summarize(run)
-    if summary is None:
+    if (summary := summarize(run)) is None:
         return None
     accounts = add_up(read_history(run.store))
     return RunDetails(
@@ -178,6 +165,7 @@ def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", sc
     snapshot = run.look_back(whole=True).snapshot or {}
     latest = latest_checkpoint(snapshot)
     kept = snapshot.get("checkpoint_results", [])
+    best = [BestCheckpoint(uri=f"{store.uri}/{one['checkpoint_dir_name']}", metrics=one["metrics"]) for one in kept]
     left_out = accounts.reports - len(accounts.history)
     result = RunResult(
         **accounts.model_dump(exclude={"attempts", "time"}),
@@ -185,9 +173,7 @@ def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", sc
         run_uri=store.uri,
         checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
         metrics=latest["metrics"] if latest else accounts.last_metrics,
-        best_checkpoints=[
-            BestCheckpoint(uri=f"{store.uri}/{item['checkpoint_dir_name']}", metrics=item["metrics"]) for item in kept
-        ],
+        best_checkpoints=best,
         attempts=max(accounts.attempts, 1),
         goodput=accounts.time.goodput,
         time=accounts.time,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-#: Ray Train's own file; ours is a mirror of the newest commit.
-SNAPSHOT = "checkpoint_manager_snapshot.json"
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own file; ours is a mirror of the newest commit
 STATE_FOLDER = ".elastic_train"
 RUN = f"{STATE_FOLDER}/run.json"
 ATTEMPTS = f"{STATE_FOLDER}/attempts"

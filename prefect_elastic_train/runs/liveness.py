@@ -22,8 +22,7 @@ from prefect_elastic_train.storage.store import RunStore
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
-#: Whoever lives has a heartbeat no older than so many of its intervals, and moves it within them.
-_MISSED_BEATS = 3
+_MISSED_BEATS = 3  # whoever lives has a heartbeat no older than so many of its intervals, and moves it within them
 #: A heartbeat that is as old as that is no sign of life by any clock. A driver whose storage is away beats again when
 #: that is back, and gives up after ``retry_seconds`` of the storage block, by default half of it.
 _SILENT_SECONDS = 600.0

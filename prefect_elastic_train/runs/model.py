@@ -23,12 +23,9 @@ from prefect_elastic_train.runs import layout, snapshots
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.storage.store import RunStore
 
-#: Attempt and number of the commit that a run begins with that starts from another's checkpoint.
-SEED_COMMIT = (0, 0)
-#: Whose the attempt is that holds a run while `elastic-train runs prune` deletes it.
-PRUNER = "elastic-train runs prune"
-#: How Ray Train calls a checkpoint that the loop gives no name.
-_RAYS_NAME = re.compile(r"checkpoint_\d")
+SEED_COMMIT = (0, 0)  # attempt and number of the commit that a run begins with that starts from another's checkpoint
+PRUNER = "elastic-train runs prune"  # whose the attempt is that holds a run while `elastic-train runs prune` deletes it
+_RAYS_NAME = re.compile(r"checkpoint_\d")  # how Ray Train calls a checkpoint that the loop gives no name
 _ATTEMPT = re.compile(r"(\d{4,})\.json")
 _COMMIT = re.compile(r"(\d{4,})-(\d{6,})\.json")
 
@@ -74,12 +71,9 @@ class Attempt(BaseModel):
 class ResumePoint:
     """What an attempt starts from."""
 
-    #: As far as it is whole; None for the beginning.
-    commit: CommitRecord | None = None
-    #: Names of damaged checkpoints on the way there.
-    dropped: list[str] = field(default_factory=list)
-    #: What was repaired or dropped to get there, in words.
-    repairs: list[str] = field(default_factory=list)
+    commit: CommitRecord | None = None  # as far as it is whole; None for the beginning
+    dropped: list[str] = field(default_factory=list)  # names of damaged checkpoints on the way there
+    repairs: list[str] = field(default_factory=list)  # what was repaired or dropped to get there, in words
 
     @property
     def base(self) -> tuple[int, int] | None:
@@ -183,10 +177,7 @@ class RunDirectory:
 
     @property
     def lineage(self) -> Iterator[tuple[int, int]]:
-        """The commits that count, newest first: the newest attempt's, then those up to its base, and so on.
-
-        What an attempt committed after its successor had confirmed its base is passed over.
-        """
+        """The commits that count, newest first: the newest attempt's, those up to its confirmed base, and so on."""
         upto: tuple[float, float] = (math.inf, math.inf)
         # An attempt's record may have been removed by hand; its commits still tell that it was there.
         for attempt in sorted({*self.numbers, *(number for number, _ in self.commits)}, reverse=True):
@@ -235,10 +226,8 @@ class RunDirectory:
             return {}
         commits = [commit for number in self.commits if (commit := self.commit(number)) is not None]
         if point.repairs:
-            broken = [self.mirror, *(commit.snapshot for commit in commits)]
-            is_needed = _overlapping(
-                name for one in broken if one is not None for name in snapshots.checkpoint_names(one)
-            )
+            broken = filter(None, [self.mirror, *(commit.snapshot for commit in commits)])
+            is_needed = _overlapping(name for one in broken for name in snapshots.checkpoint_names(one))
         ours = {name for commit in commits for name in commit.manifest}
         return {
             folder: sum(self._files()[folder].values())
@@ -269,10 +258,7 @@ class RunDirectory:
         return f"{wrong[0]} has {files[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
 
     def look_back(self, *, whole: bool) -> ResumePoint:
-        """Return the newest commit that counts and has a checkpoint left, without what was given up; or the beginning.
-
-        ``whole`` looks at the files, too, and gives up what is damaged.
-        """
+        """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files."""
         lost: set[str] = set()
         dropped: list[str] = []
         repairs: list[str] = []

@@ -1,8 +1,7 @@
 """Deleting what no resume needs, and runs that nobody wants any more, safely against a driver that begins meanwhile.
 
 A plan only looks. Carrying it out looks again right before each deletion. A whole run's fence is taken first: a driver
-that was thought dead and is not stops at its next look at the fence, and one that begins meanwhile is told whose the
-run is.
+that was thought dead stops at its next look at the fence, and one that begins meanwhile is told whose the run is.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from prefect_elastic_train.runs.liveness import Life, is_alive, this_process
 from prefect_elastic_train.runs.model import PRUNER, RunDirectory, all_attempts, newest_attempt
 from prefect_elastic_train.storage.store import RunStore
 
-#: Processes of an attempt may outlive its driver, or the record of its end, by some seconds.
-_SETTLE_SECONDS = 60.0
+_SETTLE_SECONDS = 60.0  # processes of an attempt may outlive its driver, or the record of its end, by some seconds
 #: A run whose first attempt is yet to come may wait for a cluster, or copy the checkpoint that it starts from.
 _CLAIM_SECONDS = 86400.0
 
@@ -46,8 +44,7 @@ class RunPlan:
     newest_attempt: int
     newest_commit: tuple[int, int] | None
     deletions: list[Deletion] = field(default_factory=list)
-    #: Why it is left alone, in words; empty if it is not, or if there is nothing to delete.
-    kept: str = ""
+    kept: str = ""  # why it is left alone, in words; empty if it is not, or if there is nothing to delete
 
 
 def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunPlan:
@@ -83,8 +80,7 @@ def _plan(run: RunDirectory, older_than_seconds: float | None) -> RunPlan:
     if leftovers and has_no_end:
         kept = "its newest attempt has no end: resume the run, which removes leftovers, or delete it whole"
         return replace(seen, kept=kept)
-    deletions = [Deletion(folder, size, "no commit needs it") for folder, size in leftovers.items()]
-    return replace(seen, deletions=deletions)
+    return replace(seen, deletions=[Deletion(folder, size, "no commit needs it") for folder, size in leftovers.items()])
 
 
 def carry_out(store: RunStore, planned: RunPlan) -> Iterator[Deletion]:
@@ -114,10 +110,7 @@ def _check_unchanged(run: RunDirectory, planned: RunPlan) -> None:
 
 
 def _delete_run(store: RunStore, planned: RunPlan) -> None:
-    """Delete a run, what holds it last: whoever begins meanwhile finds that it belongs to somebody else.
-
-    It is held by an attempt that trains nothing, begun as any is: created, then looked again.
-    """
+    """Delete a run, last of all the attempt that holds it meanwhile, begun as any is: created, then looked again."""
     run = RunDirectory(store)
     _check_unchanged(run, planned)
     number = run.next_number

@@ -1,7 +1,6 @@
 """What an attempt starts from, and what has to be written for that.
 
-It is the newest whole commit, put back as Ray's file; of a new run the copy of another run's checkpoint, which stays
-untouched; or what raw Ray Train has written.
+It is the newest whole commit, put back as Ray's file; in a new run a copy of another's checkpoint; or raw Ray Train's.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def restore_snapshot(store: RunStore, point: ResumePoint) -> list[str]:
     if json.dumps(run.mirror) == text:  # a metric may be NaN, which equals nothing
         return []
     store.replace(layout.SNAPSHOT, text.encode())
-    # A copied checkpoint comes without Ray's file.
-    if point.repairs or (not is_there and point.base == SEED_COMMIT):
+    if point.repairs or (not is_there and point.base == SEED_COMMIT):  # a copied checkpoint comes without Ray's file
         return []
     return ["Ray's snapshot was torn, missing or not the newest commit's, and was written anew from that"]
 
@@ -90,15 +88,13 @@ class Source:
     folder: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, int] = field(default_factory=dict)
-    #: What the user should know of the choice, in words.
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what the user should know of the choice, in words
 
 
 def choose_source(storage: Storage, request: RunRequest) -> Source:
-    """Choose the checkpoint that a new run starts from, ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``.
+    """Choose the checkpoint that a new run starts from, ``"<run>"`` or ``"<run>@latest|best|<checkpoint>"``, or refuse.
 
-    Without a choice it is the newest checkpoint of a run that is named, and the best one of ``"latest"``. What is not
-    there is refused.
+    Without a choice it is the newest checkpoint of a run that is named, and the best one of ``"latest"``.
     """
     name, _, choice = request.resume_from.partition("@")
     try:
@@ -112,10 +108,7 @@ def choose_source(storage: Storage, request: RunRequest) -> Source:
 
 
 def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) -> list[str]:
-    """Copy the checkpoint that a new run starts from into it, as its first commit; return what the user should know.
-
-    The copy has a name of its own each time, and is no checkpoint until it was checked and committed.
-    """
+    """Copy what a new run starts from into it, check and commit it, and return what the user should know."""
     record = decode(RunRecord, target.read(layout.RUN))
     # A run that is taken over starts from what it was to start from.
     resume_from = request.resume_from or (record.resume_from if record is not None else "")

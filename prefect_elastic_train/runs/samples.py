@@ -34,10 +34,8 @@ class SampleCheck(BaseModel):
     #: Steps that a kept checkpoint has a digest of, and those of them that have not seen exactly their samples.
     checked: int = 0
     wrong: list[int] = []
-    #: Whether all steps together have seen exactly their samples.
-    exact: bool = False
-    #: Why nothing of this is known, if so.
-    unknown: str = ""
+    exact: bool = False  # whether all steps together have seen exactly their samples
+    unknown: str = ""  # why nothing of this is known, if so
 
     @property
     def words(self) -> str:
@@ -53,10 +51,7 @@ class SampleCheck(BaseModel):
 
 
 def check_samples(run: RunDirectory) -> SampleCheck | None:
-    """Recompute the order of a run's samples, and compare; None for a run without a checkpoint.
-
-    Reads the small files of each kept checkpoint. It takes about 0.3 µs a sample.
-    """
+    """Recompute the order of a run's samples (0.3 µs each), and compare; None for a run without a checkpoint."""
     try:
         return _check(run)
     except _NotKnownError as error:

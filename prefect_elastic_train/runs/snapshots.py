@@ -53,10 +53,7 @@ def latest_checkpoint(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> dict[str, Any] | None:
-    """Return the snapshot without some checkpoints, None if no checkpoint is left.
-
-    The newest one is that with the highest report index, whatever its place in the list.
-    """
+    """Return the snapshot without some checkpoints, None if none is left; the newest has the highest report index."""
     if not dropped:
         return snapshot
     pairs = zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)

@@ -1,7 +1,6 @@
 """What the exceptions of a storage's clients and of the kernel say: one table of words.
 
-A word is the error code of a store, an HTTP status, an errno, or the name of an exception's class. Clients are not
-imported for that.
+A word is a store's error code, an HTTP status, an errno, or the name of an exception's class: no client is imported.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ _CUT_TLS = ("EOF occurred", "UNEXPECTED_EOF", "timed out")
 
 
 def diagnose(error: BaseException) -> Fault | None:
-    """Return what an exception says of the storage; None if that is nothing, such as a file that is not there.
-
-    What is permanent wins over what passes, in the exception and in those that it was raised from.
-    """
+    """Return what an exception and its causes say of the storage, first what is permanent; None if that is nothing."""
     if isinstance(error, StorageFaultError):
         return Fault(error.kind, error.permanent)
     errors = list(chain(error))

@@ -7,19 +7,18 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.storage_settings import S3StorageSettings
 from prefect_elastic_train.storage.faults import diagnose
+from prefect_elastic_train.storage.retries import Answer
 from prefect_elastic_train.storage.store import NOTHING, RunStore, for_each
 
 if TYPE_CHECKING:
     from prefect_elastic_train.storage.opening import Storage
 
 logger = logging.getLogger("prefect_elastic_train.storage")
-
-Answer = TypeVar("Answer")
 
 #: Size of the parts of an upload, and how many of a file are sent at a time. S3 takes at most 10,000 parts.
 PART_BYTES = 16 * 2**20
@@ -38,19 +37,15 @@ class ObjectRunStore(RunStore):
 
     @property
     def uri(self) -> str:
-        """See :meth:`RunStore.uri`."""
         return f"{self.storage.settings.uri.partition('://')[0]}://{self.path}"
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of an object from ``start`` up to ``end``."""
-        key = self._key(name)
-        data: bytes = self.retries.call(
-            f"read {name}", lambda: self.storage.filesystem.cat_file(key, start=start, end=end)
+        return self.retries.call(
+            f"read {name}", lambda: bytes(self.storage.filesystem.cat_file(self._key(name), start=start, end=end))
         )
-        return data
 
     def abandon_uploads(self) -> int:
-        """See :meth:`RunStore.abandon_uploads`."""
         if not isinstance(self.storage.settings, S3StorageSettings):
             return 0
         try:
@@ -64,7 +59,6 @@ class ObjectRunStore(RunStore):
             return 0
 
     def download(self, name: str, target: str) -> None:
-        """See :meth:`RunStore.download`."""
         sizes = self.file_sizes(name)
         if not sizes:
             raise FileNotFoundError(f"{self.uri}/{name}".rstrip("/") + ": there is no such checkpoint")
@@ -80,7 +74,7 @@ class ObjectRunStore(RunStore):
         )
 
     def copy_folder(self, source: str, name: str) -> None:
-        """See :meth:`RunStore.copy_folder`. The store copies by itself."""
+        """See :meth:`RunStore.copy_folder`; the store copies by itself."""
         files = self.storage.folder(source).file_sizes("") or {}
 
         def copy(file: str) -> None:
@@ -103,8 +97,7 @@ class ObjectRunStore(RunStore):
         self.storage.filesystem.pipe_file(self._key(name), data)
 
     def _read(self, name: str) -> bytes | None:
-        data: bytes | None = self._find(lambda files: files.cat_file(self._key(name)))
-        return data
+        return self._find(lambda files: bytes(files.cat_file(self._key(name))))
 
     def _list(self, folder: str) -> tuple[list[str], list[str]]:
         key = self._key(folder)
@@ -158,10 +151,6 @@ class ObjectRunStore(RunStore):
 
         path.parent.mkdir(parents=True, exist_ok=True)
         self.retries.call(f"download {name}", get)
-
-    @property
-    def _files(self) -> Any:
-        return self.storage.filesystem
 
     def _find(self, operation: Callable[[Any], Answer]) -> Answer | None:
         """Carry out an operation; return None if there is no such object, which no bucket is something else than."""

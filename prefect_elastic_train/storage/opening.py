@@ -24,8 +24,7 @@ class Storage:
             hidden = [key.get_secret_value() for key in keys]
         elif not isinstance(settings, LocalStorageSettings):
             hidden = [*_strings_in(settings.hidden_options)]
-        shown = tuple(secret for secret in hidden if len(secret) > 3)
-        self.retries = Retries(settings.retry_seconds, settings.uri, shown)
+        self.retries = Retries(settings.retry_seconds, settings.uri, tuple(one for one in hidden if len(one) > 3))
         self._filesystem: Any = None
         self._lock = threading.Lock()
 

@@ -12,8 +12,7 @@ from prefect_elastic_train.core.storage_settings import StorageSettings
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.store import RunStore
 
-#: Of the folder beside the run directories in which the storage is tried.
-PREFIX = ".preflight-"
+PREFIX = ".preflight-"  # of the folder beside the run directories in which the storage is tried
 #: How long an operation is repeated here: whoever waits for a start rather hears at once that a storage is away.
 _RETRY_SECONDS = 15.0
 _OF_THE_DRIVER = "driver"

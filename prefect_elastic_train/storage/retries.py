@@ -21,16 +21,14 @@ logger = logging.getLogger("prefect_elastic_train.storage")
 Answer = TypeVar("Answer")
 
 _BACK_OFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
-#: An operation that has failed for so long is told.
-_TELL_SECONDS = 3.0
+_TELL_SECONDS = 3.0  # an operation that has failed for so long is told
 
 
 @dataclass
 class Waits:
     """What this process has waited for its storage."""
 
-    #: From first failure to success or surrender, of all operations; those at one time count once.
-    seconds: float = 0.0
+    seconds: float = 0.0  # from first failure to success or surrender, of all operations; those at one time count once
     #: Tries that failed, and what was wrong last.
     tries: int = 0
     last: str = ""
@@ -101,8 +99,7 @@ class Retries:
             Exception: What says nothing of the storage, as it is.
         """
         with self._rules(what) as rules:
-            answer: Answer = tenacity.Retrying(**rules)(operation)
-            return answer
+            return tenacity.Retrying(**rules)(operation)
 
     async def call_async(self, what: str, operation: Callable[[], Awaitable[Answer]]) -> Answer:
         """Carry out an operation of an event loop."""

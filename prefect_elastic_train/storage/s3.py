@@ -18,8 +18,7 @@ from prefect_elastic_train.core.storage_settings import S3StorageSettings
 from prefect_elastic_train.storage.faults import diagnose
 from prefect_elastic_train.storage.retries import Retries
 
-#: Of the descriptions of AWS, which take a third of a second to read.
-_LOADER = create_loader()
+_LOADER = create_loader()  # of the descriptions of AWS, which take a third of a second to read
 _READ_BYTES = 2**18
 #: A request may take so long, and longer by its body at so many bytes a second. botocore bounds the wait for an answer
 #: only from when the body is sent, which a store may never read.

@@ -25,8 +25,7 @@ Item = TypeVar("Item")
 
 #: Temporary names, left behind only by a crash in the middle of a write; readers pass over them.
 TEMPORARY_PREFIX = ".tmp-"
-#: Shows that a folder without files was uploaded. It is not downloaded.
-NOTHING = ".elastic-train-nothing"
+NOTHING = ".elastic-train-nothing"  # shows that a folder without files was uploaded; it is not downloaded
 _FILES_AT_ONCE = 4
 
 
@@ -188,21 +187,18 @@ class LocalRunStore(RunStore):
         self._root = Path(path)
 
     def download(self, name: str, target: str) -> None:
-        """See :meth:`RunStore.download`."""
         shutil.copytree(self._root / name, target, ignore=shutil.ignore_patterns(NOTHING), dirs_exist_ok=True)
 
     def _create(self, name: str, data: bytes) -> bool:
-        target = self._root / name
-        if target.exists():
-            return False
-        with _temporary(target, data) as temporary, suppress(FileExistsError):
-            # link() fails if the target exists, on NFS too, and the content is there from the first moment.
-            os.link(temporary, target)
+        # link() fails if the target exists, on NFS too, and the content is there from the first moment.
+        with _temporary(self._root / name, data) as temporary, suppress(FileExistsError):
+            os.link(temporary, self._root / name)
             return True
         return False
 
-    def _replace(self, name: str, data: bytes) -> None:
-        with _temporary(self._root / name, data) as temporary:
+    def _replace(self, name: str, data: bytes = b"", source: str = "") -> None:
+        # Ranks may write files of one name at the same time: one of them stays, and whole.
+        with _temporary(self._root / name, data, source) as temporary:
             os.replace(temporary, self._root / name)
 
     def _read(self, name: str) -> bytes | None:
@@ -250,11 +246,7 @@ class LocalRunStore(RunStore):
 
     def _upload_files(self, files: Sequence[tuple[str, str]]) -> None:
         def copy_file(file: tuple[str, str]) -> None:
-            def copy() -> None:  # ranks may write files of one name at the same time: one of them stays, and whole
-                with _temporary(self._root / file[1], source=file[0]) as temporary:
-                    os.replace(temporary, self._root / file[1])
-
-            self.retries.call(f"write {file[1]}", copy)
+            self.retries.call(f"write {file[1]}", lambda: self._replace(file[1], source=file[0]))
 
         for_each(files, copy_file, _FILES_AT_ONCE)
         for folder in {(self._root / name).parent for _, name in files}:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefect_elastic_train.elastic import holding
+from prefect_elastic_train.elastic import loop_callback
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import RunContext, notice, resize_requested
 from tests.unit.support import python
@@ -106,7 +106,7 @@ def test_a_report_that_the_growth_waits_for_stands_still_until_it_is_called_off(
 def test_it_does_not_stand_still_for_ever_nor_after_an_ordinary_report_or_one_that_failed(
     worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holding, "_HOLD_SECONDS", 0.2)
+    monkeypatch.setattr(loop_callback, "_HOLD_SECONDS", 0.2)
     notice.announce(1)
     assert _report(checkpoint=False) < 0.15
     assert 0.15 < _report(checkpoint=True) < 2
