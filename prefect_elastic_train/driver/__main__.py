@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
     """Run one attempt as the spec file says, and end this process."""
     spec_file, began_at = Path(arguments[0]), psutil.Process().create_time()
     if arguments[0] == SPARE:
-        spec_file, began_at = wait_for_spec(arguments[1]), time.time()
+        spec_file, began_at = wait_for_spec(arguments[1])
     output, details = EventOutput(sys.stdout), Details()
     for name, write in (("stdout", output.write_text), ("stderr", sys.stderr.write)):
         descriptor = getattr(sys, f"__{name}__").fileno()

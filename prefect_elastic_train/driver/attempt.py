@@ -114,11 +114,8 @@ class Attempt:
             ends_at=spec.ends_at,
         )
         from prefect_elastic_train.elastic.controller import make_trainer
-        from prefect_elastic_train.elastic.policy import begin_reserving
         from prefect_elastic_train.elastic.standby import boot_first
 
-        if not spec.is_alone:
-            begin_reserving()
         told = replace(spec, scaling=scaling)
         first = boot_first(told, self._past.places)
         teller.doing("making the datasets")
@@ -156,10 +153,8 @@ class Attempt:
         if begun.attempt > 1:
             self._past = self.teller.recall(self.spec)
         scaling = self.spec.scaling
-        if scaling.standby != "off" and not may_replace(scaling.accelerator, self.spec.request.framework):
-            notes.append(
-                "there are no standby workers: with TPUs, or GPUs without torch, none can take a worker's place"
-            )
+        if scaling.standby != "off" and not may_replace(scaling, self.spec.request.framework):
+            notes.append("there are no standby workers: each device, but for GPUs with torch, wants its own process")
         commit, failures = begun.point.commit, self.spec.failures
         left = {"driver restart": begun.restarts_left, "worker failure": failures.max_failures}
         left["preemption"] = failures.max_preemption_failures

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,20 +23,25 @@ _OWN_MODULES = (
 )
 
 
-def wait_for_spec(framework: str) -> Path:
-    """Return the path of a spec, once the supervisor writes it to the standard input; end if that closes before."""
+def wait_for_spec(framework: str) -> tuple[Path, float]:
+    """Return the path of a spec, once the supervisor writes it to the standard input, and when that was.
+
+    Ends this process if the standard input closes before.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    importing = begin_imports(_modules(framework))
-    line = sys.stdin.readline()
+    told = threading.Event()
+    importing = begin_imports(_modules(framework, told))
+    line, told_at = sys.stdin.readline(), time.time()
     if not line:
         os._exit(0)  # imports may be under way
+    told.set()
     hurry()
     finish_imports(importing)
-    return Path(line.rstrip("\n"))
+    return Path(line.rstrip("\n")), told_at
 
 
-def _modules(framework: str) -> Iterator[str]:
+def _modules(framework: str, told: threading.Event) -> Iterator[str]:
     yield "ray"
-    if memory_left() < 0:
-        signal.raise_signal(signal.SIGINT)  # which ends it quietly: no thread but the first may
+    if memory_left() < 0 and not told.is_set():
+        os._exit(0)
     yield from (*_MODULES.get(framework, ()), *_OWN_MODULES)

@@ -15,7 +15,9 @@ class Forgiveness:
 
     def __init__(self, after_seconds: float) -> None:
         self._after = after_seconds
-        self._trained = self._kept = 0.0  # by the groups before this one; up to the newest commit
+        self._trained = 0.0  # by the groups before this one
+        #: What was trained up to the newest commit.
+        self.kept = 0.0
         self._began: float | None = None
         self._failed_at: defaultdict[str, list[float]] = defaultdict(list)
 
@@ -25,19 +27,19 @@ class Forgiveness:
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """Note that it does no more."""
-        self._trained, self._began = self.seconds(), None
+        """Note that it does no more; what it has trained and not committed is done again."""
+        self._trained, self._began = self.kept, None
 
     def commit(self) -> None:
         """Note a new checkpoint."""
-        self._kept = self.seconds()
+        self.kept = self.seconds()
 
     def count(self, kind: str) -> int:
         """Return how many failures of a kind before this one still count, and note this one."""
-        counting = [at for at in self._failed_at[kind] if not 0 < self._after <= self._kept - at]
+        counting = [at for at in self._failed_at[kind] if not 0 < self._after <= self.kept - at]
         self._failed_at[kind] = [*counting, self.seconds()]
         return len(counting)
 
     def seconds(self) -> float:
-        """Return for how long worker groups have trained."""
+        """Return for how long worker groups have trained, bar what was lost."""
         return self._trained + (time.monotonic() - self._began if self._began is not None else 0.0)

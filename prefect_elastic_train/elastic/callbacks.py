@@ -136,7 +136,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
         _current = self
-        commits.trained_seconds = self.budget.seconds
+        commits.trained_seconds = lambda: self.budget.kept if self._loops.ignored else self.budget.seconds()
         mark_told()
         self.passed("")
         self._sender = EventSender(self._receiving)

@@ -69,6 +69,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             super()._start()
         except Exception as error:
             if self.has_started():  # Ray's own shuts down only what has not got as far as this
+                callbacks.current().budget.end()
                 try:
                     self._worker_group_state.shutdown()
                 except Exception:
@@ -284,7 +285,7 @@ def make_trainer(
     score = spec.checkpoints.score_attribute
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
     ours: list[Any] = [callback, LoopCallback(context)]
-    if spec.scaling.standby != "off" and standby.may_replace(spec.scaling.accelerator, spec.request.framework):
+    if spec.scaling.standby != "off" and standby.may_replace(spec.scaling, spec.request.framework):
         ours.append(standby.Standbys(spec.request.framework, spec.scaling.standby == "on", first))
     parts = "" if spec.is_alone else requester_id(store), spec.scaling, ours
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})

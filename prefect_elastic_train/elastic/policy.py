@@ -70,14 +70,6 @@ def release_reservation(requester_id: str) -> None:
     rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
 
 
-def begin_reserving() -> None:
-    """Have Ray's coordinator boot, if it is not there, while the controller does, which waits for it."""
-    try:
-        rays.autoscaling_coordinator_client.get_or_create_autoscaling_coordinator()
-    except Exception:
-        logger.warning("The coordinator of resources boots later", exc_info=True)
-
-
 @dataclass
 class GrowthDecision(rays.ResizeDecision):  # type: ignore[misc]
     """A growth of a healthy worker group, why it happens now, and how long it has waited for that."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _UNITS = 10_000  # Ray counts resources in ten-thousandths
 #: A share of these comes from one of a node's devices, never from two.
-_DEVICES = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
+DEVICES = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 #: Seconds for what a lost group held to be seen as free, and for a node that went with it to be seen as gone.
 _SETTLING_SECONDS = 2.0
 _REFUSED_SECONDS = 600.0  # seconds for which a size that could not be placed is not tried again, nor a larger one
@@ -149,7 +149,7 @@ def _workers_on(node: Node, demand: Demand, held: Mapping[str, int]) -> int:
         name: min(node.available.get(name, 0) + held.get(node.id, 0) * amount, node.total.get(name, 0))
         for name, amount in demand.resources.items()
     }
-    return _fitting(free, demand.resources, devices=_DEVICES)
+    return _fitting(free, demand.resources, devices=DEVICES)
 
 
 def _fitting(free: Mapping[str, float], resources: Mapping[str, float], devices: Collection[str] = ()) -> int:

@@ -28,11 +28,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from prefect_elastic_train.core.events import StandbysParked
 from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, scaling_config
 from prefect_elastic_train.elastic.loop_watch import ask
-from prefect_elastic_train.elastic.sizing import possible_workers
-from prefect_elastic_train.elastic.standby_process import GONE_SECONDS, about, memory, own_devices, use_devices, warm_up
+from prefect_elastic_train.elastic.sizing import DEVICES, possible_workers
+from prefect_elastic_train.elastic.standby_process import GONE_SECONDS, about, own_devices, use_devices, warm_up
+from prefect_elastic_train.elastic.warming import memory_left
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ logger = logging.getLogger(__name__)
 _BOOT_AFTER_SECONDS, _LOOK_SECONDS = 10.0, 10.0
 _ANSWER_SECONDS = 1.0  # that workers and standbys may take
 _GROWTH_SECONDS = 60.0  # that a growth waits for its workers to boot
-_FIRST_SECONDS = 120.0  # that a first worker group waits for those of its workers that boot already
+_EXPECTED_BYTES = 2**29  # of a standby; it becomes as large as its worker when that is gone
+_FIRST_SECONDS = 30.0  # that a first worker group waits for those of its workers that boot already
 
 
 @dataclass
@@ -71,16 +74,17 @@ def boot_first(spec: DriverSpec, places: Mapping[str, int]) -> list[Standby]:
     scaling, framework = spec.scaling, spec.request.framework
     booted: list[Standby] = []
     try:
-        if scaling.standby == "off" or scaling.accelerator != "cpu" or not may_replace("cpu", framework):
+        if scaling.standby == "off" or scaling.accelerator != "cpu" or not may_replace(scaling, framework):
             return []
-        demand, nodes = demand_of(scaling_config(scaling)), [node for node in ray.nodes() if node["Alive"]]
-        if len(nodes) == 1:
-            places = {nodes[0]["NodeManagerAddress"]: possible_workers(cluster_nodes(), demand)}
-        for node in nodes:
+        demand, nodes = demand_of(scaling_config(scaling)), cluster_nodes()
+        there = [node for node in ray.nodes() if any(node["NodeID"] == one.id for one in nodes if not one.draining)]
+        if len(nodes) == 1 and there:
+            places = {there[0]["NodeManagerAddress"]: possible_workers(nodes, demand)}
+        for node in there:
             for _ in range(min(places.get(node["NodeManagerAddress"], 0), demand.max_workers - len(booted))):
                 runtime_env = spec.request.worker_runtime_env
                 cpus = demand.resources.get("CPU", 0)
-                booted.append(_boot(RayTrainWorker, runtime_env, node["NodeID"], framework, cpus, "", True))
+                booted.append(_boot(RayTrainWorker, runtime_env, node["NodeID"], "", framework, cpus, True))
     except Exception:
         logger.warning("The first workers boot no sooner than their worker group", exc_info=True)
     return booted
@@ -117,10 +121,12 @@ def release() -> None:
         _current.release()
 
 
-def may_replace(accelerator: str, framework: str) -> bool:
+def may_replace(scaling: ScalingSettings, framework: str) -> bool:
     """Return whether a standby can take a worker's place; with torch alone the workers of a node see all its GPUs."""
     shares = ray_constants.env_bool(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, True)
-    return accelerator == "cpu" or (accelerator == "gpu" and framework == "torch" and shares)
+    if scaling.accelerator == "gpu":
+        return framework == "torch" and shares
+    return not {*DEVICES} & {*scaling.resources_per_worker, scaling.accelerator.upper()}
 
 
 def end(actors: Iterable[Any]) -> None:
@@ -186,6 +192,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         On GPUs none are booted: which they would see is not known.
         """
         self._settle()
+        self._beyond_since = self._beyond_since if beyond else float("inf")
         for one in [one for one in self._parked if one.is_beyond and one.node_id not in beyond]:
             self._parked.remove(one)
             end([one.actor])
@@ -195,8 +202,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             self._parked += [self._boot(node_id, "", is_beyond=True) for _ in range(there, number)]
         if beyond and self._beyond_since == float("inf"):
             self._looks_at = 0.0  # those of the workers that are there shall be warm by then, too
-        elif not any(one.metadata is None for one in self._parked):
-            self._beyond_since = float("inf")
+        elif not beyond or not any(one.metadata is None for one in self._parked):
             return True
         self._beyond_since = min(self._beyond_since, time.monotonic())
         return time.monotonic() - self._beyond_since > _GROWTH_SECONDS
@@ -212,7 +218,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         None of them boots on while the others of the group do.
         """
         self._settle()
-        parked, self._parked, self._has_told = self._parked, [], ""
+        parked, self._parked, self._has_told, self._beyond_since = self._parked, [], "", float("inf")
         warm = [one for one in parked if one.metadata is not None]
         taken: dict[int, Worker] = {}
         try:
@@ -244,12 +250,13 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             {rank: worker.metadata.node_id for rank, worker in enumerate(workers)},
             {rank: worker.metadata.accelerator_ids for rank, worker in enumerate(workers)},
         )
-        for rank, (used, free) in ask(lacking, memory, _ANSWER_SECONDS).items():
+        answers = ask(lacking, memory_left, _ANSWER_SECONDS)
+        for rank, free in answers.items():
             node = lacking[rank].metadata.node_id
-            parked = sum(one.node_id == node for one in self._parked)  # which become as large, too
-            if self._in_any_case or free >= (parked + 1) * used:
+            booting = sum(one.node_id == node and one.metadata is None for one in self._parked)
+            if self._in_any_case or free >= (booting + 1) * _EXPECTED_BYTES:
                 self._parked.append(self._boot(node, devices[node]))
-        if not any(one.metadata is None for one in self._parked if not one.is_beyond):
+        if len(answers) == len(lacking) and not any(one.metadata is None for one in self._parked if not one.is_beyond):
             self._tell(len(workers))
 
     def _settle(self) -> None:
@@ -270,7 +277,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         group = self._group
         runtime_env = group._train_run_context.run_config.worker_runtime_env
         cpus = group.get_worker_group_context().resources_per_worker.get("CPU", 0)
-        booted = _boot(group._worker_cls, runtime_env, node_id, self._framework, cpus, visible, in_a_hurry=False)
+        booted = _boot(group._worker_cls, runtime_env, node_id, visible, self._framework, cpus, False)
         return replace(booted, is_beyond=is_beyond)
 
     def _tell(self, wanted: int) -> None:
@@ -281,19 +288,12 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             callbacks.current().tell(StandbysParked(parked=parked, wanted=wanted, size_bytes=self._size_bytes))
 
 
-def _boot(
-    worker_class: type,
-    runtime_env: Mapping[str, Any] | None,
-    node_id: str,
-    framework: str,
-    cpus: float,
-    visible: str,
-    in_a_hurry: bool,
-) -> Standby:
+def _boot(worker_class: type, runtime_env: Mapping[str, Any] | None, node_id: str, visible: str, *how: Any) -> Standby:
+    """Boot a standby, and have it warm up with what it may see, and how."""
     runtime_env = WorkerGroup._get_worker_runtime_env(runtime_env or {})
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
     actor = ray.remote(num_cpus=0, runtime_env=runtime_env, scheduling_strategy=affinity)(worker_class).remote()
-    return Standby(actor, node_id, visible, actor.execute.remote(warm_up, framework, cpus, visible, in_a_hurry))
+    return Standby(actor, node_id, visible, actor.execute.remote(warm_up, visible, *how))
 
 
 def _worker(standby: Standby, devices: Mapping[str, list[Any]], resources: dict[str, float], index: int) -> Worker:

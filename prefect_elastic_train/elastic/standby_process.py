@@ -19,7 +19,6 @@ from prefect_elastic_train.elastic.warming import (
     WORKER_MODULES,
     begin_imports,
     finish_imports,
-    memory_left,
     step_of_torch,
 )
 
@@ -27,7 +26,7 @@ GONE_SECONDS = 10.0  # for which a worker waits for the end of those that had it
 _THREADS = "OMP_NUM_THREADS"
 
 
-def warm_up(framework: str, cpus: float, visible: str, in_a_hurry: bool) -> tuple[int, ActorMetadata]:
+def warm_up(visible: str, framework: str, cpus: float, in_a_hurry: bool) -> tuple[int, ActorMetadata]:
     """Do what comes before the first step of a loop, and return what :func:`about` does.
 
     The loop itself is left alone: what its module does when it is imported may depend on the rank, or be meant for a
@@ -52,13 +51,8 @@ def _threads(cpus: float) -> str:
     return given.get(_THREADS) or str(max(1, int(cpus)))
 
 
-def memory() -> tuple[int, float]:
-    """Return the memory that this process takes, and what standbys on its node may, in bytes."""
-    return psutil.Process().memory_info().rss, memory_left()
-
-
 def about() -> tuple[int, ActorMetadata]:
-    return memory()[0], RayTrainWorker().get_metadata()
+    return psutil.Process().memory_info().rss, RayTrainWorker().get_metadata()
 
 
 def own_devices() -> dict[str, list[Any]]:
@@ -71,7 +65,7 @@ def use_devices(devices: dict[str, list[Any]], before: list[int]) -> None:
     They are free once the processes that had them ``before`` are gone, which may take a driver of GPUs seconds.
     """
     if devices:
-        psutil.wait_procs([psutil.Process(pid) for pid in before if psutil.pid_exists(pid)], GONE_SECONDS)
+        psutil.wait_procs([one for one in psutil.process_iter() if one.pid in before], GONE_SECONDS)
         torch: Any = sys.modules.get("torch")
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         is_real = torch is not None and (torch.version.cuda or torch.version.hip)  # else they are pretended ones

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 #: What is kept ready takes no more of a node's memory than leaves this share of it.
 _LEFT_FREE = 0.15
-_BOOT_SECONDS = 300.0  # for which imports are waited for
+_IDLE_SECONDS, _BOOT_SECONDS = 60.0, 240.0  # for which imports are waited for, first at the lowest priority
 #: What the first steps of a loop import, by framework.
 WORKER_MODULES = {
     "torch": (
@@ -28,32 +28,44 @@ WORKER_MODULES = {
     ),
     "jax": ("jax.numpy", "orbax.checkpoint"),
 }
-_may_idle: list[bool] = []  # of this process
 
 
 def begin_imports(modules: Iterable[str], in_a_hurry: bool = False) -> threading.Thread:
-    """Import what is there of some modules; unless in a hurry, with what processor time nobody else wants."""
-    importing = threading.Thread(target=_import, args=(modules, in_a_hurry), daemon=True)
+    """Import what is there of some modules; unless in a hurry, with what processor time nobody else wants.
+
+    Where a process may not leave the lowest priority by itself, for which it needs a capability, the kernel is told
+    that others are to be preferred.
+    """
+    importing = threading.Thread(target=_import, args=(modules,), daemon=True)
+    trial, may_leave = threading.Thread(target=lambda: may_leave.append(_may_leave_idling())), list[bool]()
+    trial.start()
+    trial.join()
     importing.start()
+    with suppress(OSError, AttributeError):
+        if not in_a_hurry and importing.native_id is not None:
+            policy = os.SCHED_IDLE if may_leave == [True] else os.SCHED_BATCH
+            os.sched_setscheduler(importing.native_id, policy, os.sched_param(0))
     return importing
 
 
 def hurry() -> None:
     """Take the usual priority back, for all threads that were begun meanwhile: they serve the training, too."""
-    for thread in os.listdir("/proc/self/task") if _may_idle else ():
-        with suppress(ProcessLookupError):
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):
             os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
 def finish_imports(importing: threading.Thread) -> None:
-    """Wait for the imports, and take the usual priority back.
+    """Wait for the imports, and take the usual priority back; after a minute so that they get on beside busy others.
 
     Raises:
         TimeoutError: They take too long.
     """
+    importing.join(_IDLE_SECONDS)
+    hurry()
     importing.join(_BOOT_SECONDS)
     if importing.is_alive():
-        raise TimeoutError(f"imports were not done after {_BOOT_SECONDS:g} s")
+        raise TimeoutError(f"imports were not done after {_IDLE_SECONDS + _BOOT_SECONDS:g} s")
     hurry()
 
 
@@ -76,13 +88,7 @@ def step_of_torch() -> None:
     torch.set_rng_state(state)
 
 
-def _import(modules: Iterable[str], in_a_hurry: bool) -> None:
-    with suppress(OSError, AttributeError):
-        trial = threading.Thread(target=_idle_and_back)
-        trial.start()
-        trial.join()
-        if _may_idle and not in_a_hurry:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread
+def _import(modules: Iterable[str]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
@@ -90,9 +96,9 @@ def _import(modules: Iterable[str], in_a_hurry: bool) -> None:
             logger.info("%s is not imported ahead", module, exc_info=True)
 
 
-def _idle_and_back() -> None:
-    """Find out whether this process may take the lowest priority back, which not everybody may."""
-    with suppress(OSError):
+def _may_leave_idling() -> bool:
+    with suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        _may_idle.append(True)
+        return True
+    return False

@@ -343,6 +343,7 @@ class RunReport(BaseModel, ev.EventHandler):
         if not self.world_sizes or self.world_sizes[-1][1] != size:
             self.world_sizes = [*self.world_sizes, (at, size)][-_MAX_WORLD_SIZES:]
         self.world_size = size
+        self.standbys = self.standbys if size else ""
 
     def _tell(self, at: float, kind: Kind, what: str, why: str = "") -> None:
         told = Incident(at=at, kind=kind, what=what[:_MAX_TEXT], why=_first_line(why)[:_MAX_TEXT])

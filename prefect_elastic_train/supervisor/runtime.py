@@ -118,6 +118,8 @@ class Runtime:
         spare = self._take_spare(environment)
         if spec.scaling.standby != "off" and self.driver_command == _DRIVER:
             self._spare_start = [*_DRIVER, SPARE, spec.request.framework], environment
+        else:
+            self._spare_start = [], {}
         return self.follow(ChildDriver(self, self.driver_command, environment, spec, folder, cluster, spare))
 
     def wait(self, seconds: float) -> None:
@@ -215,7 +217,7 @@ class Runtime:
         self.keep_guarded()
         own = {MARK_VARIABLE: str(self._folder), "PYTHONPATH": os.pathsep.join(import_path()), "PYTHONUNBUFFERED": "1"}
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
-        return self._folder, {"RAY_DEDUP_LOGS": "0", **os.environ, **own}
+        return self._folder, {"RAY_DEDUP_LOGS": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1", **os.environ, **own}
 
 
 def use_token(environment: dict[str, str], token: str, folder: Path) -> None:

@@ -191,7 +191,12 @@ def test_a_spare_driver_is_the_next_one_if_its_environment_is_the_same_and_ends_
 
 def test_a_spare_driver_ends_with_its_supervisor() -> None:
     command = [sys.executable, "-m", "prefect_elastic_train.driver", "--spare", "none"]
-    subprocess.run(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=True)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as spare:
+        with pytest.raises(subprocess.TimeoutExpired):
+            spare.wait(3)
+        assert spare.stdin is not None
+        spare.stdin.close()
+        assert spare.wait(30) == 0
 
 
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:

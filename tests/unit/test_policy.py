@@ -425,6 +425,21 @@ def test_a_failure_is_forgiven_by_training_that_is_committed_and_by_no_other_tim
     assert failure_policy.make_decision(failure) is FailureDecision.RAISE, "preemptions are counted apart"
 
 
+def test_a_loop_that_saves_when_it_starts_and_then_fails_at_the_same_step_is_never_forgiven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(budget, "time", clock)
+    found, counts = Forgiveness(3600), []
+    for _ in range(5):
+        found.begin()
+        found.commit()
+        clock.now += 4000
+        counts.append(found.count("worker_group"))
+        found.end()
+    assert counts == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_lost_group_gives_back_what_it_holds_before_the_next_is_decided(
     monkeypatch: pytest.MonkeyPatch, fails: bool

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
+from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, standby
 from prefect_elastic_train.elastic.standby import Standby, Standbys
 
-GIB, NODE = 2**30, "ab" * 28
+GIB, NODE, OTHER = 2**30, "ab" * 28, "cd" * 28
 
 
 class Answer:
@@ -113,13 +114,14 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
 
 
 @pytest.mark.parametrize(
-    ("free", "in_any_case", "fit"), [(10 * GIB, False, 2), (3.2 * GIB, False, 1), (2 * GIB, False, 0), (0, True, 2)]
+    ("free", "in_any_case", "fit"), [(10 * GIB, False, 2), (0.6 * GIB, False, 1), (0.4 * GIB, False, 0), (0, True, 2)]
 )
 def test_a_node_gets_as_many_as_it_has_memory_for(
     cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, free: float, in_any_case: bool, fit: int
 ) -> None:
-    memory = GIB, free - 1.5 * GIB
-    monkeypatch.setattr(standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), memory))
+    monkeypatch.setattr(
+        standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), free - 0.3 * GIB * len(pool._parked))
+    )
     pool = Standbys("torch", in_any_case, [])
     workers = [SimpleNamespace(metadata=_metadata(NODE), resources={"CPU": 1}) for _ in range(2)]
     run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env={"env_vars": {"A": "b"}}))
@@ -137,7 +139,7 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
         pool.after_worker_group_poll_status(None)
         for one in pool._parked:
             one.actor.state = "warm"
-            assert (standby.warm_up, ("torch", 8, "", False)) in one.actor.done
+            assert (standby.warm_up, ("", "torch", 8, False)) in one.actor.done
     assert [how["runtime_env"] for how in cluster.booted] == [{"env_vars": {"A": "b"}}] * fit
     assert {(how["num_cpus"], how["scheduling_strategy"].node_id) for how in cluster.booted} <= {(0, NODE)}
     (told,) = cluster.told
@@ -155,7 +157,7 @@ def test_a_growth_waits_until_its_new_workers_are_warm_and_ends_those_of_a_node_
         _worker_cls=object, _train_run_context=run, get_worker_group_context=lambda: of_cpus, get_workers=list
     )
     assert pool.prepare({}), "no growth"
-    assert not pool.prepare({NODE: 2, "b": 1})
+    assert not pool.prepare({NODE: 2, OTHER: 1})
     assert pool._looks_at == 0, "those beside the workers boot now, too"
     assert not pool.prepare({NODE: 2})
     assert (len(cluster.booted), len(cluster.ended)) == (3, 1)
@@ -170,7 +172,7 @@ def test_a_growth_waits_until_its_new_workers_are_warm_and_ends_those_of_a_node_
     assert pool.prepare({NODE: 1}), "it waits no longer than that"
     of_cpus.resources_per_worker = {"GPU": 1}
     booted = len(cluster.booted)
-    pool.prepare({"c": 1})
+    pool.prepare({OTHER: 1})
     assert len(cluster.booted) == booted
 
 
@@ -191,11 +193,15 @@ def test_only_where_all_workers_of_a_node_see_its_gpus_are_these_replaced(monkey
         (accelerator, framework)
         for accelerator in ("cpu", "gpu", "tpu")
         for framework in ("torch", "jax", "none")
-        if standby.may_replace(accelerator, framework)
+        if standby.may_replace(ScalingSettings(accelerator=accelerator), framework)
     }
     assert chosen == {("cpu", "torch"), ("cpu", "jax"), ("cpu", "none"), ("gpu", "torch")}
     monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", "0")
-    assert not standby.may_replace("gpu", "torch")
+    assert not standby.may_replace(ScalingSettings(accelerator="gpu"), "torch")
+
+
+def test_other_devices_of_a_worker_are_shown_to_no_other_process() -> None:
+    assert not standby.may_replace(ScalingSettings(resources_per_worker={"CPU": 1, "neuron_cores": 1}), "torch")
 
 
 WARM_UP = """
@@ -205,7 +211,7 @@ import ray
 from prefect_elastic_train.elastic import standby_process as warming
 warming.about = lambda: (1, None)
 ray.get_runtime_context = lambda: SimpleNamespace(runtime_env={})
-assert warming.warm_up(sys.argv[1], 2, "", False) == (1, None)
+assert warming.warm_up("", sys.argv[1], 2, False) == (1, None)
 assert os.environ["OMP_NUM_THREADS"] == "2"
 policies = {os.sched_getscheduler(int(one)) for one in os.listdir("/proc/self/task")}
 assert policies == {os.SCHED_OTHER}, policies
