@@ -81,14 +81,11 @@ def plain_storage(block: StorageBlock) -> storage_settings.StorageSettings:
 
 
 def chosen_block(argument: str, name: str = "", profile: str = "") -> TrainingBlock:
-    """Load one block of a training.
+    """Load the block of a training that stands for an argument of ``elastic_train``.
 
-    Args:
-        argument: The argument of ``elastic_train`` that it is for.
-        name: Its name, as ``training-storage-s3/prod`` or ``prod``; a storage may also be a directory (``./runs``) or
-            a URL (``s3://bucket/runs`` with the ambient credentials). Empty for what comes next:
-        profile: A name that some blocks are saved under. Without one of this type there: as the settings say, else the
-            default.
+    That is the one of this name, as ``training-storage-s3/prod`` or ``prod``; a storage may also be a directory
+    (``./runs``) or a URL (``s3://bucket/runs``, ambient credentials). Without a name it is the one that is saved under
+    the profile's, else what the settings say, else the default.
 
     Raises:
         ConfigurationError: There is no such block, or it cannot be loaded.

@@ -27,7 +27,7 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.records import Owner
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
-from prefect_elastic_train.core.settings import ClusterSettings, without_credentials
+from prefect_elastic_train.core.settings import without_credentials
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.storage.preflight import preflight
@@ -101,9 +101,8 @@ def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) 
             for one in look():
                 found.append(one)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in a check is a finding
-            found.append(
-                fail(str(error) if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: {error}")
-            )
+            words = str(error) if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: {error}"
+            found.append(fail(words))
 
     # Prefect's settings live in context variables.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=f"doctor-{name}", daemon=True)
@@ -157,22 +156,20 @@ def check_server() -> Iterator[Finding]:
 
 def check_cluster(spec: DriverSpec, seconds: float) -> Iterator[Finding]:
     """Join a cluster as a training would, a local one after starting it; of one that takes jobs ask the dashboard."""
-    yield _asked(spec.cluster) if spec.cluster.is_submitted else _joined(spec, seconds - _LEAVE_SECONDS)
-
-
-def _asked(cluster: ClusterSettings) -> Finding:
+    if not spec.cluster.is_submitted:
+        yield _joined(spec, seconds - _LEAVE_SECONDS)
+        return
     from prefect_elastic_train.supervisor.job_client import JobClient, UnreachableError  # it loads Ray's client
 
-    api = JobClient(cluster)
+    api = JobClient(spec.cluster)
     try:
         api.jobs()
         api.check_version()
     except UnreachableError as error:
-        return fail(
-            f"no Ray dashboard answers at {api.address} ({error})",
-            "correct the address of the RayCluster, or see whether the head of the cluster is up",
-        )
-    return ok(f"the dashboard at {api.address} answers, accepts the token, and has this Ray version")
+        remedy = "correct the address of the RayCluster, or see whether the head of the cluster is up"
+        yield fail(f"no Ray dashboard answers at {api.address} ({error})", remedy)
+    else:
+        yield ok(f"the dashboard at {api.address} answers, accepts the token, and has this Ray version")
 
 
 def _joined(spec: DriverSpec, seconds: float) -> Finding:

@@ -259,14 +259,12 @@ class Attempt:
             _within(_LEAVE_SECONDS, self._abandon_uploads)
 
     def _release(self) -> None:
-        """Release what is reserved for the run."""
         from prefect_elastic_train.elastic.policy import release_reservation, requester_id
 
         if newest_attempt(self.store) == self.teller.attempt:  # or the id, one for all attempts, is the successor's
             release_reservation(requester_id(self.store))
 
     def _abandon_uploads(self) -> None:
-        """Leave no parts of checkpoints behind that nobody will complete."""
         store = self.store.impatient(1.0)
         if newest_attempt(store) == self.teller.attempt:
             store.abandon_uploads()

@@ -53,12 +53,14 @@ def _judge(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
 
 
 def _of_storage(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:
-    """The ending by a storage error; a fault that is known has a message of its own."""
-    message = str(error)
-    if not isinstance(error, StorageFaultError):
+    """The ending by a storage error, which a new driver may heal if it passes; a known fault has its own message."""
+    if isinstance(error, StorageFaultError):
+        is_passing, message = not error.permanent, str(error)
+    else:
+        is_passing = error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
         message = f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that "
         message += "exists or can be made, with room and write permission for this user"
-    return Outcome.DRIVER_LOST if is_passing(error) else Outcome.STORAGE_ERROR, message
+    return Outcome.DRIVER_LOST if is_passing else Outcome.STORAGE_ERROR, message
 
 
 def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, str] | None:
@@ -102,10 +104,3 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     if cause is not error:
         return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}"
     return None
-
-
-def is_passing(error: OSError) -> bool:
-    """Return whether a storage error may be gone a little later, so that a new driver may succeed."""
-    if isinstance(error, StorageFaultError):
-        return not error.permanent
-    return error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)

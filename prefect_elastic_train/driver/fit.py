@@ -109,10 +109,8 @@ def check_loop(loop: Any) -> None:
 
 def make_datasets(payload: Payload) -> dict[str, Any]:
     """Return the datasets, calling the functions that make them; one that fails is a ``user_error``."""
-    datasets = payload.datasets
     try:
-        if callable(datasets):
-            datasets = datasets()
+        datasets = payload.datasets() if callable(payload.datasets) else payload.datasets
         return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
     except Exception as error:
         logger.error("the datasets could not be made", exc_info=True)

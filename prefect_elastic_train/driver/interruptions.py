@@ -25,9 +25,8 @@ def interruptions(*numbers: signal.Signals) -> int:
 
 def notice_interruptions() -> None:
     """Notice SIGTERM and SIGINT from now on; does nothing outside of the main thread."""
-    # Python itself writes the number of each signal that it handles into a pipe. The handlers stay as they are, since
-    # Prefect takes a cancellation only while SIGTERM is handled by its own. Another's pipe, as an event loop sets one
-    # up, is left alone.
+    # Python itself writes the number of each signal that it handles into a pipe; that of an event loop is left alone.
+    # The handlers stay as they are: Prefect takes a cancellation only while SIGTERM is handled by its own.
     global _pipe
     if threading.current_thread() is not threading.main_thread():
         return

@@ -6,13 +6,13 @@ it first, and should not do that to one that lives.
 Two automations for each deployment or tag resume. One resumes a Crashed run: the same flow run, so that its trainings
 take over where they were. The other finds runs whose heartbeat has stopped, when nobody is left to say that they
 crashed, and says so, which the first then acts on. A run that somebody has cancelled, or that failed, is left alone.
-
 A third, if it is asked for, starts another deployment at each new best checkpoint, or when a training has completed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -40,8 +40,7 @@ _HEARTBEAT_SECONDS = 180
 _CANCELLATION_SECONDS = 90.0
 _RESUME = "elastic-train: resume crashed runs of "
 _FIND = "elastic-train: find dead runs of "
-#: When an evaluation can be started: of what, at which event, and where that has the checkpoint; without a score there
-#: is no best one.
+#: When an evaluation can be started: of what, at which event, and where that has the checkpoint (the best if scored).
 _EVALUATIONS = {
     "best-checkpoint": ("best checkpoints", BEST_CHECKPOINT, "checkpoint_uri"),
     "completed": ("completed trainings", COMPLETED, "best_checkpoint_uri or event.payload.checkpoint_uri"),
@@ -97,9 +96,9 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
             f"{flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
             "prefect_elastic_train.train_flow.train"
         )
-        return
-    _set(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
-    yield f"{name} is scheduled again: the next free runner of its deployment takes it"
+    else:
+        _set(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
+        yield f"{name} is scheduled again: the next free runner of its deployment takes it"
 
 
 def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
@@ -128,11 +127,9 @@ def _signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, state: State) -
     if state.is_pending() or (state.is_cancelling() and age < _CANCELLATION_SECONDS):
         yield f"it is {state.name} for {age:.0f} s, and somebody may be about to change that"
     for process in psutil.process_iter():
-        try:  # Prefect's runners write the id into the environment of what they start
+        with suppress(psutil.Error):  # Prefect's runners write the id into the environment of what they start
             if process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run.id):
                 yield f"process {process.pid} ({process.name()}) on this machine belongs to it"
-        except psutil.Error:
-            continue
     # It counts as living until it has missed two of Prefect's heartbeats.
     silence = 2 * (get_current_settings().flows.heartbeat_frequency or _HEARTBEAT_SECONDS)
     beats = EventFilter(

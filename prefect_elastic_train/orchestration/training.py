@@ -195,8 +195,6 @@ class Training:
         if not self._may_detach(reason):
             runtime.end_jobs()
 
-    # -- an attempt
-
     def _run_driver(self, runtime: Runtime) -> AttemptEnded:
         """Start a driver and follow it until it has completed the run."""
         self._check_stop()
@@ -240,8 +238,6 @@ class Training:
             self._idle = 0
         if self._publisher is not None:
             self._publisher.take(event, told)
-
-    # -- what ends it from outside
 
     def _is_told_to_end(self) -> bool:
         told = self.cancelled.is_set() or interruptions() > self._interruptions

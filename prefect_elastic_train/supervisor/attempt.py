@@ -176,13 +176,11 @@ class ChildDriver(Driver):
         self._open_streams = 2
 
     def start(self) -> None:
-        """Begin to read its output."""
         for stream, source in ((self._process.stdout, "driver"), (self._process.stderr, "stderr")):
             assert stream is not None
             read_lines(stream, source, self._output)
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
-        """What comes within a turn."""
         until = time.monotonic() + TURN_SECONDS
         while self._open_streams and (left := until - time.monotonic()) > 0:
             try:

@@ -6,8 +6,7 @@ write their title over their environment, and are known by that title and the fo
 
 ``python -m prefect_elastic_train.supervisor.guard <private folder> <process id of the flow>``: the supervisor starts it
 before anything else and holds the other end of a pipe to its standard input. When the pipe closes without a word, or
-the flow process is no longer its parent, the flow process is gone: the guard ends the driver, then every process that
-carries the mark, and removes the folder.
+the flow process is no longer its parent, that is gone: the guard ends the driver, all that is marked, and the folder.
 """
 
 from __future__ import annotations
@@ -59,7 +58,12 @@ def marked_processes(mark: str) -> list[psutil.Process]:
             if process.pid not in found and process.pid != os.getpid() and _carries(process, mark):
                 found |= {one.pid: one for one in (process, *process.children(recursive=True))}
     found.pop(os.getpid(), None)
-    return [process for process in found.values() if _is_alive(process)]
+    alive = []
+    for process in found.values():
+        with suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
 
 
 def end_marked(mark: str, timeout_seconds: float) -> list[int]:
@@ -87,13 +91,6 @@ def _carries(process: psutil.Process, mark: str) -> bool:
     # One of Ray's, and no shell of somebody who looks there; the folder may be removed by now.
     where = process.cwd().removesuffix(" (deleted)")
     return f"{where}/".startswith(f"{mark}/") and "".join(process.cmdline()[:1]).startswith("ray::")
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 if __name__ == "__main__":

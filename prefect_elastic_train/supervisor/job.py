@@ -38,8 +38,7 @@ _ASK_SECONDS, _SELDOM_SECONDS = 1.0, 5.0
 #: How long the rest of an ended job's log is tried, and how long a job may take to end after its driver's last word.
 _LAST_LINES_SECONDS, _LEAVE_SECONDS = 60.0, 30.0
 _STOP_SECONDS = 20.0
-#: How long a job that is stopped may be pending before it is ended in another way, and how late one may arrive whose
-#: submission was cut short.
+#: How long a stopped job may be pending until it is ended otherwise, and how late one cut short on its way may arrive.
 _STOP_PENDING_SECONDS, _STOP_UNKNOWN_SECONDS = 1.5, 5.0
 #: How many lines before its end a log is read from at least.
 _LEAST_LINES = 100

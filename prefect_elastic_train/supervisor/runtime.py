@@ -211,8 +211,7 @@ class Runtime:
         """Return the private folder, guarded from now on, and the environment of processes that end with it."""
         if self._folder is None:
             base = tempfile.gettempdir()
-            if len(base) > _MAX_FOLDER_CHARACTERS:
-                base = "/tmp"
+            base = base if len(base) <= _MAX_FOLDER_CHARACTERS else "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
         self.keep_guarded()
         own = {MARK_VARIABLE: str(self._folder), "PYTHONPATH": os.pathsep.join(import_path()), "PYTHONUNBUFFERED": "1"}
@@ -223,8 +222,7 @@ class Runtime:
 def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
     """Have Ray use a token in a process with this environment, which holds only the path of a private file with it."""
     path = folder / "token"
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
+    with open(path, "w", opener=partial(os.open, mode=0o600)) as file:
         file.write(token)
     environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
     environment.pop("RAY_AUTH_TOKEN", None)  # Ray looks there first, and would not see the file

@@ -25,9 +25,9 @@ import urllib3.exceptions
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
-from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, S3StorageSettings
-from prefect_elastic_train.driver.endings import is_passing
+from prefect_elastic_train.core.outcomes import ElasticTrainError, Outcome, StorageFaultError
+from prefect_elastic_train.core.storage_settings import FsspecStorageSettings, LocalStorageSettings, S3StorageSettings
+from prefect_elastic_train.driver.endings import end_by_error
 from prefect_elastic_train.storage import retries as retries_module
 from prefect_elastic_train.storage.faults import Fault, diagnose
 from prefect_elastic_train.storage.opening import open_storage
@@ -55,6 +55,7 @@ def _as_other_stores_say(status: int) -> list[Exception]:
     return [azure, gcs, aiohttp.ClientResponseError(None, (), status=status)]  # type: ignore[arg-type]
 
 
+HERE = LocalStorageSettings(path="/runs")
 _url = {"endpoint_url": "https://minio:9000"}
 
 #: By kind of fault, codes with HTTP statuses, or exceptions.
@@ -209,7 +210,7 @@ def test_what_is_permanent_is_said_at_once_with_what_to_do(call: Any) -> None:
         call(Retries(60, "s3://bucket/runs"), "write a/b.json", operation)
     assert (operation.calls, time.monotonic() - started < 5) == (1, True)
     assert (caught.value.kind, caught.value.permanent) == ("credentials", True)
-    assert not is_passing(caught.value)
+    assert end_by_error(caught.value, HERE).outcome is Outcome.STORAGE_ERROR
     for words in ("s3://bucket/runs", "cannot write a/b.json", "credentials", "as the store says", "To go on, give"):
         assert words in str(caught.value)
     assert isinstance(caught.value.__cause__, ClientError)
@@ -224,7 +225,8 @@ def test_repeating_ends_when_its_time_is_over(call: Any, seconds: float) -> None
         call(Retries(seconds, "/mnt/runs"), "list commits", operation)
     assert seconds <= time.monotonic() - started < 4
     assert 2 <= operation.calls <= 40 if seconds else operation.calls == 1
-    assert (caught.value.kind, caught.value.permanent, is_passing(caught.value)) == ("connection", False, True)
+    assert (caught.value.kind, caught.value.permanent) == ("connection", False)
+    assert end_by_error(caught.value, HERE).outcome is Outcome.DRIVER_LOST, "which another driver may heal"
     for words in ("/mnt/runs", "cannot list commits", f"tried {operation.calls} times for ", "TimeoutError: slow"):
         assert words in str(caught.value)
 
@@ -345,4 +347,4 @@ def test_a_fault_keeps_what_it_says_on_its_way_between_processes(pickler: Any, p
     assert isinstance(copy, OSError)
     assert isinstance(copy, ElasticTrainError)
     assert diagnose(copy) == Fault("no space", permanent)
-    assert is_passing(copy) != permanent
+    assert end_by_error(copy, HERE).outcome.retryable != permanent
