@@ -50,9 +50,10 @@ def begin_imports(modules: Iterable[str], in_a_hurry: bool = False) -> threading
 
 def hurry() -> None:
     """Take the usual priority back, for all threads that were begun meanwhile: they serve the training, too."""
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError):
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+    for _ in range(3):  # one may have begun another before it was its turn
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError):
+                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
 def finish_imports(importing: threading.Thread) -> None:
