@@ -129,7 +129,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     ) -> None:
         """Submit a job by an id that no job has had, with the metadata that it is found by.
 
-        A driver needs a package, an archive of modules, and gets the environment and the resources of the block.
+        With a package of modules it is a driver, with the block's environment and resources; else it runs the command.
 
         Raises:
             UnreachableError: Nobody knows whether the cluster has it.
