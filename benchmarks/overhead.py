@@ -30,9 +30,11 @@ RATES = "rates"
 UNTHROTTLED_REPORTS = 5
 """The first reports only fill queues, so the time per report is taken after them."""
 
-BUSY = LoopSettings(steps=1500, step_seconds=0.0, checkpoint_every=50, work_seconds=0.03)
+BUSY = LoopSettings(steps=3200, step_seconds=0.0, checkpoint_every=50, work_seconds=0.03)
 """Keeps a core busy with each worker, so that a standby worker which takes processor time costs steps."""
-BUSY_FROM_SECONDS = 10.0
+BUSY_FROM_SECONDS = 85.0
+"""Standby workers and the spare driver are parked by then: they boot from the tenth second on, and with all cores busy
+their imports take a minute, and what they need at the end of it."""
 BARE = Side("ours-no-standby", "ours", {NO_STANDBY: "1"}, needs_prefect=True)
 
 LOOP = LoopSettings(steps=REPORTS, step_seconds=0.0, checkpoint_every=1)
@@ -61,11 +63,15 @@ def measure(workbench: Workbench, side: Side) -> Sample:
 
 
 def measure_rate(workbench: Workbench, side: Side) -> float:
-    """Steps a second of a loop that keeps all cores busy, from the tenth second on."""
+    """Steps a second of a loop that keeps all cores busy, beside standby workers that are parked."""
     with workbench.run(side, BUSY) as run:
-        run.wait()
+        run.wait(timeout=300.0)
         times = [line.at for line in run.ledger.read() if line.rank == 0]
+        booting = [at for at in times if 10.0 <= at - times[0] < BUSY_FROM_SECONDS]
         late = [at for at in times if at - times[0] >= BUSY_FROM_SECONDS]
+        print(
+            f"#   from the tenth second until then {len(booting) / (BUSY_FROM_SECONDS - 10.0):.2f} steps/s", flush=True
+        )
         return (len(late) - 1) / (late[-1] - late[0])
 
 
@@ -112,7 +118,7 @@ def main() -> int:
     warm_up()
     with Workbench(with_prefect=OURS in chosen or RATES in arguments.only) as workbench:
         for repeat in range(arguments.repeats):
-            for side in rotated(chosen, repeat):
+            for side in rotated(chosen, repeat) if chosen else ():
                 try:
                     sample = measure(workbench, side)
                 except SideFailedError as error:
