@@ -250,7 +250,7 @@ class Attempt:
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
-        if not self.spec.is_alone:
+        if not self.spec.cluster.is_local:  # where nobody waits for it
             _within(_LEAVE_SECONDS, self._release)
         if not stuck:
             _within(_LEAVE_SECONDS, ray.shutdown)
