@@ -79,7 +79,12 @@ class Attempt:
                 choose_source(self._storage, spec.request)
             teller.emit(ClusterWanted())
             teller.doing("")
-            _set_up_ray(spec)
+            os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+            for name, value in spec.ray_environment.items():
+                if spec.cluster.is_local:
+                    os.environ.pop(name, None)  # its node has it
+                else:
+                    os.environ[name] = value
             payload = prepare(spec)
             teller.doing("joining the cluster")
             try:
@@ -268,17 +273,6 @@ class Attempt:
         store = self.store.impatient(1.0)
         if newest_attempt(store) == self.teller.attempt:
             store.abandon_uploads()
-
-
-def _set_up_ray(spec: DriverSpec) -> None:
-    """Set what Ray Train reads from the environment when it is imported in the controller, which inherits it."""
-    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
-    # Ray Train's own print tees what the worker's standard output carries already: every line twice.
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
-    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-    if spec.cluster.is_local:
-        # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:

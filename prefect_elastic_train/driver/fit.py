@@ -135,8 +135,9 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
         user_env = dict(spec.cluster.runtime_env)
         if spec.cluster.working_dir:
             user_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
-    # Ray's tools in the workers would otherwise look for any cluster on their host.
-    user_env["env_vars"] = {"RAY_ADDRESS": address, **user_env.get("env_vars", {})}
+    if not spec.cluster.is_local:
+        # Ray's tools in the workers would otherwise look for any cluster on their host.
+        user_env["env_vars"] = {"RAY_ADDRESS": address, **user_env.get("env_vars", {})}
     on_termination = signal.getsignal(signal.SIGTERM)
     installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
     own_path = [folder for folder in spec.sys_path if os.path.isdir(folder) and not folder.startswith(installed)]

@@ -163,7 +163,7 @@ class ChildDriver(Driver):
     ) -> None:
         super().__init__(follower)
         self._cluster = cluster
-        self._gone_at = float("inf")
+        self._gone_at, self._is_told = float("inf"), False
         self._spec_file, self._stop_file = folder / "spec", folder / STOP_FILE
         self._stop_file.unlink(missing_ok=True)
         write_spec(spec, self._spec_file)
@@ -212,8 +212,7 @@ class ChildDriver(Driver):
     def close(self) -> None:
         """End it: SIGINT, and SIGKILL after a grace."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            in_one_go(partial(self._wait, self.follower.settings.stop_grace_seconds))
+            in_one_go(self._end)
         self._spec_file.unlink(missing_ok=True)
 
     def tell(self, event: ev.Event) -> None:
@@ -239,6 +238,12 @@ class ChildDriver(Driver):
             return None
         words = self._cluster.last_words(self.follower.on_line)
         return self.lost(f"the local Ray cluster has died: {words}", Outcome.CLUSTER_LOST)
+
+    def _end(self) -> None:
+        if not self._is_told:
+            self._is_told = True  # before, since the driver's answer may raise here
+            self._process.send_signal(signal.SIGINT)
+        self._wait(self.follower.settings.stop_grace_seconds)
 
     def _wait(self, seconds: float) -> int:
         try:

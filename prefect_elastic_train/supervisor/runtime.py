@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,6 +113,7 @@ class Runtime:
             patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             settings = spec.cluster.model_copy(update=patience)
             spec = replace(spec, cluster=settings, local_address=cluster.address)
+            cluster.environment |= spec.ray_environment
         elif token:
             use_token(environment, token, folder)
         spare = self._take_spare(environment)
@@ -238,17 +239,17 @@ class LocalCluster:
     #: The training's private one; its path is short, since sockets are made below it.
     folder: Path
     #: Of the training's processes, with their mark.
-    environment: InitVar[dict[str, str]]
+    environment: dict[str, str] = field(repr=False)
 
-    def __post_init__(self, environment: dict[str, str]) -> None:
+    def __post_init__(self) -> None:
         self._log = self.folder / "r0.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port = _free_port()
         #: Nothing listens there before it is up.
         self.address = f"127.0.0.1:{self._port}"
         self._token = secrets.token_hex(32)
-        self._environment = {**environment, "RAY_USAGE_STATS_ENABLED": "0"}
-        self.admit(self._environment)
+        self.environment = {**self.environment, "RAY_USAGE_STATS_ENABLED": "0"}
+        self.admit(self.environment)
 
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
@@ -263,7 +264,7 @@ class LocalCluster:
         shutil.rmtree(session_folder, ignore_errors=True)
         command = self._command(self._port, session_folder)
         with self._log.open("wb") as stream:
-            self._process = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
+            self._process = start_process(command, self.environment, subprocess.DEVNULL, stream, cwd=self.folder)
 
     def is_dead(self) -> bool:
         """Whether the head node was started and is not there any more."""
