@@ -13,17 +13,65 @@ import pytest
 from tests.support.clusters import ElasticCluster
 from tests.support.loops import hashing_loop
 from tests.support.processes import FlowProcess, Start, read_ledger, titled
-from tests.support.session_loops import lost_and_repeated, same_weights, torch_loop
+from tests.support.session_loops import jax_loop, lost_and_repeated, same_weights, torch_loop
 
 LENGTH, GLOBAL_BATCH, STEPS = 200, 20, 2000
 READY = "2 of 2 standby workers are ready"
 
 
-def _workers(flow: FlowProcess, ledger: Path) -> tuple[set[int], set[int]]:
-    """Which processes train, and which stand by."""
-    lines = read_ledger(ledger)
-    training = {line["pid"] for line in lines if line["group"] == lines[-1]["group"]}
-    return training, {process.pid for process in titled(flow.marked(), "RayTrainWorker")} - training
+class _Training:
+    """Two workers with a session, slow until they are let go, and what stands by for them."""
+
+    def __init__(self, start: Start, folder: Path, framework: str) -> None:
+        self.ledger, self.slow, self.weights = (folder / name for name in ("ledger.jsonl", "slow", "weights.npz"))
+        self.slow.touch()
+        self.config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": 10}
+        files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self.slow), "sleep": 0.1}
+        self.loop = {"torch": torch_loop, "jax": jax_loop}[framework]
+        self.flow: FlowProcess = start(
+            loop=f"tests.support.session_loops:{self.loop.__name__}",
+            framework=framework,
+            config={**self.config, **files},
+            scaling={"min_workers": 2, "max_workers": 2, "standby": "on"},
+            failures={"max_failures": -1},
+        )
+        self.flow.wait_for(lambda: self.ledger.exists(), 180, "a first step")
+        self.flow.living_driver()
+
+    def workers(self) -> tuple[set[int], set[int]]:
+        """Which processes train, and which stand by."""
+        lines = read_ledger(self.ledger)
+        training = {line["pid"] for line in lines if line["group"] == lines[-1]["group"]}
+        return training, {one.pid for one in titled(self.flow.marked(), "RayTrainWorker")} - training
+
+    def ready(self, times: int) -> tuple[set[int], set[int]]:
+        """Wait until workers have become ready to stand by so many times."""
+        self.flow.wait_for(lambda: self.flow.log.count(READY) >= times, 180, f"standby workers for the {times}. time")
+        return self.workers()
+
+    def replaced(self, dead: set[int]) -> set[int]:
+        """Kill processes, and wait for a new group of two that trains."""
+        before = {line["group"] for line in read_ledger(self.ledger)}
+        for pid in dead:
+            psutil.Process(pid).kill()
+
+        def trains() -> set[int] | None:
+            pids = {line["pid"] for line in read_ledger(self.ledger) if line["group"] not in before}
+            return pids if len(pids) == 2 else None
+
+        return self.flow.wait_for(trains, 120, "two workers that train") or set()
+
+    def end(self) -> dict[str, Any]:
+        """Let it go, and return its result: each sample counted once, and the weights of one worker undisturbed."""
+        self.slow.unlink()
+        result = self.flow.completed(120)
+        assert lost_and_repeated(str(self.ledger), STEPS, LENGTH) == (0, 0)
+        undisturbed = str(self.weights.with_name("undisturbed.npz"))
+        self.loop({**self.config, "weights": undisturbed})
+        assert same_weights(self.weights, undisturbed, relative=1e-5)
+        assert self.flow.marked() == []
+        assert not re.search("standby workers? could not", self.flow.log)
+        return result
 
 
 def loop_of_its_own_environment(config: dict[str, Any]) -> None:
@@ -69,62 +117,46 @@ def test_standbys_leave_the_resources_of_a_shared_cluster_to_others_and_are_as_t
 
 
 def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(start: Start, tmp_path: Path) -> None:
-    ledger, slow, weights = tmp_path / "ledger.jsonl", tmp_path / "slow", tmp_path / "weights.npz"
-    slow.touch()
-    config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": 10}
-    files = {"ledger": str(ledger), "weights": str(weights), "slow": str(slow), "sleep": 0.1}
-    flow = start(
-        loop="tests.support.session_loops:torch_loop",
-        framework="torch",
-        config={**config, **files},
-        scaling={"min_workers": 2, "max_workers": 2, "standby": "on"},
-        failures={"max_failures": -1},
-    )
-
-    def ready(times: int) -> tuple[set[int], set[int]]:
-        flow.wait_for(lambda: flow.log.count(READY) >= times, 180, f"standby workers for the {times}. time")
-        return _workers(flow, ledger)
-
-    def replaced(dead: set[int]) -> set[int]:
-        for pid in dead:
-            psutil.Process(pid).kill()
-        before = {line["group"] for line in read_ledger(ledger)}
-
-        def trains() -> set[int] | None:
-            pids = {line["pid"] for line in read_ledger(ledger) if line["group"] not in before}
-            return pids if len(pids) == 2 else None
-
-        return flow.wait_for(trains, 120, "two workers that train") or set()
-
-    flow.wait_for(lambda: ledger.exists(), 180, "a first step")
-    flow.living_driver()
+    training = _Training(start, tmp_path, "torch")
+    flow = training.flow
     needless = ("ray.util.client.server", "dashboard/dashboard.py", "_private/monitor.py")
     assert not [name for name in needless if titled(flow.marked(), name)], "the local head brings what nobody uses"
-    training, parked = ready(1)
+    working, parked = training.ready(1)
     assert len(parked) == 2
-    taken = replaced({max(training)})
+    taken = training.replaced({max(working)})
     assert taken == parked, "the others were not waited for"
-    replaced({min(taken)})  # before another stands by
+    training.replaced({min(taken)})  # before another stands by
 
-    training, parked = ready(2)
+    working, parked = training.ready(2)
     gone = parked.pop()
     psutil.Process(gone).kill()
-    flow.wait_for(lambda: len(_workers(flow, ledger)[1] - {gone}) == 2, 120, "one for the one that was killed")
-    training, parked = _workers(flow, ledger)
-    replaced(training | parked)
+    flow.wait_for(lambda: len(training.workers()[1] - {gone}) == 2, 120, "one for the one that was killed")
+    training.replaced(set.union(*training.workers()))
 
     spare = flow.wait_for(lambda: titled(flow.marked(), "--spare"), 60, "a spare driver")
     assert spare is not None
     flow.living_driver().kill()
-    replaced(set())
+    training.replaced(set())
     assert [flow.living_driver()] == spare, "the one that stood by"
-
-    slow.unlink()
-    result = flow.completed(120)
+    result = training.end()
     assert (result["worker_failures"], result["attempts"]) == (3, 2)
-    assert lost_and_repeated(str(ledger), STEPS, LENGTH) == (0, 0)
-    undisturbed = str(weights.with_name("undisturbed.npz"))
-    torch_loop({**config, "weights": undisturbed})
-    assert same_weights(weights, undisturbed, relative=1e-5)
-    assert flow.marked() == []
-    assert not re.search("standby workers? could not", flow.log)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("framework", "rank"), [("torch", 1), ("jax", 0)])
+def test_a_rank_that_dies_ten_times_is_replaced_each_time_be_others_ready_or_booting(
+    start: Start, tmp_path: Path, framework: str, rank: int
+) -> None:
+    training, warm = _Training(start, tmp_path, framework), 0
+    for number in range(10):
+        if number % 2:
+            warm += 1
+            _, parked = training.ready(warm)
+        else:
+            training.flow.wait_for(lambda: training.workers()[1], 60, "workers that boot")
+            parked = set()
+        victim = [line["pid"] for line in read_ledger(training.ledger) if line["rank"] == rank][-1]
+        taken = training.replaced({victim})
+        assert taken == parked or not parked
+    result = training.end()
+    assert (result["worker_failures"], result["attempts"]) == (10, 1)
