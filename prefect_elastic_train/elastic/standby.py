@@ -222,9 +222,10 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         warm = [one for one in parked if one.metadata is not None]
         taken: dict[int, Worker] = {}
         try:
+            indices = indices if warm else []
             nodes = placement_group_table(group)["bundles_to_node_id"] if warm else {}
             found = _devices(group, indices, resources) if warm and resources.get("GPU") else {}
-            visible = _visible({index: nodes[index] for index in indices if warm}, found)
+            visible = _visible({index: nodes[index] for index in indices}, found)
             for index in indices:
                 place = nodes[index], visible[nodes[index]]
                 for one in [one for one in warm if (one.node_id, one.visible) == place]:

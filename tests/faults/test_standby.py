@@ -70,7 +70,7 @@ class _Training:
         self.loop({**self.config, "weights": undisturbed})
         assert same_weights(self.weights, undisturbed, relative=1e-5)
         assert self.flow.marked() == []
-        assert not re.search("standby workers? could not", self.flow.log)
+        assert not re.search("standby workers? could not", self.flow.log, re.IGNORECASE)
         return result
 
 

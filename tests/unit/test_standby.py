@@ -95,6 +95,8 @@ def test_warm_workers_are_taken_on_the_nodes_of_the_new_group_and_all_others_are
     assert taken[0].actor is not taken[2].actor
     assert sorted(actor.name for actor in cluster.ended) == ["a//boots", "a//gone", "b//gone", "c//warm"]
     assert pool._parked == []
+    pool = _parked(("a", "", "boots"))
+    assert pool.take(None, [0, 1], {"CPU": 1}) == {}, "none is warm"  # type: ignore[arg-type]
 
 
 def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_is_taken(
