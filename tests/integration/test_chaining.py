@@ -146,7 +146,7 @@ def test_subflows_are_chained_in_one_process(tmp_path: Path, joined: RayCluster)
         cluster=joined,
     )
     trained = TrainingResult.model_validate(result["trained"])
-    assert [row["epoch"] for row in trained.history] == [1]
+    assert trained.history[-1]["epoch"] == 1
     assert result["evaluation"]["epoch"] == 1
     assert 0 < result["evaluation"]["accuracy"] < 1
 
@@ -162,4 +162,4 @@ def test_digits_are_learned_by_two_processes_in_jax(tmp_path: Path, joined: RayC
     found = DigitsSummary.model_validate(summary)
     assert found.accuracy > REQUIRED_ACCURACY
     assert (found.epochs, found.world_sizes) == (30, [2])
-    assert {file.name for file in Path(found.checkpoint_uri).iterdir()} >= {"weights.npz", "progress.json"}
+    assert {file.name for file in Path(found.checkpoint_uri).iterdir()} >= {"jax", "loop.json"}
