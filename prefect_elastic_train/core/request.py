@@ -23,6 +23,8 @@ from prefect_elastic_train.core.storage_settings import StorageSettings
 
 #: Environment variable with the mark that all processes of one training inherit.
 MARK_VARIABLE = "PREFECT_ELASTIC_TRAIN_PROCESS_MARK"
+#: Of Ray Train in the workers: whether it shows what they print once more, beside what it shows of all processes.
+PRINT_PATCH = "RAY_TRAIN_ENABLE_PRINT_PATCH"
 STOP_FILE = "stop"  # beside the spec; the supervisor makes it before it ends a driver on purpose
 #: What cloudpickle sends by value is the process's: two trainings in two threads would take it from one another.
 _PICKLING = threading.Lock()
@@ -87,22 +89,6 @@ class DriverSpec:
     def is_alone(self) -> bool:
         """Whether nobody but the run's own workers wants the resources of the cluster."""
         return self.cluster.is_local and not self.request.has_datasets
-
-    @property
-    def ray_environment(self) -> dict[str, str]:
-        """What Ray Train reads from the environment when it is imported in the controller and the workers.
-
-        The node of a local cluster has it, with what its workers' tools need to find it: a runtime environment would
-        cost each worker a process before its own, and those that Ray boots ahead would not fit.
-        """
-        # Ray Train's own print tees what the worker's standard output carries already: every line twice.
-        told = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(self.poll_interval_seconds)}
-        told["RAY_TRAIN_ENABLE_PRINT_PATCH"] = os.environ.get("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
-        if self.cluster.is_local:
-            # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
-            watcher = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-            told |= {"RAY_ADDRESS": self.local_address, watcher: os.environ.get(watcher, "0")}
-        return told
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, Clus
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
-from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.driver.fit import connect, fit_local_cluster, make_datasets, prepare
 from prefect_elastic_train.driver.interruptions import interruptions
@@ -80,11 +80,10 @@ class Attempt:
             teller.emit(ClusterWanted())
             teller.doing("")
             os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-            for name, value in spec.ray_environment.items():
-                if spec.cluster.is_local:
-                    os.environ.pop(name, None)  # its node has it
-                else:
-                    os.environ[name] = value
+            if spec.is_alone:
+                os.environ.pop(PRINT_PATCH, None)  # its node has it
+            else:
+                os.environ.setdefault(PRINT_PATCH, "0")
             payload = prepare(spec)
             teller.doing("joining the cluster")
             try:
@@ -130,6 +129,11 @@ class Attempt:
             trainer = make_trainer(told, payload, datasets, self.store, context, self._receiver.receiving, first)
         except (TypeError, ValueError, DeprecationWarning) as error:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
+        # For the controller, which inherits it; the first workers, which boot by now, need no environment of their own.
+        os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
+        if spec.cluster.is_local:
+            # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
+            os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         trainer.fit()
         # The controller has sent all its events before fit() returned; let the last ones arrive.
         time.sleep(0.1)

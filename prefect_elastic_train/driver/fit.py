@@ -135,7 +135,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
         user_env = dict(spec.cluster.runtime_env)
         if spec.cluster.working_dir:
             user_env["working_dir"] = os.path.expanduser(spec.cluster.working_dir)
-    if not spec.cluster.is_local:
+    if not spec.is_alone:  # else the node has it
         # Ray's tools in the workers would otherwise look for any cluster on their host.
         user_env["env_vars"] = {"RAY_ADDRESS": address, **user_env.get("env_vars", {})}
     on_termination = signal.getsignal(signal.SIGTERM)

@@ -246,7 +246,7 @@ class ChildDriver(Driver):
     def _end(self) -> None:
         if not self._is_told:
             self._is_told = True  # before, since the driver's answer may raise here
-            self._process.send_signal(signal.SIGINT)
+            os.kill(self._process.pid, signal.SIGINT)
         self._wait(self.follower.settings.stop_grace_seconds)
 
     def _wait(self, seconds: float) -> int:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
-from prefect_elastic_train.core.request import MARK_VARIABLE, DriverSpec
+from prefect_elastic_train.core.request import MARK_VARIABLE, PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
@@ -113,7 +113,6 @@ class Runtime:
             patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             settings = spec.cluster.model_copy(update=patience)
             spec = replace(spec, cluster=settings, local_address=cluster.address)
-            cluster.environment |= spec.ray_environment
         elif token:
             use_token(environment, token, folder)
         spare = self._take_spare(environment)
@@ -246,17 +245,20 @@ class LocalCluster:
     #: The training's private one; its path is short, since sockets are made below it.
     folder: Path
     #: Of the training's processes, with their mark.
-    environment: dict[str, str] = field(repr=False)
+    environment: InitVar[dict[str, str]]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, environment: dict[str, str]) -> None:
         self._log = self.folder / "r0.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port = _free_port()
         #: Nothing listens there before it is up.
         self.address = f"127.0.0.1:{self._port}"
         self._token = secrets.token_hex(32)
-        self.environment = {**self.environment, "RAY_USAGE_STATS_ENABLED": "0"}
-        self.admit(self.environment)
+        # What workers read is here, for a runtime environment would cost each of the first ones a process before its
+        # own, and those that Ray boots ahead would not fit. Ray's tools would look for any cluster on the host.
+        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address}
+        self._environment = {PRINT_PATCH: "0", **environment, **own}
+        self.admit(self._environment)
 
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
@@ -271,7 +273,7 @@ class LocalCluster:
         shutil.rmtree(session_folder, ignore_errors=True)
         command = self._command(self._port, session_folder)
         with self._log.open("wb") as stream:
-            self._process = start_process(command, self.environment, subprocess.DEVNULL, stream, cwd=self.folder)
+            self._process = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
 
     def is_dead(self) -> bool:
         """Whether the head node was started and is not there any more."""

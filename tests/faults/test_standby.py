@@ -121,6 +121,9 @@ def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(star
     flow = training.flow
     needless = ("ray.util.client.server", "dashboard/dashboard.py", "_private/monitor.py")
     assert not [name for name in needless if titled(flow.marked(), name)], "the local head brings what nobody uses"
+    first = read_ledger(training.ledger)[0]
+    assert first["address"].startswith("127.0.0.1:"), "tools in the workers find the training's own cluster"
+    assert not first["runtime_env"], "which would cost each of the first workers a process before its own"
     working, parked = training.ready(1)
     assert len(parked) == 2
     taken = training.replaced({max(working)})
@@ -144,7 +147,7 @@ def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(star
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("framework", "rank"), [("torch", 1), ("jax", 0)])
-def test_a_rank_that_dies_ten_times_is_replaced_each_time_be_others_ready_or_booting(
+def test_a_rank_that_dies_ten_times_is_replaced_each_time_by_others_ready_or_booting(
     start: Start, tmp_path: Path, framework: str, rank: int
 ) -> None:
     training, warm = _Training(start, tmp_path, framework), 0

@@ -31,7 +31,9 @@ def _where() -> dict[str, Any]:
     context = ray.train.get_context()
     node = ray.get_runtime_context().get_node_id()
     group = broadcast_from_rank_zero(f"{node} {os.getpid()}")
-    return {"rank": context.get_world_rank(), "world": context.get_world_size(), "node": node, "group": group}
+    found = {"rank": context.get_world_rank(), "world": context.get_world_size(), "node": node, "group": group}
+    given = {"address": os.environ.get("RAY_ADDRESS"), "runtime_env": dict(ray.get_runtime_context().runtime_env)}
+    return found | given
 
 
 def _disturb(config: dict[str, Any], where: dict[str, Any], step: int) -> None:

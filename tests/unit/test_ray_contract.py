@@ -14,6 +14,7 @@ import ray
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 from ray.job_config import JobConfig
+from ray.runtime_env import RuntimeEnv
 from ray.train import Checkpoint, ScalingConfig
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.execution import context, failure_handling, scaling_policy
@@ -27,6 +28,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util import tpu
 
+from prefect_elastic_train.core.request import PRINT_PATCH
 from prefect_elastic_train.elastic import callbacks, controller, loop_callback, policy, standby
 from prefect_elastic_train.runs import layout
 from tests.unit.support import REPOSITORY
@@ -240,4 +242,12 @@ def test_states_decisions_and_workers_carry_what_events_do() -> None:
     assert {"node_ip", "pid"} <= set(ActorMetadata.__dataclass_fields__)
     assert "world_rank" in context.DistributedContext.__dataclass_fields__
     assert {"metadata", "distributed_context"} <= set(Worker.__dataclass_fields__)
+
+
+def test_workers_need_no_runtime_environment_but_for_what_ray_train_propagates() -> None:
     assert constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR == "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+    assert constants.ENABLE_PREEMPTION_WATCHER_ENV_VAR == "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+    assert constants.ENABLE_PRINT_PATCH_ENV_VAR == PRINT_PATCH
+    assert PRINT_PATCH in constants.ENV_VARS_TO_PROPAGATE
+    assert WorkerGroup._get_worker_runtime_env({}) == {"env_vars": {}}
+    assert RuntimeEnv(env_vars={}).serialize() == RuntimeEnv().serialize() == "{}"
