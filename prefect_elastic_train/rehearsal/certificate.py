@@ -1,7 +1,8 @@
-"""What a rehearsal has found, and how it is written down: as JSON, as Markdown, as a page."""
+"""What a rehearsal has found, as JSON, as Markdown and as a page."""
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -18,10 +19,9 @@ class Played(BaseModel):
     """A fault that was played.
 
     Attributes:
-        seconds: From the fault to the first step that had not been done before.
+        seconds: The longest time from the fault on without a report that was further than any before.
         redone: Reports that were done again.
         workers: How many went on.
-        at_report: How many reports counted before it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -32,23 +32,22 @@ class Played(BaseModel):
     seconds: float
     redone: int
     workers: int
-    at_report: int
 
     @property
     def words(self) -> str:
         """What it has come to."""
         if not self.recovered:
-            return "NOT recovered"
-        return f"recovered in {self.seconds:g} s with {self.workers} workers, {self.redone} reports done again"
+            return f"NOT recovered in {self.seconds:g} s"
+        went_on = f"{self.workers} worker{'s' * (self.workers != 1)} went on after {self.seconds:g} s"
+        return f"{went_on}, {self.redone} report{'s' * (self.redone != 1)} done again"
 
 
 class Finding(BaseModel):
-    """What is wrong with a loop, or was not to be found out, and what to do about it."""
+    """What is wrong with a loop, or was not to be found out, and what to do; ``about`` is one of a few titles."""
 
     model_config = ConfigDict(frozen=True)
 
     level: Literal["fail", "warn"]
-    #: One of a few words, for programs.
     about: str
     message: str
     remedy: str = ""
@@ -58,7 +57,6 @@ class Certificate(BaseModel):
     """Whether a loop recovers from the faults that were rehearsed, as if nothing had happened.
 
     Attributes:
-        passed: Every fault asked for was played and recovered from, and nothing is wrong with the loop.
         compared: What was held against the undisturbed training, in words.
         difference: How far the state was from the undisturbed one at most, relative; None if none could be read.
         metrics, undisturbed_metrics: What was reported last where both trainings have been.
@@ -84,40 +82,37 @@ class Certificate(BaseModel):
 
     @property
     def passed(self) -> bool:
-        return not any(one.level == "fail" for one in self.findings) and all(one.recovered for one in self.faults)
+        """Whether every fault asked for was played and recovered from, and nothing is wrong with the loop."""
+        return all(one.recovered for one in self.faults) and not any(one.level == "fail" for one in self.findings)
 
     def markdown(self) -> str:
         """The certificate as people read it."""
-        verdict = "recovers" if self.passed else "does NOT recover as it should"
         when = datetime.fromtimestamp(self.at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        lines = [
-            f"# {self.loop} {verdict}",
+        versions = ", ".join(f"{name} {one}" for name, one in self.versions.items())
+        rows = [f"| {one.kind} | {one.what} | {one.words} |" for one in self.faults]
+        last = [f"| {name} | {self.undisturbed_metrics.get(name)} | {one} |" for name, one in self.metrics.items()]
+        parts = [
+            f"# {self.loop} {'recovers' if self.passed else 'does NOT recover as it should'}",
             f"Rehearsed {when} with {self.workers} workers ({self.framework}), seed {self.seed}, in "
-            f"{duration(self.seconds)}; " + ", ".join(f"{name} {one}" for name, one in self.versions.items()) + ".",
-            "| fault | what was done | what came of it |\n|---|---|---|\n"
-            + "\n".join(f"| {one.kind} | {one.what} | {one.words} |" for one in self.faults),
+            f"{duration(self.seconds)}; {versions}.",
+            *(
+                f"**{one.about}** ({one.level}): {one.message}" + (f". *To do:* {one.remedy}" if one.remedy else "")
+                for one in self.findings
+            ),
+            "\n".join(["| fault | what was done | what came of it |", "|---|---|---|", *rows]) if rows else "",
             f"**Against the undisturbed training:** {self.compared}",
+            "\n".join(["| reported last | undisturbed | disturbed |", "|---|---|---|", *last]) if last else "",
+            f"**Samples:** {self.samples}" if self.samples else "",
         ]
-        if self.metrics:
-            rows = (f"| {name} | {self.undisturbed_metrics.get(name)} | {one} |" for name, one in self.metrics.items())
-            lines.append("| reported last | undisturbed | disturbed |\n|---|---|---|\n" + "\n".join(rows))
-        if self.samples:
-            lines.append(f"**Samples:** {self.samples}")
-        for one in self.findings:
-            lines.append(
-                f"**{one.about}** ({one.level}): {one.message}" + (f". *To do:* {one.remedy}" * bool(one.remedy))
-            )
-        return "\n\n".join(lines) + "\n"
+        return "\n\n".join(filter(None, parts)) + "\n"
 
-    def save(self, folder: Path) -> list[Path]:
-        """Write it as JSON and as a page, named after the loop and the seed; return the files."""
+    def save(self, folder: Path) -> None:
+        """Write it as JSON and as a page, named after the loop and the seed."""
         from markdown_it import MarkdownIt
 
         folder.mkdir(parents=True, exist_ok=True)
-        stem = "".join(letter if letter.isalnum() else "-" for letter in self.loop).strip("-")
-        files = [folder / f"rehearsal-{stem}-{self.seed}{suffix}" for suffix in (".json", ".html")]
-        files[0].write_text(self.model_dump_json(indent=2) + "\n")
+        stem = folder / f"rehearsal-{re.sub(r'[^A-Za-z0-9]+', '-', self.loop).strip('-')}-{self.seed}"
+        stem.with_suffix(".json").write_text(self.model_dump_json(indent=2) + "\n")
         body = MarkdownIt("commonmark", {"html": False}).enable("table").render(self.markdown())
-        head = f'<!doctype html><meta charset="utf-8"><title>Rehearsal of {stem}</title><style>{_STYLE}</style>'
-        files[1].write_text(f"{head}\n{body}")
-        return files
+        head = f'<!doctype html><meta charset="utf-8"><title>{stem.name}</title><style>{_STYLE}</style>'
+        stem.with_suffix(".html").write_text(f"{head}\n{body}")

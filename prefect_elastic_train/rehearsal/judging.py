@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
 from prefect_elastic_train.rehearsal.certificate import Finding
 from prefect_elastic_train.rehearsal.checker import distance, numbers_in
-from prefect_elastic_train.rehearsal.course import Course, apart, differing
+from prefect_elastic_train.rehearsal.course import Course
 
 #: How far apart, relative to the largest number of an array, is noise of the order in which floats are added: with as
 #: many workers as undisturbed, and with fewer or more.
-NOISE, NOISE_OF_RESIZES = 1e-5, 1e-3
-_FAILURES_EACH_SECONDS, _RARELY, _LEAST_SECONDS = 3600.0, 4.0, 10.0
-_SEED = "seed model, data order and every random generator from the config, and have no other source of chance"
+_NOISE, _NOISE_OF_RESIZES = 1e-5, 1e-3
+#: How much longer than best an interval between saves may be, if one failure comes in so many seconds.
+_RARELY, _FAILURES_EACH_SECONDS, _LEAST_SECONDS = 4.0, 3600.0, 10.0
+_fail = partial(Finding, level="fail")
+_A_SESSION = "a session of prefect_elastic_train.loop does"
 
 
 @dataclass
 class Comparison:
-    """How a disturbed training stands to the undisturbed one."""
+    """How a disturbed training stands to the undisturbed one; ``metrics`` are the last of both."""
 
     words: str
     findings: list[Finding] = field(default_factory=list)
@@ -30,28 +31,18 @@ class Comparison:
     metrics: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
 
 
-@dataclass(frozen=True)
-class _Point:
-    """Where both have been: after how many reports of the disturbed one, how far apart, and in what."""
-
-    place: int
-    gap: float
-    where: str
-
-
 def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
     """Return what an undisturbed training shows already."""
     if course.failures:
         return [_stuck(course)]
-    reports = course.reports
     if not course.commits:
-        told = f"the loop reported {len(reports)} times in {seconds:.0f} s, and never with a checkpoint"
-        told += ": whatever dies, all is lost"
+        told = (
+            f"{len(course.reports)} reports in {seconds:.0f} s, and none with a checkpoint: whatever dies, all is lost"
+        )
         remedy = "save with ray.train.report(metrics, checkpoint=...), or train in a prefect_elastic_train.loop.session"
-        return [Finding(level="fail", about="never saves", message=told, remedy=remedy)]
-    times = [course.started_at, *(reports[place].at for place in course.commits)]
-    every = statistics.median(after - before for before, after in itertools.pairwise(times))
-    cost = max(sum(course.stalled) / len(course.commits), 0.01)
+        return [_fail(about="never saves", message=told, remedy=remedy)]
+    every = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
+    cost = max(course.stalled / len(course.commits), 0.01)
     best = max(best_interval(cost, _FAILURES_EACH_SECONDS), _LEAST_SECONDS)
     if every < _RARELY * best:
         return []
@@ -60,119 +51,103 @@ def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
     return [Finding(level="warn", about="saves rarely", message=message, remedy=remedy)]
 
 
-def compare(a: Course, d: Course, of_a: Path, of_d: Path) -> Comparison:
-    """Hold a disturbed training against the undisturbed one; their run directories are those."""
-    findings = [
-        Finding(level="fail", about="ignores its checkpoint", message=one.message)
-        for one in d.warnings
-        if one.problem == "checkpoint-ignored"
-    ][:1]
-    counter = a.counter()
-    there, here = a.by_progress(counter), d.by_progress(counter)
-    common = [(there[at], here[at]) for at in sorted(there.keys() & here.keys())]
+def compare(one: Course, other: Course, of_one: Path, of_other: Path) -> Comparison:
+    """Hold a disturbed training against the undisturbed ``one``; their run directories are those."""
+    counter = one.counter()
+    here = {one.progress(place, counter): place for place in range(len(one.reports))}
+    there = {other.progress(place, counter): place for place in range(len(other.reports))}
+    common = [(here[at], there[at]) for at in sorted(here.keys() & there.keys())]
+    ignored = [warning.message for warning in other.warnings if warning.problem == "checkpoint-ignored"]
+    findings = [_fail(about="ignores its checkpoint", message=message) for message in ignored[:1]]
     if not common:
-        words = "no report of the one is one of the other's, so there is nothing to compare"
-        return Comparison(words, findings or [_unknown(words)])
-    last = [course.reports[place].metrics for course, place in ((a, common[-1][0]), (d, common[-1][1]))]
-    points, kind = _by_state(a, d, of_a, of_d, common), "state"
-    if not points:
-        points, kind = list(_by_metrics(a, d, common)), "metrics"
-    words, finding = _verdict(a, d, points, kind, common)
-    if finding is not None and not findings:
-        findings.append(finding)
-    difference = max((point.gap for point in points), default=0.0) if kind == "state" else None
-    return Comparison(words, findings, difference, (last[0], last[1]))
-
-
-def _by_state(a: Course, d: Course, of_a: Path, of_d: Path, common: list[tuple[int, int]]) -> list[_Point]:
-    """Compare the checkpoints that both have kept of the same progress: the last, and if that differs, all."""
-    found: list[_Point] = []
-    for there, here in reversed(common):
-        folders = [of_a / a.reports[there].checkpoint, of_d / d.reports[here].checkpoint]
-        if not (a.reports[there].checkpoint and d.reports[here].checkpoint and all(one.is_dir() for one in folders)):
-            continue
-        one, other = map(numbers_in, folders)
-        if one.keys() & other.keys():
-            found.insert(0, _Point(here, *distance(one, other)))
-            if not found[0].gap:
-                break
-    return found
-
-
-def _by_metrics(a: Course, d: Course, common: list[tuple[int, int]]) -> Iterator[_Point]:
-    for there, here in common:
-        one, other = a.reports[there].metrics, d.reports[here].metrics
-        gaps = {name: apart(one[name], other[name]) for name in differing(one, other, 0.0)}
-        where = max(gaps, key=lambda name: gaps[name], default="")
-        yield _Point(here, gaps.get(where, 0.0), where)
-
-
-def _verdict(
-    a: Course, d: Course, points: list[_Point], kind: str, common: list[tuple[int, int]]
-) -> tuple[str, Finding | None]:
-    """Return how the two compare, in words, and what is wrong if something is."""
-    first = d.resumes[0][0] if d.resumes else len(d.reports)
-    worlds = [(0, d.reports[0].world), *d.resumes]
-    before = -1  # the last point at which all was well
-    for point in points:
-        others = [size for place, size in worlds if place <= point.place and size != a.reports[0].world]
-        if point.gap <= (NOISE_OF_RESIZES if others else NOISE):
-            before = point.place
-            continue
-        told = f"{_what(kind, point)} is {point.gap:.2g} (relative) from the undisturbed training's"
-        at = f"after {point.place + 1} reports {told}"
-        if point.place < first and not others:
-            message = f"{at}, although nothing had happened to either: two undisturbed trainings differ"
-            return at, Finding(level="fail", about="not deterministic", message=message, remedy=_SEED)
-        resumes = [place for place, _ in d.resumes if before < place <= point.place] or [first]
-        if others:
-            message = f"{at}; it had trained with {others[-1]} workers for a while instead of {a.reports[0].world}"
-            remedy = "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
-            remedy += "order of samples a function of seed and step: a session of prefect_elastic_train.loop does"
-            return at, Finding(level="fail", about="depends on the world size", message=message, remedy=remedy)
-        return at, _forgotten(a, d, resumes[0], at, common)
-    worst = max(point.gap for point in points)
-    same = "bit for bit the same" if not worst else f"the same within {worst:.1g} (relative)"
-    last = points[-1].place + 1
-    if kind == "state":
-        return f"the state in the checkpoint after {last} reports is {same}", None
-    return f"no checkpoint of both could be read; what was reported is {same} in {last} reports", None
-
-
-def _what(kind: str, point: _Point) -> str:
-    return f"{point.where} of the checkpoint" if kind == "state" else f"the metric {point.where}"
-
-
-def _forgotten(a: Course, d: Course, resume: int, at: str, common: list[tuple[int, int]]) -> Finding:
-    """Say what a loop forgets, as far as its first report after a resume tells."""
-    after = next(((there, here) for there, here in common if here >= resume), common[-1])
-    one, other = a.reports[after[0]].metrics, d.reports[after[1]].metrics
-    jumps = differing(one, other, NOISE)
-    if jumps:
-        name = jumps[0]
-        told = f"the first report after a resume has {name} {other[name]:.6g} instead of {one[name]:.6g}"
-        lacking = "the random state, the place in the data, or part of the model is not restored"
-        lacking += "; or, if a report stands for several steps, the optimizer's state"
+        words = "no report of the one is as far as one of the other's, so there is nothing to compare"
+        remedy = "report a counter that only grows, such as step, and save checkpoints at the same steps each time"
+        return Comparison(
+            words, findings or [Finding(level="warn", about="not comparable", message=words, remedy=remedy)]
+        )
+    points, difference = _by_state(one, other, of_one, of_other, common), None
+    if points:
+        difference = max(gap for _, gap, _ in points)
     else:
-        told = "the first report after a resume is right, and later ones are not"
-        lacking = "what makes the update is not restored: the optimizer's state or the schedule of its learning rate"
-    remedy = "save and restore model, optimizer, schedule, random states and the place in the data: a session of "
-    remedy += "prefect_elastic_train.loop does"
-    return Finding(level="fail", about="forgets a part of its state", message=f"{at}: {told}; {lacking}", remedy=remedy)
+        gaps = (distance(one.reports[here].metrics, other.reports[there].metrics) for here, there in common)
+        points = [(there, gap, f"metric {where}") for (_, there), (gap, where) in zip(common, gaps, strict=True)]
+    words, wrong = _verdict(one, other, points, common)
+    if difference is None:
+        words = f"no checkpoint of both could be read, so what was reported was compared: {words}"
+    last = one.reports[common[-1][0]].metrics, other.reports[common[-1][1]].metrics
+    return Comparison(words, findings or wrong, difference, last)
+
+
+#: Reports of the disturbed training up to where the two are compared, how far apart they are, and in what.
+_Points = list[tuple[int, float, str]]
+
+
+def _by_state(one: Course, other: Course, of_one: Path, of_other: Path, common: list[tuple[int, int]]) -> _Points:
+    """Compare the checkpoints that both have kept of the same progress: the last, and if that differs, all."""
+    points: _Points = []
+    for here, there in reversed(common):
+        names = one.reports[here].checkpoint, other.reports[there].checkpoint
+        folders = of_one / names[0], of_other / names[1]
+        if not (all(names) and all(folder.is_dir() for folder in folders)):
+            continue
+        numbers = [numbers_in(folder) for folder in folders]
+        if numbers[0].keys() & numbers[1].keys():
+            points.insert(0, (there, *distance(*numbers)))
+            if not points[0][1]:
+                break
+    return points
+
+
+def _verdict(one: Course, other: Course, points: _Points, common: list[tuple[int, int]]) -> tuple[str, list[Finding]]:
+    """Return how the two compare, in words, and what is wrong if something is."""
+    world, worlds = one.reports[0].world, [(0, other.reports[0].world), *other.resumes]
+    well = -1  # the last place at which they were the same
+    for place, gap, where in points:
+        before = [resume for resume, _ in other.resumes if resume <= place]
+        others = [size for resume, size in worlds if resume <= place and size != world]
+        if gap <= (_NOISE_OF_RESIZES if others else _NOISE):
+            well = place
+            continue
+        words = f"after {place + 1} reports {where} is {gap:.2g} (relative) from the undisturbed training's"
+        if others:
+            message = f"{words}; it had trained with {others[-1]} instead of {world} workers for a while"
+            remedy = "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
+            remedy += f"order of samples a function of seed and step: {_A_SESSION}"
+            return words, [_fail(about="depends on the world size", message=message, remedy=remedy)]
+        if not before:
+            message = f"{words}, although nothing had happened to either: two undisturbed trainings differ"
+            remedy = "seed the model, the order of the data and every random generator, with the same seed each time"
+            return words, [_fail(about="not deterministic", message=message, remedy=remedy)]
+        resume = next(one for one in [*before, place] if one > well or one == before[-1])
+        return words, [_forgotten(one, other, resume, words, common)]
+    worst = max(gap for _, gap, _ in points)
+    same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
+    return f"after {points[-1][0] + 1} reports it is {same}", []
+
+
+def _forgotten(one: Course, other: Course, resume: int, words: str, common: list[tuple[int, int]]) -> Finding:
+    """Say what a loop forgets, as far as its first report after a resume tells."""
+    here, there = next((pair for pair in common if pair[1] >= resume), common[-1])
+    mine, its = one.reports[here].metrics, other.reports[there].metrics
+    gap, name = distance(mine, its)
+    if gap > _NOISE:
+        told = f"the first report after a resume has {name} {its[name]:.6g} instead of {mine[name]:.6g}; the random "
+        told += "state, the place in the data or a part of the model is not restored, or, where a report stands for "
+        told += "several steps, what makes the update"
+    else:
+        told = "the first report after a resume is right and later ones are not; what makes the update is not "
+        told += "restored: the optimizer's state, or the schedule of its learning rate"
+    remedy = "save and restore model, optimizer, schedule, random states and the place in the data: "
+    about = "forgets a part of its state"
+    return _fail(about=about, message=f"{words}: {told}", remedy=f"{remedy}{_A_SESSION}")
 
 
 def _stuck(course: Course) -> Finding:
-    """Say which ranks wait in a report, and which do not."""
-    errors = course.failures[0].errors
-    waiting = [rank for rank, error in errors.items() if "in report\n" in error]
-    text = next(iter(errors.values()), "")
-    if "HungLoopError" in text and waiting:
-        message = f"rank {', '.join(waiting)} waits in report() for the others, which have no more to report"
+    """Say which ranks wait in a report for others that do not, or what else has gone wrong."""
+    failure = course.failures[0]
+    waiting = [rank for rank, error in failure.errors.items() if "HungLoopError" in error and "in report\n" in error]
+    if waiting:
+        message = f"rank {', '.join(waiting)} waited in report() for the others, which did not come to theirs"
         remedy = "have all ranks call ray.train.report() equally often"
-        return Finding(level="fail", about="reports unequally", message=message, remedy=remedy)
-    return Finding(level="fail", about="fails undisturbed", message=text.strip().splitlines()[-1] if text else "?")
-
-
-def _unknown(words: str) -> Finding:
-    remedy = "report a counter that only grows, such as step, and save checkpoints at the same steps each time"
-    return Finding(level="warn", about="not comparable", message=words, remedy=remedy)
+        return _fail(about="reports unequally", message=message, remedy=remedy)
+    return _fail(about="fails undisturbed", message=cause(next(iter(failure.errors.values()), "no reason was told")))

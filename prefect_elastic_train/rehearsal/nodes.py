@@ -2,8 +2,8 @@
 
 As a script: answers requests on its standard input, a JSON line each, until that closes.
 
-Uses ``ray.cluster_utils.Cluster``, with which Ray tests itself, and ``ray._raylet.GcsClient`` to drain a node: a node
-that is drained has no public name but in the autoscaler.
+Uses ``ray.cluster_utils.Cluster``, with which Ray tests itself, and ``ray._raylet.GcsClient``, since no public name
+drains a node.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
+
+from prefect_elastic_train.core.outcomes import ElasticTrainError
 
 COMMAND = (sys.executable, "-m", "prefect_elastic_train.rehearsal.nodes")
 _ANSWER, _ANSWER_SECONDS = b"@answer ", 120.0
 
 
-class NodesFailedError(RuntimeError):
+class NodesFailedError(ElasticTrainError):
     """The cluster ended, or did not answer in time."""
 
 
 class Nodes:
-    """The client of a process that was started with :data:`COMMAND` and pipes; who starts it ends what is of it.
+    """Speaks by pipes with a process that was started with :data:`COMMAND`; who starts that ends what is of it.
 
     Attributes:
-        address: ``host:port`` of the head, which has no resources for workers.
+        address: ``host:port`` of the head, which has only so many CPUs.
         ids: The nodes that are there.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], head_cpus: int = 0) -> None:
-        self._process = process
+        self._process, self.ids = process, list[str]()
         self.address: str = self._ask("start", cpus=head_cpus)
-        self.ids: list[str] = []
 
     def add(self, **node: Any) -> str:
         """Add a node, with the arguments of ``Cluster.add_node``, and return its id once the cluster knows it."""
@@ -49,7 +50,7 @@ class Nodes:
             self.ids.remove(node_id)
 
     def drain(self, node_id: str, seconds: float) -> None:
-        """Announce that a node goes in so many seconds. Nobody takes it away: that is `remove`."""
+        """Announce that a node goes in so many seconds. Nobody takes it away: that is :meth:`remove`."""
         self._ask("drain", node_id=node_id, seconds=seconds)
 
     def _ask(self, what: str, **arguments: Any) -> Any:
@@ -60,18 +61,16 @@ class Nodes:
         try:
             stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
             stdin.flush()
-        except BrokenPipeError as error:
+            while select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                line = stdout.readline() or _ANSWER  # the end is no JSON
+                if line.startswith(_ANSWER):
+                    return json.loads(line.removeprefix(_ANSWER))
+        except (BrokenPipeError, ValueError) as error:
             raise NodesFailedError(f"the cluster ended before it could {what}") from error
-        while select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            line = stdout.readline()  # Ray's own lines go elsewhere, so that one is whole and alone
-            if line.startswith(_ANSWER):
-                return json.loads(line.removeprefix(_ANSWER))
-            if not line:
-                raise NodesFailedError(f"the cluster ended instead of an answer to {what!r}")
-        raise NodesFailedError(f"the cluster did not answer to {what!r} within {_ANSWER_SECONDS:g} s")
+        raise NodesFailedError(f"the cluster did not {what} within {_ANSWER_SECONDS:g} s")
 
 
-def serve(requests: Sequence[str] | Any) -> None:
+def serve(requests: Iterable[str]) -> None:
     """Start a head, and do what the lines say."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.cluster_utils import Cluster

@@ -9,24 +9,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from prefect_elastic_train.blocks.lookup import chosen_block
 from prefect_elastic_train.core import settings
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.request import Payload
-from prefect_elastic_train.orchestration.arguments import GivenBlock, check_arguments, load_given
+from prefect_elastic_train.orchestration.arguments import GivenBlock, check_arguments, given_blocks, load_given
 from prefect_elastic_train.rehearsal import judging
 from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Played
 from prefect_elastic_train.rehearsal.course import Course
-from prefect_elastic_train.rehearsal.players import Disturber, Undisturbed
+from prefect_elastic_train.rehearsal.players import Disturber, undisturbed
 from prefect_elastic_train.rehearsal.schedule import KINDS, every_kind
 from prefect_elastic_train.rehearsal.stage import Stage
-from prefect_elastic_train.runs import identity
+from prefect_elastic_train.runs.identity import loop_name
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.samples import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
 
-_SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for each undisturbed training
-_LEAST_STALL_SECONDS, _STALLS = 15.0, 4.0
+_SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
+_FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 4.0
 _MOST_TRAININGS = 5
 
 
@@ -49,16 +48,16 @@ def rehearse(
 ) -> Certificate:
     """Train a loop undisturbed and then under faults, on a cluster of this machine, and compare the two.
 
-    The loop trains as with ``elastic_train``, for a share of the time each; it is cut off at a checkpoint if it is not
-    done by then, so give it a config with which it saves several times in a minute. Nothing of it is kept but the
-    certificate. In a flow the certificate is an artifact of the flow run, too.
+    The loop trains as with ``elastic_train``, undisturbed for a share of the time, and is cut off there if it is not
+    done: give it a config with which it saves several times in a minute. Only the certificate is kept; in a flow it is
+    an artifact of the flow run, too.
 
     Args:
         train_loop, train_loop_config, framework, datasets, torch_config, jax_config: As of ``elastic_train``.
-        scaling: The ``ElasticScaling`` block, or the name of one, for what a worker gets; default: one CPU.
-        workers: How many train undisturbed; at most the scaling's ``max_workers`` if one is given.
+        scaling: The ``ElasticScaling`` block, or the name of one, for what a worker gets and how few may go on.
+        workers: How many train undisturbed.
         faults: Which are played: some of "worker", "driver", "freeze", "storage", "node", "drain" and "growth".
-        minutes: For all of it, roughly; what was not played by then is told.
+        minutes: For all of it, roughly. A fault has two minutes to be recovered from, whatever this is.
         seed: Of the schedule.
         save_to: Folder for the certificate as JSON and as a page; None: it is not written.
         tell: Called with each line of progress.
@@ -69,24 +68,28 @@ def rehearse(
 
     Raises:
         ConfigurationError: Bad arguments; nothing was started.
-        ElasticTrainError: The loop fails undisturbed.
+        ElasticTrainError: The cluster does not start, or the loop fails undisturbed.
     """
-    kinds, chosen = _checked(faults, minutes, workers, framework), _scaling(scaling, workers)
+    check_arguments(framework, None, False, None, 60 * minutes)
+    wrong = [kind for kind in faults if kind not in KINDS]
+    if wrong or not faults or workers < 1:
+        told = f"faults={list(faults)!r}, workers={workers!r}"
+        raise ConfigurationError(f"{told}: give at least one worker, and some of the faults {', '.join(KINDS)}")
+    wanted = _scaling(scaling, workers)
     payload = Payload(train_loop, train_loop_config, datasets, None, torch_config, jax_config)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        stage = Stage(payload, framework, chosen, Path(folder), on_line)
+        stage = Stage(payload, framework, wanted, Path(folder), on_line)
         try:
-            tell(f"starting a cluster of {chosen.max_workers} nodes")
+            tell("starting a cluster")
             stage.open()
-            found = _Rehearsal(stage, kinds, seed, 60 * minutes, tell).run()
+            found = _Rehearsal(stage, faults, seed, 60 * minutes, tell).run()
         finally:
             stage.close()
-    least = "" if chosen.min_workers == chosen.max_workers else f"{chosen.min_workers} to "
     certificate = Certificate(
-        loop=identity.loop_name(train_loop),
+        loop=loop_name(train_loop),
         framework=framework,
-        workers=f"{least}{chosen.max_workers}",
+        workers=f"{wanted.min_workers} to {workers}" if stage.can_shrink else str(workers),
         seed=seed,
         seconds=round(time.monotonic() - began, 1),
         at=time.time(),
@@ -106,98 +109,81 @@ class _Rehearsal:
         self, stage: Stage, kinds: Sequence[str], seed: int, seconds: float, tell: Callable[[str], None]
     ) -> None:
         self._stage, self._kinds, self._seed, self._tell = stage, kinds, seed, tell
-        self._share = max(_LEAST_SECONDS, _SHARE * seconds)
-        self._until = time.monotonic() + seconds
-        self._findings: list[Finding] = []
+        self._share, self._until = max(_LEAST_SECONDS, _SHARE * seconds), time.monotonic() + seconds
+        self._played: list[Played] = []
+        self._findings: dict[str, Finding] = {}
 
     def run(self) -> dict[str, Any]:
-        """Return the fields of the certificate that are found out."""
+        """Return those fields of the certificate that are found out."""
         self._tell("training undisturbed")
-        player = Undisturbed(self._share)
-        undisturbed, why = self._stage.train("undisturbed", 0, max(60.0, self._share), "off", player)
-        if why and not undisturbed.failures:
+        stall = max(_FIRST_STALL_SECONDS, self._share)
+        course, why = self._stage.train("undisturbed", 0, stall, "off", undisturbed(self._share))
+        if why and not course.failures:
             raise ElasticTrainError(f"the loop fails undisturbed, so there is nothing to rehearse: {why}")
-        self._add(judging.of_undisturbed(undisturbed, self._share))
-        if not undisturbed.commits or undisturbed.failures:
-            return {"faults": [], "findings": self._findings, "compared": "there was nothing to resume from"}
-        played, comparison = self._disturbed(undisturbed)
-        samples = check_samples(RunDirectory(LocalRunStore(str(self._stage.folder / "disturbed-1"))))
-        if samples is not None and not samples.unknown and (samples.wrong or not samples.exact):
-            self._add([Finding(level="fail", about="samples", message=samples.words)])
+        self._add(judging.of_undisturbed(course, self._share))
+        comparison, samples = judging.Comparison("there was nothing to resume from"), ""
+        if course.commits and not course.failures:
+            comparison = self._disturb(course)
+            check = check_samples(RunDirectory(LocalRunStore(str(self._stage.folder / "disturbed-1"))))
+            if check is not None and not check.unknown:
+                samples = check.words
+                if check.wrong or not check.exact:
+                    self._add([Finding(level="fail", about="samples", message=samples)])
         return {
-            "faults": played,
-            "findings": self._findings,
+            "faults": self._played,
+            "findings": [*self._findings.values()],
             "compared": comparison.words,
             "difference": comparison.difference,
             "undisturbed_metrics": comparison.metrics[0],
             "metrics": comparison.metrics[1],
-            "samples": samples.words if samples is not None and not samples.unknown else "",
+            "samples": samples,
         }
 
-    def _disturbed(self, undisturbed: Course) -> tuple[list[Played], judging.Comparison]:
-        """Train under faults until each is played, or time or sense runs out."""
-        commits, reports = undisturbed.commits, undisturbed.reports
-        counter = undisturbed.counter()
-        far = max(undisturbed.by_progress(counter)) if undisturbed.is_complete else _progress(undisturbed, counter)
-        between = (reports[commits[-1]].at - undisturbed.started_at) / len(commits)
+    def _disturb(self, before: Course) -> judging.Comparison:
+        """Train under faults until each is played, or time or sense runs out; return the worst that came out."""
+        counter, commits, gap = before.counter(), before.commits, before.longest_gap
+        far = before.progress(-1 if before.is_complete else commits[-1], counter)
+        between = (before.reports[commits[-1]].at - before.started_at) / len(commits)
         faults = every_kind(self._kinds, self._seed, min(5.0, between), self._stage.can_shrink)
-        stall = max(_LEAST_STALL_SECONDS, _STALLS * undisturbed.longest_gap)
-        played: list[Played] = []
-        worst: judging.Comparison | None = None
+        found: list[judging.Comparison] = []
 
         def enough(course: Course) -> bool:
-            return bool(course.commits) and _progress(course, counter) >= far
+            return bool(course.commits) and course.progress(course.commits[-1], counter) >= far
 
         for number in range(1, _MOST_TRAININGS + 1):
             self._tell(f"training under faults: {', '.join(fault.kind for fault in faults)}")
-            gap = undisturbed.longest_gap
-            player = Disturber(self._stage, faults, enough, gap, self._until, self._tell)
-            course, why = self._stage.train(f"disturbed-{number}", len(faults), stall, "", player)
-            player.end(course)
-            played += player.played
-            folders = (self._stage.folder / "undisturbed", self._stage.folder / f"disturbed-{number}")
+            name, stall = f"disturbed-{number}", max(_LEAST_STALL_SECONDS, _GAPS * gap)
+            player = Disturber(self._stage, faults, enough, gap, self._tell)
+            course, why = self._stage.train(name, len(faults), stall, "", player)
+            player.end(course, recovered=course.is_complete)
+            self._played += player.played
             if why:
                 self._add([Finding(level="fail", about="does not go on", message=why)])
-            comparison = judging.compare(undisturbed, course, *folders) if course.reports else None
-            if comparison is not None:
-                self._add(comparison.findings)
-                worst = comparison if worst is None or comparison.findings else worst
+            if course.reports:
+                folder = self._stage.folder
+                found.append(judging.compare(before, course, folder / "undisturbed", folder / name))
+                self._add(found[-1].findings)
             if why or not faults or not player.played or time.monotonic() > self._until:
                 break
         if faults:
             told = f"not played: {', '.join(fault.kind for fault in faults)}"
             remedy = "give it more minutes, and a config with which the loop trains longer and saves more often"
             self._add([Finding(level="fail", about="not all rehearsed", message=told, remedy=remedy)])
-        return played, worst or judging.Comparison("nothing was reported")
+        return next((one for one in found if one.findings), (found or [judging.Comparison("nothing was reported")])[0])
 
     def _add(self, findings: Sequence[Finding]) -> None:
-        known = {one.about for one in self._findings}
-        self._findings += [one for one in findings if one.about not in known]
-
-
-def _progress(course: Course, counter: str) -> float:
-    place = course.commits[-1]
-    return float(course.reports[place].metrics.get(counter, place + 1))
-
-
-def _checked(faults: Sequence[str], minutes: float, workers: int, framework: str) -> list[str]:
-    check_arguments(framework, None, False, None, 60 * minutes)
-    wrong = [kind for kind in faults if kind not in KINDS]
-    if wrong or not faults:
-        raise ConfigurationError(f"faults {', '.join(wrong) or 'none'}: choose some of {', '.join(KINDS)}")
-    if workers < 1:
-        raise ConfigurationError(f"workers={workers}: a rehearsal needs at least 1")
-    return list(dict.fromkeys(faults))
+        for one in findings:
+            self._findings.setdefault(one.about, one)
 
 
 def _scaling(given: GivenBlock | None, workers: int) -> settings.ScalingSettings:
-    block = chosen_block("scaling") if given is None else load_given("scaling", given)
+    """Return what the workers of a rehearsal get: nodes of this machine, as many as there are workers."""
+    block = load_given("scaling", given_blocks(scaling=given)["scaling"])
     scaling = settings.plain(settings.ScalingSettings, block)
     if scaling.accelerator == "tpu":
         raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
-    most = workers if given is None else max(scaling.min_workers, min(scaling.max_workers, workers))
-    nodes = {"label_selector": {}, "placement_strategy": "PACK", "wait_for_max_seconds": 30.0}
-    return scaling.model_copy(update={"max_workers": most, "min_workers": min(scaling.min_workers, most), **nodes})
+    numbers = {"max_workers": workers, "min_workers": min(scaling.min_workers, workers), "wait_for_max_seconds": 30.0}
+    return scaling.model_copy(update={**numbers, "label_selector": {}, "placement_strategy": "PACK"})
 
 
 def _show(certificate: Certificate) -> None:
@@ -207,4 +193,4 @@ def _show(certificate: Certificate) -> None:
 
     if FlowRunContext.get() is not None:
         told = f"rehearsal of {certificate.loop}"
-        create_markdown_artifact(certificate.markdown(), key="rehearsal", description=told)
+        create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=told)

@@ -1,4 +1,4 @@
-"""Trainings of one loop on a cluster of this machine, one after the other, undisturbed or not."""
+"""Trainings of one loop on a cluster of this machine, one after the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prefect_elastic_train.core import settings
 from prefect_elastic_train.core.events import Event
@@ -20,19 +20,12 @@ from prefect_elastic_train.rehearsal.nodes import COMMAND, Nodes
 from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.supervisor.runtime import Runtime, import_path
 
-_OFTEN_SECONDS = 1.0  # between two looks whether the worker group could grow
 _KEEP = 20  # checkpoints, to find those of the same progress among
 _ALLOWANCE = 3  # failures more than are played
 
 
 class Enough(BaseException):
     """The training has shown what it was to show."""
-
-
-class Player(Protocol):
-    """What looks after a training while it runs, several times a second; raises :class:`Enough` to end it."""
-
-    def __call__(self, course: Course) -> None: ...
 
 
 class Stage:
@@ -54,11 +47,14 @@ class Stage:
         on_line: Callable[[str, str], None],
     ) -> None:
         self._payload, self._framework, self._pickled = payload, framework, dump_payload(payload)
-        often = {"resize_check_interval_seconds": _OFTEN_SECONDS, "stability_delay_seconds": 0.0}
+        often = {"resize_check_interval_seconds": 1.0, "stability_delay_seconds": 0.0}
         self._scaling = scaling.model_copy(update=often)
-        self._runtime = Runtime(get_settings(), self._take, on_line, self._look)
-        self._course, self._player = Course(), _idle
+        self._course = Course()
+        self._player: Callable[[Course], None] = lambda course: None
+        told: Callable[[Event], None] = lambda event: self._course.handle(event)
+        self._runtime = Runtime(get_settings(), told, on_line, lambda: self._player(self._course))
         self._devices: dict[str, range] = {}
+        #: Where the runs are, and the file that keeps the storage from answering.
         self.folder, self.outage = folder, folder / "outage"
         #: Whether the training goes on while a node is missing.
         self.can_shrink = scaling.min_workers < scaling.max_workers
@@ -83,23 +79,25 @@ class Stage:
         from prefect_elastic_train.elastic.cluster import resources_per_worker  # it loads Ray
 
         wanted = dict(resources_per_worker(self._scaling))
-        cpus, gpus = wanted.pop("CPU", 0), int(wanted.pop("GPU", 0))
-        node: dict[str, Any] = {"num_cpus": max(1, cpus), "resources": wanted}
-        own = range(0)
+        node: dict[str, Any] = {"num_cpus": max(1, wanted.pop("CPU", 0))}
+        own = range(gpus := int(wanted.pop("GPU", 0)))
         if gpus:
-            taken = [self._devices[one] for one in self.nodes.ids]
-            every = (range(number * gpus, (number + 1) * gpus) for number in range(len(taken) + 1))
-            own = next(devices for devices in every if devices not in taken)
+            while own in [self._devices[one] for one in self.nodes.ids]:
+                own = range(own.stop, own.stop + gpus)
             node |= {"num_gpus": gpus, "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}}
-        self._devices[self.nodes.add(**node)] = own
+        self._devices[self.nodes.add(**node, resources=wanted)] = own
 
-    def train(self, name: str, failures: int, stall_seconds: float, standby: str, player: Player) -> tuple[Course, str]:
-        """Train until the loop has returned or the player has seen enough; return why it ended else, in words.
+    def train(
+        self, name: str, failures: int, stall_seconds: float, standby: str, player: Callable[[Course], None]
+    ) -> tuple[Course, str]:
+        """Train until the loop has returned or the player raises :class:`Enough`; return why it ended else, in words.
 
         Args:
             name: The run's.
             failures: How many are played.
-            stall_seconds: Without a report, after which the workers are started anew; 0: never.
+            stall_seconds: Without a report, after which the workers are started anew.
+            standby: As of the scaling, which counts if this is empty.
+            player: Called several times a second while it trains.
         """
         while len(self.nodes.ids) < self._scaling.max_workers:
             self.add_node()
@@ -109,8 +107,7 @@ class Stage:
             while not why and not self._course.is_complete:
                 ended = self._runtime.run_attempt(spec)
                 self._course.is_complete = ended.outcome is Outcome.COMPLETED
-                if not self._course.is_complete and not ended.outcome.retryable:
-                    why = ended.message
+                why = "" if self._course.is_complete or ended.outcome.retryable else ended.message
                 spec = replace(spec, previous_end=ended.message)
         except Enough:
             pass
@@ -119,17 +116,16 @@ class Stage:
         return self._course, why
 
     def _spec(self, name: str, failures: int, stall_seconds: float, standby: str) -> DriverSpec:
-        loop, config = self._payload.train_loop, self._payload.train_loop_config
+        payload, allowed = self._payload, failures + _ALLOWANCE
         storage = LocalStorageSettings(path=str(self.folder), preflight=False)
         storage._outage = str(self.outage)
-        allowed = failures + _ALLOWANCE
         return DriverSpec(
             request=RunRequest(
                 run_name=name,
                 owner=Owner(flow_run_id=str(uuid.uuid4())),
-                fingerprint=fingerprint(loop, self._framework, config),
+                fingerprint=fingerprint(payload.train_loop, self._framework, payload.train_loop_config),
                 payload=self._pickled,
-                has_datasets=bool(self._payload.datasets),
+                has_datasets=bool(payload.datasets),
             ),
             scaling=self._scaling.model_copy(update={"standby": standby} if standby else {}),
             failures=settings.FailureSettings(
@@ -144,13 +140,3 @@ class Stage:
             poll_interval_seconds=get_settings().poll_interval(self._scaling.max_workers),
             sys_path=import_path(),
         )
-
-    def _take(self, event: Event) -> None:
-        self._course.handle(event)
-
-    def _look(self) -> None:
-        self._player(self._course)
-
-
-def _idle(course: Course) -> None:
-    """Before the first training."""
