@@ -51,8 +51,7 @@ class Stage:
         self._scaling = scaling.model_copy(update=often)
         self._course = Course()
         self._player: Callable[[Course], None] = lambda course: None
-        told: Callable[[Event], None] = lambda event: self._course.handle(event)
-        self._runtime = Runtime(get_settings(), told, on_line, lambda: self._player(self._course))
+        self._runtime = Runtime(get_settings(), self._take, on_line, lambda: self._player(self._course))
         self._devices: dict[str, range] = {}
         #: Where the runs are, and the file that keeps the storage from answering.
         self.folder, self.outage = folder, folder / "outage"
@@ -114,6 +113,9 @@ class Stage:
         except AttemptFailedError as error:
             why = str(error)
         return self._course, why
+
+    def _take(self, event: Event) -> None:
+        self._course.handle(event)
 
     def _spec(self, name: str, failures: int, stall_seconds: float, standby: str) -> DriverSpec:
         payload, allowed = self._payload, failures + _ALLOWANCE
