@@ -9,7 +9,10 @@ import pytest
 
 from prefect_elastic_train.rehearsal.certificate import Certificate
 from prefect_elastic_train.rehearsal.rehearsing import rehearse
+from prefect_elastic_train.rehearsal.schedule import KINDS
 from tests.support.rehearsal_loops import FLAWS
+
+OTHERS = [flaw for flaw in FLAWS if flaw != "optimizer"]
 
 
 def _rehearse(folder: Path, flaw: str = "", **more: Any) -> Certificate:
@@ -25,23 +28,16 @@ def _rehearse(folder: Path, flaw: str = "", **more: Any) -> Certificate:
         )
 
 
+@pytest.mark.full
 def test_a_loop_that_is_right_passes_and_its_certificate_says_what_each_fault_has_cost(tmp_path: Path) -> None:
     certificate = _rehearse(tmp_path, minutes=3, seed=1)
     assert certificate.passed, certificate.markdown()
-    assert {one.kind for one in certificate.faults} == {
-        "worker",
-        "driver",
-        "freeze",
-        "storage",
-        "node",
-        "drain",
-        "growth",
-    }
+    assert {one.kind for one in certificate.faults} == set(KINDS)
     assert certificate.difference is not None
     assert certificate.difference < 1e-3
 
 
-@pytest.mark.parametrize("flaw", FLAWS)
+@pytest.mark.parametrize("flaw", ["optimizer", *(pytest.param(one, marks=pytest.mark.full) for one in OTHERS)])
 def test_what_is_wrong_with_a_loop_is_found_and_nothing_else(tmp_path: Path, flaw: str) -> None:
     faults = ["worker", "node"] if flaw == "world" else ["worker"]
     certificate = _rehearse(tmp_path, flaw, minutes=1.5, faults=faults)
