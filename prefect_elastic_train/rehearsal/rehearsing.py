@@ -43,8 +43,8 @@ def rehearse(
     torch_config: Any = None,
     jax_config: Any = None,
     save_to: str | Path | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-    on_line: Callable[[str, str], None] = lambda source, line: None,
+    tell: Callable[[str], None] | None = None,
+    on_line: Callable[[str, str], None] | None = None,
 ) -> Certificate:
     """Train a loop undisturbed and then under faults, on a cluster of this machine, and compare the two.
 
@@ -77,9 +77,9 @@ def rehearse(
         raise ConfigurationError(f"{told}: give at least one worker, and some of the faults {', '.join(KINDS)}")
     wanted = _scaling(scaling, workers)
     payload = Payload(train_loop, train_loop_config, datasets, None, torch_config, jax_config)
-    began = time.monotonic()
+    tell, began = tell or (lambda line: None), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        stage = Stage(payload, framework, wanted, Path(folder), on_line)
+        stage = Stage(payload, framework, wanted, Path(folder), on_line or (lambda source, line: None))
         try:
             tell("starting a cluster")
             stage.open()
