@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from benchmarks.cluster import GrowingCluster
-from benchmarks.loops import RESULT_FILE, WORKERS, LedgerLine, LoopSettings, SideSettings
+from benchmarks.loops import CHECKPOINT_FILE, RESULT_FILE, WORKERS, LedgerLine, LoopSettings, SideSettings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
@@ -113,7 +113,7 @@ class SideRun:
             SideFailedError: It failed, or did not end in `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
-        while not self._has_ended():
+        while not self.has_ended():
             if time.monotonic() > deadline:
                 raise self.failed(f"did not end within {timeout:.0f} s")
             time.sleep(POLL_FOR_END_SECONDS)
@@ -133,7 +133,7 @@ class SideRun:
         deadline = time.monotonic() + timeout
         seen = 0
         while True:
-            ended = self._has_ended()
+            ended = self.has_ended()
             lines = self.ledger.read()
             for line in lines[seen:]:
                 if wanted(line):
@@ -154,6 +154,10 @@ class SideRun:
         if not self._result.exists():
             raise self.failed("has no result")
         return json.loads(self._result.read_text())
+
+    def checkpoints(self) -> list[Path]:
+        """The checkpoint files of the loop in the side's storage, the newest last."""
+        return sorted(self._directory.glob(f"storage/**/{CHECKPOINT_FILE}"), key=lambda one: one.stat().st_mtime)
 
     def history(self) -> list[dict[str, Any]]:
         """The events that a run of ours has noted in its run directory so far, in order."""
@@ -176,7 +180,8 @@ class SideRun:
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
         return SideFailedError(f"{str(self.process.args)[:200]} {what}; its last lines:\n{tail}")
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Whether its process has ended."""
         reap_orphans(spare=self.process.pid)
         return self.process.poll() is not None
 
@@ -218,7 +223,7 @@ class Workbench:
         """Start a Ray cluster for one run of a side; at the end of that run nothing of it is left.
 
         Raises:
-            ClusterFailedError: It does not start.
+            NodesFailedError: It does not start.
         """
         directory = Path(tempfile.mkdtemp(prefix="c", dir=self._root))
         try:
@@ -229,7 +234,12 @@ class Workbench:
 
     @contextmanager
     def run(
-        self, side: Side, loop: LoopSettings, restart_forever: bool = False, cluster: GrowingCluster | None = None
+        self,
+        side: Side,
+        loop: LoopSettings,
+        restart_forever: bool = False,
+        cluster: GrowingCluster | None = None,
+        failures: int = 3,
     ) -> Iterator[SideRun]:
         """Run a side in a directory of its own; at the end nothing of it is left.
 
@@ -238,6 +248,7 @@ class Workbench:
             loop: What its loop does; the ledger is filled in.
             restart_forever: Wrap the side in a shell loop that starts it again until it succeeds.
             cluster: What it trains on; None for a cluster of its own.
+            failures: How many of each kind the side survives.
         """
         self._runs += 1
         directory = self._root / str(self._runs)
@@ -249,6 +260,7 @@ class Workbench:
             run_name="benchmark",
             temp_dir=str(directory / "t"),
             cluster_address=cluster.address if cluster else "",
+            failures=failures,
         )
         command = [sys.executable, "-m", "benchmarks.sides", side.entry_point, settings.to_json()]
         if side is TORCHRUN:
@@ -256,7 +268,7 @@ class Workbench:
                 "torch.distributed.run",
                 "--standalone",
                 f"--nproc-per-node={WORKERS}",
-                "--max-restarts=3",
+                f"--max-restarts={failures}",
             ]
             command[2:2] = [*torchrun, "-m"]
         if restart_forever:

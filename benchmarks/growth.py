@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.cluster import DRAIN, KILL, ClusterFailedError
+from benchmarks.cluster import DRAIN, KILL
 from benchmarks.common import (
     POLL_SECONDS,
     SAME_POLL,
@@ -31,6 +31,7 @@ from benchmarks.common import (
 )
 from benchmarks.loops import WORKERS, LoopSettings
 from benchmarks.sides import NO_STANDBY, RESIZE_CHECK_SECONDS
+from prefect_elastic_train.rehearsal.nodes import NodesFailedError
 
 CHECKPOINT_EVERY = 20
 STEP_SECONDS = 0.1
@@ -159,7 +160,7 @@ def main() -> int:
                 try:
                     ending = ENDINGS[repeat % len(ENDINGS)]
                     sample = measure(workbench, side, phase, ending)
-                except (SideFailedError, ClusterFailedError) as error:
+                except (SideFailedError, NodesFailedError) as error:
                     failed += 1
                     print(f"{progress} failed: {error}", flush=True)
                     continue

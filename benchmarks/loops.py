@@ -64,6 +64,7 @@ class SideSettings:
         run_name: The run's name; the same name resumes the same run.
         temp_dir: Where raw Ray keeps its session directory.
         cluster_address: The cluster to join, whose token is in the environment; "" for one of the side's own.
+        failures: How many are survived, of each kind.
     """
 
     loop: LoopSettings
@@ -71,6 +72,7 @@ class SideSettings:
     run_name: str
     temp_dir: str
     cluster_address: str = ""
+    failures: int = 3
 
     def write_result(self, result: Any) -> None:
         """Write down what the side has measured itself, as JSON beside its ledger."""
@@ -247,6 +249,14 @@ def _train_step(model: Any, optimizer: Any, seconds: float) -> float:
     optimizer.step()
     time.sleep(seconds)
     return float(loss.detach())
+
+
+def state_after(steps: int) -> dict[str, Any]:
+    """What a checkpoint of a loop holds after so many steps that nobody has disturbed."""
+    model, optimizer = _model_and_optimizer()
+    for _ in range(steps):
+        _train_step(model, optimizer, 0.0)
+    return _state(steps, model, optimizer)
 
 
 def _state(step: int, model: Any, optimizer: Any) -> dict[str, Any]:

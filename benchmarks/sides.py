@@ -11,7 +11,6 @@ from typing import Literal
 
 from benchmarks.loops import WORKERS, SideSettings, metrics_loop, ray_loop, torchrun_loop
 
-FAILURES = 3
 NO_STANDBY = "BENCHMARK_NO_STANDBY"
 """In the environment of a side of ours that shall have no standby workers."""
 RESIZE_CHECK_SECONDS = 2.0
@@ -31,7 +30,9 @@ def run_ours(settings: SideSettings) -> None:
             train_loop_config=settings.loop.to_config(),
             framework="torch",
             scaling=ElasticScaling(min_workers=1, max_workers=WORKERS, standby=_standby()),
-            failures=FailureBudget(max_failures=FAILURES, driver_restarts=FAILURES, driver_restart_delay_seconds=0),
+            failures=FailureBudget(
+                max_failures=settings.failures, driver_restarts=settings.failures, driver_restart_delay_seconds=0
+            ),
             storage=LocalStorage(path=settings.storage),
             cluster=RayCluster(num_cpus=WORKERS),
             run_name=settings.run_name,
@@ -106,7 +107,7 @@ def run_raw(settings: SideSettings) -> None:
         run_config=RunConfig(
             name=settings.run_name,
             storage_path=settings.storage,
-            failure_config=FailureConfig(max_failures=FAILURES),
+            failure_config=FailureConfig(max_failures=settings.failures),
         ),
     ).fit()
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prefect_elastic_train.core.version import __version__
     from prefect_elastic_train.orchestration.result import TrainingResult, checkpoint_directory
     from prefect_elastic_train.orchestration.task import aelastic_train, elastic_train
+    from prefect_elastic_train.rehearsal.rehearsing import rehearse
 
 __all__ = [
     "AttemptFailedError",
@@ -52,10 +53,18 @@ __all__ = [
     "aelastic_train",
     "checkpoint_directory",
     "elastic_train",
+    "rehearse",
 ]
 
 #: Where these are, what imports least first.
-_MODULES = ("core.version", "core.outcomes", "orchestration.result", "blocks", "orchestration.task")
+_MODULES = (
+    "core.version",
+    "core.outcomes",
+    "orchestration.result",
+    "blocks",
+    "orchestration.task",
+    "rehearsal.rehearsing",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import typer
 
-from prefect_elastic_train.cli import doctor, flow_runs, running, runs
+from prefect_elastic_train.cli import doctor, flow_runs, rehearsing, running, runs
 
 __all__ = ["app"]
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run")(running.run_training)
+app.command("rehearse")(rehearsing.rehearse)
 app.add_typer(runs.app, name="runs")
 app.add_typer(flow_runs.app, name="automations")
 app.command("resume")(flow_runs.resume_flow_run)

@@ -8,7 +8,16 @@ import re
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, SecretStr, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PrivateAttr,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import JsonDict, SettingsModel, without_credentials
@@ -64,6 +73,8 @@ class _StorageSettings(SettingsModel):
     """How long an operation is repeated while the storage is away or answers with passing errors."""
     preflight: bool = True
     """Try the storage from the driver and from each node before training starts."""
+    #: A file that, while it is there, makes this a storage that does not answer; for rehearsals.
+    _outage: str = PrivateAttr("")
 
     @property
     @abstractmethod

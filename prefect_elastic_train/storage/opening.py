@@ -24,7 +24,8 @@ class Storage:
             hidden = [key.get_secret_value() for key in keys]
         elif not isinstance(settings, LocalStorageSettings):
             hidden = [*_strings_in(settings.hidden_options)]
-        self.retries = Retries(settings.retry_seconds, settings.uri, tuple(one for one in hidden if len(one) > 3))
+        masked = tuple(one for one in hidden if len(one) > 3)
+        self.retries = Retries(settings.retry_seconds, settings.uri, masked, settings._outage)
         self._filesystem: Any = None
         self._lock = threading.Lock()
 

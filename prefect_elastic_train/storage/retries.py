@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
 import traceback
@@ -86,6 +88,8 @@ class Retries:
     seconds: float = 300.0
     where: str = "the storage"
     hidden: tuple[str, ...] = field(default=(), repr=False)
+    #: A file that, while it is there, makes the storage one that does not answer: a rehearsal's.
+    outage: str = ""
 
     def call(self, what: str, operation: Callable[[], Answer]) -> Answer:
         """Carry out an operation.
@@ -98,18 +102,28 @@ class Retries:
             StorageFaultError: It failed for good, or for too long.
             Exception: What says nothing of the storage, as it is.
         """
+
+        def attempt() -> Answer:
+            self._check_outage()
+            return operation()
+
         with self._rules(what) as rules:
-            return tenacity.Retrying(**rules)(operation)
+            return tenacity.Retrying(**rules)(attempt)
 
     async def call_async(self, what: str, operation: Callable[[], Awaitable[Answer]]) -> Answer:
         """Carry out an operation of an event loop."""
 
         async def attempt() -> Answer:  # tenacity awaits what was defined to be
+            self._check_outage()
             return await operation()
 
         with self._rules(what) as rules:
             answer: Answer = await tenacity.AsyncRetrying(**rules)(attempt)
             return answer
+
+    def _check_outage(self) -> None:
+        if self.outage and os.path.exists(self.outage):
+            raise TimeoutError(errno.ETIMEDOUT, "no answer, as is rehearsed")
 
     def at_most(self, seconds: float) -> Retries:
         """Return the same for those who rather do without than wait."""

@@ -137,12 +137,16 @@ def read_lines(stream: IO[bytes], source: str, into: queue.Queue[Any]) -> None:
 
 
 def start_process(
-    command: Sequence[str], environment: Mapping[str, str], stdin: int, output: int | IO[bytes], cwd: Path | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: int,
+    output: int | IO[bytes],
+    errors: IO[bytes] | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own; standard output and standard error are both ``output``."""
-    return subprocess.Popen(
-        command, stdin=stdin, stdout=output, stderr=output, env=environment, cwd=cwd, start_new_session=True
-    )
+    """Start a process in a session of its own; standard output and standard error are both ``output`` unless told."""
+    streams: Any = {"stdin": stdin, "stdout": output, "stderr": output if errors is None else errors}
+    return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **streams)
 
 
 class ChildDriver(Driver):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -157,6 +157,13 @@ class Runtime:
             command, environment = self._spare_start
             with suppress(OSError):  # the next driver boots when it is needed
                 self._spare = start_process(command, environment, subprocess.PIPE, subprocess.PIPE)
+
+    def start_beside(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start another process of the training, spoken to by pipes, with more in its environment; it ends with it."""
+        folder, environment = self._prepare()
+        with (folder / "beside.log").open("wb") as log:
+            more = {"RAY_TMPDIR": str(folder), **variables}
+            return start_process(command, environment | more, subprocess.PIPE, subprocess.PIPE, log)
 
     def want_spare(self) -> None:
         """Have a spare driver soon, now that a worker group trains, unless there is one."""

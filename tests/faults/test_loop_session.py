@@ -19,7 +19,7 @@ from prefect_elastic_train.runs.samples import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
 from tests.support.processes import FlowProcess, Start, read_ledger
-from tests.support.session_loops import jax_loop, lost_and_repeated, same_weights, torch_loop
+from tests.support.session_loops import jax_loop, problems, same_weights, torch_loop
 
 STEPS = 800
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "1"))
@@ -71,7 +71,7 @@ class Training:
         """
         self._slow.unlink()
         result, steps, length = self.flow.completed(300), self.config["steps"], self.config["length"]
-        assert lost_and_repeated(str(self.ledger), steps, length) == (0, 0)
+        assert problems(str(self.ledger), steps, length) == []
         check = check_samples(RunDirectory(LocalRunStore(str(self.flow.run))))
         assert check is not None
         assert (check.steps, check.samples, check.wrong, check.exact) == (steps, self.epochs * length, [], True)

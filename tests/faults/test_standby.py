@@ -13,7 +13,7 @@ import pytest
 from tests.support.clusters import ElasticCluster
 from tests.support.loops import hashing_loop
 from tests.support.processes import FlowProcess, Start, read_ledger, titled
-from tests.support.session_loops import jax_loop, lost_and_repeated, same_weights, torch_loop
+from tests.support.session_loops import jax_loop, problems, same_weights, torch_loop
 
 LENGTH, GLOBAL_BATCH, STEPS = 200, 20, 2000
 READY = "2 of 2 standby workers are ready"
@@ -65,7 +65,7 @@ class _Training:
         """Let it go, and return its result: each sample counted once, and the weights of one worker undisturbed."""
         self.slow.unlink()
         result = self.flow.completed(120)
-        assert lost_and_repeated(str(self.ledger), STEPS, LENGTH) == (0, 0)
+        assert problems(str(self.ledger), STEPS, LENGTH) == []
         undisturbed = str(self.weights.with_name("undisturbed.npz"))
         self.loop({**self.config, "weights": undisturbed})
         assert same_weights(self.weights, undisturbed, relative=1e-5)

@@ -1,7 +1,4 @@
-"""Ray clusters on this machine: one as an operator starts it, and one whose nodes come and go.
-
-As a script: answers requests of an :class:`ElasticCluster` on its standard input, a JSON line each, until that closes.
-"""
+"""Ray clusters on this machine: one as an operator starts it, and one whose nodes come and go."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ import httpx
 import psutil
 
 from prefect_elastic_train.core.request import MARK_VARIABLE
+from prefect_elastic_train.rehearsal.nodes import COMMAND, Nodes
 from tests.support.processes import ROOT, call, carrying, free_port, kill_all, spawn, titled
 
 TPU_TOPOLOGY, TPU_TYPE = "2x4", "TPU-V6E"
@@ -136,32 +133,14 @@ class ElasticCluster(_Cluster):
         super().__init__(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", **health)
         self.environment["RAY_TMPDIR"] = str(self.folder)
         self._holders: list[subprocess.Popen[bytes]] = []
-        self._nodes: set[str] = set()
-        self._process = self._start("-m", "tests.support.clusters")
-        self.address = self._ask("start")["address"]
+        self._process = self._start(*COMMAND)
+        self._nodes = Nodes(self._process)
+        self.address = self._nodes.address
+        self.add, self.drain, self.remove = self._nodes.add, self._nodes.drain, self._nodes.remove
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": self.environment}
-        return spawn(sys.executable, *command, log=self.folder / "cluster.log", **pipes)
-
-    def _answer(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        for line in process.stdout or ():
-            if line.startswith(b"@answer "):
-                answer: dict[str, Any] = json.loads(line.removeprefix(b"@answer "))
-                return answer
-        raise AssertionError(f"the process ended: {(self.folder / 'cluster.log').read_text(errors='replace')[-4000:]}")
-
-    def _ask(self, what: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._answer(self._process)
-
-    def add(self, **node: Any) -> str:
-        """Add a node, with the arguments of `Cluster.add_node`, and return its id."""
-        node_id = str(self._ask("add", node=node)["node_id"])
-        self._nodes.add(node_id)
-        return node_id
+        return spawn(*command, log=self.folder / "cluster.log", **pipes)
 
     def add_gpu(self) -> str:
         """Add a node with one pretended GPU."""
@@ -186,23 +165,13 @@ class ElasticCluster(_Cluster):
             },
         )
 
-    def remove(self, *node_ids: str) -> None:
-        """Kill nodes, as lost machines."""
-        for node_id in node_ids:
-            self._ask("remove", node_id=node_id)
-            self._nodes.remove(node_id)
-
     def clear(self) -> None:
         """Remove all nodes and other jobs."""
         for holder in self._holders:
             holder.kill()
             holder.wait(10)
         self._holders.clear()
-        self.remove(*self._nodes)
-
-    def drain(self, node_id: str, seconds: float) -> None:
-        """Announce that a node goes in so many seconds. Nobody takes it away: that is `remove`."""
-        self._ask("drain", node_id=node_id, seconds=seconds)
+        self.remove(*self._nodes.ids)
 
     def hold(self, resources: dict[str, float], labels: dict[str, str]) -> subprocess.Popen[bytes]:
         """Occupy resources as another job; kill it to give them back."""
@@ -213,12 +182,13 @@ class ElasticCluster(_Cluster):
             "class Holder:\n    def ready(self): return True\n"
             "holder = ray.remote(num_cpus=0, resources=resources, label_selector=labels)(Holder).remote()\n"
             "ray.get(holder.ready.remote(), timeout=60)\n"
-            "print('@answer {}', flush=True)\n"
+            "print('ready', flush=True)\n"
             "sys.stdin.read()\n"
         )
-        holder = self._start("-c", code, json.dumps([self.address, resources, labels]))
+        holder = self._start(sys.executable, "-c", code, json.dumps([self.address, resources, labels]))
         self._holders.append(holder)
-        self._answer(holder)
+        assert holder.stdout is not None
+        assert any(line == b"ready\n" for line in holder.stdout), (self.folder / "cluster.log").read_text()[-4000:]
         return holder
 
     def close(self) -> None:
@@ -227,36 +197,3 @@ class ElasticCluster(_Cluster):
             process.kill()
             process.wait(10)
         super().close()
-
-
-def serve() -> None:
-    """Start a head, and do what the lines of the standard input say."""
-    from ray._raylet import GcsClient
-    from ray.cluster_utils import Cluster
-    from ray.core.generated import autoscaler_pb2
-
-    cluster: Any = None
-    nodes: dict[str, Any] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: dict[str, Any] = {}
-        if request["do"] == "start":
-            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-            answer["address"] = cluster.address
-        elif request["do"] == "add":
-            node = cluster.add_node(**request["node"])
-            nodes[node.node_id] = node
-            answer["node_id"] = node.node_id
-        elif request["do"] == "remove":
-            cluster.remove_node(nodes.pop(request["node_id"]), allow_graceful=False)
-        elif request["do"] == "drain":
-            reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-            deadline_ms = int((time.time() + request["seconds"]) * 1000)
-            client = GcsClient(address=cluster.address)
-            accepted, why = client.drain_node(request["node_id"], reason, "the market wants it back", deadline_ms)
-            assert accepted, why
-        print("@answer", json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    serve()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from prefect_elastic_train import loop
+from prefect_elastic_train.rehearsal.checker import check_ledger, distance
 from tests.support.loops import write_ledger
 from tests.support.processes import read_ledger
 
@@ -151,24 +152,16 @@ def what_counts(ledger: str) -> dict[int, list[dict[str, Any]]]:
     return {step: [one for one in found if one["group"] == found[-1]["group"]] for step, found in sorted(lines.items())}
 
 
-def lost_and_repeated(ledger: str, steps: int, length: int) -> tuple[int, int]:
-    """How many samples no epoch's steps have seen, and how many were seen again; without a look at the order."""
-    counted = what_counts(ledger)
-    assert list(counted) == list(range(1, steps + 1)), "each step was done"
-    seen = [sample for found in counted.values() for line in found for sample in line["seen"]]
-    assert len(seen) % length == 0, "whole epochs"
-    lost = repeated = 0
-    for first in range(0, len(seen), length):
-        different = len(set(seen[first : first + length]))
-        lost, repeated = lost + length - different, repeated + length - different
-    return lost, repeated
+def problems(ledger: str | Path, steps: int, length: int) -> list[str]:
+    """What is wrong with the steps and samples of a ledger, however many steps were done again."""
+    return check_ledger(read_ledger(ledger), steps, length, most_redone=steps).problems
 
 
 def same_weights(one: str | Path, other: str | Path, relative: float = 0.0) -> bool:
     """Whether the weights of two trainings are the same, bit for bit or nearly."""
     with np.load(one) as first, np.load(other) as second:
         assert sorted(first) == sorted(second)
-        return all(np.allclose(first[name], second[name], rtol=relative, atol=relative) for name in first)
+        return distance(*({name: saved[name] for name in saved} for saved in (first, second)))[0] <= relative
 
 
 def misusing_loop(config: dict[str, Any]) -> None:

@@ -1,0 +1,188 @@
+"""How much of the wall time counts while things die: `python -m benchmarks.goodput`.
+
+The same training under the same seeded schedule of kills: elastic_train; raw Ray Train in a shell loop that starts it
+again; elastic torchrun in the same shell loop. A worker or the driver is killed (torchrun: its agent), by a Poisson
+process. What is killed while nothing of it lives is none; nobody waits for anything to recover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.common import (
+    OURS,
+    RAW_DEFAULT,
+    TORCHRUN,
+    Side,
+    SideFailedError,
+    SideRun,
+    Workbench,
+    machine_lines,
+    markdown_table,
+    parse_arguments,
+    rotated,
+    summary,
+    warm_up,
+)
+from benchmarks.loops import WORKERS, LoopSettings, state_after
+from prefect_elastic_train.rehearsal.schedule import DRIVER, WORKER, Fault, poisson
+
+STEP_SECONDS, CHECKPOINT_EVERY = 0.1, 20
+PATIENCE = 6.0
+"""A side that takes so many times as long as undisturbed has failed."""
+FAILURES = 1000
+SIDES = (OURS, RAW_DEFAULT, TORCHRUN)
+DRIVERS = {"ours": "prefect_elastic_train.driver", "raw": "benchmarks.sides", "torchrun": "torch.distributed.run"}
+"""What is in the command line of a side's driver or agent, and of no other process of that side but its workers."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of one side.
+
+    Attributes:
+        goodput: Share of the wall time that its steps would have taken undisturbed, from the start of the process.
+        redone: Steps of rank 0 that were done again.
+        pause: The longest time without a step that had not been done before, in seconds.
+        kills: How many processes were killed.
+        is_right: Whether the weights are those of an undisturbed training.
+    """
+
+    goodput: float
+    redone: int
+    pause: float
+    kills: int
+    is_right: bool
+
+
+def kill(run: SideRun, side: Side, fault: Fault) -> bool:
+    """Kill a process of a side, if there is one of the kind."""
+    if fault.kind == WORKER:
+        newest = {line.rank: line.pid for line in run.ledger.read()}
+        victims = [newest[rank] for rank in sorted(newest) if psutil.pid_exists(newest[rank])]
+    else:
+        drivers = run.processes_running(DRIVERS[side.entry_point])
+        # A younger one is spare, or a worker of torchrun.
+        victims = [min(drivers, key=psutil.Process.create_time).pid] if drivers else []
+    with suppress(psutil.Error):
+        if victims:
+            psutil.Process(victims[fault.of(victims)]).kill()
+            return True
+    return False
+
+
+def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int) -> Sample:
+    """Run a side to its end under the schedule of a seed."""
+    loop = LoopSettings(steps=steps, step_seconds=STEP_SECONDS, checkpoint_every=CHECKPOINT_EVERY)
+    most = PATIENCE * steps * STEP_SECONDS
+    with workbench.run(side, loop, restart_forever=side is not OURS, failures=FAILURES) as run:
+        kills, due = 0, run.started
+        for fault in poisson((WORKER, DRIVER), seed, mean, most):
+            due += fault.wait
+            while time.time() < due and not run.has_ended():
+                time.sleep(0.1)
+            if run.has_ended():
+                break
+            kills += kill(run, side, fault)
+        wall = run.wait(timeout=max(60.0, run.started + most - time.time()))
+        lines = [line for line in run.ledger.read() if line.rank == 0]
+        new, furthest = [run.started], 0
+        for line in sorted(lines, key=lambda one: one.at):
+            if line.step > furthest:
+                new, furthest = [*new, line.at], line.step
+        gaps = [after - before for before, after in itertools.pairwise(new)]
+        last = run.checkpoints()
+        return Sample(
+            goodput=steps * statistics.median(gaps) / wall,
+            redone=len(lines) - furthest,
+            pause=max(gaps[1:]),
+            kills=kills,
+            is_right=furthest == steps and bool(last) and is_right(last[-1], steps),
+        )
+
+
+def is_right(file: Path, steps: int) -> bool:
+    """Whether a checkpoint is that of an undisturbed training."""
+    import torch
+
+    saved, undisturbed = torch.load(file, weights_only=True), state_after(steps)
+    same = all(torch.equal(saved["model"][name], value) for name, value in undisturbed["model"].items())
+    return same and saved["step"] == steps
+
+
+def targets(samples: dict[str, list[Sample]], mean: float) -> list[str]:
+    """The medians against what this project promises."""
+    medians = {name: statistics.median(one.goodput for one in taken) for name, taken in samples.items() if taken}
+    lines = []
+    for side, limit in ((RAW_DEFAULT, 1.25 if mean <= 60 else 1.05), (TORCHRUN, 1.0)):
+        if OURS.name in medians and side.name in medians:
+            ratio = medians[OURS.name] / medians[side.name]
+            verdict = "PASS" if ratio >= limit else "FAIL"
+            lines.append(f"- goodput, ours to {side.name}: ratio {ratio:.3f} (>= {limit:g}): {verdict}")
+    wrong = sum(not one.is_right for one in samples[OURS.name])
+    return [*lines, f"- wrong results of ours: {wrong} (0): {'FAIL' if wrong else 'PASS'}"]
+
+
+def main() -> int:
+    """Measure the sides in turn and print the table and the targets.
+
+    Returns:
+        1 if a run failed, else 0. A missed target is printed, not an error.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mean", type=float, default=60.0, help="seconds between two kills, on average (default: 60)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of steps, undisturbed (default: 10)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first repeat's schedule (default: 1)")
+    arguments = parse_arguments((__doc__ or "").splitlines()[0], [side.name for side in SIDES], parser)
+    steps = round(60 * arguments.minutes / STEP_SECONDS / CHECKPOINT_EVERY) * CHECKPOINT_EVERY
+    chosen = [side for side in SIDES if side.name in arguments.only]
+    samples: dict[str, list[Sample]] = {side.name: [] for side in SIDES}
+    failed, load_before = 0, os.getloadavg()[0]
+    warm_up()
+    with Workbench(with_prefect=OURS in chosen) as workbench:
+        for repeat in range(arguments.repeats):
+            for side in rotated(chosen, repeat):
+                try:
+                    sample = measure(workbench, side, steps, arguments.mean, arguments.seed + repeat)
+                except SideFailedError as error:
+                    failed += 1
+                    print(f"# {repeat + 1}/{arguments.repeats} {side.name} failed: {error}", flush=True)
+                    continue
+                samples[side.name].append(sample)
+                print(f"# {repeat + 1}/{arguments.repeats} {side.name}: {sample}", flush=True)
+    print(f"\n{machine_lines('benchmarks.goodput', load_before)}\n")
+    print(
+        f"{steps} steps of {STEP_SECONDS} s by {WORKERS} workers, a checkpoint every {CHECKPOINT_EVERY}; a kill every "
+        f"{arguments.mean:g} s on average. Median (min–max) of up to {arguments.repeats} runs.\n"
+    )
+    rows = [
+        [
+            side.name,
+            str(len(taken)),
+            summary([one.goodput for one in taken], 3),
+            summary([one.kills for one in taken], 0),
+            summary([one.redone for one in taken], 0),
+            summary([one.pause for one in taken], 1),
+            str(sum(not one.is_right for one in taken)),
+        ]
+        for side in chosen
+        for taken in [samples[side.name]]
+    ]
+    heads = ["side", "runs", "goodput", "kills", "steps redone", "longest pause [s]", "wrong results"]
+    print(markdown_table(heads, rows))
+    print("\nTargets:")
+    print("\n".join(targets(samples, arguments.mean)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

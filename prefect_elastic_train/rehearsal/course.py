@@ -1,0 +1,96 @@
+"""What a training has reported that counts, from its events."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core.bounds import plain_metrics
+
+#: What a loop counts its way with, finest first.
+_COUNTERS = ("global_step", "step", "iteration", "epoch")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A report of rank 0: its numbers, when it came, how many workers there were, the checkpoint with it."""
+
+    metrics: dict[str, float]
+    at: float
+    world: int
+    checkpoint: str
+
+
+@dataclass
+class Course(ev.EventHandler):
+    """The reports of one training that count, in order: those after a checkpoint that was gone back to do not.
+
+    Attributes:
+        news: When each report came that was further than any before.
+        resumes: For each worker group but the first, how many reports counted when it began, and its size.
+        redone: Reports that were done again.
+        ranks: Of the group that trains, by address and process id.
+        stalled: Seconds that the loop has stood still for its checkpoints.
+    """
+
+    reports: list[Seen] = field(default_factory=list)
+    news: list[float] = field(default_factory=list)
+    resumes: list[tuple[int, int]] = field(default_factory=list)
+    redone: int = 0
+    groups: int = 0
+    ranks: dict[str, int] = field(default_factory=dict)
+    started_at: float = 0.0
+    stalled: float = 0.0
+    warnings: list[ev.LoopWarned] = field(default_factory=list)
+    failures: list[ev.WorkerFailed] = field(default_factory=list)
+    is_complete: bool = False
+
+    def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
+        names = [one.checkpoint for one in self.reports]
+        kept = names.index(event.checkpoint) + 1 if event.checkpoint and event.checkpoint in names else 0
+        self.redone += len(self.reports) - kept
+        del self.reports[kept:]
+        if self.groups:
+            self.resumes.append((kept, event.world_size))
+        self.groups, self.ranks, self.started_at = self.groups + 1, event.ranks, event.at
+
+    def on_report(self, event: ev.Report) -> None:
+        name = event.checkpoint if isinstance(event, ev.CheckpointCommitted) else ""
+        numbers = {key: one for key, one in plain_metrics(event.metrics).items() if type(one) in (int, float)}
+        self.reports.append(Seen(numbers, event.at, event.world_size, name))
+        if len(self.reports) > len(self.news):
+            self.news.append(event.at)
+
+    def on_checkpoint_stalled(self, event: ev.CheckpointStalled) -> None:
+        self.stalled += event.seconds
+
+    def on_loop_warned(self, event: ev.LoopWarned) -> None:
+        self.warnings.append(event)
+
+    def on_worker_failed(self, event: ev.WorkerFailed) -> None:
+        self.failures.append(event)
+
+    @property
+    def commits(self) -> list[int]:
+        """The places of the reports with a checkpoint."""
+        return [place for place, one in enumerate(self.reports) if one.checkpoint]
+
+    @property
+    def longest_gap(self) -> float:
+        """Seconds between two reports, or from the start of the group to its first one, at most."""
+        times = [self.started_at, *(one.at for one in self.reports)]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
+
+    def counter(self) -> str:
+        """Return the metric that tells how far the loop is; empty if none does, and reports are counted."""
+        for name in _COUNTERS:
+            values = [one.metrics.get(name, math.nan) for one in self.reports]
+            if values and all(after > before for before, after in pairwise([-math.inf, *values])):
+                return name
+        return ""
+
+    def progress(self, place: int, counter: str) -> float:
+        """Return how far the loop was at a report."""
+        return self.reports[place].metrics.get(counter, place + 1)

@@ -1,0 +1,196 @@
+"""A rehearsal from its first training to its certificate."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from prefect_elastic_train.core import settings
+from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
+from prefect_elastic_train.core.request import Payload
+from prefect_elastic_train.orchestration.arguments import GivenBlock, check_arguments, given_blocks, load_given
+from prefect_elastic_train.rehearsal import judging
+from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Played
+from prefect_elastic_train.rehearsal.course import Course
+from prefect_elastic_train.rehearsal.players import Disturber, undisturbed
+from prefect_elastic_train.rehearsal.schedule import KINDS, every_kind
+from prefect_elastic_train.rehearsal.stage import Stage
+from prefect_elastic_train.runs.identity import loop_name
+from prefect_elastic_train.runs.model import RunDirectory
+from prefect_elastic_train.runs.samples import check_samples
+from prefect_elastic_train.storage.store import LocalRunStore
+
+_SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
+_FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 4.0
+_MOST_TRAININGS = 5
+
+
+def rehearse(
+    train_loop: Callable[..., Any] | str,
+    train_loop_config: dict[str, Any] | None = None,
+    *,
+    framework: str = "torch",
+    scaling: GivenBlock | None = None,
+    workers: int = 2,
+    faults: Sequence[str] = KINDS,
+    minutes: float = 10.0,
+    seed: int = 0,
+    datasets: Any = None,
+    torch_config: Any = None,
+    jax_config: Any = None,
+    save_to: str | Path | None = None,
+    tell: Callable[[str], None] | None = None,
+    on_line: Callable[[str, str], None] | None = None,
+) -> Certificate:
+    """Train a loop undisturbed and then under faults, on a cluster of this machine, and compare the two.
+
+    The loop trains as with ``elastic_train``, undisturbed for a share of the time, and is cut off there if it is not
+    done: give it a config with which it saves several times in a minute. Only the certificate is kept; in a flow it is
+    an artifact of the flow run, too.
+
+    Args:
+        train_loop, train_loop_config, framework, datasets, torch_config, jax_config: As of ``elastic_train``.
+        scaling: The ``ElasticScaling`` block, or the name of one, for what a worker gets and how few may go on.
+        workers: How many train undisturbed.
+        faults: Which are played: some of "worker", "driver", "freeze", "storage", "node", "drain" and "growth".
+        minutes: For all of it, roughly. A fault has two minutes to be recovered from, whatever this is.
+        seed: Of the schedule.
+        save_to: Folder for the certificate as JSON and as a page; None: it is not written.
+        tell: Called with each line of progress.
+        on_line: Called with each line of output of the drivers and workers: source and text.
+
+    Returns:
+        The certificate; its ``passed`` is for a team's CI.
+
+    Raises:
+        ConfigurationError: Bad arguments; nothing was started.
+        ElasticTrainError: The cluster does not start, or the loop fails undisturbed.
+    """
+    check_arguments(framework, None, False, None, 60 * minutes)
+    wrong = [kind for kind in faults if kind not in KINDS]
+    if wrong or not faults or workers < 1:
+        told = f"faults={list(faults)!r}, workers={workers!r}"
+        raise ConfigurationError(f"{told}: give at least one worker, and some of the faults {', '.join(KINDS)}")
+    wanted = _scaling(scaling, workers)
+    payload = Payload(train_loop, train_loop_config, datasets, None, torch_config, jax_config)
+    tell, began = tell or (lambda line: None), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        stage = Stage(payload, framework, wanted, Path(folder), on_line or (lambda source, line: None))
+        try:
+            tell("starting a cluster")
+            stage.open()
+            found = _Rehearsal(stage, faults, seed, 60 * minutes, tell).run()
+        finally:
+            stage.close()
+    certificate = Certificate(
+        loop=loop_name(train_loop),
+        framework=framework,
+        workers=f"{wanted.min_workers} to {workers}" if stage.can_shrink else str(workers),
+        seed=seed,
+        seconds=round(time.monotonic() - began, 1),
+        at=time.time(),
+        versions={name: version(name) for name in ("prefect-elastic-train", "ray", "prefect")},
+        **found,
+    )
+    if save_to is not None:
+        certificate.save(Path(save_to))
+    _show(certificate)
+    return certificate
+
+
+class _Rehearsal:
+    """The trainings of a rehearsal on an open stage."""
+
+    def __init__(
+        self, stage: Stage, kinds: Sequence[str], seed: int, seconds: float, tell: Callable[[str], None]
+    ) -> None:
+        self._stage, self._kinds, self._seed, self._tell = stage, kinds, seed, tell
+        self._share, self._until = max(_LEAST_SECONDS, _SHARE * seconds), time.monotonic() + seconds
+        self._played: list[Played] = []
+        self._findings: dict[str, Finding] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Return those fields of the certificate that are found out."""
+        self._tell("training undisturbed")
+        stall = max(_FIRST_STALL_SECONDS, self._share)
+        course, why = self._stage.train("undisturbed", 0, stall, "off", undisturbed(self._share))
+        if why and not course.failures:
+            raise ElasticTrainError(f"the loop fails undisturbed, so there is nothing to rehearse: {why}")
+        self._add(judging.of_undisturbed(course, self._share))
+        comparison, samples = judging.Comparison("there was nothing to resume from"), ""
+        if course.commits and not course.failures:
+            comparison = self._disturb(course)
+            check = check_samples(RunDirectory(LocalRunStore(str(self._stage.folder / "disturbed-1"))))
+            if check is not None and not check.unknown:
+                samples = check.words
+                if check.wrong or not check.exact:
+                    self._add([Finding(level="fail", about="samples", message=samples)])
+        return {
+            "faults": self._played,
+            "findings": [*self._findings.values()],
+            "compared": comparison.words,
+            "difference": comparison.difference,
+            "undisturbed_metrics": comparison.metrics[0],
+            "metrics": comparison.metrics[1],
+            "samples": samples,
+        }
+
+    def _disturb(self, before: Course) -> judging.Comparison:
+        """Train under faults until each is played, or time or sense runs out; return the worst that came out."""
+        counter, commits, gap = before.counter(), before.commits, before.longest_gap
+        far = before.progress(-1 if before.is_complete else commits[-1], counter)
+        between = (before.reports[commits[-1]].at - before.started_at) / len(commits)
+        faults = every_kind(self._kinds, self._seed, min(5.0, between), self._stage.can_shrink)
+        found: list[judging.Comparison] = []
+
+        def enough(course: Course) -> bool:
+            return bool(course.commits) and course.progress(course.commits[-1], counter) >= far
+
+        for number in range(1, _MOST_TRAININGS + 1):
+            self._tell(f"training under faults: {', '.join(fault.kind for fault in faults)}")
+            name, stall = f"disturbed-{number}", max(_LEAST_STALL_SECONDS, _GAPS * gap)
+            player = Disturber(self._stage, faults, enough, gap, self._tell)
+            course, why = self._stage.train(name, len(faults), stall, "", player)
+            player.end(course, recovered=course.is_complete)
+            self._played += player.played
+            if why:
+                self._add([Finding(level="fail", about="does not go on", message=why)])
+            if course.reports:
+                folder = self._stage.folder
+                found.append(judging.compare(before, course, folder / "undisturbed", folder / name))
+                self._add(found[-1].findings)
+            if why or not faults or not player.played or time.monotonic() > self._until:
+                break
+        if faults:
+            told = f"not played: {', '.join(fault.kind for fault in faults)}"
+            remedy = "give it more minutes, and a config with which the loop trains longer and saves more often"
+            self._add([Finding(level="fail", about="not all rehearsed", message=told, remedy=remedy)])
+        return next((one for one in found if one.findings), (found or [judging.Comparison("nothing was reported")])[0])
+
+    def _add(self, findings: Sequence[Finding]) -> None:
+        for one in findings:
+            self._findings.setdefault(one.about, one)
+
+
+def _scaling(given: GivenBlock | None, workers: int) -> settings.ScalingSettings:
+    """Return what the workers of a rehearsal get: nodes of this machine, as many as there are workers."""
+    block = load_given("scaling", given_blocks(scaling=given)["scaling"])
+    scaling = settings.plain(settings.ScalingSettings, block)
+    if scaling.accelerator == "tpu":
+        raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
+    numbers = {"max_workers": workers, "min_workers": min(scaling.min_workers, workers), "wait_for_max_seconds": 30.0}
+    return scaling.model_copy(update={**numbers, "label_selector": {}, "placement_strategy": "PACK"})
+
+
+def _show(certificate: Certificate) -> None:
+    """Show the certificate with the flow run, if this is in one."""
+    from prefect.artifacts import create_markdown_artifact
+    from prefect.context import FlowRunContext
+
+    if FlowRunContext.get() is not None:
+        told = f"rehearsal of {certificate.loop}"
+        create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=told)

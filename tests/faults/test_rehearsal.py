@@ -1,0 +1,45 @@
+"""Rehearsals of loops that are right, and of loops with one thing wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_elastic_train.rehearsal.certificate import Certificate
+from prefect_elastic_train.rehearsal.rehearsing import rehearse
+from prefect_elastic_train.rehearsal.schedule import KINDS
+from tests.support.rehearsal_loops import FLAWS
+
+OTHERS = [flaw for flaw in FLAWS if flaw != "optimizer"]
+
+
+def _rehearse(folder: Path, flaw: str = "", **more: Any) -> Certificate:
+    log = folder / "log"
+    with log.open("a") as lines:
+        return rehearse(
+            "tests.support.rehearsal_loops:train",
+            {"flaw": flaw},
+            tell=lambda line: print(line, file=lines, flush=True),
+            on_line=lambda source, line: print(f"    {source}: {line}", file=lines, flush=True),
+            save_to=folder,
+            **more,
+        )
+
+
+@pytest.mark.full
+def test_a_loop_that_is_right_passes_and_its_certificate_says_what_each_fault_has_cost(tmp_path: Path) -> None:
+    certificate = _rehearse(tmp_path, minutes=3, seed=1)
+    assert certificate.passed, certificate.markdown()
+    assert {one.kind for one in certificate.faults} == set(KINDS)
+    assert certificate.difference is not None
+    assert certificate.difference < 1e-3
+
+
+@pytest.mark.parametrize("flaw", ["optimizer", *(pytest.param(one, marks=pytest.mark.full) for one in OTHERS)])
+def test_what_is_wrong_with_a_loop_is_found_and_nothing_else(tmp_path: Path, flaw: str) -> None:
+    faults = ["worker", "node"] if flaw == "world" else ["worker"]
+    certificate = _rehearse(tmp_path, flaw, minutes=1.5, faults=faults)
+    assert [one.about for one in certificate.findings] == [FLAWS[flaw]], certificate.markdown()
+    assert not certificate.passed

@@ -1,0 +1,283 @@
+"""Random faults on random trainings, for as long as asked: ``python -m tests.soak --minutes 30 --seed 1``.
+
+An episode is a training with a session, and several faults of a seeded schedule, which do not wait for each other.
+In the end it is told by a checker that shares no code with the package: by the loop's own ledger and its weights. Each
+episode is a line of JSON; ``--only SEED`` plays one again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from prefect_elastic_train.rehearsal.checker import check_ledger, distance
+from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, GROWTH, NODE, STORAGE, WORKER, Fault, at_random
+from tests.support.buckets import BUCKET, Bucket
+from tests.support.clusters import ElasticCluster
+from tests.support.processes import FlowProcess, prefect_server, read_ledger, titled, wait_for
+from tests.support.s3 import FaultProxy, MotoServer
+from tests.support.session_loops import jax_loop, torch_loop
+
+STEPS, SLOW_SECONDS = 600, 0.1
+OUTAGE, FLOW, API = "outage", "flow", "api"
+#: Processes by what their titles hold.
+TITLES = {
+    "controller": "TrainController",
+    "head": "gcs_server",
+    "raylet": "raylet/raylet",
+    "standby": "ray::RayTrainWorker",
+}
+FROZEN = "frozen "
+KINDS = {
+    "local": (WORKER, DRIVER, FLOW, "guard", *TITLES, *(FROZEN + one for one in (WORKER, DRIVER, "controller")), API),
+    "nodes": (WORKER, DRIVER, FLOW, "guard", "standby", FROZEN + WORKER, NODE, DRAIN, GROWTH, GROWTH),
+    "bucket": (WORKER, DRIVER, FLOW, STORAGE, STORAGE, OUTAGE),
+}
+RPC_FAILURES = (
+    "CoreWorkerService.grpc_client.PushTask=5:5:5",
+    "NodeManagerService.grpc_client.RequestWorkerLease=5:20:20",
+    "ray::rpc::InternalKVGcsService.grpc_client.InternalKVGet=10:10:10",
+)
+
+
+class Episode:
+    """One training and what is done to it."""
+
+    def __init__(
+        self, seed: int, folder: Path, url: str, proxy: FaultProxy, moto: MotoServer, stack: ExitStack
+    ) -> None:
+        self._chance = chance = random.Random(seed)
+        self.seed, self._folder, self._url, self._api, self._stack = seed, folder, url, proxy, stack
+        self.arena = chance.choice([*KINDS])
+        self.faults = at_random(KINDS[self.arena], seed, chance.randint(5, 9), 8.0)
+        self.played: list[str] = []
+        self._loop: Callable[[dict[str, Any]], None] = chance.choice([torch_loop, torch_loop, torch_loop, jax_loop])
+        self._ledger, self._weights, self._slow = (folder / one for one in ("ledger.jsonl", "weights.npz", "slow"))
+        self._slow.touch()
+        length, batch = chance.choice([97, 200, 333]), chance.choice([8, 20, 33])
+        of_epoch = length // batch if self._loop is jax_loop else math.ceil(length / batch)
+        every = chance.choice([1, 7, 20, 40, "0.7s", "auto"])
+        self.config = {
+            "length": length,
+            "global_batch": batch,
+            "save_every": every,
+            "steps": of_epoch * (STEPS // of_epoch),
+            "micro_batch": chance.choice([0, 3]) if self._loop is torch_loop else 0,
+        }
+        self._most_redone = 2 * every + 2 if isinstance(every, int) else STEPS
+        self._cluster: ElasticCluster | None = None
+        self._bucket: Bucket | None = None
+        files = {"ledger": str(self._ledger), "weights": str(self._weights), "slow": str(self._slow)}
+        scaling: dict[str, Any] = {"min_workers": 1, "max_workers": 2, "standby": chance.choice(["on", "auto", "off"])}
+        often = {"resize_check_interval_seconds": 1, "stability_delay_seconds": 1}
+        self._arguments: dict[str, Any] = {
+            "loop": f"tests.support.session_loops:{self._loop.__name__}",
+            "framework": self._loop.__name__.partition("_")[0],
+            "config": {**self.config, **files, "sleep": SLOW_SECONDS},
+            "failures": {
+                "max_failures": -1,
+                "driver_restarts": 100,
+                "max_attempts_without_progress": 50,
+                "driver_restart_delay_seconds": 0.2,
+                "stall_timeout_seconds": 20,
+            },
+            "environment": {"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": 20},
+            "scaling": {**scaling, **often},
+        }
+        if self.arena == "nodes":
+            self._cluster = ElasticCluster()
+            stack.callback(self._cluster.close)
+            self._nodes = [self._cluster.add_gpu(), self._cluster.add_gpu()]
+            more = {"accelerator": "gpu", "resources_per_worker": {"GPU": 1}, "max_workers": 4}
+            self._arguments["scaling"] |= more
+            self._arguments |= {"cluster": self._cluster.block}
+            if self._loop is torch_loop:
+                self._arguments["torch_backend"] = "gloo"  # the GPUs are pretended ones
+        elif self.arena == "bucket":
+            storage = stack.enter_context(FaultProxy(moto.endpoint_url))
+            self._bucket = Bucket(moto, storage, f"runs-{seed}")
+            self._arguments["storage"] = self._bucket.block
+        if self.arena != "nodes" and chance.random() < 0.3:
+            self.arena += "+rpc"
+            self._arguments["environment"]["RAY_testing_rpc_failure"] = ",".join(RPC_FAILURES)
+        self._arguments.setdefault("storage", str(folder / "runs"))
+
+    def run(self) -> list[str]:
+        """Play all faults, and return what is wrong in the end."""
+        flow = self._start()
+        wait_for(lambda: self._ledger.exists() or flow.process.poll() is not None, 180, "a first step", of=flow)
+        flow.living_driver()
+        for fault in self.faults:
+            time.sleep(fault.wait)
+            if flow.process.poll() is not None:
+                break
+            flow, done = self._play(flow, fault)
+            if done:
+                self.played.append(fault.kind)
+        self._slow.unlink()
+        with contextlib.suppress(AssertionError):
+            flow.living_driver()
+        result = flow.completed(300)
+        return [*self._wrong(flow), *([] if result["checkpoint_uri"] else ["no checkpoint in the end"])]
+
+    def _start(self, flow_run_id: str = "") -> FlowProcess:
+        more = {"flow_run_id": flow_run_id} if flow_run_id else {}
+        number = len(FlowProcess.open)
+        arguments = json.loads(json.dumps({**self._arguments, **more}))
+        flow = FlowProcess(self._folder / f"flow-{number}-{time.monotonic_ns()}", self._url, **arguments)
+        self._stack.callback(flow.close)
+        return flow
+
+    def _play(self, flow: FlowProcess, fault: Fault) -> tuple[FlowProcess, bool]:
+        """Do what a fault is; return the flow process that goes on, and whether there was anything to do it to."""
+        kind, nodes = fault.kind, self._cluster
+        if kind == API:
+            with self._api.outage():
+                time.sleep(1 + 10 * fault.chance)
+        elif kind == STORAGE:
+            assert self._bucket is not None
+            self._bucket.proxy.faults(rate=0.2, kinds=("503", "stall", "reset"), stall_seconds=2, seed=self.seed)
+            time.sleep(1 + 10 * fault.chance)
+            self._bucket.proxy.faults(None)
+        elif kind == OUTAGE:
+            assert self._bucket is not None
+            with self._bucket.proxy.outage():
+                time.sleep(1 + 12 * fault.chance)
+        elif kind == FLOW:
+            flow.driver()
+            flow_run_id = flow.flow_run_id
+            flow.process.kill()
+            flow.process.wait(10)
+            wait_for(lambda: flow.marked() == [], 20, "the processes of a killed flow process to end")
+            return self._start(flow_run_id), True
+        elif kind == GROWTH and nodes is not None:
+            if len(self._nodes) >= 4:
+                return flow, False
+            self._nodes.append(nodes.add_gpu())
+        elif kind in (NODE, DRAIN) and nodes is not None:
+            if len(self._nodes) < 2:
+                return flow, False
+            node = self._nodes.pop(fault.of(self._nodes))
+            if kind == DRAIN:
+                nodes.drain(node, 10)
+                time.sleep(10 * fault.chance)
+            nodes.remove(node)
+        else:
+            return flow, self._signal(flow, fault)
+        return flow, True
+
+    def _signal(self, flow: FlowProcess, fault: Fault) -> bool:
+        victim = self._victim(flow, fault)
+        with contextlib.suppress(psutil.Error):
+            if victim is None:
+                return False
+            if not fault.kind.startswith(FROZEN):
+                victim.kill()
+                return True
+            victim.suspend()
+            time.sleep(1 + 30 * fault.chance)
+            victim.send_signal(signal.SIGCONT)
+            return True
+        return False
+
+    def _victim(self, flow: FlowProcess, fault: Fault) -> psutil.Process | None:
+        kind, driver = fault.kind.removeprefix(FROZEN), flow.driver()
+        if kind in (DRIVER, "guard"):
+            return driver if kind == DRIVER else flow.guard()
+        lines = read_ledger(self._ledger)
+        of_group = {line["rank"]: line["pid"] for line in lines if lines and line["group"] == lines[-1]["group"]}
+        if kind == WORKER:
+            alive = [pid for pid in of_group.values() if psutil.pid_exists(pid)]
+            return psutil.Process(alive[fault.of(alive)]) if alive else None
+        there = self._cluster.processes() if self._cluster is not None else flow.marked() if driver else []
+        found = [one for one in titled(there, TITLES[kind]) if kind != "standby" or one.pid not in of_group.values()]
+        return found[fault.of(found)] if found else None
+
+    def _wrong(self, flow: FlowProcess) -> Iterator[str]:
+        length = self.config["length"]
+        if self._loop is jax_loop:  # which leaves out what does not fill a batch
+            length = self.config["global_batch"] * (length // self.config["global_batch"])
+        yield from check_ledger(read_ledger(self._ledger), self.config["steps"], length, self._most_redone).problems
+        undisturbed = self._weights.with_name("undisturbed.npz")
+        self._loop({**self.config, "weights": str(undisturbed)})
+        gap, where = distance(_arrays(self._weights), _arrays(undisturbed))
+        if gap > 1e-5:
+            yield f"{where} is {gap:.2g} from the undisturbed training's"
+        left = flow.marked()
+        if left:
+            yield f"left: {[one.cmdline()[:3] for one in left]}"
+        secrets = [self._bucket.block["secret_access_key"]] if self._bucket else []
+        secrets += [self._cluster.token] if self._cluster else []
+        for secret in secrets:
+            for file in self._folder.rglob("*"):
+                # The arguments are the test's own, which has no block saved.
+                if file.is_file() and file.name != "arguments.json" and secret.encode() in file.read_bytes():
+                    yield f"a secret is in {file.name}"
+
+
+def _arrays(file: Path) -> dict[str, Any]:
+    import numpy as np
+
+    with np.load(file) as saved:
+        return {name: saved[name] for name in saved}
+
+
+def play(seed: int, url: str, api: FaultProxy, moto: MotoServer) -> dict[str, Any]:
+    """Play an episode; return what it was and what was wrong."""
+    began, problems = time.monotonic(), list[str]()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"soak-{seed}-")))
+        episode = Episode(seed, folder, url, api, moto, stack)
+        try:
+            problems = episode.run()
+        except AssertionError as error:
+            problems = [str(error)]
+    line = {"seed": seed, "arena": episode.arena, "loop": episode._loop.__name__, **episode.config}
+    line |= {"faults": episode.played, "seconds": round(time.monotonic() - began), "problems": problems}
+    return line
+
+
+def main() -> int:
+    """Play episodes until the time is up; 1 if one went wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="for so long (default: 30)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first episode; others count on (default: 1)")
+    parser.add_argument("--only", type=int, help="play the episode of this seed and no other")
+    parser.add_argument("--faults", type=int, default=sys.maxsize, help="end after so many")
+    arguments = parser.parse_args()
+    os.environ["PREFECT_HOME"] = home = tempfile.mkdtemp(prefix="t-")
+    until, seed, wrong, played = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0, Counter[str]()
+    with ExitStack() as stack:
+        upstream = stack.enter_context(prefect_server(Path(home)))
+        api = stack.enter_context(FaultProxy(upstream.removesuffix("/api")))
+        moto = stack.enter_context(MotoServer())
+        moto.create_bucket(BUCKET)
+        while time.monotonic() < until and played.total() < arguments.faults:
+            line = play(seed if arguments.only is None else arguments.only, f"{api.endpoint_url}/api", api, moto)
+            print(json.dumps(line), flush=True)
+            played.update(line["faults"])
+            wrong += bool(line["problems"])
+            seed += 1
+            if arguments.only is not None:
+                break
+    print(f"{played.total()} faults in {seed - arguments.seed} trainings, {wrong} went wrong: {dict(played)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

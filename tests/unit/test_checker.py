@@ -1,0 +1,93 @@
+"""The checker: what it finds wrong with ledgers, and how far it finds checkpoints apart."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefect_elastic_train.rehearsal.checker import check_ledger, distance, numbers_in
+
+LENGTH, STEPS = 8, 8
+
+
+def _lines(steps: Any = range(1, STEPS + 1), group: str = "a", world: int = 2) -> list[dict[str, Any]]:
+    """Two samples a step, by two workers one each."""
+    lines = []
+    for step in steps:
+        first = 2 * (step - 1) % LENGTH
+        for rank in range(world):
+            seen = [first + rank] if world == 2 else [first, first + 1]
+            lines.append({"step": step, "rank": rank, "world": world, "group": group, "seen": seen})
+    return lines
+
+
+def _without(lines: list[dict[str, Any]], **which: Any) -> list[dict[str, Any]]:
+    return [line for line in lines if not which.items() <= line.items()]
+
+
+@pytest.mark.parametrize(
+    ("lines", "redone", "problem"),
+    [
+        (_lines(), 0, ""),
+        (_lines(range(1, 6)) + _lines(range(4, 9), "b", 1), 2, ""),
+        (_lines(range(1, 6)) + _lines(range(2, 9), "b"), 4, "began with step 2 after step 5"),
+        (_lines(range(1, 5)) + _lines(range(6, 9), "b"), 0, "began with step 6 after step 4"),
+        (_lines(range(1, 8)), 0, "7 steps up to 7, not 1 to 8"),
+        (_without(_lines(), step=3, rank=1), 0, "step 3 was not done once by each of 2 ranks"),
+        (_lines() + _lines([8]), 0, "step 8 was not done once by each of 2 ranks"),
+        ([{**line, "seen": [0]} if line["step"] == 2 else line for line in _lines()], 0, "epoch 0 has not seen each"),
+    ],
+)
+def test_each_step_counts_once_with_its_samples_and_no_more_is_redone_than_may_be(
+    lines: list[dict[str, Any]], redone: int, problem: str
+) -> None:
+    checked = check_ledger(lines, STEPS, LENGTH, most_redone=3)
+    assert checked.redone == redone
+    assert (problem in " ".join(checked.problems)) if problem else (checked.problems == [])
+
+
+def _write(folder: Path, value: float, kind: str) -> None:
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    folder.mkdir()
+    state = {"model": {"weight": torch.tensor([1.0, value])}, "step": 3}
+    if kind == "torch":
+        torch.save({**state, "at_second": value * 7}, folder / "state.pt")
+    elif kind == "distributed":
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    elif kind == "session":
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        (folder / "loop.json").write_text(json.dumps({"cost": value * 7}))
+        np.savez(folder / "rank-00000.npz", random=value * 7)
+    elif kind == "numpy":
+        np.savez(folder / "state.npz", weight=[1.0, value])
+    elif kind == "json":
+        (folder / "state.json").write_text(json.dumps({"weights": [1.0, value], "name": f"at {value}"}))
+
+
+@pytest.mark.parametrize("kind", ["torch", "distributed", "session", "numpy", "json"])
+def test_checkpoints_are_as_far_apart_as_their_numbers_whatever_wrote_them(tmp_path: Path, kind: str) -> None:
+    for name, value in (("one", 2.0), ("same", 2.0), ("other", 2.2)):
+        _write(tmp_path / name, value, kind)
+    one, same, other = (numbers_in(tmp_path / name) for name in ("one", "same", "other"))
+    assert one
+    assert distance(one, same) == (0.0, "")
+    gap, where = distance(one, other)
+    assert gap == pytest.approx(0.2 / 2.2, rel=1e-6)
+    assert "weight" in where
+
+
+def test_what_cannot_be_read_or_is_of_another_shape_or_no_number_is_not_the_same(tmp_path: Path) -> None:
+    (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
+    (tmp_path / "words.txt").write_text("1 2 3")
+    assert numbers_in(tmp_path) == {}
+    assert distance({"a": np.zeros(2)}, {"a": np.zeros(3)}) == (math.inf, "a")
+    assert distance({"a": np.zeros(2)}, {"a": np.array([0, math.nan])}) == (math.inf, "a")
+    assert distance({"a": np.array([math.nan])}, {"a": np.array([math.nan])}) == (0.0, "")
+    assert distance({"a": 1.0}, {"b": 2.0}) == (0.0, "")

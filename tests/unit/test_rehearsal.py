@@ -1,0 +1,330 @@
+"""Rehearsals: schedules, what a training's events come to, what is wrong with a loop by two of them, certificates."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from prefect_elastic_train.cli import app
+from prefect_elastic_train.core import events as ev
+from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.rehearsal import judging, players
+from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Played
+from prefect_elastic_train.rehearsal.course import Course
+from prefect_elastic_train.rehearsal.players import Disturber
+from prefect_elastic_train.rehearsal.rehearsing import rehearse
+from prefect_elastic_train.rehearsal.schedule import KINDS, Fault, at_random, every_kind, poisson
+from prefect_elastic_train.rehearsal.stage import Enough
+
+# ------------------------------------------------------------------------------------------ schedules
+
+
+def test_a_seed_gives_the_same_schedule_and_another_one_another() -> None:
+    for plan in (lambda seed: every_kind(KINDS, seed, 5.0), lambda seed: at_random(KINDS, seed, 20, 5.0)):
+        assert plan(3) == plan(3) != plan(4)
+    assert poisson(KINDS, 3, 10.0, 500.0) == poisson(KINDS, 3, 10.0, 500.0) != poisson(KINDS, 4, 10.0, 500.0)
+    waits = [fault.wait for fault in poisson(KINDS, 1, 60.0, 60_000.0)]
+    assert 50 < sum(waits) / len(waits) < 70
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_faults_that_change_the_number_of_workers_come_last_and_each_lost_node_is_replaced(seed: int) -> None:
+    kinds = [fault.kind for fault in every_kind(KINDS, seed, 5.0)]
+    assert sorted(kinds[:4]) == ["driver", "freeze", "storage", "worker"]
+    assert [kinds[5], kinds[7]] == ["growth", "growth"]
+    assert {kinds[4], kinds[6]} == {"node", "drain"}
+    assert [fault.kind for fault in every_kind(["growth"], seed, 5.0)] == ["node", "growth"]
+    fixed = [fault.kind for fault in every_kind(["node", "growth"], seed, 5.0, can_shrink=False)]
+    assert fixed == ["node"], "where the training waits for a node there is nothing to grow"
+    assert all(0 <= fault.of("abc") < 3 for fault in at_random(KINDS, seed, 50, 5.0))
+
+
+# ------------------------------------------------------------------------------------------ courses
+
+
+def _begin(course: Course, checkpoint: str = "", world: int = 2, at: float = 0.0) -> None:
+    ranks = {f"10.0.0.{rank}:{100 + rank}": rank for rank in range(world)}
+    course.handle(ev.WorkerGroupStarted(world_size=world, checkpoint=checkpoint, ranks=ranks, at=at))
+
+
+def _report(course: Course, at: float, checkpoint: str = "", **metrics: Any) -> None:
+    how = {"metrics": metrics, "world_size": len(course.ranks), "at": at}
+    course.handle(
+        ev.CheckpointCommitted(checkpoint=checkpoint, size_bytes=1, **how) if checkpoint else ev.Reported(**how)
+    )
+
+
+def _course(
+    losses: Sequence[float],
+    resumes: dict[int, tuple[int, int]] | None = None,
+    folder: Path | None = None,
+    every: int = 5,
+    states: Sequence[float] | None = None,
+) -> Course:
+    """A training with a report a second and a checkpoint every five; ``resumes``: from which step, with how many."""
+    course, world = Course(), 2
+    _begin(course)
+    for step, loss in enumerate(losses, 1):
+        if resumes and step in resumes:
+            back, world = resumes[step]
+            for again in range(step, step + 2):  # which does not count
+                _report(course, float(again), step=again, loss=99.0)
+            _begin(course, f"step-{back}", world, float(step))
+        checkpoint = f"step-{step}" if step % every == 0 else ""
+        _report(course, float(step), checkpoint, step=step, loss=loss, seconds=random.random())
+        if checkpoint and folder is not None:
+            (folder / checkpoint).mkdir(parents=True)
+            state = loss if states is None else states[step - 1]
+            np.savez(folder / checkpoint / "weights.npz", inner=np.array([1.0, state]), seconds=random.random())
+    return course
+
+
+def test_reports_after_a_checkpoint_that_was_gone_back_to_do_not_count() -> None:
+    course = _course([1.0] * 12, {11: (10, 1)})
+    assert [one.metrics["step"] for one in course.reports] == list(range(1, 13))
+    assert (course.redone, course.resumes, course.commits) == (2, [(10, 1)], [4, 9])
+    assert len(course.news) == 12, "what is done again is nothing new"
+    _begin(course, "", at=13.0)
+    assert (course.reports, course.redone) == ([], 14), "from the beginning"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "counter"),
+    [
+        ([{"epoch": 1, "step": 5}, {"epoch": 1, "step": 6}], "step"),
+        ([{"epoch": 1}, {"epoch": 2}], "epoch"),
+        ([{"epoch": 1}, {"epoch": 1}], ""),
+        ([{"loss": 1}, {"loss": 2}], ""),
+        ([{"step": 1}, {"loss": 2}], ""),
+    ],
+)
+def test_how_far_a_loop_is_its_finest_counter_tells_or_the_number_of_reports(
+    metrics: list[dict[str, Any]], counter: str
+) -> None:
+    course = Course()
+    _begin(course)
+    for number, one in enumerate(metrics):
+        _report(course, float(number), **one)
+    assert course.counter() == counter
+    assert course.progress(1, counter) == (metrics[1][counter] if counter else 2)
+
+
+# ------------------------------------------------------------------------------------------ judging
+
+LOSSES = [1 / step for step in range(1, 31)]
+SAME: list[float] = []
+
+
+def _changed(since: int, by: float) -> list[float]:
+    return [loss if step < since else loss * (1 + by) for step, loss in enumerate(LOSSES, 1)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "states", "resumes", "about", "part"),
+    [
+        (LOSSES, None, {11: (10, 2)}, "", "bit for bit the same"),
+        (LOSSES, _changed(11, 1e-5), {11: (10, 1), 16: (15, 2)}, "", "the same within 7e-07"),
+        (_changed(11, 0.5), None, {11: (10, 2)}, "forgets a part of its state", "random state"),
+        (_changed(12, 0.5), None, {11: (10, 2)}, "forgets a part of its state", "optimizer's state"),
+        (LOSSES, _changed(16, 0.5), {11: (10, 2), 16: (15, 2)}, "forgets a part of its state", "after 20 reports"),
+        (_changed(12, 0.5), None, {11: (10, 1), 16: (15, 2)}, "depends on the world size", "with 1 instead of 2"),
+        (_changed(2, 0.01), None, {11: (10, 2)}, "not deterministic", "after 5 reports"),
+        (LOSSES, _changed(11, float("nan")), {11: (10, 2)}, "forgets a part of its state", "is inf"),
+    ],
+)
+@pytest.mark.parametrize("has_state", [True, False])
+def test_what_is_wrong_is_told_by_where_the_two_first_differ(
+    tmp_path: Path,
+    losses: list[float],
+    states: list[float] | None,
+    resumes: dict[int, tuple[int, int]],
+    about: str,
+    part: str,
+    has_state: bool,
+) -> None:
+    if not has_state and states is not None:
+        pytest.skip("only the checkpoints differ")
+    folders = (tmp_path / "one", tmp_path / "other") if has_state else (None, None)
+    one, other = _course(LOSSES, {}, folders[0]), _course(losses, resumes, folders[1], states=states)
+    found = judging.compare(one, other, tmp_path / "one", tmp_path / "other")
+    assert [finding.about for finding in found.findings] == ([about] if about else [])
+    told = " ".join([found.words, *(finding.message for finding in found.findings)])
+    if has_state or "reports" not in part:
+        assert part in told
+    assert (found.difference is None) == (not has_state)
+    assert found.metrics[0]["step"] == found.metrics[1]["step"] == 30
+
+
+def test_a_loop_that_ignores_its_checkpoint_is_told_so_and_nothing_that_follows_from_it(tmp_path: Path) -> None:
+    other = _course(_changed(11, 0.5), {11: (10, 2)})
+    other.handle(ev.LoopWarned(problem="checkpoint-ignored", message="began again"))
+    found = judging.compare(_course(LOSSES), other, tmp_path, tmp_path)
+    assert [(one.about, one.message) for one in found.findings] == [("ignores its checkpoint", "began again")]
+
+
+def test_an_undisturbed_training_shows_when_a_loop_saves_too_rarely_never_or_reports_unequally() -> None:
+    assert judging.of_undisturbed(_course(LOSSES), 30.0) == []
+    [never] = judging.of_undisturbed(_course(LOSSES, every=100), 30.0)
+    assert (never.level, never.about) == ("fail", "never saves")
+    rare = Course()
+    _begin(rare)
+    _report(rare, 600.0, "step-1", step=1)
+    rare.handle(ev.CheckpointStalled(seconds=0.5))
+    [rarely] = judging.of_undisturbed(rare, 600.0)
+    assert (rarely.level, rarely.about) == ("warn", "saves rarely")
+    assert "each 600 s" in rarely.message
+    assert "each 60 s" in rarely.remedy, "Young and Daly's interval for half a second and one failure an hour"
+    stuck = _course(LOSSES)
+    error = 'HungLoopError: no report for 60 s; the rank was here:\n  File "x.py", line 1, in {}\n    self.wait()'
+    errors = {"0": error.format("report"), "1": error.format("train")}
+    stuck.handle(ev.WorkerFailed(errors=errors, retried=True))
+    [unequal] = judging.of_undisturbed(stuck, 30.0)
+    assert unequal.about == "reports unequally"
+    assert unequal.message.startswith("rank 0 waited")
+    broken = _course(LOSSES)
+    broken.handle(ev.WorkerFailed(errors={"0": "ValueError: nan"}, retried=True))
+    assert [(one.about, one.message) for one in judging.of_undisturbed(broken, 30.0)] == [
+        ("fails undisturbed", "ValueError: nan")
+    ]
+
+
+# ------------------------------------------------------------------------------------------ playing
+
+
+def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: killed.append(pid)))
+    stage: Any = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=tmp_path / "outage")
+    told: list[str] = []
+    faults = [Fault("worker", 0.0, 0.9), Fault("storage", 0.0, 0.0)]
+    monkeypatch.setattr(players, "_OUTAGE_SECONDS", 0.0)
+    player = Disturber(stage, faults, lambda course: len(course.reports) > 8, 1.0, told.append)
+    course = Course()
+    _begin(course)
+    _report(course, time.time(), step=1)
+    player(course)
+    assert not killed, "there is nothing to resume from"
+    _report(course, time.time(), "step-2", step=2)
+    player(course)
+    assert killed == [101], "rank 1"
+    _report(course, time.time(), step=3)
+    player(course)
+    assert not player.played, "that was the old group"
+    _begin(course, "step-2", at=time.time())
+    _report(course, time.time(), step=3)
+    player(course)
+    assert not player.played, "that was done before"
+    _report(course, time.time(), step=4)
+    player(course)
+    [played] = player.played
+    assert (played.kind, played.recovered, played.redone, played.workers) == ("worker", True, 1, 2)
+    assert not stage.outage.exists(), "the next one comes after the next checkpoint"
+    _report(course, time.time(), step=5)
+    _report(course, time.time(), "step-6", step=6)
+    player(course)
+    assert stage.outage.exists()
+    player(course)
+    assert not stage.outage.exists()
+    assert len(player.played) == 1, "nothing was committed since"
+    _report(course, time.time(), "step-7", step=7)
+    player(course)
+    assert [one.kind for one in player.played] == ["worker", "storage"]
+    for step in (8, 9):
+        _report(course, time.time(), step=step)
+    with pytest.raises(Enough):
+        player(course)
+    assert told[0] == "worker: rank 1 is killed"
+
+
+def test_a_fault_that_is_not_recovered_from_ends_the_training_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: None))
+    monkeypatch.setattr(players, "_PATIENCE_SECONDS", 0.05)
+    stage: Any = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=tmp_path / "outage")
+    player = Disturber(stage, [Fault("worker", 0.0, 0.0)], lambda course: False, 0.0, lambda line: None)
+    course = Course()
+    _begin(course)
+    _report(course, time.time(), "step-1", step=1)
+    player(course)
+    time.sleep(0.1)
+    with pytest.raises(Enough):
+        player(course)
+    player.end(course, recovered=False)
+    [played] = player.played
+    assert not played.recovered
+    assert "NOT recovered" in played.words
+
+
+# ------------------------------------------------------------------------------------------ certificates
+
+
+def _certificate(**more: Any) -> Certificate:
+    given: dict[str, Any] = {
+        "loop": "loops:train",
+        "framework": "torch",
+        "workers": "1 to 2",
+        "seed": 7,
+        "seconds": 61.0,
+        "at": 0.0,
+        "versions": {"ray": "2.60.0"},
+        "faults": [],
+        "findings": [],
+        "compared": "the same",
+        **more,
+    }
+    return Certificate(**given)
+
+
+PLAYED = Played(kind="worker", what="rank 1 is killed", recovered=True, seconds=1.5, redone=1, workers=1)
+
+
+def test_a_certificate_is_passed_only_if_every_fault_was_recovered_from_and_nothing_is_wrong(tmp_path: Path) -> None:
+    warned = Finding(level="warn", about="saves rarely", message="it saves each 600 s", remedy="more often")
+    good = _certificate(faults=[PLAYED], findings=[warned], metrics={"loss": 0.5}, undisturbed_metrics={"loss": 0.5})
+    assert good.passed
+    lost = PLAYED.model_copy(update={"recovered": False})
+    wrong = Finding(level="fail", about="<script>", message="x")
+    bad = _certificate(faults=[lost]), _certificate(findings=[wrong])
+    assert not any(one.passed for one in bad)
+    assert "# loops:train recovers" in good.markdown()
+    assert "| worker | rank 1 is killed | 1 worker went on after 1.5 s, 1 report done again |" in good.markdown()
+    assert "*To do:* more often" in good.markdown()
+    good.save(tmp_path)
+    assert Certificate.model_validate_json((tmp_path / "rehearsal-loops-train-7.json").read_text()) == good
+    assert "<td>rank 1 is killed</td>" in (tmp_path / "rehearsal-loops-train-7.html").read_text()
+    bad[1].save(tmp_path)
+    assert "<script>" not in (tmp_path / "rehearsal-loops-train-7.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"faults": ["worker", "fire"]}, "fire"),
+        ({"faults": []}, "worker, driver, freeze"),
+        ({"workers": 0}, "workers=0"),
+        ({"minutes": 0}, "above 0"),
+        ({"framework": "tf"}, "'tf' is unknown"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(arguments: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigurationError, match=part):
+        rehearse("json:loads", **arguments)
+
+
+def test_the_command_refuses_what_the_function_does_and_knows_the_loop() -> None:
+    for arguments, part in ((["json:loads", "--faults", "fire"], "fire"), (["no loop"], "'no loop'")):
+        result = CliRunner().invoke(app, ["rehearse", *arguments])
+        assert result.exit_code == 2
+        assert part in result.stderr
