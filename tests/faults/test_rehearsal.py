@@ -12,8 +12,6 @@ from prefect_elastic_train.rehearsal.rehearsing import rehearse
 from prefect_elastic_train.rehearsal.schedule import KINDS
 from tests.support.rehearsal_loops import FLAWS
 
-OTHERS = [flaw for flaw in FLAWS if flaw != "optimizer"]
-
 
 def _rehearse(folder: Path, flaw: str = "", **more: Any) -> Certificate:
     log = folder / "log"
@@ -37,7 +35,8 @@ def test_a_loop_that_is_right_passes_and_its_certificate_says_what_each_fault_ha
     assert certificate.difference < 1e-3
 
 
-@pytest.mark.parametrize("flaw", ["optimizer", *(pytest.param(one, marks=pytest.mark.full) for one in OTHERS)])
+@pytest.mark.full
+@pytest.mark.parametrize("flaw", FLAWS)
 def test_what_is_wrong_with_a_loop_is_found_and_nothing_else(tmp_path: Path, flaw: str) -> None:
     faults = ["worker", "node"] if flaw == "world" else ["worker"]
     certificate = _rehearse(tmp_path, flaw, minutes=1.5, faults=faults)
