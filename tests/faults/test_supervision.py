@@ -74,7 +74,7 @@ def train(folder: Path, *attempts: list[Step], **more: Any) -> tuple[Any, Script
 def test_lost_driver_is_followed_by_another_that_knows_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: list[Step], client: SyncPrefectClient
 ) -> None:
-    monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS", "2")
+    monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS", "8")
     monkeypatch.setenv("PREFECT_ELASTIC_TRAIN_STOP_GRACE_SECONDS", "1")
     get_settings.cache_clear()
     try:
