@@ -86,11 +86,11 @@ def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int
     most = PATIENCE * steps * STEP_SECONDS
     with workbench.run(side, loop, restart_forever=side is not OURS, failures=FAILURES) as run:
         kills, due = 0, run.started
-        for fault in poisson((WORKER, DRIVER), seed, mean, most):
+        for fault in poisson((WORKER, DRIVER), seed, mean):
             due += fault.wait
-            while time.time() < due and not run.has_ended():
+            while time.time() < min(due, run.started + most) and not run.has_ended():
                 time.sleep(0.1)
-            if run.has_ended():
+            if run.has_ended() or time.time() < due:
                 break
             kills += kill(run, side, fault)
         wall = run.wait(timeout=max(60.0, run.started + most - time.time()))

@@ -20,15 +20,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from prefect_elastic_train.rehearsal.checker import check_ledger, distance
-from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, GROWTH, NODE, STORAGE, WORKER, Fault, at_random
+from prefect_elastic_train.rehearsal.checker import distance
+from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, GROWTH, NODE, STORAGE, WORKER, Fault, poisson
 from tests.support.buckets import BUCKET, Bucket
 from tests.support.clusters import ElasticCluster
+from tests.support.ledgers import check_ledger
 from tests.support.processes import FlowProcess, prefect_server, read_ledger, titled, wait_for
 from tests.support.s3 import FaultProxy, MotoServer
 from tests.support.session_loops import jax_loop, torch_loop
@@ -64,7 +66,7 @@ class Episode:
         self._chance = chance = random.Random(seed)
         self.seed, self._folder, self._url, self._api, self._stack = seed, folder, url, proxy, stack
         self.arena = chance.choice([*KINDS])
-        self.faults = at_random(KINDS[self.arena], seed, chance.randint(5, 9), 8.0)
+        self.faults = [*islice(poisson(KINDS[self.arena], seed, 4.0), chance.randint(5, 9))]
         self.played: list[str] = []
         self._loop: Callable[[dict[str, Any]], None] = chance.choice([torch_loop, torch_loop, torch_loop, jax_loop])
         self._ledger, self._weights, self._slow = (folder / one for one in ("ledger.jsonl", "weights.npz", "slow"))

@@ -69,6 +69,30 @@ def make_request(
     worker_runtime_env: dict[str, Any] | None,
 ) -> tuple[RunRequest, Place]:
     """Make the request of a training whose other arguments were checked, and say which one of its flow run it is."""
+    loop, pickle = payload.train_loop, pickled(payload)
+    # Last, since it counts the trainings of the flow run: one that is refused is none.
+    place = this_training()
+    which = (place.number, place.calls)
+    flow_name = place.flow_name or identity.loop_name(loop)
+    request = RunRequest(
+        run_name=run_name
+        or identity.check_run_name(identity.default_run_name(flow_name, place.owner.flow_run_id, *which)),
+        owner=place.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
+        fingerprint=identity.fingerprint(loop, framework, payload.train_loop_config),
+        named=run_name is not None,
+        resume=resume,
+        resume_from=resume_from or "",
+        part=identity.training_part(flow_name, *which),
+        resumed=place.resumed,
+        has_datasets=bool(payload.datasets),
+        worker_runtime_env=worker_runtime_env or {},
+        payload=pickle,
+    )
+    return request, place
+
+
+def pickled(payload: Payload) -> bytes:
+    """Return the user's objects as the driver gets them; refuse those that no driver can train with."""
     loop, config = payload.train_loop, payload.train_loop_config
     if isinstance(loop, str):
         module, _, function = loop.partition(":")
@@ -81,31 +105,12 @@ def make_request(
     if config is not None and not isinstance(config, dict):
         raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(config).__name__}")
     try:
-        pickled = dump_payload(payload)  # now, since the objects may be changed for the next training
+        return dump_payload(payload)  # now, since the objects may be changed for the next training
     except Exception as error:
         raise ConfigurationError(
             f"train loop {identity.loop_name(loop)!r} or its configuration cannot be sent to another process: "
             f"{type(error).__name__}: {error}. Keep locks, open files and connections out of what the loop refers to"
         ) from error
-    # Last, since it counts the trainings of the flow run: one that is refused is none.
-    place = this_training()
-    which = (place.number, place.calls)
-    flow_name = place.flow_name or identity.loop_name(loop)
-    request = RunRequest(
-        run_name=run_name
-        or identity.check_run_name(identity.default_run_name(flow_name, place.owner.flow_run_id, *which)),
-        owner=place.owner.model_copy(update={"supervisor": uuid.uuid4().hex}),
-        fingerprint=identity.fingerprint(loop, framework, config),
-        named=run_name is not None,
-        resume=resume,
-        resume_from=resume_from or "",
-        part=identity.training_part(flow_name, *which),
-        resumed=place.resumed,
-        has_datasets=bool(payload.datasets),
-        worker_runtime_env=worker_runtime_env or {},
-        payload=pickled,
-    )
-    return request, place
 
 
 def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:

@@ -9,13 +9,17 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from prefect_elastic_train.report.markdown import duration
+from prefect_elastic_train.report.markdown import duration, table
 
 _STYLE = "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;"
 _STYLE += "text-align:left;vertical-align:top;border-bottom:1px solid #ccc}"
 
 
-class Played(BaseModel):
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Played(_Part):
     """A fault that was played.
 
     Attributes:
@@ -23,8 +27,6 @@ class Played(BaseModel):
         redone: Reports that were done again.
         workers: How many went on.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     kind: str
     what: str
@@ -42,28 +44,43 @@ class Played(BaseModel):
         return f"{went_on}, {self.redone} report{'s' * (self.redone != 1)} done again"
 
 
-class Finding(BaseModel):
+class Finding(_Part):
     """What is wrong with a loop, or was not to be found out, and what to do; ``about`` is one of a few titles."""
-
-    model_config = ConfigDict(frozen=True)
 
     level: Literal["fail", "warn"]
     about: str
     message: str
     remedy: str = ""
 
+    @property
+    def words(self) -> str:
+        """All of it."""
+        return f"**{self.about}** ({self.level}): {self.message}" + f". *To do:* {self.remedy}" * bool(self.remedy)
 
-class Certificate(BaseModel):
-    """Whether a loop recovers from the faults that were rehearsed, as if nothing had happened.
+
+class Comparison(_Part):
+    """How a disturbed training stands to the undisturbed one.
 
     Attributes:
         compared: What was held against the undisturbed training, in words.
+        findings: What is wrong with the loop.
         difference: How far the state was from the undisturbed one at most, relative; None if none could be read.
         metrics, undisturbed_metrics: What was reported last where both trainings have been.
-        samples: What the loop's own ledger says of the samples; empty without one.
     """
 
-    model_config = ConfigDict(frozen=True)
+    compared: str
+    findings: list[Finding] = []
+    difference: float | None = None
+    metrics: dict[str, float] = {}
+    undisturbed_metrics: dict[str, float] = {}
+
+
+class Certificate(Comparison):
+    """Whether a loop recovers from the faults that were rehearsed, as if nothing had happened.
+
+    Attributes:
+        samples: What the loop's own ledger says of the samples; empty without one.
+    """
 
     loop: str
     framework: str
@@ -73,11 +90,6 @@ class Certificate(BaseModel):
     at: float
     versions: dict[str, str]
     faults: list[Played]
-    findings: list[Finding]
-    compared: str
-    difference: float | None = None
-    metrics: dict[str, float] = {}
-    undisturbed_metrics: dict[str, float] = {}
     samples: str = ""
 
     @property
@@ -89,19 +101,16 @@ class Certificate(BaseModel):
         """The certificate as people read it."""
         when = datetime.fromtimestamp(self.at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         versions = ", ".join(f"{name} {one}" for name, one in self.versions.items())
-        rows = [f"| {one.kind} | {one.what} | {one.words} |" for one in self.faults]
-        last = [f"| {name} | {self.undisturbed_metrics.get(name)} | {one} |" for name, one in self.metrics.items()]
+        rows = [(one.kind, one.what, one.words) for one in self.faults]
+        last = [(name, str(self.undisturbed_metrics.get(name)), str(one)) for name, one in self.metrics.items()]
         parts = [
             f"# {self.loop} {'recovers' if self.passed else 'does NOT recover as it should'}",
             f"Rehearsed {when} with {self.workers} workers ({self.framework}), seed {self.seed}, in "
             f"{duration(self.seconds)}; {versions}.",
-            *(
-                f"**{one.about}** ({one.level}): {one.message}" + (f". *To do:* {one.remedy}" if one.remedy else "")
-                for one in self.findings
-            ),
-            "\n".join(["| fault | what was done | what came of it |", "|---|---|---|", *rows]) if rows else "",
+            *(one.words for one in self.findings),
+            table(("fault", "what was done", "what came of it"), rows) if rows else "",
             f"**Against the undisturbed training:** {self.compared}",
-            "\n".join(["| reported last | undisturbed | disturbed |", "|---|---|---|", *last]) if last else "",
+            table(("reported last", "undisturbed", "disturbed"), last) if last else "",
             f"**Samples:** {self.samples}" if self.samples else "",
         ]
         return "\n\n".join(filter(None, parts)) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import plain_metrics
@@ -13,8 +14,7 @@ from prefect_elastic_train.core.bounds import plain_metrics
 _COUNTERS = ("global_step", "step", "iteration", "epoch")
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """A report of rank 0: its numbers, when it came, how many workers there were, the checkpoint with it."""
 
     metrics: dict[str, float]
@@ -25,7 +25,7 @@ class Seen:
 
 @dataclass
 class Course(ev.EventHandler):
-    """The reports of one training that count, in order: those after a checkpoint that was gone back to do not.
+    """One training: its reports that count, in order, for those after a checkpoint that was gone back to do not.
 
     Attributes:
         news: When each report came that was further than any before.
@@ -33,6 +33,7 @@ class Course(ev.EventHandler):
         redone: Reports that were done again.
         ranks: Of the group that trains, by address and process id.
         stalled: Seconds that the loop has stood still for its checkpoints.
+        ignored: How a group has ignored its checkpoint, in words.
     """
 
     reports: list[Seen] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Course(ev.EventHandler):
     ranks: dict[str, int] = field(default_factory=dict)
     started_at: float = 0.0
     stalled: float = 0.0
-    warnings: list[ev.LoopWarned] = field(default_factory=list)
+    ignored: str = ""
     failures: list[ev.WorkerFailed] = field(default_factory=list)
     is_complete: bool = False
 
@@ -67,7 +68,8 @@ class Course(ev.EventHandler):
         self.stalled += event.seconds
 
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
-        self.warnings.append(event)
+        if event.problem == "checkpoint-ignored":
+            self.ignored = event.message
 
     def on_worker_failed(self, event: ev.WorkerFailed) -> None:
         self.failures.append(event)
@@ -76,12 +78,6 @@ class Course(ev.EventHandler):
     def commits(self) -> list[int]:
         """The places of the reports with a checkpoint."""
         return [place for place, one in enumerate(self.reports) if one.checkpoint]
-
-    @property
-    def longest_gap(self) -> float:
-        """Seconds between two reports, or from the start of the group to its first one, at most."""
-        times = [self.started_at, *(one.at for one in self.reports)]
-        return max((after - before for before, after in pairwise(times)), default=0.0)
 
     def counter(self) -> str:
         """Return the metric that tells how far the loop is; empty if none does, and reports are counted."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
-from prefect_elastic_train.rehearsal.certificate import Finding
+from prefect_elastic_train.rehearsal.certificate import Comparison, Finding
 from prefect_elastic_train.rehearsal.checker import distance, numbers_in
 from prefect_elastic_train.rehearsal.course import Course
 
@@ -21,24 +20,12 @@ _fail = partial(Finding, level="fail")
 _A_SESSION = "a session of prefect_elastic_train.loop does"
 
 
-@dataclass
-class Comparison:
-    """How a disturbed training stands to the undisturbed one; ``metrics`` are the last of both."""
-
-    words: str
-    findings: list[Finding] = field(default_factory=list)
-    difference: float | None = None
-    metrics: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
-
-
 def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
     """Return what an undisturbed training shows already."""
     if course.failures:
-        return [_stuck(course)]
+        return [_stuck(course.failures[0].errors)]
     if not course.commits:
-        told = (
-            f"{len(course.reports)} reports in {seconds:.0f} s, and none with a checkpoint: whatever dies, all is lost"
-        )
+        told = f"{len(course.reports)} reports in {seconds:.0f} s, none with a checkpoint: whatever dies, all is lost"
         remedy = "save with ray.train.report(metrics, checkpoint=...), or train in a prefect_elastic_train.loop.session"
         return [_fail(about="never saves", message=told, remedy=remedy)]
     every = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
@@ -57,25 +44,27 @@ def compare(one: Course, other: Course, of_one: Path, of_other: Path) -> Compari
     here = {one.progress(place, counter): place for place in range(len(one.reports))}
     there = {other.progress(place, counter): place for place in range(len(other.reports))}
     common = [(here[at], there[at]) for at in sorted(here.keys() & there.keys())]
-    ignored = [warning.message for warning in other.warnings if warning.problem == "checkpoint-ignored"]
-    findings = [_fail(about="ignores its checkpoint", message=message) for message in ignored[:1]]
+    findings = [_fail(about="ignores its checkpoint", message=other.ignored)] if other.ignored else []
     if not common:
         words = "no report of the one is as far as one of the other's, so there is nothing to compare"
         remedy = "report a counter that only grows, such as step, and save checkpoints at the same steps each time"
-        return Comparison(
-            words, findings or [Finding(level="warn", about="not comparable", message=words, remedy=remedy)]
-        )
-    points, difference = _by_state(one, other, of_one, of_other, common), None
-    if points:
-        difference = max(gap for _, gap, _ in points)
-    else:
-        gaps = (distance(one.reports[here].metrics, other.reports[there].metrics) for here, there in common)
+        warned = Finding(level="warn", about="not comparable", message=words, remedy=remedy)
+        return Comparison(compared=words, findings=findings or [warned])
+    points = _by_state(one, other, of_one, of_other, common)
+    difference = max((gap for _, gap, _ in points), default=None)
+    if difference is None:
+        gaps = [distance(one.reports[here].metrics, other.reports[there].metrics) for here, there in common]
         points = [(there, gap, f"metric {where}") for (_, there), (gap, where) in zip(common, gaps, strict=True)]
     words, wrong = _verdict(one, other, points, common)
     if difference is None:
         words = f"no checkpoint of both could be read, so what was reported was compared: {words}"
-    last = one.reports[common[-1][0]].metrics, other.reports[common[-1][1]].metrics
-    return Comparison(words, findings or wrong, difference, last)
+    return Comparison(
+        compared=words,
+        findings=findings or wrong,
+        difference=difference,
+        metrics=other.reports[common[-1][1]].metrics,
+        undisturbed_metrics=one.reports[common[-1][0]].metrics,
+    )
 
 
 #: Reports of the disturbed training up to where the two are compared, how far apart they are, and in what.
@@ -88,13 +77,12 @@ def _by_state(one: Course, other: Course, of_one: Path, of_other: Path, common: 
     for here, there in reversed(common):
         names = one.reports[here].checkpoint, other.reports[there].checkpoint
         folders = of_one / names[0], of_other / names[1]
-        if not (all(names) and all(folder.is_dir() for folder in folders)):
-            continue
-        numbers = [numbers_in(folder) for folder in folders]
-        if numbers[0].keys() & numbers[1].keys():
-            points.insert(0, (there, *distance(*numbers)))
-            if not points[0][1]:
-                break
+        if all(names) and all(folder.is_dir() for folder in folders):
+            numbers = [numbers_in(folder) for folder in folders]
+            if numbers[0].keys() & numbers[1].keys():
+                points.insert(0, (there, *distance(*numbers)))
+                if not points[0][1]:
+                    break
     return points
 
 
@@ -110,44 +98,41 @@ def _verdict(one: Course, other: Course, points: _Points, common: list[tuple[int
             continue
         words = f"after {place + 1} reports {where} is {gap:.2g} (relative) from the undisturbed training's"
         if others:
-            message = f"{words}; it had trained with {others[-1]} instead of {world} workers for a while"
+            about, message = "depends on the world size", f"it had trained with {others[-1]} instead of {world} workers"
             remedy = "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
             remedy += f"order of samples a function of seed and step: {_A_SESSION}"
-            return words, [_fail(about="depends on the world size", message=message, remedy=remedy)]
-        if not before:
-            message = f"{words}, although nothing had happened to either: two undisturbed trainings differ"
+        elif not before:
+            about, message = "not deterministic", "nothing had happened to either: two undisturbed trainings differ"
             remedy = "seed the model, the order of the data and every random generator, with the same seed each time"
-            return words, [_fail(about="not deterministic", message=message, remedy=remedy)]
-        resume = next(one for one in [*before, place] if one > well or one == before[-1])
-        return words, [_forgotten(one, other, resume, words, common)]
+        else:
+            about = "forgets a part of its state"
+            resume = next(one for one in [*before, place] if one > well or one == before[-1])
+            message = _forgotten(one, other, next((pair for pair in common if pair[1] >= resume), common[-1]))
+            remedy = "save and restore model, optimizer, schedule, random states and the place in the data: "
+            remedy += _A_SESSION
+        return words, [_fail(about=about, message=f"{words}; {message}", remedy=remedy)]
     worst = max(gap for _, gap, _ in points)
     same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
     return f"after {points[-1][0] + 1} reports it is {same}", []
 
 
-def _forgotten(one: Course, other: Course, resume: int, words: str, common: list[tuple[int, int]]) -> Finding:
+def _forgotten(one: Course, other: Course, resumed: tuple[int, int]) -> str:
     """Say what a loop forgets, as far as its first report after a resume tells."""
-    here, there = next((pair for pair in common if pair[1] >= resume), common[-1])
-    mine, its = one.reports[here].metrics, other.reports[there].metrics
+    mine, its = one.reports[resumed[0]].metrics, other.reports[resumed[1]].metrics
     gap, name = distance(mine, its)
-    if gap > _NOISE:
-        told = f"the first report after a resume has {name} {its[name]:.6g} instead of {mine[name]:.6g}; the random "
-        told += "state, the place in the data or a part of the model is not restored, or, where a report stands for "
-        told += "several steps, what makes the update"
-    else:
-        told = "the first report after a resume is right and later ones are not; what makes the update is not "
-        told += "restored: the optimizer's state, or the schedule of its learning rate"
-    remedy = "save and restore model, optimizer, schedule, random states and the place in the data: "
-    about = "forgets a part of its state"
-    return _fail(about=about, message=f"{words}: {told}", remedy=f"{remedy}{_A_SESSION}")
+    if gap <= _NOISE:
+        told = "the first report after a resume is right and later ones are not, so what makes the update is not "
+        return f"{told}restored: the optimizer's state, or the schedule of its learning rate"
+    told = f"the first report after a resume has {name} {its[name]:.6g} instead of {mine[name]:.6g}, so the random "
+    told += "state, the place in the data or a part of the model is not restored, or, where a report stands for "
+    return f"{told}several steps, what makes the update"
 
 
-def _stuck(course: Course) -> Finding:
+def _stuck(errors: dict[str, str]) -> Finding:
     """Say which ranks wait in a report for others that do not, or what else has gone wrong."""
-    failure = course.failures[0]
-    waiting = [rank for rank, error in failure.errors.items() if "HungLoopError" in error and "in report\n" in error]
-    if waiting:
-        message = f"rank {', '.join(waiting)} waited in report() for the others, which did not come to theirs"
-        remedy = "have all ranks call ray.train.report() equally often"
-        return _fail(about="reports unequally", message=message, remedy=remedy)
-    return _fail(about="fails undisturbed", message=cause(next(iter(failure.errors.values()), "no reason was told")))
+    waiting = [rank for rank, error in errors.items() if "HungLoopError" in error and "in report\n" in error]
+    if not waiting:
+        return _fail(about="fails undisturbed", message=cause(next(iter(errors.values()), "no reason was told")))
+    message = f"rank {', '.join(waiting)} waited in report() for the others, which did not come to theirs"
+    remedy = "have all ranks call ray.train.report() equally often"
+    return _fail(about="reports unequally", message=message, remedy=remedy)

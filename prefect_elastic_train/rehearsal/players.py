@@ -1,96 +1,95 @@
-"""What happens to a training while it runs: nothing until it has gone far enough, or one fault after the other."""
+"""What happens to a training while it runs: generators that are gone on with several times a second, and end it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import psutil
 
 from prefect_elastic_train.rehearsal.certificate import Played
 from prefect_elastic_train.rehearsal.course import Course
-from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, FREEZE, GROWTH, STORAGE, WORKER, Fault
-from prefect_elastic_train.rehearsal.stage import Enough, Stage
+from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, Fault
+from prefect_elastic_train.rehearsal.stage import Looks, Stage
 
 _DRAIN_SECONDS, _OUTAGE_SECONDS = 20.0, 6.0
-_PATIENCE_SECONDS = 120.0  # for a fault, or for the checkpoint before it, besides what the loop takes for a report
+_DRIVER = "prefect_elastic_train.driver"
 
 
-def undisturbed(seconds: float) -> Callable[[Course], None]:
-    """End a training that has trained for so long and has a checkpoint; one without after twice that."""
-
-    def look(course: Course) -> None:
-        trained = time.time() - course.started_at if course.groups else 0.0
-        if course.failures or trained > (seconds if course.commits else 2 * seconds):
-            raise Enough
-
-    return look
+def undisturbed(course: Course, seconds: float) -> Looks:
+    """Let a training go on to the first report after so long, with a checkpoint; or after twice that, without one."""
+    while not course.failures:
+        trained = course.news[-1] - course.started_at if course.news else 0.0
+        if trained > (seconds if course.commits else 2 * seconds):
+            return
+        yield
 
 
+@dataclass
 class Disturber:
-    """Plays faults, each after a checkpoint since the one before; ends a training that is as far as it need go.
+    """Plays faults, each after a checkpoint since the one before, and takes what is played out of the list.
 
-    Args:
-        faults: Those to play; what is played is taken out.
-        enough: Whether the training is far enough.
-        gap_seconds: The longest time between two reports, undisturbed.
+    Attributes:
+        enough: Whether the training is far enough when no fault is played.
+        patience: Seconds for the recovery from a fault, and from there to the next.
         tell: Called with a line of progress.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        faults: list[Fault],
-        enough: Callable[[Course], bool],
-        gap_seconds: float,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.played: list[Played] = []
-        self._stage, self._faults, self._enough, self._tell = stage, faults, enough, tell
-        self._patience = _PATIENCE_SECONDS + 3 * gap_seconds
-        self._now: _Fault | None = None
-        self._since, self._due, self._calm_at = time.monotonic(), 0.0, 0  # the last after so many reports
+    stage: Stage
+    faults: list[Fault]
+    enough: Callable[[Course], bool]
+    patience: float
+    tell: Callable[[str], None]
+    played: list[Played] = field(default_factory=list)
+    _node: str = ""  # that is to go
 
-    def __call__(self, course: Course) -> None:
-        now = time.monotonic()
-        if self._now is not None:
-            self._now.go_on()
-            if self._now.is_over(course):
-                self.end(course, recovered=True)
-        elif self._enough(course):
-            raise Enough
-        elif self._faults and course.commits and course.commits[-1] >= self._calm_at:
-            self._due = self._due or now + self._faults[0].wait
-            if now >= self._due:
+    def play(self, course: Course) -> Looks:
+        """Play the faults until the training is far enough, or one is not recovered from."""
+        calm_at, since = 0, time.monotonic()
+        while (calm := time.monotonic() - since) < self.patience and not self.enough(course):
+            if self.faults and course.commits and course.commits[-1] >= calm_at and calm > self.faults[0].wait:
                 with suppress(psutil.Error):  # it went by itself: the next time
-                    self._now = _Fault(self._stage, self._faults[0], course)
-                    self._tell(f"{self._faults.pop(0).kind}: {self._now.what}")
-                self._since, self._due = now, 0.0
-        if now - self._since > self._patience:
-            raise Enough
+                    yield from self._play(self.faults[0], course)
+                    if not self.played[-1].recovered:
+                        return
+                    calm_at, since = len(course.reports) + 1, time.monotonic()
+            yield
 
-    def end(self, course: Course, recovered: bool) -> None:
-        """Take in what a fault has come to, if one is played."""
-        if self._now is not None:
-            played, self._now = self._now.end(course, recovered), None
-            self.played.append(played)
-            self._since, self._calm_at = time.monotonic(), len(course.reports) + 1
-            self._tell(f"{played.kind}: {played.words}")
+    def _play(self, fault: Fault, course: Course) -> Looks:
+        """Play a fault, until the training has done a step that it had not done before."""
+        at, world, redone, recovered = time.time(), len(course.ranks), course.redone, False
+        reports, groups = len(course.news), course.groups
+        what = self._begin(fault, course)
+        self.tell(f"{fault.kind}: {what}")
+        try:
+            while not recovered and (seconds := time.time() - at) < self.patience:
+                yield
+                if fault.kind == STORAGE:
+                    if seconds > _OUTAGE_SECONDS:
+                        self.stage.outage.unlink(missing_ok=True)
+                    recovered = not self.stage.outage.exists() and course.commits[-1] >= reports
+                    continue
+                if self._node and seconds > _DRAIN_SECONDS:
+                    self._lose_node()
+                is_new = course.groups > groups and course.news[-1] >= course.started_at
+                recovered = is_new and not self._node and (fault.kind != GROWTH or len(course.ranks) > world)
+        finally:
+            self.stage.outage.unlink(missing_ok=True)
+            self._lose_node()
+            if recovered or not course.is_complete:  # what the end of the loop has cut short is played again
+                times = [at, *(one for one in course.news if one > at)]
+                pause = max((after - before for before, after in pairwise(times)), default=time.time() - at)
+                counts = {"redone": course.redone - redone, "workers": len(course.ranks)}
+                played = Played(kind=fault.kind, what=what, recovered=recovered, seconds=round(pause, 1), **counts)
+                self.played.append(played)
+                self.faults.remove(fault)
+                self.tell(f"{fault.kind}: {played.words}")
 
-
-class _Fault:
-    """A fault from when it is played until the training has done a step that it had not done before."""
-
-    def __init__(self, stage: Stage, fault: Fault, course: Course) -> None:
-        self._stage, self._kind = stage, fault.kind
-        self._reports, self._groups, self._redone = len(course.news), course.groups, course.redone
-        self._world, self._node, self._at = len(course.ranks), "", time.time()
-        self.what = self._play(fault, course)
-
-    def _play(self, fault: Fault, course: Course) -> str:
-        nodes = self._stage.nodes
+    def _begin(self, fault: Fault, course: Course) -> str:
+        nodes = self.stage.nodes
         if fault.kind in (WORKER, FREEZE):
             ranks = sorted(course.ranks.items(), key=lambda one: one[1])
             where, rank = ranks[fault.of(ranks)]
@@ -98,55 +97,28 @@ class _Fault:
             (process.kill if fault.kind == WORKER else process.suspend)()
             return f"rank {rank} is {'killed' if fault.kind == WORKER else 'stopped, and answers no more'}"
         if fault.kind == DRIVER:
-            _driver().kill()
+            drivers = [one for one in psutil.Process().children() if _DRIVER in one.cmdline()]
+            if not drivers:
+                raise psutil.NoSuchProcess(0)
+            min(drivers, key=psutil.Process.create_time).kill()  # a younger one is spare
             return "the driver is killed"
         if fault.kind == STORAGE:
-            self._stage.outage.touch()
+            self.stage.outage.touch()
             return f"the storage does not answer for {_OUTAGE_SECONDS:g} s"
         if fault.kind == GROWTH:
-            self._stage.add_node()
+            self.stage.add_node()
             return "a node comes"
         self._node = nodes.ids[fault.of(nodes.ids)]
-        if fault.kind == DRAIN:
-            nodes.drain(self._node, _DRAIN_SECONDS)
-            return f"a node says that it goes in {_DRAIN_SECONDS:g} s"
-        self._lose_node()
-        return "a node is lost"
-
-    def go_on(self) -> None:
-        """Do what comes later."""
-        seconds = time.time() - self._at
-        if self._kind == STORAGE and seconds > _OUTAGE_SECONDS:
-            self._stage.outage.unlink(missing_ok=True)
-        if self._kind == DRAIN and self._node and seconds > _DRAIN_SECONDS:
+        if fault.kind == NODE:
             self._lose_node()
-
-    def is_over(self, course: Course) -> bool:
-        """Whether a step is done that was not, and by a new worker group if there must be one."""
-        if self._kind == STORAGE:
-            return not self._stage.outage.exists() and course.commits[-1] >= self._reports
-        if course.groups == self._groups or course.news[-1] < course.started_at:
-            return False
-        return len(course.ranks) > self._world if self._kind == GROWTH else not self._node
-
-    def end(self, course: Course, recovered: bool) -> Played:
-        """Leave nothing of it, and return what it has come to."""
-        self._stage.outage.unlink(missing_ok=True)
-        times = [self._at, *(at for at in course.news if at > self._at)]
-        pause = max((after - before for before, after in pairwise(times)), default=time.time() - self._at)
-        counts = {"redone": course.redone - self._redone, "workers": len(course.ranks)}
-        return Played(kind=self._kind, what=self.what, recovered=recovered, seconds=round(pause, 1), **counts)
+            return "a node is lost"
+        assert fault.kind == DRAIN
+        nodes.drain(self._node, _DRAIN_SECONDS)
+        return f"a node says that it goes in {_DRAIN_SECONDS:g} s"
 
     def _lose_node(self) -> None:
-        self._stage.nodes.remove(self._node)
-        self._node = ""
-        if not self._stage.can_shrink:
-            self._stage.add_node()
-
-
-def _driver() -> psutil.Process:
-    """The driver that works: the oldest of this process's, others are spare."""
-    drivers = [one for one in psutil.Process().children() if "prefect_elastic_train.driver" in one.cmdline()]
-    if not drivers:
-        raise psutil.NoSuchProcess(0)
-    return min(drivers, key=psutil.Process.create_time)
+        if self._node:
+            self.stage.nodes.remove(self._node)
+            self._node = ""
+            if not self.stage.can_shrink:
+                self.stage.add_node()

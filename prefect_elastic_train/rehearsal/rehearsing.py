@@ -5,19 +5,21 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from prefect_elastic_train.core import settings
+from prefect_elastic_train.blocks import ElasticScaling
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.orchestration.arguments import GivenBlock, check_arguments, given_blocks, load_given
 from prefect_elastic_train.rehearsal import judging
-from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Played
+from prefect_elastic_train.rehearsal.certificate import Certificate, Comparison, Finding, Played
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.players import Disturber, undisturbed
-from prefect_elastic_train.rehearsal.schedule import KINDS, every_kind
+from prefect_elastic_train.rehearsal.schedule import KINDS, Fault, every_kind
 from prefect_elastic_train.rehearsal.stage import Stage
 from prefect_elastic_train.runs.identity import loop_name
 from prefect_elastic_train.runs.model import RunDirectory
@@ -25,8 +27,8 @@ from prefect_elastic_train.runs.samples import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
 
 _SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
-_FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 4.0
-_MOST_TRAININGS = 5
+_FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 2.0
+_MOST_TRAININGS, _PATIENCE_SECONDS = 5, 120.0
 
 
 def rehearse(
@@ -75,15 +77,13 @@ def rehearse(
     if wrong or not faults or workers < 1:
         told = f"faults={list(faults)!r}, workers={workers!r}"
         raise ConfigurationError(f"{told}: give at least one worker, and some of the faults {', '.join(KINDS)}")
-    wanted = _scaling(scaling, workers)
+    wanted, began = _scaling(scaling, workers), time.monotonic()
     payload = Payload(train_loop, train_loop_config, datasets, None, torch_config, jax_config)
-    tell, began = tell or (lambda line: None), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         stage = Stage(payload, framework, wanted, Path(folder), on_line or (lambda source, line: None))
         try:
-            tell("starting a cluster")
-            stage.open()
-            found = _Rehearsal(stage, faults, seed, 60 * minutes, tell).run()
+            rehearsal = _Rehearsal(stage, wanted.standby, 60 * minutes, tell or (lambda line: None))
+            found = rehearsal.run(faults, seed)
         finally:
             stage.close()
     certificate = Certificate(
@@ -94,7 +94,9 @@ def rehearse(
         seconds=round(time.monotonic() - began, 1),
         at=time.time(),
         versions={name: version(name) for name in ("prefect-elastic-train", "ray", "prefect")},
-        **found,
+        faults=rehearsal.played,
+        samples=rehearsal.samples,
+        **dict(found) | {"findings": [*rehearsal.findings.values()]},
     )
     if save_to is not None:
         certificate.save(Path(save_to))
@@ -103,87 +105,79 @@ def rehearse(
 
 
 class _Rehearsal:
-    """The trainings of a rehearsal on an open stage."""
+    """The trainings of a rehearsal, and what was found so far."""
 
-    def __init__(
-        self, stage: Stage, kinds: Sequence[str], seed: int, seconds: float, tell: Callable[[str], None]
-    ) -> None:
-        self._stage, self._kinds, self._seed, self._tell = stage, kinds, seed, tell
+    def __init__(self, stage: Stage, standby: str, seconds: float, tell: Callable[[str], None]) -> None:
+        self._stage, self._standby, self._tell = stage, standby, tell
         self._share, self._until = max(_LEAST_SECONDS, _SHARE * seconds), time.monotonic() + seconds
-        self._played: list[Played] = []
-        self._findings: dict[str, Finding] = {}
+        self.played: list[Played] = []
+        self.findings: dict[str, Finding] = {}
+        self.samples = ""
 
-    def run(self) -> dict[str, Any]:
-        """Return those fields of the certificate that are found out."""
+    def run(self, kinds: Sequence[str], seed: int) -> Comparison:
+        """Train undisturbed, and if that has gone well, under faults; return how the two compare."""
+        self._tell("starting a cluster")
+        self._stage.open()
         self._tell("training undisturbed")
-        stall = max(_FIRST_STALL_SECONDS, self._share)
-        course, why = self._stage.train("undisturbed", 0, stall, "off", undisturbed(self._share))
+        play, stall = partial(undisturbed, seconds=self._share), max(_FIRST_STALL_SECONDS, self._share)
+        course, why = self._stage.train("undisturbed", 0, stall, "off", play)
         if why and not course.failures:
             raise ElasticTrainError(f"the loop fails undisturbed, so there is nothing to rehearse: {why}")
-        self._add(judging.of_undisturbed(course, self._share))
-        comparison, samples = judging.Comparison("there was nothing to resume from"), ""
-        if course.commits and not course.failures:
-            comparison = self._disturb(course)
-            check = check_samples(RunDirectory(LocalRunStore(str(self._stage.folder / "disturbed-1"))))
-            if check is not None and not check.unknown:
-                samples = check.words
-                if check.wrong or not check.exact:
-                    self._add([Finding(level="fail", about="samples", message=samples)])
-        return {
-            "faults": self._played,
-            "findings": [*self._findings.values()],
-            "compared": comparison.words,
-            "difference": comparison.difference,
-            "undisturbed_metrics": comparison.metrics[0],
-            "metrics": comparison.metrics[1],
-            "samples": samples,
-        }
+        self._add(*judging.of_undisturbed(course, self._share))
+        if not course.commits or course.failures:
+            return Comparison(compared="there was nothing to resume from")
+        between = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
+        faults = every_kind(kinds, seed, min(5.0, between), self._stage.can_shrink)
+        comparison = self._disturb(course, faults)
+        check = check_samples(RunDirectory(LocalRunStore(str(self._stage.folder / "disturbed-1"))))
+        if check is not None and not check.unknown:
+            self.samples = check.words
+            if check.wrong or not check.exact:
+                self._add(Finding(level="fail", about="samples", message=check.words))
+        return comparison
 
-    def _disturb(self, before: Course) -> judging.Comparison:
+    def _disturb(self, before: Course, faults: list[Fault]) -> Comparison:
         """Train under faults until each is played, or time or sense runs out; return the worst that came out."""
-        counter, commits, gap = before.counter(), before.commits, before.longest_gap
-        far = before.progress(-1 if before.is_complete else commits[-1], counter)
-        between = (before.reports[commits[-1]].at - before.started_at) / len(commits)
-        faults = every_kind(self._kinds, self._seed, min(5.0, between), self._stage.can_shrink)
-        found: list[judging.Comparison] = []
+        counter, folder = before.counter(), self._stage.folder
+        far = before.progress(-1 if before.is_complete else before.commits[-1], counter)
+        times = [before.started_at, *(one.at for one in before.reports)]
+        stall = max(_LEAST_STALL_SECONDS, _GAPS * max(after - one for one, after in pairwise(times)))
+        patience, found = _PATIENCE_SECONDS + stall + self._share, list[Comparison]()
 
         def enough(course: Course) -> bool:
             return bool(course.commits) and course.progress(course.commits[-1], counter) >= far
 
         for number in range(1, _MOST_TRAININGS + 1):
             self._tell(f"training under faults: {', '.join(fault.kind for fault in faults)}")
-            name, stall = f"disturbed-{number}", max(_LEAST_STALL_SECONDS, _GAPS * gap)
-            player = Disturber(self._stage, faults, enough, gap, self._tell)
-            course, why = self._stage.train(name, len(faults), stall, "", player)
-            player.end(course, recovered=course.is_complete)
-            self._played += player.played
+            name, player = f"disturbed-{number}", Disturber(self._stage, faults, enough, patience, self._tell)
+            course, why = self._stage.train(name, len(faults), stall, self._standby, player.play)
+            self.played += player.played
             if why:
-                self._add([Finding(level="fail", about="does not go on", message=why)])
+                self._add(Finding(level="fail", about="does not go on", message=why))
             if course.reports:
-                folder = self._stage.folder
                 found.append(judging.compare(before, course, folder / "undisturbed", folder / name))
-                self._add(found[-1].findings)
+                self._add(*found[-1].findings)
             if why or not faults or not player.played or time.monotonic() > self._until:
                 break
         if faults:
             told = f"not played: {', '.join(fault.kind for fault in faults)}"
             remedy = "give it more minutes, and a config with which the loop trains longer and saves more often"
-            self._add([Finding(level="fail", about="not all rehearsed", message=told, remedy=remedy)])
-        return next((one for one in found if one.findings), (found or [judging.Comparison("nothing was reported")])[0])
+            self._add(Finding(level="fail", about="not all rehearsed", message=told, remedy=remedy))
+        return next((one for one in found if one.findings), (found or [Comparison(compared="nothing was reported")])[0])
 
-    def _add(self, findings: Sequence[Finding]) -> None:
+    def _add(self, *findings: Finding) -> None:
         for one in findings:
-            self._findings.setdefault(one.about, one)
+            self.findings.setdefault(one.about, one)
 
 
-def _scaling(given: GivenBlock | None, workers: int) -> settings.ScalingSettings:
+def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
     """Return what the workers of a rehearsal get: nodes of this machine, as many as there are workers."""
     block = load_given("scaling", given_blocks(scaling=given)["scaling"])
-    scaling = settings.plain(settings.ScalingSettings, block)
-    if scaling.accelerator == "tpu":
+    assert isinstance(block, ElasticScaling)
+    if block.accelerator == "tpu":
         raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
-    numbers = {"max_workers": workers, "min_workers": min(scaling.min_workers, workers), "wait_for_max_seconds": 30.0}
-    return scaling.model_copy(update={**numbers, "label_selector": {}, "placement_strategy": "PACK"})
+    numbers = {"max_workers": workers, "min_workers": min(block.min_workers, workers), "wait_for_max_seconds": 30.0}
+    return block.model_copy(update={**numbers, "label_selector": {}, "placement_strategy": "PACK"})
 
 
 def _show(certificate: Certificate) -> None:

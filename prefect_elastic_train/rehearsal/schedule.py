@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 #: What can be played, in the order in which it is told; the last three change the number of workers.
 WORKER, DRIVER, FREEZE, STORAGE = "worker", "driver", "freeze", "storage"
 NODE, DRAIN, GROWTH = "node", "drain", "growth"
 KINDS = (WORKER, DRIVER, FREEZE, STORAGE, NODE, DRAIN, GROWTH)
-RESIZING = (NODE, DRAIN, GROWTH)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something to be done to a training.
-
-    Attributes:
-        kind: One of :data:`KINDS`, or whatever the player knows.
-        wait: Seconds before it, from what the player counts them.
-        chance: Whom it hits, of several: a number from 0 to below 1.
-    """
+class Fault(NamedTuple):
+    """Something to be done to a training: what, how many seconds after the last, and to whom (from 0 to below 1)."""
 
     kind: str
     wait: float
@@ -38,7 +30,7 @@ def every_kind(kinds: Sequence[str], seed: int, longest: float, can_shrink: bool
     A node comes after one has gone: where the training goes on without it, growth follows.
     """
     chance = random.Random(seed)
-    keep = [kind for kind in kinds if kind not in RESIZING]
+    keep = [kind for kind in kinds if kind not in (NODE, DRAIN, GROWTH)]
     leave = [kind for kind in kinds if kind in (NODE, DRAIN)] or [NODE] * (GROWTH in kinds)
     chance.shuffle(keep)
     chance.shuffle(leave)
@@ -46,15 +38,8 @@ def every_kind(kinds: Sequence[str], seed: int, longest: float, can_shrink: bool
     return [Fault(kind, chance.uniform(0, longest), chance.random()) for kind in [*keep, *resize]]
 
 
-def at_random(kinds: Sequence[str], seed: int, number: int, longest: float) -> list[Fault]:
-    """So many faults of any kind, with waits up to ``longest`` seconds between them."""
+def poisson(kinds: Sequence[str], seed: int, mean: float) -> Iterator[Fault]:
+    """Faults of any kind without end, as of a Poisson process: ``mean`` seconds between two on average."""
     chance = random.Random(seed)
-    return [Fault(chance.choice(kinds), chance.uniform(0, longest), chance.random()) for _ in range(number)]
-
-
-def poisson(kinds: Sequence[str], seed: int, mean: float, until: float) -> list[Fault]:
-    """Faults of any kind by a Poisson process: one in ``mean`` seconds, waits from the one before, up to ``until``."""
-    chance, at, faults = random.Random(seed), 0.0, list[Fault]()
-    while (at := at + (wait := chance.expovariate(1 / mean))) < until:
-        faults.append(Fault(chance.choice(kinds), wait, chance.random()))
-    return faults
+    while True:
+        yield Fault(chance.choice(kinds), chance.expovariate(1 / mean), chance.random())

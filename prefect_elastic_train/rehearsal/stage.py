@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prefect_elastic_train.core import settings
-from prefect_elastic_train.core.events import Event
+from prefect_elastic_train import blocks
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import DriverSpec, Payload, RunRequest, dump_payload
-from prefect_elastic_train.core.storage_settings import LocalStorageSettings
+from prefect_elastic_train.core.request import Payload, RunRequest
+from prefect_elastic_train.orchestration.arguments import driver_spec, pickled
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.nodes import COMMAND, Nodes
 from prefect_elastic_train.runs.identity import fingerprint
-from prefect_elastic_train.supervisor.runtime import Runtime, import_path
+from prefect_elastic_train.supervisor.runtime import Runtime
 
+Looks = Generator[None, None, None]
 _KEEP = 20  # checkpoints, to find those of the same progress among
 _ALLOWANCE = 3  # failures more than are played
 
@@ -29,10 +29,9 @@ class Enough(BaseException):
 
 
 class Stage:
-    """A cluster with a node for each worker, and the trainings on it, one at a time.
+    """A cluster with a node for each worker, and the trainings on it.
 
     Args:
-        payload: The loop and what it gets.
         scaling: Of the rehearsal; its ``max_workers`` are how many nodes there are.
         folder: Where the runs are; it outlives the stage.
         on_line: Called with each line of the drivers' output: where it came from, and the text.
@@ -42,19 +41,23 @@ class Stage:
         self,
         payload: Payload,
         framework: str,
-        scaling: settings.ScalingSettings,
+        scaling: blocks.ElasticScaling,
         folder: Path,
         on_line: Callable[[str, str], None],
     ) -> None:
-        self._payload, self._framework, self._pickled = payload, framework, dump_payload(payload)
-        often = {"resize_check_interval_seconds": 1.0, "stability_delay_seconds": 0.0}
-        self._scaling = scaling.model_copy(update=often)
+        self.folder, self._scaling = folder, scaling
+        self._request = RunRequest(
+            run_name="",
+            owner=Owner(flow_run_id=str(uuid.uuid4())),
+            fingerprint=fingerprint(payload.train_loop, framework, payload.train_loop_config),
+            payload=pickled(payload),
+            has_datasets=bool(payload.datasets),
+        )
         self._course = Course()
-        self._player: Callable[[Course], None] = lambda course: None
-        self._runtime = Runtime(get_settings(), self._take, on_line, lambda: self._player(self._course))
-        self._devices: dict[str, range] = {}
-        #: Where the runs are, and the file that keeps the storage from answering.
-        self.folder, self.outage = folder, folder / "outage"
+        self._looks = (None for _ in "")
+        self._runtime = Runtime(get_settings(), lambda event: self._course.handle(event), on_line, self._look)
+        self._devices: dict[str, int] = {}  # the first GPU of each node
+        self.outage = folder / "outage"  # the storage does not answer while this file is there
         #: Whether the training goes on while a node is missing.
         self.can_shrink = scaling.min_workers < scaling.max_workers
         self.nodes: Nodes
@@ -65,9 +68,8 @@ class Stage:
         variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
         # A killed node is noticed in two seconds.
         health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
-        process = self._runtime.start_beside(COMMAND, variables | health)
-        self.nodes = Nodes(process, head_cpus=int(bool(self._payload.datasets)))
-        self._cluster = settings.ClusterSettings(address=self.nodes.address, auth_token=token)
+        self.nodes = Nodes(self._runtime.start_beside(COMMAND, variables | health), int(self._request.has_datasets))
+        self._cluster = blocks.RayCluster(address=self.nodes.address, auth_token=token)
 
     def close(self) -> None:
         """End everything that was started."""
@@ -79,66 +81,61 @@ class Stage:
 
         wanted = dict(resources_per_worker(self._scaling))
         node: dict[str, Any] = {"num_cpus": max(1, wanted.pop("CPU", 0))}
-        own = range(gpus := int(wanted.pop("GPU", 0)))
+        first, gpus = 0, int(wanted.pop("GPU", 0))
         if gpus:
-            while own in [self._devices[one] for one in self.nodes.ids]:
-                own = range(own.stop, own.stop + gpus)
-            node |= {"num_gpus": gpus, "env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}}
-        self._devices[self.nodes.add(**node, resources=wanted)] = own
+            while first in [self._devices[one] for one in self.nodes.ids]:
+                first += gpus
+            visible = ",".join(map(str, range(first, first + gpus)))
+            node |= {"num_gpus": gpus, "env_vars": {"CUDA_VISIBLE_DEVICES": visible}}
+        self._devices[self.nodes.add(**node, resources=wanted)] = first
 
     def train(
-        self, name: str, failures: int, stall_seconds: float, standby: str, player: Callable[[Course], None]
+        self,
+        name: str,
+        failures: int,
+        stall_seconds: float,
+        standby: str,
+        play: Callable[[Course], Looks],
     ) -> tuple[Course, str]:
-        """Train until the loop has returned or the player raises :class:`Enough`; return why it ended else, in words.
+        """Train until the loop has returned or the play is over; return why it ended else, in words.
 
         Args:
             name: The run's.
             failures: How many are played.
             stall_seconds: Without a report, after which the workers are started anew.
-            standby: As of the scaling, which counts if this is empty.
-            player: Called several times a second while it trains.
+            standby: As of the scaling.
+            play: What happens meanwhile; it is gone on with several times a second.
         """
         while len(self.nodes.ids) < self._scaling.max_workers:
             self.add_node()
-        self._course, self._player = Course(), player
-        spec, why = self._spec(name, failures, stall_seconds, standby), ""
+        allowed, why = failures + _ALLOWANCE, ""
+        budget = {"max_failures": allowed, "driver_restarts": allowed, "max_attempts_without_progress": _ALLOWANCE}
+        often = {"resize_check_interval_seconds": 1.0, "stability_delay_seconds": 0.0, "standby": standby}
+        given = {
+            "scaling": self._scaling.model_copy(update=often),
+            "failures": blocks.FailureBudget(stall_timeout_seconds=stall_seconds, **budget),
+            "checkpoints": blocks.CheckpointPolicy(keep=_KEEP),
+            "storage": blocks.LocalStorage(path=str(self.folder), preflight=False),
+            "cluster": self._cluster,
+        }
+        spec = driver_spec(replace(self._request, run_name=name), given)
+        spec.storage._outage = str(self.outage)
+        self._course = course = Course()
+        self._looks = play(course)
         try:
-            while not why and not self._course.is_complete:
+            while not why and not course.is_complete:
                 ended = self._runtime.run_attempt(spec)
-                self._course.is_complete = ended.outcome is Outcome.COMPLETED
-                why = "" if self._course.is_complete or ended.outcome.retryable else ended.message
+                course.is_complete = ended.outcome is Outcome.COMPLETED
+                why = "" if course.is_complete or ended.outcome.retryable else ended.message
                 spec = replace(spec, previous_end=ended.message)
         except Enough:
             pass
         except AttemptFailedError as error:
             why = str(error)
-        return self._course, why
+        finally:
+            self._looks.close()
+        return course, why
 
-    def _take(self, event: Event) -> None:
-        self._course.handle(event)
-
-    def _spec(self, name: str, failures: int, stall_seconds: float, standby: str) -> DriverSpec:
-        payload, allowed = self._payload, failures + _ALLOWANCE
-        storage = LocalStorageSettings(path=str(self.folder), preflight=False)
-        storage._outage = str(self.outage)
-        return DriverSpec(
-            request=RunRequest(
-                run_name=name,
-                owner=Owner(flow_run_id=str(uuid.uuid4())),
-                fingerprint=fingerprint(payload.train_loop, self._framework, payload.train_loop_config),
-                payload=self._pickled,
-                has_datasets=bool(payload.datasets),
-            ),
-            scaling=self._scaling.model_copy(update={"standby": standby} if standby else {}),
-            failures=settings.FailureSettings(
-                max_failures=allowed,
-                driver_restarts=allowed,
-                max_attempts_without_progress=_ALLOWANCE,
-                stall_timeout_seconds=stall_seconds,
-            ),
-            checkpoints=settings.CheckpointSettings(keep=_KEEP),
-            storage=storage,
-            cluster=self._cluster,
-            poll_interval_seconds=get_settings().poll_interval(self._scaling.max_workers),
-            sys_path=import_path(),
-        )
+    def _look(self) -> None:
+        if next(self._looks, Enough) is Enough:
+            raise Enough

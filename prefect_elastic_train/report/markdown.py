@@ -106,7 +106,7 @@ def _time(account: TimeAccount) -> str:
     rows.append(("**wall time**", duration(account.wall_seconds), ""))
     if account.stopped_seconds:
         rows.append(("beside that, stopped", duration(account.stopped_seconds), ""))
-    return _table(["", "time", "share"], rows)
+    return table(["", "time", "share"], rows)
 
 
 def _checkpoints(report: RunReport, now: float) -> str:
@@ -127,8 +127,8 @@ def _checkpoints(report: RunReport, now: float) -> str:
         for made in shown
     ]
     more = report.checkpoints_made - len(shown)
-    table = _table(["checkpoint", "committed", "attempt", "metrics", "size", ""], rows)
-    return table + (f"\n\nand {more} earlier ones" if more > 0 else "")
+    heads = ["checkpoint", "committed", "attempt", "metrics", "size", ""]
+    return table(heads, rows) + (f"\n\nand {more} earlier ones" if more > 0 else "")
 
 
 def _places(report: RunReport) -> str:
@@ -142,7 +142,8 @@ def _places(report: RunReport) -> str:
     return "\n".join(f"- {name} {place}" for name, place in places.items() if place)
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *rows])
 
 

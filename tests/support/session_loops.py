@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from prefect_elastic_train import loop
-from prefect_elastic_train.rehearsal.checker import check_ledger, distance
+from prefect_elastic_train.rehearsal.checker import distance
+from tests.support.ledgers import check_ledger
 from tests.support.loops import write_ledger
 from tests.support.processes import read_ledger
 

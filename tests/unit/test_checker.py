@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefect_elastic_train.rehearsal.checker import check_ledger, distance, numbers_in
+from prefect_elastic_train.rehearsal.checker import distance, numbers_in
+from tests.support.ledgers import check_ledger
 
 LENGTH, STEPS = 8, 8
 
@@ -65,13 +66,22 @@ def _write(folder: Path, value: float, kind: str) -> None:
         dcp.save(state, checkpoint_id=folder, no_dist=True)
         (folder / "loop.json").write_text(json.dumps({"cost": value * 7}))
         np.savez(folder / "rank-00000.npz", random=value * 7)
+    elif kind == "orbax":
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as saving:
+            saving.save(folder / "state", {"model": {"weight": np.array([1.0, value])}, "step": 3})
+    elif kind == "jax":
+        from prefect_elastic_train.loop.jax_state import JaxState
+
+        JaxState(weight=np.array([1.0, value])).stage(str(folder))()
     elif kind == "numpy":
         np.savez(folder / "state.npz", weight=[1.0, value])
     elif kind == "json":
         (folder / "state.json").write_text(json.dumps({"weights": [1.0, value], "name": f"at {value}"}))
 
 
-@pytest.mark.parametrize("kind", ["torch", "distributed", "session", "numpy", "json"])
+@pytest.mark.parametrize("kind", ["torch", "distributed", "session", "orbax", "jax", "numpy", "json"])
 def test_checkpoints_are_as_far_apart_as_their_numbers_whatever_wrote_them(tmp_path: Path, kind: str) -> None:
     for name, value in (("one", 2.0), ("same", 2.0), ("other", 2.2)):
         _write(tmp_path / name, value, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +23,15 @@ from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Pl
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.players import Disturber
 from prefect_elastic_train.rehearsal.rehearsing import rehearse
-from prefect_elastic_train.rehearsal.schedule import KINDS, Fault, at_random, every_kind, poisson
-from prefect_elastic_train.rehearsal.stage import Enough
+from prefect_elastic_train.rehearsal.schedule import KINDS, Fault, every_kind, poisson
 
 # ------------------------------------------------------------------------------------------ schedules
 
 
 def test_a_seed_gives_the_same_schedule_and_another_one_another() -> None:
-    for plan in (lambda seed: every_kind(KINDS, seed, 5.0), lambda seed: at_random(KINDS, seed, 20, 5.0)):
+    for plan in (lambda seed: every_kind(KINDS, seed, 5.0), lambda seed: [*islice(poisson(KINDS, seed, 5.0), 20)]):
         assert plan(3) == plan(3) != plan(4)
-    assert poisson(KINDS, 3, 10.0, 500.0) == poisson(KINDS, 3, 10.0, 500.0) != poisson(KINDS, 4, 10.0, 500.0)
-    waits = [fault.wait for fault in poisson(KINDS, 1, 60.0, 60_000.0)]
+    waits = [fault.wait for fault in islice(poisson(KINDS, 1, 60.0), 1000)]
     assert 50 < sum(waits) / len(waits) < 70
 
 
@@ -45,7 +44,7 @@ def test_faults_that_change_the_number_of_workers_come_last_and_each_lost_node_i
     assert [fault.kind for fault in every_kind(["growth"], seed, 5.0)] == ["node", "growth"]
     fixed = [fault.kind for fault in every_kind(["node", "growth"], seed, 5.0, can_shrink=False)]
     assert fixed == ["node"], "where the training waits for a node there is nothing to grow"
-    assert all(0 <= fault.of("abc") < 3 for fault in at_random(KINDS, seed, 50, 5.0))
+    assert all(0 <= fault.of("abc") < 3 for fault in islice(poisson(KINDS, seed, 5.0), 50))
 
 
 # ------------------------------------------------------------------------------------------ courses
@@ -157,15 +156,16 @@ def test_what_is_wrong_is_told_by_where_the_two_first_differ(
     one, other = _course(LOSSES, {}, folders[0]), _course(losses, resumes, folders[1], states=states)
     found = judging.compare(one, other, tmp_path / "one", tmp_path / "other")
     assert [finding.about for finding in found.findings] == ([about] if about else [])
-    told = " ".join([found.words, *(finding.message for finding in found.findings)])
+    told = " ".join([found.compared, *(finding.message for finding in found.findings)])
     if has_state or "reports" not in part:
         assert part in told
     assert (found.difference is None) == (not has_state)
-    assert found.metrics[0]["step"] == found.metrics[1]["step"] == 30
+    assert found.metrics["step"] == found.undisturbed_metrics["step"] == 30
 
 
 def test_a_loop_that_ignores_its_checkpoint_is_told_so_and_nothing_that_follows_from_it(tmp_path: Path) -> None:
     other = _course(_changed(11, 0.5), {11: (10, 2)})
+    other.handle(ev.LoopWarned(problem="no-checkpoint", message="never saved"))
     other.handle(ev.LoopWarned(problem="checkpoint-ignored", message="began again"))
     found = judging.compare(_course(LOSSES), other, tmp_path, tmp_path)
     assert [(one.about, one.message) for one in found.findings] == [("ignores its checkpoint", "began again")]
@@ -200,71 +200,98 @@ def test_an_undisturbed_training_shows_when_a_loop_saves_too_rarely_never_or_rep
 # ------------------------------------------------------------------------------------------ playing
 
 
+class _Played:
+    """A course that a disturber plays on, by hand; what it has killed and told."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, *faults: Fault, **more: Any) -> None:
+        self.killed: list[int] = []
+        self.told: list[str] = []
+        self.course, self.outage = Course(), folder / "outage"
+        patch.setattr(psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: self.killed.append(pid)))
+        stage: Any = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=self.outage)
+        enough = more.get("enough", lambda course: False)
+        self.player = Disturber(stage, [*faults], enough, more.get("patience", 60.0), self.told.append)
+        self.looks = self.player.play(self.course)
+        self.steps = 0
+
+    def begin(self, checkpoint: str = "") -> None:
+        """A worker group begins, after a checkpoint."""
+        _begin(self.course, checkpoint, at=time.time())
+        self.steps = int(checkpoint.rpartition("-")[2] or 0)
+        next(self.looks)
+
+    def report(self, commits: bool = False) -> None:
+        """The next step is reported, perhaps with a checkpoint, and the player looks."""
+        self.steps += 1
+        _report(self.course, time.time(), f"step-{self.steps}" if commits else "", step=self.steps)
+        next(self.looks)
+
+
 def test_a_fault_comes_after_a_checkpoint_and_is_over_when_something_new_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed: list[int] = []
-    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: killed.append(pid)))
-    stage: Any = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=tmp_path / "outage")
-    told: list[str] = []
-    faults = [Fault("worker", 0.0, 0.9), Fault("storage", 0.0, 0.0)]
     monkeypatch.setattr(players, "_OUTAGE_SECONDS", 0.0)
-    player = Disturber(stage, faults, lambda course: len(course.reports) > 8, 1.0, told.append)
-    course = Course()
-    _begin(course)
-    _report(course, time.time(), step=1)
-    player(course)
-    assert not killed, "there is nothing to resume from"
-    _report(course, time.time(), "step-2", step=2)
-    player(course)
-    assert killed == [101], "rank 1"
-    _report(course, time.time(), step=3)
-    player(course)
-    assert not player.played, "that was the old group"
-    _begin(course, "step-2", at=time.time())
-    _report(course, time.time(), step=3)
-    player(course)
-    assert not player.played, "that was done before"
-    _report(course, time.time(), step=4)
-    player(course)
-    [played] = player.played
+    faults = [Fault("worker", 0.0, 0.9), Fault("storage", 0.0, 0.0)]
+    on = _Played(tmp_path, monkeypatch, *faults, enough=lambda course: len(course.reports) > 8)
+    on.begin()
+    on.report()
+    assert not on.killed, "there is nothing to resume from"
+    on.report(commits=True)
+    assert on.killed == [101], "rank 1"
+    on.report()
+    assert not on.player.played, "that was the old group"
+    on.begin("step-2")
+    on.report()
+    assert not on.player.played, "that was done before"
+    on.report()
+    [played] = on.player.played
     assert (played.kind, played.recovered, played.redone, played.workers) == ("worker", True, 1, 2)
-    assert not stage.outage.exists(), "the next one comes after the next checkpoint"
-    _report(course, time.time(), step=5)
-    _report(course, time.time(), "step-6", step=6)
-    player(course)
-    assert stage.outage.exists()
-    player(course)
-    assert not stage.outage.exists()
-    assert len(player.played) == 1, "nothing was committed since"
-    _report(course, time.time(), "step-7", step=7)
-    player(course)
-    assert [one.kind for one in player.played] == ["worker", "storage"]
-    for step in (8, 9):
-        _report(course, time.time(), step=step)
-    with pytest.raises(Enough):
-        player(course)
-    assert told[0] == "worker: rank 1 is killed"
+    assert not on.outage.exists(), "the next one comes after the next checkpoint"
+    on.report()
+    on.report(commits=True)
+    assert on.outage.exists()
+    next(on.looks)
+    assert not on.outage.exists()
+    assert len(on.player.played) == 1, "nothing was committed since"
+    on.report(commits=True)
+    assert [one.kind for one in on.player.played] == ["worker", "storage"]
+    on.report()
+    with pytest.raises(StopIteration):
+        on.report()
+    assert on.told[0] == "worker: rank 1 is killed"
 
 
-def test_a_fault_that_is_not_recovered_from_ends_the_training_and_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_fault_that_is_not_recovered_from_is_told_unless_the_end_of_the_loop_has_cut_it_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_complete: bool
 ) -> None:
-    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(kill=lambda: None))
-    monkeypatch.setattr(players, "_PATIENCE_SECONDS", 0.05)
-    stage: Any = SimpleNamespace(nodes=SimpleNamespace(ids=[]), outage=tmp_path / "outage")
-    player = Disturber(stage, [Fault("worker", 0.0, 0.0)], lambda course: False, 0.0, lambda line: None)
-    course = Course()
-    _begin(course)
-    _report(course, time.time(), "step-1", step=1)
-    player(course)
+    on = _Played(tmp_path, monkeypatch, Fault("worker", 0.0, 0.0), patience=0.05)
+    on.begin()
+    on.report(commits=True)
+    assert on.killed == [100]
+    on.course.is_complete = is_complete
+    if is_complete:
+        on.looks.close()
+        assert (on.player.played, len(on.player.faults)) == ([], 1), "the next training has it"
+        return
     time.sleep(0.1)
-    with pytest.raises(Enough):
-        player(course)
-    player.end(course, recovered=False)
-    [played] = player.played
+    assert len([*on.looks]) < 3
+    [played] = on.player.played
     assert not played.recovered
     assert "NOT recovered" in played.words
+
+
+def test_an_undisturbed_training_ends_with_the_first_report_after_its_time() -> None:
+    course = Course()
+    looks = players.undisturbed(course, 10.0)
+    _begin(course, at=100.0)
+    _report(course, 111.0, step=1)
+    next(looks)
+    time.sleep(0.01)
+    next(looks)
+    _report(course, 112.0, "step-2", step=2)
+    with pytest.raises(StopIteration):
+        next(looks)
 
 
 # ------------------------------------------------------------------------------------------ certificates

@@ -1,0 +1,48 @@
+"""Whether a training came out right by what its loop wrote down itself: shares no code with what it checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Checked:
+    """What a ledger says: how many steps count, how many were done again, and what is wrong."""
+
+    steps: int = 0
+    redone: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def check_ledger(lines: Iterable[Mapping[str, Any]], steps: int, length: int, most_redone: int) -> Checked:
+    """Check that each of so many steps counts once, and each of ``length`` samples once an epoch.
+
+    Lines have ``step``, ``rank``, ``world``, ``group`` (the same for all ranks of a worker group) and ``seen``, the
+    samples of that step; a step counts as the last group has done it. A group may do ``most_redone`` steps again.
+    """
+    checked, by_step = Checked(), dict[int, list[Mapping[str, Any]]]()
+    reached, group, known = 0, None, set[Any]()
+    for line in lines:
+        by_step.setdefault(line["step"], []).append(line)
+        if line["group"] != group and line["group"] not in known:
+            group, again = line["group"], reached + 1 - line["step"]
+            known.add(group)
+            checked.redone += max(0, again)
+            if again > most_redone or again < 0:
+                checked.problems.append(f"group {group} began with step {line['step']} after step {reached}")
+        reached = max(reached, line["step"])
+    checked.steps = len(by_step)
+    if sorted(by_step) != list(range(1, steps + 1)):
+        checked.problems.append(f"{len(by_step)} steps up to {reached}, not 1 to {steps}")
+    seen: list[int] = []
+    for step in sorted(by_step):
+        counting = [one for one in by_step[step] if one["group"] == by_step[step][-1]["group"]]
+        if sorted(one["rank"] for one in counting) != list(range(counting[0]["world"])):
+            checked.problems.append(f"step {step} was not done once by each of {counting[0]['world']} ranks")
+        seen += [sample for one in counting for sample in one["seen"]]
+    for first in range(0, len(seen), length):
+        if len(seen) - first >= length and len({*seen[first : first + length]}) < length:
+            checked.problems.append(f"epoch {first // length} has not seen each sample once")
+    return checked
