@@ -1,12 +1,14 @@
 # Everything here sets up its own virtual environment; only Python and make are needed.
 PYTHON ?= python3
 VENV ?= .venv
+MINUTES ?= 30
+SEED ?= 1
 BIN := $(VENV)/bin
 # A file's tests stay together, for the clusters that they share, and the slow fault tests come first. Unit tests run in
 # more processes than there are cores, as many of them wait.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
-# What only `make test-all` runs: second cases of a kind, pages of the docs, the browser, the wheel, random faults.
-QUICK := -m "not full and not soak"
+# What only `make test-all` runs: second cases of a kind, pages of the docs, the browser, the wheel.
+QUICK := -m "not full"
 # Lint, types and tests beside each other.
 TOGETHER := +$(MAKE) --no-print-directory -j3
 STAMP := $(VENV)/.installed
@@ -58,19 +60,20 @@ check: $(STAMP)  ## lint, types and unit tests, in a minute and a half
 test: $(STAMP)  ## what CI runs: check, and one integration or fault test of each kind
 	$(TOGETHER) lint types quick
 
-test-all: $(STAMP)  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel, random faults once
+test-all: $(STAMP)  ## every test: second cases, docs, browser (needs /usr/bin/chromium), wheel
 	$(TOGETHER) lint types every
 
-soak: $(STAMP)  ## the random faults only, ten rounds of each: hours
-	SOAK_ROUNDS=10 $(BIN)/python -m pytest tests -q -m soak --timeout 7200
+soak: $(STAMP)  ## random faults on random trainings; MINUTES=30 SEED=1, of which the trainings count on
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 
 api: $(STAMP)  ## write the snapshot of the public API anew, after a change of it that is meant
 	$(BIN)/python -m tests.support.public_api
 
-bench: $(STAMP)  ## overhead, recovery, growth, checkpoints, reporting and loop, against raw Ray Train, torchrun and other S3 clients
+bench: $(STAMP)  ## overhead, recovery, growth, goodput, checkpoints, reporting and loop, against raw Ray Train, torchrun and other S3 clients
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.goodput
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.reporting
 	$(BIN)/python -m benchmarks.loop

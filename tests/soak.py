@@ -1,8 +1,9 @@
 """Random faults on random trainings, for as long as asked: ``python -m tests.soak --minutes 30 --seed 1``.
 
 An episode is a training with a session, and several faults of a seeded schedule, which do not wait for each other.
-In the end it is told by a checker that shares no code with the package: by the loop's own ledger and its weights. Each
-episode is a line of JSON; ``--only SEED`` plays one again.
+In the end a checker that shares no code with the package tells what came of it: by the loop's own ledger, its weights,
+the commits in the run directory, and the processes that are left. Each episode is a line of JSON; ``--only SEED`` plays
+one again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,13 +32,13 @@ from prefect_elastic_train.rehearsal.checker import distance
 from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, GROWTH, NODE, STORAGE, WORKER, Fault, poisson
 from tests.support.buckets import BUCKET, Bucket
 from tests.support.clusters import ElasticCluster
-from tests.support.ledgers import check_ledger
+from tests.support.ledgers import check_ledger, lost_commits
 from tests.support.processes import FlowProcess, prefect_server, read_ledger, titled, wait_for
 from tests.support.s3 import FaultProxy, MotoServer
 from tests.support.session_loops import jax_loop, torch_loop
 
-STEPS, SLOW_SECONDS = 600, 0.1
-OUTAGE, FLOW, API = "outage", "flow", "api"
+STEPS, SLOW_SECONDS, MEAN_SECONDS = 1200, 0.05, 6.0
+OUTAGE, FLOW, API, DISK = "outage", "flow", "api", "disk"
 #: Processes by what their titles hold.
 TITLES = {
     "controller": "TrainController",
@@ -45,16 +47,22 @@ TITLES = {
     "standby": "ray::RayTrainWorker",
 }
 FROZEN = "frozen "
+PROCESSES = (WORKER, DRIVER, FLOW, "guard", *TITLES)
 KINDS = {
-    "local": (WORKER, DRIVER, FLOW, "guard", *TITLES, *(FROZEN + one for one in (WORKER, DRIVER, "controller")), API),
+    "local": (*PROCESSES, *(FROZEN + one for one in PROCESSES), API, DISK),
     "nodes": (WORKER, DRIVER, FLOW, "guard", "standby", FROZEN + WORKER, NODE, DRAIN, GROWTH, GROWTH),
     "bucket": (WORKER, DRIVER, FLOW, STORAGE, STORAGE, OUTAGE),
 }
-RPC_FAILURES = (
-    "CoreWorkerService.grpc_client.PushTask=5:5:5",
-    "NodeManagerService.grpc_client.RequestWorkerLease=5:20:20",
-    "ray::rpc::InternalKVGcsService.grpc_client.InternalKVGet=10:10:10",
-)
+#: Calls between Ray's processes of which some are lost, by Ray's own means.
+RPC_FAILURES = {
+    f"{service}.grpc_client.{call}": {"num_failures": 2, "req_failure_prob": 3, "resp_failure_prob": 3}
+    for service, call in (
+        ("CoreWorkerService", "PushTask"),
+        ("NodeManagerService", "RequestWorkerLease"),
+        ("ray::rpc::InternalKVGcsService", "InternalKVGet"),
+        ("ray::rpc::ActorInfoGcsService", "CreateActor"),
+    )
+}
 
 
 class Episode:
@@ -66,7 +74,7 @@ class Episode:
         self._chance = chance = random.Random(seed)
         self.seed, self._folder, self._url, self._api, self._stack = seed, folder, url, proxy, stack
         self.arena = chance.choice([*KINDS])
-        self.faults = [*islice(poisson(KINDS[self.arena], seed, 4.0), chance.randint(5, 9))]
+        self.faults = [*islice(poisson(KINDS[self.arena], seed, MEAN_SECONDS), chance.randint(5, 9))]
         self.played: list[str] = []
         self._loop: Callable[[dict[str, Any]], None] = chance.choice([torch_loop, torch_loop, torch_loop, jax_loop])
         self._ledger, self._weights, self._slow = (folder / one for one in ("ledger.jsonl", "weights.npz", "slow"))
@@ -116,14 +124,24 @@ class Episode:
             self._arguments["storage"] = self._bucket.block
         if self.arena != "nodes" and chance.random() < 0.3:
             self.arena += "+rpc"
-            self._arguments["environment"]["RAY_testing_rpc_failure"] = ",".join(RPC_FAILURES)
-        self._arguments.setdefault("storage", str(folder / "runs"))
+            self._arguments["environment"]["RAY_testing_rpc_failure"] = json.dumps(RPC_FAILURES)
+        self._disk = folder / "disk"
+        self._disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(self._disk)]
+        self._can_fill = (
+            self.arena.startswith("local") and not subprocess.run(mount, stderr=subprocess.DEVNULL).returncode
+        )
+        if self._can_fill:
+            stack.callback(subprocess.run, ["umount", "--lazy", str(self._disk)])
+        self._arguments.setdefault("storage", str(self._disk / "runs"))
+        self._at_once = chance.random() < 0.3
 
     def run(self) -> list[str]:
         """Play all faults, and return what is wrong in the end."""
         flow = self._start()
-        wait_for(lambda: self._ledger.exists() or flow.process.poll() is not None, 180, "a first step", of=flow)
         flow.living_driver()
+        if not self._at_once:
+            flow.wait_for(self._ledger.exists, 180, "a first step")
         for fault in self.faults:
             time.sleep(fault.wait)
             if flow.process.poll() is not None:
@@ -148,12 +166,14 @@ class Episode:
     def _play(self, flow: FlowProcess, fault: Fault) -> tuple[FlowProcess, bool]:
         """Do what a fault is; return the flow process that goes on, and whether there was anything to do it to."""
         kind, nodes = fault.kind, self._cluster
+        if kind == DISK:
+            return self._fill(flow)
         if kind == API:
             with self._api.outage():
                 time.sleep(1 + 10 * fault.chance)
         elif kind == STORAGE:
             assert self._bucket is not None
-            self._bucket.proxy.faults(rate=0.2, kinds=("503", "stall", "reset"), stall_seconds=2, seed=self.seed)
+            self._bucket.proxy.faults(rate=0.2, kinds=("503", "stall", "reset", "cut"), stall_seconds=2, seed=self.seed)
             time.sleep(1 + 10 * fault.chance)
             self._bucket.proxy.faults(None)
         elif kind == OUTAGE:
@@ -166,7 +186,7 @@ class Episode:
             flow.process.kill()
             flow.process.wait(10)
             wait_for(lambda: flow.marked() == [], 20, "the processes of a killed flow process to end")
-            return self._start(flow_run_id), True
+            return self._again(flow_run_id), True
         elif kind == GROWTH and nodes is not None:
             if len(self._nodes) >= 4:
                 return flow, False
@@ -183,6 +203,30 @@ class Episode:
             return flow, self._signal(flow, fault)
         return flow, True
 
+    def _again(self, flow_run_id: str) -> FlowProcess:
+        flow = self._start(flow_run_id)
+        flow.living_driver()
+        return flow
+
+    def _fill(self, flow: FlowProcess) -> tuple[FlowProcess, bool]:
+        """Have a disk that is full for a while, which ends a training that saves; it is gone on with then."""
+        if not self._can_fill:
+            return flow, False
+        flow.driver()
+        with (self._disk / "filler").open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+                file.flush()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            flow.process.wait(20)
+        (self._disk / "filler").unlink()
+        if flow.process.poll() is None or json.loads(flow.result_file.read_text())["state"] == "COMPLETED":
+            return flow, True
+        ended = json.loads(flow.result_file.read_text())
+        assert ended["outcome"] == "storage_error", f"a full disk is told as {ended}"
+        assert flow.marked() == [], "the processes of a training that a full disk has ended"
+        return self._again(flow.flow_run_id), True
+
     def _signal(self, flow: FlowProcess, fault: Fault) -> bool:
         victim = self._victim(flow, fault)
         with contextlib.suppress(psutil.Error):
@@ -192,15 +236,15 @@ class Episode:
                 victim.kill()
                 return True
             victim.suspend()
-            time.sleep(1 + 30 * fault.chance)
+            time.sleep(1 + 24 * fault.chance)
             victim.send_signal(signal.SIGCONT)
             return True
         return False
 
     def _victim(self, flow: FlowProcess, fault: Fault) -> psutil.Process | None:
         kind, driver = fault.kind.removeprefix(FROZEN), flow.driver()
-        if kind in (DRIVER, "guard"):
-            return driver if kind == DRIVER else flow.guard()
+        if kind in (DRIVER, FLOW, "guard"):
+            return {DRIVER: driver, FLOW: psutil.Process(flow.pid)}.get(kind) or flow.guard()
         lines = read_ledger(self._ledger)
         of_group = {line["rank"]: line["pid"] for line in lines if lines and line["group"] == lines[-1]["group"]}
         if kind == WORKER:
@@ -214,7 +258,9 @@ class Episode:
         length = self.config["length"]
         if self._loop is jax_loop:  # which leaves out what does not fill a batch
             length = self.config["global_batch"] * (length // self.config["global_batch"])
-        yield from check_ledger(read_ledger(self._ledger), self.config["steps"], length, self._most_redone).problems
+        lines = read_ledger(self._ledger)
+        yield from check_ledger(lines, self.config["steps"], length, self._most_redone).problems
+        yield from lost_commits(lines, self._commits())
         undisturbed = self._weights.with_name("undisturbed.npz")
         self._loop({**self.config, "weights": str(undisturbed)})
         gap, where = distance(_arrays(self._weights), _arrays(undisturbed))
@@ -223,6 +269,14 @@ class Episode:
         left = flow.marked()
         if left:
             yield f"left: {[one.cmdline()[:3] for one in left]}"
+        cluster = self._cluster
+        if cluster is not None:
+            of_training = ("RayTrainWorker", "TrainController", "prefect_elastic_train")
+            with contextlib.suppress(AssertionError):
+                wait_for(lambda: not [one for title in of_training for one in titled(cluster.processes(), title)], 15)
+                of_training = ()
+            if of_training:
+                yield f"left in the cluster: {[one.cmdline() for one in cluster.processes()]}"
         secrets = [self._bucket.block["secret_access_key"]] if self._bucket else []
         secrets += [self._cluster.token] if self._cluster else []
         for secret in secrets:
@@ -230,6 +284,15 @@ class Episode:
                 # The arguments are the test's own, which has no block saved.
                 if file.is_file() and file.name != "arguments.json" and secret.encode() in file.read_bytes():
                     yield f"a secret is in {file.name}"
+
+    def _commits(self) -> list[tuple[float, int]]:
+        """When the run says that it has committed which step, by its history."""
+        if self._bucket is not None:
+            files = [self._bucket.read(key) for key in self._bucket.all_keys() if "/.elastic_train/events/" in key]
+        else:
+            files = [file.read_bytes() for file in self._disk.glob("runs/*/.elastic_train/events/*.jsonl")]
+        events = [json.loads(line) for file in files for line in file.splitlines(keepends=True) if line.endswith(b"\n")]
+        return [(one["at"], one["metrics"]["step"]) for one in events if one["kind"] == "checkpoint_committed"]
 
 
 def _arrays(file: Path) -> dict[str, Any]:
@@ -262,9 +325,9 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="play the episode of this seed and no other")
     parser.add_argument("--faults", type=int, default=sys.maxsize, help="end after so many")
     arguments = parser.parse_args()
-    os.environ["PREFECT_HOME"] = home = tempfile.mkdtemp(prefix="t-")
     until, seed, wrong, played = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0, Counter[str]()
     with ExitStack() as stack:
+        os.environ["PREFECT_HOME"] = home = stack.enter_context(tempfile.TemporaryDirectory(prefix="t-"))
         upstream = stack.enter_context(prefect_server(Path(home)))
         api = stack.enter_context(FaultProxy(upstream.removesuffix("/api")))
         moto = stack.enter_context(MotoServer())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +160,11 @@ def test_driver_that_dies_before_its_first_checkpoint_each_time_is_given_up(star
     assert flow.marked() == []
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_any_number_of_drivers_may_die_if_each_has_taken_the_run_further(
     start: Start, ledger: str, tmp_path: Path
 ) -> None:
-    kills, until = 10 * int(os.environ.get("SOAK_ROUNDS", "1")), tmp_path / "until"
+    kills, until = 10, tmp_path / "until"
     flow = start(
         config=train_config(ledger, steps=100_000, until=str(until)),
         failures={"driver_restarts": 3, "driver_restart_delay_seconds": 60, "forgive_after_seconds": 0.5},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +26,6 @@ from tests.support.processes import (
     wait_for,
 )
 
-#: How often each random test is done, each time with another seed.
-ROUNDS = int(os.environ.get("SOAK_ROUNDS", "1"))
 #: Long enough that every moment below falls before the end.
 MANY_STEPS, START_UP_SECONDS, TRAINING_SECONDS = 100, 8.0, 6.0
 IN_A_CLUSTER = {"controller": "TrainController", "head": "gcs_server", "raylet": "raylet/raylet"}
@@ -99,19 +95,6 @@ def test_nothing_is_left_when_the_flow_process_is_killed_while_the_cluster_start
     flow.process.kill()
     wait_for(lambda: flow.marked() == [], 15, "all processes to end")
     assert steps_of(ledger) == []
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("number", range(2 * ROUNDS))
-@pytest.mark.parametrize("kind", ["flow", "driver", "controller", "worker", "head", "raylet", "guard"])
-def test_any_process_killed_at_any_moment_is_survived_and_leaves_nothing(
-    start: Start, ledger: str, kind: str, number: int, request: pytest.FixtureRequest
-) -> None:
-    chance = random.Random(f"{kind} {number}")
-    joined = kind in ("flow", "driver", "controller", "worker") and number % 4 == 3
-    head = request.getfixturevalue("head") if joined else None
-    after = chance.uniform(0, TRAINING_SECONDS if number % 2 else START_UP_SECONDS)
-    _kill_one_and_see_it_end_well(start, ledger, kind, head, after, in_training=bool(number % 2))
 
 
 @pytest.mark.parametrize("way", ["background", pytest.param("own function", marks=pytest.mark.full)])

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,6 @@ from tests.support.processes import FlowProcess, Start, read_ledger
 from tests.support.session_loops import jax_loop, problems, same_weights, torch_loop
 
 STEPS = 800
-ROUNDS = int(os.environ.get("SOAK_ROUNDS", "1"))
 
 
 class Training:
@@ -121,37 +116,3 @@ def test_shards_of_two_workers_go_on_with_one_and_with_two_again(
     training.wait_for_group(2)
     result = training.end()
     assert [change["size"] for change in result["world_sizes"]] == [2, 1, 2]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(5 * ROUNDS))
-def test_every_sample_counts_once_whatever_happens_when(
-    start: Start, cluster: ElasticCluster, tmp_path: Path, seed: int
-) -> None:
-    chance = random.Random(seed)
-    sizes = {"length": chance.choice([97, 200, 333]), "global_batch": chance.choice([8, 20, 33])}
-    every = {"save_every": chance.choice([1, 7, 40, "0.7s", "auto"]), "micro_batch": chance.choice([0, 3])}
-    nodes = [cluster.add_gpu()]
-    training = Training(start, cluster, tmp_path, "torch_loop", **sizes, **every)
-    training.wait_for_group(1)
-
-    def kill_worker() -> None:
-        newest = training.lines()[-1]["group"]
-        of_group = {line["rank"]: line for line in training.lines() if line["group"] == newest}
-        _kill(chance.choice(list(of_group.values())))
-
-    def take_node(take: Callable[[str], None]) -> None:
-        if len(nodes) > 1:
-            take(nodes.pop(chance.randrange(len(nodes))))
-
-    faults: list[Callable[[], Any]] = [
-        kill_worker,
-        lambda: training.flow.living_driver().kill(),
-        lambda: nodes.append(cluster.add_gpu()) if len(nodes) < 4 else None,
-        lambda: take_node(lambda node: cluster.drain(node, 20)),
-        lambda: take_node(lambda node: cluster.remove(node)),
-    ]
-    for _ in range(chance.randint(3, 7)):
-        chance.choice(faults)()
-        time.sleep(chance.uniform(0, 12))
-    training.end()

@@ -145,7 +145,7 @@ def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(star
     assert (result["worker_failures"], result["attempts"]) == (3, 2)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize(("framework", "rank"), [("torch", 1), ("jax", 0)])
 def test_a_rank_that_dies_ten_times_is_replaced_each_time_by_others_ready_or_booting(
     start: Start, tmp_path: Path, framework: str, rank: int

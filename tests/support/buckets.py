@@ -32,7 +32,7 @@ class Bucket:
     def records(self, kind: str, run: str = "") -> list[dict[str, Any]]:
         """Return the small objects of the only run, or of a named one: ``"attempts"``, ``"commits"``, ``"ended"``."""
         found = [key for key in self.all_keys(f"{run}/" if run else "") if f"/.elastic_train/{kind}/" in key]
-        return [json.loads(self._read(key)) for key in found]
+        return [json.loads(self.read(key)) for key in found]
 
     def all_keys(self, below: str = "") -> list[str]:
         """Return the keys of all objects below the prefix, in order."""
@@ -41,9 +41,10 @@ class Bucket:
     def fetch(self, uri: str, name: str) -> Path:
         """Copy an object of a checkpoint to a file."""
         target = Path(tempfile.mkdtemp(), name)
-        target.write_bytes(self._read(f"{uri.removeprefix(f's3://{BUCKET}/')}/{name}"))
+        target.write_bytes(self.read(f"{uri.removeprefix(f's3://{BUCKET}/')}/{name}"))
         return target
 
-    def _read(self, key: str) -> bytes:
+    def read(self, key: str) -> bytes:
+        """Return an object."""
         data: bytes = self.moto.client().get_object(Bucket=BUCKET, Key=key)["Body"].read()
         return data

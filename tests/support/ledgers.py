@@ -46,3 +46,20 @@ def check_ledger(lines: Iterable[Mapping[str, Any]], steps: int, length: int, mo
         if len(seen) - first >= length and len({*seen[first : first + length]}) < length:
             checked.problems.append(f"epoch {first // length} has not seen each sample once")
     return checked
+
+
+def lost_commits(lines: Iterable[Mapping[str, Any]], commits: Iterable[tuple[float, int]]) -> list[str]:
+    """Return which worker groups began before a step that had been committed while the group before them trained.
+
+    Lines are as above, with ``at``, a time; commits are times and steps.
+    """
+    known, last, found = dict[Any, int](), 0.0, list[str]()
+    commits = list(commits)
+    for line in lines:
+        if line["group"] not in known:
+            known[line["group"]] = line["step"]
+            committed = max((step for at, step in commits if at <= last), default=0)
+            if line["step"] <= committed:
+                found.append(f"group {line['group']} began with step {line['step']}, which was committed: {committed}")
+        last = max(last, line["at"])
+    return found

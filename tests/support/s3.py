@@ -186,8 +186,9 @@ class FaultProxy(_Served):
         """Disturb a share of such requests from now on; None ends it.
 
         Kinds are ``503`` (answered with SlowDown), ``stall`` (carried out after a wait, even if the client has given up
-        by then) and ``reset`` (the connection is reset, in half of the cases before the server sees the request and in
-        the other half after it was carried out; ``reset_before`` is the first only).
+        by then), ``cut`` (half of the answer comes before the connection is reset) and ``reset`` (the connection is
+        reset, in half of the cases before the server sees the request and in the other half after it was carried out;
+        ``reset_before`` is the first only).
         """
         self._random = random.Random(seed)
         self._faults = None if rate is None else _Faults(rate, tuple(kinds), stall_seconds, when or Which())
@@ -232,7 +233,7 @@ class FaultProxy(_Served):
 
     @property
     def faults_given(self) -> Counter[str]:
-        """How many requests had which fault: 503, stall, reset_before, reset_after, lost_answer, refused, outage."""
+        """How many requests had which: 503, stall, cut, reset_before, reset_after, lost_answer, refused, outage."""
         return Counter(seen.fault for seen in self.requests if seen.fault)
 
     def reset_counters(self) -> None:
@@ -333,6 +334,10 @@ class FaultProxy(_Served):
                     response.headers.add(name, text)
             await response.prepare(request)
             if request.method != "HEAD":
+                length = int(answer.headers.get("Content-Length", 0))
+                if seen.fault == "cut":
+                    await response.write(await answer.content.read(length // 2))
+                    raise ConnectionResetError
                 async for piece in answer.content.iter_chunked(2**18):
                     await response.write(piece)
             await response.write_eof()

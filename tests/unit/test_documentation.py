@@ -41,7 +41,7 @@ def _tests() -> dict[str, dict[str, bool]]:
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 marks = [ast.unparse(mark) for mark in node.decorator_list]
-                only_all = is_full or "pytest.mark.full" in marks or "pytest.mark.soak" in marks
+                only_all = is_full or "pytest.mark.full" in marks
                 found.setdefault(node.name, {})[str(path.relative_to(ROOT))] = only_all
     return found
 
