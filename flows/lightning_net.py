@@ -1,7 +1,8 @@
-"""A Lightning module on generated data, unchanged: Ray's integration saves it after each epoch, and it is resumed there.
+"""A Lightning module on generated data, as it is: Ray's integration saves it after each epoch.
 
 `python -m flows.lightning_net` runs it here and now; it needs `pip install lightning`.
-Importing this module imports neither torch nor ray nor lightning: the heavy imports are in the function that needs them.
+Importing this module imports neither torch nor ray nor lightning: the heavy imports are in the function that needs
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on generated data, unchanged: it saves through Ray's integration, and is resumed from there.
+"""Hugging Face's Trainer on generated data, as it is: Ray's integration reports what it saves.
 
 `python -m flows.transformers_lm` runs it here and now; it needs `pip install transformers[torch]`.
 Importing this module imports neither torch nor ray nor transformers: the heavy imports are in the function that needs

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
@@ -12,8 +15,8 @@ from prefect_elastic_train.rehearsal.checker import distance, numbers_in
 from prefect_elastic_train.rehearsal.course import Course
 
 #: How far apart, relative to the largest number of an array, is noise of the order in which floats are added: with as
-#: many workers as undisturbed, and with fewer or more.
-_NOISE, _NOISE_OF_RESIZES = 1e-5, 1e-3
+#: many workers as undisturbed, and soon after there are fewer or more, in a state and in what is reported.
+_NOISE, _NOISE_OF_RESIZES, _NOISE_OF_METRICS = 1e-5, 1e-3, 1e-2
 #: How much longer than best an interval between saves may be, if one failure comes in so many seconds.
 _RARELY, _FAILURES_EACH_SECONDS, _LEAST_SECONDS = 4.0, 3600.0, 10.0
 _fail = partial(Finding, level="fail")
@@ -43,82 +46,123 @@ def compare(one: Course, other: Course, of_one: Path, of_other: Path) -> Compari
     counter = one.counter()
     here = {one.progress(place, counter): place for place in range(len(one.reports))}
     there = {other.progress(place, counter): place for place in range(len(other.reports))}
-    common = [(here[at], there[at]) for at in sorted(here.keys() & there.keys())]
+    common = {there[at]: here[at] for at in sorted(here.keys() & there.keys())}
     findings = [_fail(about="ignores its checkpoint", message=other.ignored)] if other.ignored else []
     if not common:
         words = "no report of the one is as far as one of the other's, so there is nothing to compare"
         remedy = "report a counter that only grows, such as step, and save checkpoints at the same steps each time"
         warned = Finding(level="warn", about="not comparable", message=words, remedy=remedy)
         return Comparison(compared=words, findings=findings or [warned])
-    points = _by_state(one, other, of_one, of_other, common)
-    difference = max((gap for _, gap, _ in points), default=None)
-    if difference is None:
-        gaps = [distance(one.reports[here].metrics, other.reports[there].metrics) for here, there in common]
-        points = [(there, gap, f"metric {where}") for (_, there), (gap, where) in zip(common, gaps, strict=True)]
-    words, wrong = _verdict(one, other, points, common)
-    if difference is None:
-        words = f"no checkpoint of both could be read, so what was reported was compared: {words}"
+    pair, last = _Pair(one, other, (of_one, of_other), common), max(common)
+    words, wrong = pair.verdict()
+    states = [point.gap for point in pair.judged if point.is_state]
     return Comparison(
-        compared=words,
+        compared=words
+        if states
+        else f"no checkpoint of both could be read, so what was reported was compared: {words}",
         findings=findings or wrong,
-        difference=difference,
-        metrics=other.reports[common[-1][1]].metrics,
-        undisturbed_metrics=one.reports[common[-1][0]].metrics,
+        difference=max(states, default=None),
+        metrics=other.reports[last].metrics,
+        undisturbed_metrics=one.reports[common[last]].metrics,
     )
 
 
-#: Reports of the disturbed training up to where the two are compared, how far apart they are, and in what.
-_Points = list[tuple[int, float, str]]
+class _Point(NamedTuple):
+    """How far two trainings are apart at a place, and in what: in their checkpoints, else in what was reported."""
+
+    place: int
+    gap: float
+    where: str
+    is_state: bool
 
 
-def _by_state(one: Course, other: Course, of_one: Path, of_other: Path, common: list[tuple[int, int]]) -> _Points:
-    """Compare the checkpoints that both have kept of the same progress: the last, and if that differs, all."""
-    points: _Points = []
-    for here, there in reversed(common):
-        names = one.reports[here].checkpoint, other.reports[there].checkpoint
-        folders = of_one / names[0], of_other / names[1]
-        if all(names) and all(folder.is_dir() for folder in folders):
-            numbers = [numbers_in(folder) for folder in folders]
-            if numbers[0].keys() & numbers[1].keys():
-                points.insert(0, (there, *distance(*numbers)))
-                if not points[0][1]:
+@dataclass
+class _Pair:
+    """An undisturbed training and a disturbed one; ``common`` has the places of the latter, and those of the former.
+
+    Until the number of workers changes the two are to be the same at each place. Since then floats are added in
+    another order, and what begins as their noise may grow to anything: the first checkpoint after a change is judged.
+    """
+
+    one: Course
+    other: Course
+    folders: tuple[Path, Path]
+    common: dict[int, int]
+    judged: list[_Point] = field(default_factory=list)
+
+    def verdict(self) -> tuple[str, list[Finding]]:
+        """Return how the two compare, in words, and what is wrong if something is."""
+        before = world = self.one.reports[0].world
+        is_same, is_noisy = True, False
+        for start, end, size in self._groups():
+            inside = [place for place in self.common if start <= place < end]
+            is_same = is_same and size == world
+            for point in [] if is_noisy else self._all_of(inside) if is_same else self._first_of(inside):
+                self.judged.append(point)
+                if point.gap > (_NOISE if is_same else _NOISE_OF_RESIZES if point.is_state else _NOISE_OF_METRICS):
+                    return self._wrong(point, size if size != before else 0, inside[0] if start else -1)
+            is_noisy = is_noisy or (not is_same and bool(inside) and self._point(inside[-1]).gap > _NOISE_OF_RESIZES)
+            before = size
+        worst = max(point.gap for point in self.judged)
+        same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
+        noisy = "; the noise of floats that are added in another order has grown since" if is_noisy else ""
+        return f"after {self.judged[-1].place + 1} reports it is {same}{noisy}", []
+
+    def _groups(self) -> Iterator[tuple[int, int, int]]:
+        """Yield from which place to which other one the reports of a worker group count, and its size."""
+        found = [(0, self.other.reports[0].world)]
+        for kept, size in self.other.resumes:
+            found = [*(one for one in found if one[0] < kept), (kept, size)]
+        ends = [*(start for start, _ in found[1:]), len(self.other.reports)]
+        return ((start, end, size) for (start, size), end in zip(found, ends, strict=True))
+
+    def _all_of(self, places: list[int]) -> list[_Point]:
+        """Those with a state that both have kept, back to one that is the same; if there is none, all."""
+        states: list[_Point] = []
+        for place in reversed(places):
+            if (point := self._point(place)).is_state:
+                states.insert(0, point)
+                if not point.gap:
                     break
-    return points
+        return states or [self._point(place) for place in places]
 
+    def _first_of(self, places: list[int]) -> list[_Point]:
+        """The first with a checkpoint; if that is not kept, what was reported until then, twice at least."""
+        saved = next((number for number, place in enumerate(places) if self.other.reports[place].checkpoint), 0)
+        points = [self._point(place) for place in places[: max(saved + 1, 2)]]
+        return [point for point in points if point.is_state][:1] or points
 
-def _verdict(one: Course, other: Course, points: _Points, common: list[tuple[int, int]]) -> tuple[str, list[Finding]]:
-    """Return how the two compare, in words, and what is wrong if something is."""
-    world, worlds = one.reports[0].world, [(0, other.reports[0].world), *other.resumes]
-    well = -1  # the last place at which they were the same
-    for place, gap, where in points:
-        before = [resume for resume, _ in other.resumes if resume <= place]
-        others = [size for resume, size in worlds if resume <= place and size != world]
-        if gap <= (_NOISE_OF_RESIZES if others else _NOISE):
-            well = place
-            continue
-        words = f"after {place + 1} reports {where} is {gap:.2g} (relative) from the undisturbed training's"
-        if others:
-            about, message = "depends on the world size", f"it had trained with {others[-1]} instead of {world} workers"
+    def _point(self, place: int) -> _Point:
+        pair = self.one.reports[self.common[place]], self.other.reports[place]
+        folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
+        if all(seen.checkpoint for seen in pair) and all(folder.is_dir() for folder in folders):
+            states = [numbers_in(folder) for folder in folders]
+            if states[0].keys() & states[1].keys():
+                return _Point(place, *distance(*states), True)
+        gap, where = distance(pair[0].metrics, pair[1].metrics)
+        return _Point(place, gap, f"metric {where}", False)
+
+    def _wrong(self, point: _Point, resized: int, resumed: int) -> tuple[str, list[Finding]]:
+        words = f"after {point.place + 1} reports {point.where} is {point.gap:.2g} (relative) from the undisturbed "
+        words += "training's"
+        if resized:
+            about, message = "depends on the world size", f"it trained with {resized} instead of "
+            message += f"{self.one.reports[0].world} workers"
             remedy = "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
             remedy += f"order of samples a function of seed and step: {_A_SESSION}"
-        elif not before:
+        elif resumed < 0:
             about, message = "not deterministic", "nothing had happened to either: two undisturbed trainings differ"
             remedy = "seed the model, the order of the data and every random generator, with the same seed each time"
         else:
-            about = "forgets a part of its state"
-            resume = next(one for one in [*before, place] if one > well or one == before[-1])
-            message = _forgotten(one, other, next((pair for pair in common if pair[1] >= resume), common[-1]))
+            pair = self.one.reports[self.common[resumed]].metrics, self.other.reports[resumed].metrics
+            about, message = "forgets a part of its state", _forgotten(*pair)
             remedy = "save and restore model, optimizer, schedule, random states and the place in the data: "
             remedy += _A_SESSION
         return words, [_fail(about=about, message=f"{words}; {message}", remedy=remedy)]
-    worst = max(gap for _, gap, _ in points)
-    same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
-    return f"after {points[-1][0] + 1} reports it is {same}", []
 
 
-def _forgotten(one: Course, other: Course, resumed: tuple[int, int]) -> str:
+def _forgotten(mine: dict[str, float], its: dict[str, float]) -> str:
     """Say what a loop forgets, as far as its first report after a resume tells."""
-    mine, its = one.reports[resumed[0]].metrics, other.reports[resumed[1]].metrics
     gap, name = distance(mine, its)
     if gap <= _NOISE:
         told = "the first report after a resume is right and later ones are not, so what makes the update is not "

@@ -19,7 +19,7 @@ from prefect_elastic_train.rehearsal import judging
 from prefect_elastic_train.rehearsal.certificate import Certificate, Comparison, Finding, Played
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.players import Disturber, undisturbed
-from prefect_elastic_train.rehearsal.schedule import KINDS, Fault, every_kind
+from prefect_elastic_train.rehearsal.schedule import GROWTH, KINDS, NODE, Fault, every_kind
 from prefect_elastic_train.rehearsal.stage import Stage
 from prefect_elastic_train.runs.identity import loop_name
 from prefect_elastic_train.runs.model import RunDirectory
@@ -148,6 +148,8 @@ class _Rehearsal:
             return bool(course.commits) and course.progress(course.commits[-1], counter) >= far
 
         for number in range(1, _MOST_TRAININGS + 1):
+            if faults[0].kind == GROWTH:  # the training before was far enough between the two
+                faults.insert(0, faults[0]._replace(kind=NODE))
             self._tell(f"training under faults: {', '.join(fault.kind for fault in faults)}")
             name, player = f"disturbed-{number}", Disturber(self._stage, faults, enough, patience, self._tell)
             course, why = self._stage.train(name, len(faults), stall, self._standby, player.play)
