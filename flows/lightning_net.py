@@ -84,7 +84,7 @@ def lightning_net(epochs: int = 20, workers: int = 2, storage: LocalStorage | No
     """Train the network; return its last loss."""
     result = elastic_train(
         train_loop,
-        {"epochs": epochs},
+        train_loop_config={"epochs": epochs},
         scaling=ElasticScaling(min_workers=1, max_workers=workers),
         failures=FailureBudget(),
         storage=storage or LocalStorage(path=".demo/runs"),

@@ -70,7 +70,7 @@ def transformers_lm(steps: int = 400, workers: int = 2, storage: LocalStorage | 
     """Train the model; return its last loss."""
     result = elastic_train(
         train_loop,
-        {"steps": steps},
+        train_loop_config={"steps": steps},
         scaling=ElasticScaling(min_workers=1, max_workers=workers),
         failures=FailureBudget(),
         storage=storage or LocalStorage(path=".demo/runs"),

@@ -134,8 +134,6 @@ class Attempt:
         if spec.cluster.is_local:
             # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
             os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        # A rank that hangs does not part from the others either.
-        os.environ.setdefault("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", "5")
         trainer.fit()
         # The controller has sent all its events before fit() returned; let the last ones arrive.
         time.sleep(0.1)

@@ -13,12 +13,14 @@ the next one starts; here it gives that back before the next is decided.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ray.exceptions import RayActorError
 from ray.train import DataConfig
+from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
@@ -131,6 +133,12 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
     worker_group_cls = RunWorkerGroup
     _longest_interval = 0.0
     _health_check_interval_s: float
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        # A rank that hangs does not part from the others either.
+        for name in (TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S):
+            os.environ.setdefault(name, "5")
 
     async def _poll_workers(self) -> Any:
         """Poll, and soon again after a report: loops wait for the poll that takes their report before the next one."""

@@ -55,6 +55,11 @@ def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
     return worst, where
 
 
+def is_real(value: Any) -> bool:
+    """Whether these are numbers that are calculated with: no counts, and no random state."""
+    return np.asarray(value).dtype.kind in "fc"
+
+
 def _flat(value: Any, name: str) -> Numbers:
     """Return the arrays and numbers in nested containers by their paths."""
     found: Numbers = {}

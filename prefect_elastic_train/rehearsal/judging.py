@@ -11,7 +11,7 @@ from typing import NamedTuple
 from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
 from prefect_elastic_train.rehearsal.certificate import Comparison, Finding
-from prefect_elastic_train.rehearsal.checker import distance, numbers_in
+from prefect_elastic_train.rehearsal.checker import distance, is_real, numbers_in
 from prefect_elastic_train.rehearsal.course import Course
 
 #: How far apart, relative to the largest number of an array, is noise of the order in which floats are added: with as
@@ -120,11 +120,11 @@ class _Pair:
         """Those with a state that both have kept, back to one that is the same; if there is none, all."""
         states: list[_Point] = []
         for place in reversed(places):
-            if (point := self._point(place)).is_state:
+            if (point := self._point(place, True)).is_state:
                 states.insert(0, point)
                 if not point.gap:
                     break
-        return states or [self._point(place) for place in places]
+        return states or [self._point(place, True) for place in places]
 
     def _first_of(self, places: list[int]) -> list[_Point]:
         """The first with a checkpoint; if that is not kept, what was reported until then, twice at least."""
@@ -132,11 +132,13 @@ class _Pair:
         points = [self._point(place) for place in places[: max(saved + 1, 2)]]
         return [point for point in points if point.is_state][:1] or points
 
-    def _point(self, place: int) -> _Point:
+    def _point(self, place: int, is_same: bool = False) -> _Point:
         pair = self.one.reports[self.common[place]], self.other.reports[place]
         folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
         if all(seen.checkpoint for seen in pair) and all(folder.is_dir() for folder in folders):
             states = [numbers_in(folder) for folder in folders]
+            if not is_same:  # ranks have other random states, and counts of their own
+                states = [{name: one for name, one in state.items() if is_real(one)} for state in states]
             if states[0].keys() & states[1].keys():
                 return _Point(place, *distance(*states), True)
         gap, where = distance(pair[0].metrics, pair[1].metrics)

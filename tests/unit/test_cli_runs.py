@@ -616,8 +616,8 @@ def test_an_object_store_is_looked_at_checked_and_pruned_alike(bucket: Storage, 
     assert "create the bucket" in _refused("list", "s3://no-such-bucket/runs")
 
 
-def _of_session(step: int, since: int, spoilt: int) -> dict[str, bytes]:
-    """The files of a checkpoint of two ranks that have seen all samples, bar one of a step."""
+def _of_session(step: int, since: int, spoilt: int, instead: list[int]) -> dict[str, bytes]:
+    """The files of a checkpoint of two ranks that have seen all samples, bar one of a step or with others instead."""
     order = SampleOrder(50, global_batch=8, seed=1)
     about = {"step": step, "began_at": 0, "world_size": 2, "order": asdict(order)}
     files = {SESSION_FILE: json.dumps(about).encode()}
@@ -625,7 +625,8 @@ def _of_session(step: int, since: int, spoilt: int) -> dict[str, bytes]:
         ledger, content = Ledger(begins), io.BytesIO()
         for number in range(begins, step):
             seen = order.share(number, rank, 2) if number >= since else order.indices(number)
-            ledger.add(seen[(number, rank) == (spoilt, 0) :], number)
+            is_spoilt = (number, rank) == (spoilt, 0)
+            ledger.add(np.append(seen[1:], np.array(instead, dtype=seen.dtype)) if is_spoilt else seen, number)
             if number == since - 1:
                 ledger.close(since)
         np.savez(content, **ledger.close(step))
@@ -634,17 +635,20 @@ def _of_session(step: int, since: int, spoilt: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "says"),
+    ("spoilt", "instead", "says"),
     [
-        (-1, "steps 0 to 19 saw 148 samples: exactly theirs"),
-        (15, "saw 147 samples, and NOT exactly theirs: steps 15"),
-        (3, "saw 147 samples, and NOT exactly theirs: steps before the oldest checkpoint that is kept"),
+        (-1, [], "steps 0 to 19 saw 148 samples: exactly theirs"),
+        (15, [], "saw 147 samples, and NOT exactly theirs: steps 15"),
+        (15, [49], "saw 148 samples, and NOT exactly theirs: steps 15"),
+        (3, [], "saw 147 samples, and NOT exactly theirs: steps before the oldest checkpoint that is kept"),
     ],
 )
-def test_whether_each_step_saw_exactly_its_samples_is_told(storage: Storage, spoilt: int, says: str) -> None:
+def test_whether_each_step_saw_exactly_its_samples_is_told(
+    storage: Storage, spoilt: int, instead: list[int], says: str
+) -> None:
     store = _local(storage, "mnist")
     training = Training(store, begin(store).attempt, keep=1)
-    for name, files in (("a", _of_session(12, 0, spoilt)), ("b", _of_session(20, 12, spoilt))):
+    for name, files in (("a", _of_session(12, 0, spoilt, instead)), ("b", _of_session(20, 12, spoilt, instead))):
         training.upload(name, files)
         training.commit(name)
     result = _run("verify", storage.uri, "--samples")

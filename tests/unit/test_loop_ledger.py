@@ -64,6 +64,16 @@ def test_the_digest_of_the_whole_is_that_of_its_parts_in_any_order(samples: list
     assert np.array_equal(combine(parts), whole)
 
 
+def test_samples_exchanged_between_steps_are_told_by_their_total_too() -> None:
+    right, exchanged = Ledger(), Ledger()
+    for step, other in ((0, 1), (1, 0)):
+        right.add(ORDER.indices(step), step)
+        exchanged.add(ORDER.indices(other), step)
+    for ledger in (right, exchanged):
+        ledger.close(2)
+    assert not np.array_equal(right.total, exchanged.total)
+
+
 def test_the_total_goes_on_over_checkpoints() -> None:
     ledger, expected = Ledger(), list[Digest]()
     for step in range(30):

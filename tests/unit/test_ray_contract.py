@@ -16,7 +16,6 @@ from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinato
 from ray.job_config import JobConfig
 from ray.runtime_env import RuntimeEnv
 from ray.train import Checkpoint, ScalingConfig
-from ray.train import constants as train_constants
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.execution import context, failure_handling, scaling_policy
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
@@ -248,7 +247,6 @@ def test_states_decisions_and_workers_carry_what_events_do() -> None:
 def test_workers_need_no_runtime_environment_but_for_what_ray_train_propagates() -> None:
     assert constants.HEALTH_CHECK_INTERVAL_S_ENV_VAR == "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
     assert constants.ENABLE_PREEMPTION_WATCHER_ENV_VAR == "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-    assert "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S" in train_constants.TRAIN_ENV_VARS
     assert constants.ENABLE_PRINT_PATCH_ENV_VAR == PRINT_PATCH
     assert PRINT_PATCH in constants.ENV_VARS_TO_PROPAGATE
     assert WorkerGroup._get_worker_runtime_env({}) == {"env_vars": {}}
