@@ -122,7 +122,7 @@ class Episode:
             storage = stack.enter_context(FaultProxy(moto.endpoint_url))
             self._bucket = Bucket(moto, storage, f"runs-{seed}")
             self._arguments["storage"] = self._bucket.block
-        if self.arena != "nodes" and chance.random() < 0.3:
+        if self.arena != "nodes" and chance.random() < 0.15:
             self.arena += "+rpc"
             self._arguments["environment"]["RAY_testing_rpc_failure"] = json.dumps(RPC_FAILURES)
         self._disk = folder / "disk"

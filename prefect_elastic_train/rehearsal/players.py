@@ -20,9 +20,9 @@ _DRIVER = "prefect_elastic_train.driver"
 
 
 def undisturbed(course: Course, seconds: float) -> Looks:
-    """Let a training go on to the first report after so long, with a checkpoint; or after twice that, without one."""
+    """Let a training go on for so long after its first report, to a checkpoint; or for twice that, without one."""
     while not course.failures:
-        trained = course.news[-1] - course.started_at if course.news else 0.0
+        trained = course.news[-1] - course.news[0] if course.news else 0.0
         if trained > (seconds if course.commits else 2 * seconds):
             return
         yield

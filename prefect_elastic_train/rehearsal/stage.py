@@ -20,7 +20,7 @@ from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.supervisor.runtime import Runtime
 
 Looks = Generator[None, None, None]
-_KEEP = 20  # checkpoints, to find those of the same progress among
+_KEEP = 60  # checkpoints, to find those of the same progress among
 _ALLOWANCE = 3  # failures more than are played
 
 

@@ -286,7 +286,7 @@ def test_a_fault_that_is_not_recovered_from_is_told_unless_the_end_of_the_loop_h
     assert "NOT recovered" in played.words
 
 
-def test_an_undisturbed_training_ends_with_the_first_report_after_its_time() -> None:
+def test_an_undisturbed_training_ends_so_long_after_its_first_report() -> None:
     course = Course()
     looks = players.undisturbed(course, 10.0)
     _begin(course, at=100.0)
@@ -294,7 +294,7 @@ def test_an_undisturbed_training_ends_with_the_first_report_after_its_time() -> 
     next(looks)
     time.sleep(0.01)
     next(looks)
-    _report(course, 112.0, "step-2", step=2)
+    _report(course, 121.5, "step-2", step=2)
     with pytest.raises(StopIteration):
         next(looks)
 
