@@ -31,7 +31,10 @@ def run_ours(settings: SideSettings) -> None:
             framework="torch",
             scaling=ElasticScaling(min_workers=1, max_workers=WORKERS, standby=_standby()),
             failures=FailureBudget(
-                max_failures=settings.failures, driver_restarts=settings.failures, driver_restart_delay_seconds=0
+                max_failures=settings.failures,
+                driver_restarts=settings.failures,
+                max_attempts_without_progress=max(2, settings.failures),
+                driver_restart_delay_seconds=0,
             ),
             storage=LocalStorage(path=settings.storage),
             cluster=RayCluster(num_cpus=WORKERS),

@@ -81,7 +81,7 @@ class Episode:
         self._slow.touch()
         length, batch = chance.choice([97, 200, 333]), chance.choice([8, 20, 33])
         of_epoch = length // batch if self._loop is jax_loop else math.ceil(length / batch)
-        every = chance.choice([1, 7, 20, 40, "0.7s", "auto"])
+        every = chance.choice([3, 7, 20, 40, "0.7s", "auto"])
         self.config = {
             "length": length,
             "global_batch": batch,
@@ -270,7 +270,7 @@ class Episode:
             yield f"left: {[one.cmdline()[:3] for one in left]}"
         cluster = self._cluster
         if cluster is not None:
-            of_training = ("RayTrainWorker", "TrainController", "prefect_elastic_train")
+            of_training = ("RayTrainWorker", "TrainController")
             with contextlib.suppress(AssertionError):
                 wait_for(lambda: not [one for title in of_training for one in titled(cluster.processes(), title)], 15)
                 of_training = ()

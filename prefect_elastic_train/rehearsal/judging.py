@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
+from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.rehearsal.certificate import Comparison, Finding
-from prefect_elastic_train.rehearsal.checker import distance, is_real, numbers_in
+from prefect_elastic_train.rehearsal.checker import distance, is_real, numbers_in, whole_distance
 from prefect_elastic_train.rehearsal.course import Course
 
 #: How far apart, relative to the largest number of an array, is noise of the order in which floats are added: with as
@@ -47,6 +48,9 @@ def compare(one: Course, other: Course, of_one: Path, of_other: Path) -> Compari
     here = {one.progress(place, counter): place for place in range(len(one.reports))}
     there = {other.progress(place, counter): place for place in range(len(other.reports))}
     common = {there[at]: here[at] for at in sorted(here.keys() & there.keys())}
+    if any(of_one.glob(f"*/{SESSION_FILE}")):  # a session reports means over different numbers of steps
+        common = {its: mine for its, mine in common.items() if one.reports[mine].checkpoint}
+        common = {its: mine for its, mine in common.items() if other.reports[its].checkpoint}
     findings = [_fail(about="ignores its checkpoint", message=other.ignored)] if other.ignored else []
     if not common:
         words = "no report of the one is as far as one of the other's, so there is nothing to compare"
@@ -120,15 +124,18 @@ class _Pair:
         """Those with a state that both have kept, back to one that is the same; if there is none, all."""
         states: list[_Point] = []
         for place in reversed(places):
-            if (point := self._point(place, True)).is_state:
+            if (point := self._point(place, is_same=True)).is_state:
                 states.insert(0, point)
                 if not point.gap:
                     break
-        return states or [self._point(place, True) for place in places]
+        return states or [self._point(place, is_same=True) for place in places]
 
     def _first_of(self, places: list[int]) -> list[_Point]:
-        """The first with a checkpoint; if that is not kept, what was reported until then, twice at least."""
-        saved = next((number for number, place in enumerate(places) if self.other.reports[place].checkpoint), 0)
+        """The first with a checkpoint in both; if that cannot be read, what was reported until then, twice at least."""
+        both = (
+            self.one.reports[self.common[place]].checkpoint and self.other.reports[place].checkpoint for place in places
+        )
+        saved = next((number for number, is_saved in enumerate(both) if is_saved), 0)
         points = [self._point(place) for place in places[: max(saved + 1, 2)]]
         return [point for point in points if point.is_state][:1] or points
 
@@ -137,10 +144,12 @@ class _Pair:
         folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
         if all(seen.checkpoint for seen in pair) and all(folder.is_dir() for folder in folders):
             states = [numbers_in(folder) for folder in folders]
-            if not is_same:  # ranks have other random states, and counts of their own
-                states = [{name: one for name, one in state.items() if is_real(one)} for state in states]
+            # What is calculated with, if there is anything: counts and random states may differ, and change nothing.
+            reals = [{name: one for name, one in state.items() if is_real(one)} for state in states]
+            states = reals if all(reals) else states
             if states[0].keys() & states[1].keys():
-                return _Point(place, *distance(*states), True)
+                # A number whose gradient is nothing but noise may be anything once the noise is another: see the whole.
+                return _Point(place, *(distance(*states) if is_same else (whole_distance(*states), "the state")), True)
         gap, where = distance(pair[0].metrics, pair[1].metrics)
         return _Point(place, gap, f"metric {where}", False)
 

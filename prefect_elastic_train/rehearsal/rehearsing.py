@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from prefect_elastic_train.storage.store import LocalRunStore
 _SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
 _FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 2.0
 _MOST_TRAININGS, _PATIENCE_SECONDS = 5, 120.0
+_LATER = 1.5  # times so long there are further trainings, for faults that are left
 
 
 def rehearse(
@@ -109,7 +111,7 @@ class _Rehearsal:
 
     def __init__(self, stage: Stage, standby: str, seconds: float, tell: Callable[[str], None]) -> None:
         self._stage, self._standby, self._tell = stage, standby, tell
-        self._share, self._until = max(_LEAST_SECONDS, _SHARE * seconds), time.monotonic() + seconds
+        self._share, self._until = max(_LEAST_SECONDS, _SHARE * seconds), time.monotonic() + _LATER * seconds
         self.played: list[Played] = []
         self.findings: dict[str, Finding] = {}
         self.samples = ""
@@ -128,13 +130,7 @@ class _Rehearsal:
             return Comparison(compared="there was nothing to resume from")
         between = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
         faults = every_kind(kinds, seed, min(5.0, between), self._stage.can_shrink)
-        comparison = self._disturb(course, faults)
-        check = check_samples(RunDirectory(LocalRunStore(str(self._stage.folder / "disturbed-1"))))
-        if check is not None and not check.unknown:
-            self.samples = check.words
-            if check.wrong or not check.exact:
-                self._add(Finding(level="fail", about="samples", message=check.words))
-        return comparison
+        return self._disturb(course, faults)
 
     def _disturb(self, before: Course, faults: list[Fault]) -> Comparison:
         """Train under faults until each is played, or time or sense runs out; return the worst that came out."""
@@ -159,6 +155,8 @@ class _Rehearsal:
             if course.reports:
                 found.append(judging.compare(before, course, folder / "undisturbed", folder / name))
                 self._add(*found[-1].findings)
+                self._check_samples(folder / name)
+            shutil.rmtree(folder / name, ignore_errors=True)
             if why or not faults or not player.played or time.monotonic() > self._until:
                 break
         if faults:
@@ -166,6 +164,13 @@ class _Rehearsal:
             remedy = "give it more minutes, and a config with which the loop trains longer and saves more often"
             self._add(Finding(level="fail", about="not all rehearsed", message=told, remedy=remedy))
         return next((one for one in found if one.findings), (found or [Comparison(compared="nothing was reported")])[0])
+
+    def _check_samples(self, run: Path) -> None:
+        check = check_samples(RunDirectory(LocalRunStore(str(run))))
+        if check is not None and not check.unknown:
+            self.samples = self.samples or check.words
+            if check.wrong or not check.exact:
+                self._add(Finding(level="fail", about="samples", message=check.words))
 
     def _add(self, *findings: Finding) -> None:
         for one in findings:

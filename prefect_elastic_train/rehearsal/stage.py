@@ -20,7 +20,6 @@ from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.supervisor.runtime import Runtime
 
 Looks = Generator[None, None, None]
-_KEEP = 60  # checkpoints, to find those of the same progress among
 _ALLOWANCE = 3  # failures more than are played
 
 
@@ -114,7 +113,7 @@ class Stage:
         given = {
             "scaling": self._scaling.model_copy(update=often),
             "failures": blocks.FailureBudget(stall_timeout_seconds=stall_seconds, **budget),
-            "checkpoints": blocks.CheckpointPolicy(keep=_KEEP),
+            "checkpoints": blocks.CheckpointPolicy(),  # all are kept, to find those of the same progress among
             "storage": blocks.LocalStorage(path=str(self.folder), preflight=False),
             "cluster": self._cluster,
         }

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefect_elastic_train.rehearsal.checker import distance, numbers_in
+from prefect_elastic_train.rehearsal.checker import distance, numbers_in, whole_distance
 from tests.support.ledgers import check_ledger
 
 LENGTH, STEPS = 8, 8
@@ -101,3 +101,14 @@ def test_what_cannot_be_read_or_is_of_another_shape_or_no_number_is_not_the_same
     assert distance({"a": np.zeros(2)}, {"a": np.array([0, math.nan])}) == (math.inf, "a")
     assert distance({"a": np.array([math.nan])}, {"a": np.array([math.nan])}) == (0.0, "")
     assert distance({"a": 1.0}, {"b": 2.0}) == (0.0, "")
+
+
+def test_as_a_whole_checkpoints_are_as_far_apart_as_most_of_their_numbers() -> None:
+    many, few = np.ones(10_000), np.array([1e-6])
+    one, other = {"many": many, "few": few, "seconds": 3.0}, {"many": many, "few": -few, "seconds": 7.0}
+    assert distance(one, other) == (2.0, "few")
+    assert whole_distance(one, other) == pytest.approx(2e-8)
+    assert whole_distance(one, {**one, "many": many * 1.01}) == pytest.approx(0.01)
+    assert whole_distance(one, {**one, "many": many[1:]}) == math.inf
+    assert whole_distance(one, {**one, "few": np.array([math.nan])}) == math.inf
+    assert whole_distance({"few": np.array([math.nan])}, {"few": np.array([math.nan])}) == 0.0

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,8 @@ import torch
 
 from prefect_elastic_train import loop
 from prefect_elastic_train.loop import scratch, training_session
+from prefect_elastic_train.loop.ledger import Ledger, combine
+from prefect_elastic_train.loop.order import SampleOrder
 from prefect_elastic_train.loop.state import random_state, restore_random_state, seed_everything
 
 
@@ -233,13 +238,16 @@ def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(t
         first = second
 
 
-def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_the_last_comes_once(tmp_path: Path) -> None:
+def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_successor_goes_on_there(
+    tmp_path: Path,
+) -> None:
     reports: list[Any] = []
     tries = iter([OSError("AWS Error SLOW_DOWN"), None, None, None])
 
     def persist(checkpoint: Any, name: str) -> str:
         if error := next(tries):
             raise error
+        shutil.copytree(checkpoint, tmp_path / name)
         with np.load(f"{checkpoint}/arrays.npz") as saved:
             return f"{name} has {saved['weights']:g}, says {loop.read_about(checkpoint)['step']}"
 
@@ -268,6 +276,18 @@ def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_the_last
                 assert not session._writing.locked()
     saved = [(metrics["step"], metrics["loss"]) for metrics, checkpoint, _ in reports if checkpoint]
     assert saved == [(2, 1.0), (4, 3.0)], "the mean since the report before"
+    (_, checkpoint, upload) = reports[-1]
+    upload(checkpoint, "last")
+    order, seen = SampleOrder(10, 2), Ledger()
+    for step in range(4):
+        seen.add(order.indices(step), step)
+    kept = seen.close(4)
+    for name, done, weights in (("first", 2, 2.0), ("last", 4, 14.0)):
+        after = loop.ArrayState(weights=0.0)
+        successor = loop.Session(after, steps=4, global_batch=2)
+        successor._restore(SimpleNamespace(as_directory=partial(nullcontext, tmp_path / name)))
+        assert (successor.done, after.weights) == (done, weights)
+        assert np.array_equal(successor._ledger.total, combine(kept["steps"][:done])), "what all have seen until then"
 
 
 def test_a_torch_state_that_lacks_something_is_told(caplog: pytest.LogCaptureFixture) -> None:
