@@ -58,11 +58,11 @@ def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
 def whole_distance(one: Numbers, other: Numbers) -> float:
     """Return how far two checkpoints are apart as a whole: the norm of the difference relative to that of the first."""
     squares = [0.0, 0.0]
-    for name in one.keys() & other.keys():
+    for name in [name for name in one.keys() & other.keys() if not CLOCK.search(name.rpartition(".")[2])]:
         here, there = (np.asarray(numbers[name], dtype=np.complex128) for numbers in (one, other))
         if here.shape != there.shape:
             return math.inf
-        if not CLOCK.search(name.rpartition(".")[2]) and not np.array_equal(here, there, equal_nan=True):
+        if not np.array_equal(here, there, equal_nan=True):
             squares[0] += float(np.sum(np.abs(here - there) ** 2))
         squares[1] += float(np.nansum(np.abs(here) ** 2))
     return math.sqrt(squares[0] / (squares[1] or 1.0)) if math.isfinite(squares[0]) else math.inf
