@@ -79,7 +79,11 @@ class Episode:
         self._loop: Callable[[dict[str, Any]], None] = chance.choice([torch_loop, torch_loop, torch_loop, jax_loop])
         self._ledger, self._weights, self._slow = (folder / one for one in ("ledger.jsonl", "weights.npz", "slow"))
         self._slow.touch()
-        length, batch = chance.choice([97, 200, 333]), chance.choice([8, 20, 33])
+        # JAX wants as many rows of each process, of which there may be four.
+        length, batch = (
+            chance.choice([97, 200, 333]),
+            chance.choice([8, 20, 33] if self._loop is torch_loop else [12, 24]),
+        )
         of_epoch = length // batch if self._loop is jax_loop else math.ceil(length / batch)
         every = chance.choice([3, 7, 20, 40, "0.7s", "auto"])
         self.config = {
