@@ -18,6 +18,7 @@ from prefect_elastic_train.rehearsal.course import Course
 #: How far apart, relative to the largest number of an array, is noise of the order in which floats are added: with as
 #: many workers as undisturbed, and soon after there are fewer or more, in a state and in what is reported.
 _NOISE, _NOISE_OF_RESIZES, _NOISE_OF_METRICS = 1e-5, 1e-3, 1e-2
+_GROWTH = 30.0  # times it may be what it was before
 #: How much longer than best an interval between saves may be, if one failure comes in so many seconds.
 _RARELY, _FAILURES_EACH_SECONDS, _LEAST_SECONDS = 4.0, 3600.0, 10.0
 _fail = partial(Finding, level="fail")
@@ -97,19 +98,20 @@ class _Pair:
     def verdict(self) -> tuple[str, list[Finding]]:
         """Return how the two compare, in words, and what is wrong if something is."""
         before = world = self.one.reports[0].world
-        is_same, is_noisy = True, False
+        is_same, noise = True, 0.0
         for start, end, size in self._groups():
             inside = [place for place in self.common if start <= place < end]
             is_same = is_same and size == world
-            for point in [] if is_noisy else self._all_of(inside) if is_same else self._first_of(inside):
+            for point in self._all_of(inside) if is_same else self._first_of(inside):
                 self.judged.append(point)
-                if point.gap > (_NOISE if is_same else _NOISE_OF_RESIZES if point.is_state else _NOISE_OF_METRICS):
+                limit = _NOISE_OF_RESIZES if point.is_state else _NOISE_OF_METRICS
+                if point.gap > (_NOISE if is_same else max(limit, _GROWTH * noise)):
                     return self._wrong(point, size if size != before else 0, inside[0] if start else -1)
-            is_noisy = is_noisy or (not is_same and bool(inside) and self._point(inside[-1]).gap > _NOISE_OF_RESIZES)
+            noise = self._point(inside[-1]).gap if inside and not is_same else noise
             before = size
         worst = max(point.gap for point in self.judged)
         same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
-        noisy = "; the noise of floats that are added in another order has grown since" if is_noisy else ""
+        noisy = "; there the noise of floats that are added in another order had grown" * (worst > _NOISE_OF_RESIZES)
         return f"after {self.judged[-1].place + 1} reports it is {same}{noisy}", []
 
     def _groups(self) -> Iterator[tuple[int, int, int]]:

@@ -138,7 +138,7 @@ def _changed(since: int, by: float) -> list[float]:
         (_changed(12, 0.5), None, {11: (10, 1), 16: (15, 2)}, "depends on the world size", "with 1 instead of 2"),
         (_changed(2, 0.01), None, {11: (10, 2)}, "not deterministic", "after 5 reports"),
         # Where the number of workers has changed, noise may grow; what comes at once is none.
-        (LOSSES, _changed(16, 0.5), {11: (10, 1)}, "", "noise of floats"),
+        (LOSSES, _changed(16, 0.5), {11: (10, 1)}, "", "bit for bit the same"),
         (LOSSES, _changed(16, 0.5), {11: (10, 1), 21: (20, 2)}, "", "noise of floats"),
         (LOSSES, _changed(21, 0.5), {11: (10, 1), 21: (20, 2)}, "depends on the world size", "with 2 instead of 2"),
         (_changed(18, 0.5), None, {11: (10, 1), 16: (15, 1)}, "forgets a part of its state", "optimizer's state"),
