@@ -58,7 +58,9 @@ def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
 def whole_distance(one: Numbers, other: Numbers) -> float:
     """Return how far two checkpoints are apart as a whole: the norm of the difference relative to that of the first."""
     squares = [0.0, 0.0]
-    for name in [name for name in one.keys() & other.keys() if not CLOCK.search(name.rpartition(".")[2])]:
+    names = [name for name in one.keys() & other.keys() if not CLOCK.search(name.rpartition(".")[2])]
+    # A single number, such as that of the operations done, may be larger than all the others.
+    for name in [name for name in names if np.ndim(one[name])] or names:
         here, there = (np.asarray(numbers[name], dtype=np.complex128) for numbers in (one, other))
         if here.shape != there.shape:
             return math.inf
