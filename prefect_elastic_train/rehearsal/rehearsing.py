@@ -30,7 +30,7 @@ from prefect_elastic_train.storage.store import LocalRunStore
 _SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
 _FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 2.0
 _MOST_TRAININGS, _PATIENCE_SECONDS = 5, 120.0
-_LATER = 1.5  # times so long there are further trainings, for faults that are left
+_LATER = 3.0  # times so long there are further trainings, for faults that are left
 
 
 def rehearse(
