@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import statistics
 import time
@@ -50,7 +51,7 @@ class Sample:
     """One run of one side.
 
     Attributes:
-        goodput: Share of the wall time that its steps would have taken undisturbed, from the start of the process.
+        goodput: Share of the wall time that its steps take where nothing else does, from the start of the process; 0: failed.
         redone: Steps of rank 0 that were done again.
         pause: The longest time without a step that had not been done before, in seconds.
         kills: How many processes were killed.
@@ -74,8 +75,12 @@ def kill(run: SideRun, side: Side, fault: Fault) -> bool:
         # A younger one is spare, or a worker of torchrun.
         victims = [min(drivers, key=psutil.Process.create_time).pid] if drivers else []
     with suppress(psutil.Error):
-        if victims:
-            psutil.Process(victims[fault.of(victims)]).kill()
+        victim = psutil.Process(victims[fault.of(victims)]) if victims else None
+        # Workers of torchrun outlive their agent, and would train on beside those of the next one.
+        own = victim.children(recursive=True) if victim and side.entry_point == "torchrun" else []
+        if victim is not None and victim.status() != psutil.STATUS_ZOMBIE:
+            for process in [victim, *own]:
+                process.kill()
             return True
     return False
 
@@ -102,7 +107,7 @@ def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int
         gaps = [after - before for before, after in itertools.pairwise(new)]
         last = run.checkpoints()
         return Sample(
-            goodput=steps * statistics.median(gaps) / wall,
+            goodput=steps * STEP_SECONDS / wall,
             redone=len(lines) - furthest,
             pause=max(gaps[1:]),
             kills=kills,
@@ -156,7 +161,7 @@ def main() -> int:
                 except SideFailedError as error:
                     failed += 1
                     print(f"# {repeat + 1}/{arguments.repeats} {side.name} failed: {error}", flush=True)
-                    continue
+                    sample = Sample(goodput=0.0, redone=0, pause=math.inf, kills=0, is_right=False)
                 samples[side.name].append(sample)
                 print(f"# {repeat + 1}/{arguments.repeats} {side.name}: {sample}", flush=True)
     print(f"\n{machine_lines('benchmarks.goodput', load_before)}\n")

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,12 +56,12 @@ KINDS = {
 }
 #: Calls between Ray's processes of which some are lost, by Ray's own means.
 RPC_FAILURES = {
-    f"{service}.grpc_client.{call}": {"num_failures": 1, "req_failure_prob": 1, "resp_failure_prob": 1}
-    for service, call in (
-        ("CoreWorkerService", "PushTask"),
-        ("NodeManagerService", "RequestWorkerLease"),
-        ("ray::rpc::InternalKVGcsService", "InternalKVGet"),
-        ("ray::rpc::ActorInfoGcsService", "CreateActor"),
+    f"{service}.grpc_client.{call}": {"num_failures": 1, "req_failure_prob": percent, "resp_failure_prob": percent}
+    for service, call, percent in (
+        ("CoreWorkerService", "PushTask", 1),
+        ("NodeManagerService", "RequestWorkerLease", 20),
+        ("ray::rpc::InternalKVGcsService", "InternalKVGet", 20),
+        ("ray::rpc::ActorInfoGcsService", "CreateActor", 20),
     )
 }
 
@@ -263,10 +264,14 @@ class Episode:
             length = self.config["global_batch"] * (length // self.config["global_batch"])
         lines = read_ledger(self._ledger)
         yield from check_ledger(lines, self.config["steps"], length, self._most_redone).problems
-        yield from lost_commits(lines, self._commits())
+        commits = self._commits()
+        yield from lost_commits(lines, commits) if commits else ["no commit is on record"]
         undisturbed = self._weights.with_name("undisturbed.npz")
         self._loop({**self.config, "weights": str(undisturbed)})
-        gap, where = distance(_arrays(self._weights), _arrays(undisturbed))
+        here, there = _arrays(self._weights), _arrays(undisturbed)
+        gap, where = distance(here, there)
+        if here.keys() != there.keys():
+            yield f"the weights are {sorted(here)} instead of {sorted(there)}"
         if gap > 1e-5:
             yield f"{where} is {gap:.2g} from the undisturbed training's"
         left = flow.marked()
@@ -282,11 +287,13 @@ class Episode:
                 yield f"left in the cluster: {[one.cmdline() for one in cluster.processes()]}"
         secrets = [self._bucket.block["secret_access_key"]] if self._bucket else []
         secrets += [self._cluster.token] if self._cluster else []
+        # The arguments are the test's own, which has no block saved.
+        written = [file for file in self._folder.rglob("*") if file.is_file() and file.name != "arguments.json"]
         for secret in secrets:
-            for file in self._folder.rglob("*"):
-                # The arguments are the test's own, which has no block saved.
-                if file.is_file() and file.name != "arguments.json" and secret.encode() in file.read_bytes():
-                    yield f"a secret is in {file.name}"
+            yield from (f"a secret is in {file}" for file in written if secret.encode() in file.read_bytes())
+            if (bucket := self._bucket) is not None:
+                keys = bucket.all_keys()
+                yield from (f"a secret is in {key}" for key in keys if secret.encode() in bucket.read(key))
 
     def _commits(self) -> list[tuple[float, int]]:
         """When the run says that it has committed which step, by its history."""
@@ -307,17 +314,19 @@ def _arrays(file: Path) -> dict[str, Any]:
 
 def play(seed: int, url: str, api: FaultProxy, moto: MotoServer) -> dict[str, Any]:
     """Play an episode; return what it was and what was wrong."""
-    began, problems = time.monotonic(), list[str]()
+    began, line = time.monotonic(), dict[str, Any](seed=seed, faults=[])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"soak-{seed}-")))
-        episode = Episode(seed, folder, url, api, moto, stack)
         try:
-            problems = episode.run()
+            episode = Episode(seed, folder, url, api, moto, stack)
+            line |= {"arena": episode.arena, "loop": episode._loop.__name__, **episode.config, "faults": episode.played}
+            line["problems"] = episode.run()
         except Exception as error:  # of this script too: it is told, and others follow
-            problems = [f"{type(error).__name__}: {error}"]
-    line = {"seed": seed, "arena": episode.arena, "loop": episode._loop.__name__, **episode.config}
-    line |= {"faults": episode.played, "seconds": round(time.monotonic() - began), "problems": problems}
-    return line
+            line["problems"] = [f"{type(error).__name__}: {error}"]
+        if line["problems"]:  # what is there to read, and how to see it again
+            line["kept"] = shutil.copytree(folder, tempfile.mkdtemp(prefix=f"failed-soak-{seed}-"), dirs_exist_ok=True)
+            line["again"] = f"python -m tests.soak --only {seed}"
+    return line | {"seconds": round(time.monotonic() - began)}
 
 
 def main() -> int:
@@ -328,6 +337,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="play the episode of this seed and no other")
     parser.add_argument("--faults", type=int, default=sys.maxsize, help="end after so many")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # what was started is ended
     until, seed, wrong, played = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0, Counter[str]()
     with ExitStack() as stack:
         os.environ["PREFECT_HOME"] = home = stack.enter_context(tempfile.TemporaryDirectory(prefix="t-"))

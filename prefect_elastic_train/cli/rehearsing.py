@@ -33,6 +33,9 @@ def rehearse(
     ] = "",
     minutes: Annotated[float, typer.Option(help="For all of it, roughly.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of the schedule: the same gives the same.")] = 0,
+    tolerance: Annotated[
+        float, typer.Option(help="How far the state may be from the undisturbed one after a change of workers.")
+    ] = 1e-3,
     out: Annotated[Path, typer.Option(help="Folder for the certificate.", metavar="FOLDER")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON and nothing else.")] = False,
     verbose: Annotated[bool, typer.Option(help="Show what drivers and workers print, on standard error.")] = False,
@@ -60,6 +63,7 @@ def rehearse(
             faults=[one.strip() for one in faults.split(",")] if faults else KINDS,
             minutes=minutes,
             seed=seed,
+            tolerance=tolerance,
             save_to=out,
             tell=lambda line: typer.echo(f"  {clean(line)}", err=True),
             on_line=lambda source, line: typer.echo(f"    {source}: {clean(line)}", err=True) if verbose else None,

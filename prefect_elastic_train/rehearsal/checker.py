@@ -41,7 +41,7 @@ def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
     worst, where = 0.0, ""
     for name in sorted(one.keys() & other.keys()):
         here, there = np.asarray(one[name]), np.asarray(other[name])
-        if CLOCK.search(name.rpartition(".")[2]) or (here.shape == there.shape and np.array_equal(here, there)):
+        if (not here.ndim and CLOCK.search(name)) or (here.shape == there.shape and np.array_equal(here, there)):
             continue
         if here.shape != there.shape:
             return math.inf, name
@@ -58,9 +58,7 @@ def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
 def whole_distance(one: Numbers, other: Numbers) -> float:
     """Return how far two checkpoints are apart as a whole: the norm of the difference relative to that of the first."""
     squares = [0.0, 0.0]
-    names = [name for name in one.keys() & other.keys() if not CLOCK.search(name.rpartition(".")[2])]
-    # A single number, such as that of the operations done, may be larger than all the others.
-    for name in [name for name in names if np.ndim(one[name])] or names:
+    for name in one.keys() & other.keys():
         here, there = (np.asarray(numbers[name], dtype=np.complex128) for numbers in (one, other))
         if here.shape != there.shape:
             return math.inf
@@ -70,9 +68,10 @@ def whole_distance(one: Numbers, other: Numbers) -> float:
     return math.sqrt(squares[0] / (squares[1] or 1.0)) if math.isfinite(squares[0]) else math.inf
 
 
-def is_real(value: Any) -> bool:
-    """Whether these are numbers that are calculated with: no counts, and no random state."""
-    return np.asarray(value).dtype.kind in "fc"
+def calculated(numbers: Numbers) -> Numbers:
+    """Return the arrays that are calculated with, else such numbers: times, counts and random states change nothing."""
+    reals = {name: one for name, one in numbers.items() if np.asarray(one).dtype.kind in "fc"}
+    return {name: one for name, one in reals.items() if np.ndim(one)} or reals or numbers
 
 
 def _flat(value: Any, name: str) -> Numbers:
@@ -103,16 +102,20 @@ def _read_distributed(index: Path) -> Any:
 
 
 def _read_orbax(index: Path) -> Any:
-    """Read the arrays of an Orbax store, or of those of its processes, without a device of JAX."""
-    tensorstore, found = import_module("tensorstore"), dict[str, Any]()
-    known = json.loads(index.read_text())
+    """Read the arrays of an Orbax store, of which each process may have some chunks, without a device of JAX."""
+    tensorstore, known = import_module("tensorstore"), json.loads(index.read_text())
+    context = tensorstore.Context()
+    together = tensorstore.KvStore.open("memory://", context=context).result()
+    for store in (index.parent, *index.parent.glob("ocdbt.process_*")):
+        place = {"driver": "ocdbt", "base": f"file://{store}/"}
+        part = tensorstore.KvStore.open(place, context=context).result()
+        for key in part.list().result():
+            together[key] = part[key]
+    found, driver = dict[str, Any](), "zarr3" if known.get("use_zarr3") else "zarr"
     for one in known["tree_metadata"].values():
         name = ".".join(key["key"] for key in one["key_metadata"])
-        for store in (index.parent, *index.parent.glob("ocdbt.process_*")):
-            place = {"driver": "ocdbt", "base": f"file://{store}/", "path": name}
-            zarr = {"driver": "zarr3" if known.get("use_zarr3") else "zarr", "fill_missing_data_reads": False}
-            with suppress(ValueError):  # another one has it
-                found[name] = tensorstore.open(zarr | {"kvstore": place}).result().read().result()
+        spec = {"driver": driver, "kvstore": f"memory://{name}/", "fill_missing_data_reads": False}
+        found[name] = tensorstore.open(spec, context=context).result().read().result()
     return found
 
 

@@ -50,7 +50,9 @@ class Course(ev.EventHandler):
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         names = [one.checkpoint for one in self.reports]
-        kept = names.index(event.checkpoint) + 1 if event.checkpoint and event.checkpoint in names else 0
+        kept = 0
+        if event.checkpoint:  # one that is not known was committed as its driver died
+            kept = names.index(event.checkpoint) + 1 if event.checkpoint in names else len(names)
         self.redone += len(self.reports) - kept
         del self.reports[kept:]
         if self.groups:

@@ -12,16 +12,18 @@ from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
 from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.rehearsal.certificate import Comparison, Finding
-from prefect_elastic_train.rehearsal.checker import distance, is_real, numbers_in, whole_distance
+from prefect_elastic_train.rehearsal.checker import calculated, distance, numbers_in, whole_distance
 from prefect_elastic_train.rehearsal.course import Course
 
 #: How far apart, relative to the largest number of an array, is noise of the order in which floats are added: with as
-#: many workers as undisturbed, and soon after there are fewer or more, in a state and in what is reported.
-_NOISE, _NOISE_OF_RESIZES, _NOISE_OF_METRICS = 1e-5, 1e-3, 1e-2
+#: many workers as undisturbed, and soon after there are fewer or more, in a state as a whole and in what is reported.
+_NOISE, NOISE_OF_RESIZES, _NOISE_OF_METRICS = 1e-5, 1e-3, 1e-2
 _GROWTH = 30.0  # times it may be what it was before
 #: How much longer than best an interval between saves may be, if one failure comes in so many seconds.
 _RARELY, _FAILURES_EACH_SECONDS, _LEAST_SECONDS = 4.0, 3600.0, 10.0
 _fail = partial(Finding, level="fail")
+_NOTHING = "not comparable"
+_ALIKE = "report a counter that only grows, such as step, and save at the same steps each time: save_every=<steps>"
 _A_SESSION = "a session of prefect_elastic_train.loop does"
 
 
@@ -31,7 +33,10 @@ def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
         return [_stuck(course.failures[0].errors)]
     if not course.commits:
         told = f"{len(course.reports)} reports in {seconds:.0f} s, none with a checkpoint: whatever dies, all is lost"
-        remedy = "save with ray.train.report(metrics, checkpoint=...), or train in a prefect_elastic_train.loop.session"
+        remedy = (
+            "save with ray.train.report(metrics, checkpoint=...), or train in a prefect_elastic_train.loop.session; if "
+        )
+        remedy += "it saves more rarely, give it more minutes, or a config with which it saves more often"
         return [_fail(about="never saves", message=told, remedy=remedy)]
     every = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
     cost = max(course.stalled / len(course.commits), 0.01)
@@ -43,7 +48,9 @@ def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
     return [Finding(level="warn", about="saves rarely", message=message, remedy=remedy)]
 
 
-def compare(one: Course, other: Course, of_one: Path, of_other: Path) -> Comparison:
+def compare(
+    one: Course, other: Course, of_one: Path, of_other: Path, tolerance: float = NOISE_OF_RESIZES
+) -> Comparison:
     """Hold a disturbed training against the undisturbed ``one``; their run directories are those."""
     counter = one.counter()
     here = {one.progress(place, counter): place for place in range(len(one.reports))}
@@ -55,10 +62,8 @@ def compare(one: Course, other: Course, of_one: Path, of_other: Path) -> Compari
     findings = [_fail(about="ignores its checkpoint", message=other.ignored)] if other.ignored else []
     if not common:
         words = "no report of the one is as far as one of the other's, so there is nothing to compare"
-        remedy = "report a counter that only grows, such as step, and save checkpoints at the same steps each time"
-        warned = Finding(level="warn", about="not comparable", message=words, remedy=remedy)
-        return Comparison(compared=words, findings=findings or [warned])
-    pair, last = _Pair(one, other, (of_one, of_other), common), max(common)
+        return Comparison(compared=words, findings=findings or [_fail(about=_NOTHING, message=words, remedy=_ALIKE)])
+    pair, last = _Pair(one, other, (of_one, of_other), common, tolerance), max(common)
     words, wrong = pair.verdict()
     states = [point.gap for point in pair.judged if point.is_state]
     return Comparison(
@@ -93,25 +98,30 @@ class _Pair:
     other: Course
     folders: tuple[Path, Path]
     common: dict[int, int]
+    tolerance: float
     judged: list[_Point] = field(default_factory=list)
 
     def verdict(self) -> tuple[str, list[Finding]]:
         """Return how the two compare, in words, and what is wrong if something is."""
         before = world = self.one.reports[0].world
-        is_same, noise = True, 0.0
+        is_same, noise, resumed = True, 0.0, 0
         for start, end, size in self._groups():
             inside = [place for place in self.common if start <= place < end]
             is_same = is_same and size == world
             for point in self._all_of(inside) if is_same else self._first_of(inside):
                 self.judged.append(point)
-                limit = _NOISE_OF_RESIZES if point.is_state else _NOISE_OF_METRICS
-                if point.gap > (_NOISE if is_same else max(limit, _GROWTH * noise)):
+                limit = _NOISE if is_same else self.tolerance if point.is_state else _NOISE_OF_METRICS
+                if point.gap > max(limit, _GROWTH * noise):
                     return self._wrong(point, size if size != before else 0, inside[0] if start else -1)
-            noise = self._point(inside[-1]).gap if inside and not is_same else noise
-            before = size
+            if inside:
+                noise = self.judged[-1].gap if is_same else self._point(inside[-1]).gap
+            before, resumed = size, start
+        if resumed and self.judged[-1].place < next(start for start, *_ in self._groups() if start):
+            words = "nothing that was reported or saved after a fault is as far as something undisturbed"
+            return words, [_fail(about=_NOTHING, message=words, remedy=_ALIKE)]
         worst = max(point.gap for point in self.judged)
         same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
-        noisy = "; there the noise of floats that are added in another order had grown" * (worst > _NOISE_OF_RESIZES)
+        noisy = "; there the noise of floats that are added in another order had grown" * (worst > NOISE_OF_RESIZES)
         return f"after {self.judged[-1].place + 1} reports it is {same}{noisy}", []
 
     def _groups(self) -> Iterator[tuple[int, int, int]]:
@@ -146,9 +156,7 @@ class _Pair:
         folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
         if all(seen.checkpoint for seen in pair) and all(folder.is_dir() for folder in folders):
             states = [numbers_in(folder) for folder in folders]
-            # What is calculated with, if there is anything: counts and random states may differ, and change nothing.
-            reals = [{name: one for name, one in state.items() if is_real(one)} for state in states]
-            states = reals if all(reals) else states
+            states = [calculated(state) for state in states]
             if states[0].keys() & states[1].keys():
                 # A number whose gradient is nothing but noise may be anything once the noise is another: see the whole.
                 return _Point(place, *(distance(*states) if is_same else (whole_distance(*states), "the state")), True)

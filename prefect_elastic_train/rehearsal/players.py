@@ -70,7 +70,7 @@ class Disturber:
                 if fault.kind == STORAGE:
                     if seconds > _OUTAGE_SECONDS:
                         self.stage.outage.unlink(missing_ok=True)
-                    recovered = not self.stage.outage.exists() and course.commits[-1] >= reports
+                    recovered = not self.stage.outage.exists() and max(course.commits, default=-1) >= reports
                     continue
                 if self._node and seconds > _DRAIN_SECONDS:
                     self._lose_node()

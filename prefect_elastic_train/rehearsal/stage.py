@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -79,8 +80,8 @@ class Stage:
         from prefect_elastic_train.elastic.cluster import resources_per_worker  # it loads Ray
 
         wanted = dict(resources_per_worker(self._scaling))
-        node: dict[str, Any] = {"num_cpus": max(1, wanted.pop("CPU", 0))}
-        first, gpus = 0, int(wanted.pop("GPU", 0))
+        node: dict[str, Any] = {"num_cpus": math.ceil(wanted.pop("CPU", 0)) or 1}
+        first, gpus = 0, math.ceil(wanted.pop("GPU", 0))
         if gpus:
             while first in [self._devices[one] for one in self.nodes.ids]:
                 first += gpus

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefect_elastic_train.rehearsal.checker import distance, numbers_in, whole_distance
+from prefect_elastic_train.rehearsal.checker import calculated, distance, numbers_in, whole_distance
 from tests.support.ledgers import check_ledger
 
 LENGTH, STEPS = 8, 8
@@ -105,11 +105,13 @@ def test_what_cannot_be_read_or_is_of_another_shape_or_no_number_is_not_the_same
 
 def test_as_a_whole_checkpoints_are_as_far_apart_as_most_of_their_numbers() -> None:
     many, few = np.ones(10_000), np.array([1e-6])
-    one, other = {"many": many, "few": few, "flos": 1e12}, {"many": many, "few": -few, "flos": 1e12}
+    counts = {"flos": 1e12, "seed": np.array([1, 2])}
+    one, other = calculated({"many": many, "few": few, **counts}), calculated({"many": many, "few": -few, **counts})
     assert distance(one, other) == (2.0, "few")
     assert whole_distance(one, other) == pytest.approx(2e-8)
     assert whole_distance(one, {**one, "many": many * 1.01}) == pytest.approx(0.01)
     assert whole_distance(one, {**one, "many": many[1:]}) == math.inf
     assert whole_distance(one, {**one, "few": np.array([math.nan])}) == math.inf
-    assert whole_distance({"loss": 2.0, "seconds": 3.0}, {"loss": 1.0, "seconds": 7.0}) == 0.5
+    assert calculated({"loss": 2.0, **counts}) == {"loss": 2.0, "flos": 1e12}
+    assert calculated({"seed": few.astype(int)}).keys() == {"seed"}
     assert whole_distance({"few": np.array([math.nan])}, {"few": np.array([math.nan])}) == 0.0

@@ -94,6 +94,17 @@ def test_reports_after_a_checkpoint_that_was_gone_back_to_do_not_count() -> None
     assert len(course.news) == 12, "what is done again is nothing new"
     _begin(course, "", at=13.0)
     assert (course.reports, course.redone) == ([], 14), "from the beginning"
+    _report(course, 14.0, step=1)
+    _begin(course, "told to nobody", at=15.0)
+    assert len(course.reports) == 1, "what was committed as its driver died goes on from what is known"
+
+
+def test_a_certificate_is_not_passed_where_nothing_after_a_fault_can_be_compared(tmp_path: Path) -> None:
+    folders = tmp_path / "one", tmp_path / "other"
+    one, other = _course(LOSSES[:10], {}, folders[0]), _course(LOSSES, {11: (10, 2)}, folders[1])
+    [found] = judging.compare(one, other, *folders).findings
+    assert (found.level, found.about) == ("fail", "not comparable")
+    assert "save_every=<steps>" in found.remedy
 
 
 @pytest.mark.parametrize(
