@@ -51,7 +51,7 @@ class Sample:
     """One run of one side.
 
     Attributes:
-        goodput: Share of the wall time that its steps take where nothing else does, from the start of the process; 0: failed.
+        goodput: Share of the wall time that its steps take at least, from the start of the process; 0 if it failed.
         redone: Steps of rank 0 that were done again.
         pause: The longest time without a step that had not been done before, in seconds.
         kills: How many processes were killed.
