@@ -13,12 +13,14 @@ from prefect_elastic_train.rehearsal.schedule import KINDS
 from tests.support.rehearsal_loops import FLAWS
 
 
-def _rehearse(folder: Path, flaw: str = "", **more: Any) -> Certificate:
+def _rehearse(
+    folder: Path, flaw: str = "", loop: str = "tests.support.rehearsal_loops:train", **more: Any
+) -> Certificate:
     log = folder / "log"
     with log.open("a") as lines:
         return rehearse(
-            "tests.support.rehearsal_loops:train",
-            {"flaw": flaw},
+            loop,
+            more.pop("config", {"flaw": flaw}),
             tell=lambda line: print(line, file=lines, flush=True),
             on_line=lambda source, line: print(f"    {source}: {line}", file=lines, flush=True),
             save_to=folder,
@@ -43,3 +45,20 @@ def test_what_is_wrong_with_a_loop_is_found_and_nothing_else(tmp_path: Path, fla
     certificate = _rehearse(tmp_path, flaw, minutes=1.5, faults=faults)
     assert [one.about for one in certificate.findings] == [FLAWS[flaw]], certificate.markdown()
     assert not certificate.passed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("package", "loop", "config"),
+    [
+        ("lightning", "flows.lightning_net:train_loop", {"epochs": 400}),
+        ("transformers", "flows.transformers_lm:train_loop", {"steps": 3000, "save_steps": 25}),
+    ],
+)
+def test_trainers_of_others_recover_as_they_are(
+    tmp_path: Path, package: str, loop: str, config: dict[str, Any]
+) -> None:
+    pytest.importorskip(package, reason="not among the development extras: install it to run this")
+    certificate = _rehearse(tmp_path, loop=loop, config=config, minutes=3, seed=1)
+    assert certificate.passed, certificate.markdown()
+    assert {one.kind for one in certificate.faults} == set(KINDS)
