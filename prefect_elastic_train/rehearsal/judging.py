@@ -23,7 +23,9 @@ _GROWTH = 30.0  # times it may be what it was before
 _RARELY, _FAILURES_EACH_SECONDS, _LEAST_SECONDS = 4.0, 3600.0, 10.0
 _fail = partial(Finding, level="fail")
 _NOTHING = "not comparable"
-_ALIKE = "report a counter that only grows, such as step, and save at the same steps each time: save_every=<steps>"
+_ALIKE = (
+    "report a counter that only grows, such as step; save often, and at the same steps each time: save_every=<steps>"
+)
 _A_SESSION = "a session of prefect_elastic_train.loop does"
 
 
@@ -103,19 +105,18 @@ class _Pair:
 
     def verdict(self) -> tuple[str, list[Finding]]:
         """Return how the two compare, in words, and what is wrong if something is."""
-        before = world = self.one.reports[0].world
-        is_same, noise, resumed = True, 0.0, 0
+        sizes, noise, is_same, resumed = [self.one.reports[0].world], 0.0, True, 0
         for start, end, size in self._groups():
             inside = [place for place in self.common if start <= place < end]
-            is_same = is_same and size == world
+            sizes, is_same = [*sizes, size], is_same and size == sizes[0]
             for point in self._all_of(inside) if is_same else self._first_of(inside):
                 self.judged.append(point)
                 limit = _NOISE if is_same else self.tolerance if point.is_state else _NOISE_OF_METRICS
                 if point.gap > max(limit, _GROWTH * noise):
-                    return self._wrong(point, size if size != before else 0, inside[0] if start else -1)
+                    return self._wrong(point, sizes[1:] if size != sizes[-2] else [], inside[0] if start else -1)
             if inside:
                 noise = self.judged[-1].gap if is_same else self._point(inside[-1]).gap
-            before, resumed = size, start
+            resumed = start
         if resumed and self.judged[-1].place < next(start for start, *_ in self._groups() if start):
             words = "nothing that was reported or saved after a fault is as far as something undisturbed"
             return words, [_fail(about=_NOTHING, message=words, remedy=_ALIKE)]
@@ -144,31 +145,28 @@ class _Pair:
 
     def _first_of(self, places: list[int]) -> list[_Point]:
         """The first with a checkpoint in both; if that cannot be read, what was reported until then, twice at least."""
-        both = (
-            self.one.reports[self.common[place]].checkpoint and self.other.reports[place].checkpoint for place in places
-        )
-        saved = next((number for number, is_saved in enumerate(both) if is_saved), 0)
-        points = [self._point(place) for place in places[: max(saved + 1, 2)]]
+        pairs = ((self.one.reports[self.common[place]], self.other.reports[place]) for place in places)
+        saved = (number for number, pair in enumerate(pairs, 1) if all(seen.checkpoint for seen in pair))
+        points = [self._point(place) for place in places[: max(next(saved, 2), 2)]]
         return [point for point in points if point.is_state][:1] or points
 
     def _point(self, place: int, is_same: bool = False) -> _Point:
         pair = self.one.reports[self.common[place]], self.other.reports[place]
         folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
         if all(seen.checkpoint for seen in pair) and all(folder.is_dir() for folder in folders):
-            states = [numbers_in(folder) for folder in folders]
-            states = [calculated(state) for state in states]
+            states = [calculated(numbers_in(folder)) for folder in folders]
             if states[0].keys() & states[1].keys():
                 # A number whose gradient is nothing but noise may be anything once the noise is another: see the whole.
                 return _Point(place, *(distance(*states) if is_same else (whole_distance(*states), "the state")), True)
         gap, where = distance(pair[0].metrics, pair[1].metrics)
         return _Point(place, gap, f"metric {where}", False)
 
-    def _wrong(self, point: _Point, resized: int, resumed: int) -> tuple[str, list[Finding]]:
+    def _wrong(self, point: _Point, resized: list[int], resumed: int) -> tuple[str, list[Finding]]:
         words = f"after {point.place + 1} reports {point.where} is {point.gap:.2g} (relative) from the undisturbed "
         words += "training's"
         if resized:
-            about, message = "depends on the world size", f"it trained with {resized} instead of "
-            message += f"{self.one.reports[0].world} workers"
+            about, before = "depends on the world size", ", then ".join(map(str, resized))
+            message = f"it had trained with {before} workers, not {self.one.reports[0].world} throughout"
             remedy = "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
             remedy += f"order of samples a function of seed and step: {_A_SESSION}"
         elif resumed < 0:
