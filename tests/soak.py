@@ -38,7 +38,7 @@ from tests.support.processes import FlowProcess, prefect_server, read_ledger, ti
 from tests.support.s3 import FaultProxy, MotoServer
 from tests.support.session_loops import jax_loop, torch_loop
 
-STEPS, SLOW_SECONDS, MEAN_SECONDS = 1200, 0.05, 6.0
+STEPS, SLOW_SECONDS, MEAN_SECONDS = 1200, 0.05, 4.0
 OUTAGE, FLOW, API, DISK = "outage", "flow", "api", "disk"
 #: Processes by what their titles hold.
 TITLES = {
@@ -140,6 +140,7 @@ class Episode:
             stack.callback(subprocess.run, ["umount", "--lazy", str(self._disk)])
         self._arguments.setdefault("storage", str(self._disk / "runs"))
         self._at_once = chance.random() < 0.3
+        self._was_full = False
 
     def run(self) -> list[str]:
         """Play all faults, and return what is wrong in the end."""
@@ -157,6 +158,9 @@ class Episode:
         self._slow.unlink()
         with contextlib.suppress(AssertionError):
             flow.living_driver()
+        if self._was_full:  # which a flow process may have met only now
+            flow.wait(300)
+            flow = self._after_full_disk(flow)
         result = flow.completed(300)
         return [*self._wrong(flow), *([] if result["checkpoint_uri"] else ["no checkpoint in the end"])]
 
@@ -224,12 +228,17 @@ class Episode:
         with contextlib.suppress(subprocess.TimeoutExpired):
             flow.process.wait(20)
         (self._disk / "filler").unlink()
+        self._was_full = True
+        return self._after_full_disk(flow), True
+
+    def _after_full_disk(self, flow: FlowProcess) -> FlowProcess:
+        """Start a flow process again that a full disk has ended."""
         if flow.process.poll() is None or json.loads(flow.result_file.read_text())["state"] == "COMPLETED":
-            return flow, True
+            return flow
         ended = json.loads(flow.result_file.read_text())
         assert ended["outcome"] == "storage_error", f"a full disk is told as {ended}"
         assert flow.marked() == [], "the processes of a training that a full disk has ended"
-        return self._again(flow.flow_run_id), True
+        return self._again(flow.flow_run_id)
 
     def _signal(self, flow: FlowProcess, fault: Fault) -> bool:
         victim = self._victim(flow, fault)
@@ -240,7 +249,7 @@ class Episode:
                 victim.kill()
                 return True
             victim.suspend()
-            time.sleep(1 + 24 * fault.chance)
+            time.sleep(1 + 24 * fault.chance**2)
             victim.send_signal(signal.SIGCONT)
             return True
         return False
