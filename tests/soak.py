@@ -129,6 +129,7 @@ class Episode:
             self._arguments["storage"] = self._bucket.block
         if self.arena != "nodes" and chance.random() < 0.15:
             self.arena += "+rpc"
+            self._most_redone = STEPS  # a lost poll takes with it what was reported since the last one, at any speed
             self._arguments["environment"]["RAY_testing_rpc_failure"] = json.dumps(RPC_FAILURES)
         self._disk = folder / "disk"
         self._disk.mkdir()
