@@ -17,8 +17,6 @@ import numpy as np
 Numbers = dict[str, Any]
 #: Names of numbers that are different each time.
 CLOCK = re.compile(r"time|second|duration|_per_s|speed|throughput|memory|_at$", re.IGNORECASE)
-#: A session's checkpoint: the rest of it is of its ranks, and of how long things took.
-_OF_SESSIONS = ("loop.json", "rank-*.npz")
 
 
 def numbers_in(folder: Path) -> Numbers:
@@ -27,10 +25,9 @@ def numbers_in(folder: Path) -> Numbers:
     Read are what torch has saved, also distributed; Orbax's stores; numpy's and JSON files; safetensors.
     """
     found: Numbers = {}
-    skipped = {one for pattern in _OF_SESSIONS if (folder / _OF_SESSIONS[0]).exists() for one in folder.glob(pattern)}
     for file in sorted(folder.rglob("*")):
         read = _READERS.get(file.name) or _READERS.get(file.suffix)
-        if read is not None and file not in skipped:
+        if read is not None:
             with suppress(Exception):  # a file of another program, or of classes or a library that are not here
                 found |= _flat(read(file), str(file.relative_to(folder)))
     return found

@@ -85,7 +85,7 @@ def _write(folder: Path, value: float, kind: str) -> None:
 def test_checkpoints_are_as_far_apart_as_their_numbers_whatever_wrote_them(tmp_path: Path, kind: str) -> None:
     for name, value in (("one", 2.0), ("same", 2.0), ("other", 2.2)):
         _write(tmp_path / name, value, kind)
-    one, same, other = (numbers_in(tmp_path / name) for name in ("one", "same", "other"))
+    one, same, other = (calculated(numbers_in(tmp_path / name)) for name in ("one", "same", "other"))
     assert one
     assert distance(one, same) == (0.0, "")
     gap, where = distance(one, other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinato
 from ray.job_config import JobConfig
 from ray.runtime_env import RuntimeEnv
 from ray.train import Checkpoint, ScalingConfig
+from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
+from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.execution import context, failure_handling, scaling_policy
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
@@ -26,6 +29,7 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.jax.config import _JaxBackend
 from ray.util import tpu
 
 from prefect_elastic_train.core.request import PRINT_PATCH
@@ -251,3 +255,13 @@ def test_workers_need_no_runtime_environment_but_for_what_ray_train_propagates()
     assert PRINT_PATCH in constants.ENV_VARS_TO_PROPAGATE
     assert WorkerGroup._get_worker_runtime_env({}) == {"env_vars": {}}
     assert RuntimeEnv(env_vars={}).serialize() == RuntimeEnv().serialize() == "{}"
+
+
+def test_the_controller_does_not_wait_long_for_ranks_that_hang_to_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S)
+    monkeypatch.setattr(controller.RaysTrainController, "__init__", lambda self: None)
+    monkeypatch.setattr(os, "environ", {names[1]: "7"})
+    controller.TrainController()
+    assert [os.environ[name] for name in names] == ["5", "7"]
+    for backend, name in ((_TorchBackend, "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S"), (_JaxBackend, names[1])):
+        assert name in inspect.getsource(backend.on_shutdown), "it is read in the controller, each time"
