@@ -1,11 +1,11 @@
 """What settings are in Ray's words; the cluster as it is now, its nodes' way to the storage, and its head's answer.
 
-Uses ``ray._private.state``, as Ray Train does: there is no public way to see which nodes are being drained, or what
-each of them has free. Uses ``ray._raylet`` and ``ray._private.services``: ``ray.init`` answers a refused token with the
-same "Failed to connect" as a dead head, waits without a bound of its own for something that accepts connections and
-says nothing, and does not tell what it takes for the address ``"auto"``. And ``ScalingConfig`` alone knows what a
-worker takes when the user says nothing (``_resources_per_worker_not_none``), while ``JobConfig`` fills
-``_py_driver_sys_path`` from its driver's own ``sys.path``, and ours is not the user's script.
+Uses ``ray._private.state``, as Ray Train does: there is no public way to see which nodes are being drained, what each
+of them has free, or whose a placement group is. Uses ``ray._raylet`` and ``ray._private.services``: ``ray.init``
+answers a refused token with the same "Failed to connect" as a dead head, waits without a bound of its own for something
+that accepts connections and says nothing, and does not tell what it takes for the address ``"auto"``. And
+``ScalingConfig`` alone knows what a worker takes when the user says nothing (``_resources_per_worker_not_none``), while
+``JobConfig`` fills ``_py_driver_sys_path`` from its driver's own ``sys.path``, and ours is not the user's script.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.job_config import JobConfig
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.request import DRIVER_MODULE, DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.core.slices import slice_shape, tpu_accelerator_type
 from prefect_elastic_train.elastic.sizing import Demand, Node
@@ -76,6 +78,27 @@ def cluster_nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def remove_orphaned_groups() -> int:
+    """Remove placement groups of our dead drivers; return how many there were.
+
+    Ray does so when driver and controller die. But a controller outlives its driver by some moments, and what it asks
+    for in them comes after Ray's look, and would be held for as long as the cluster lives (Ray 2.60).
+    """
+    state = ray._private.state
+    dead = {job["JobID"] for job in state.jobs() if job["IsDead"] and DRIVER_MODULE in job["Entrypoint"]}
+    table = state.state._connect_and_get_accessor().get_placement_group_table() if dead else []
+    orphans = [
+        group
+        for group in map(PlacementGroupTableData.FromString, table)
+        if group.creator_job_id.hex() in dead
+        and group.state != PlacementGroupTableData.REMOVED
+        and state.actors(group.creator_actor_id.hex()).get("State") == "DEAD"
+    ]
+    for group in orphans:
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
+    return len(orphans)
 
 
 def demand_of(scaling_config: ScalingConfig) -> Demand:

@@ -30,7 +30,7 @@ from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, Wo
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, standby
-from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of
+from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, remove_orphaned_groups
 from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, why_never_again
 from prefect_elastic_train.elastic.sizing import (
     Growth,
@@ -131,6 +131,9 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._take_in_the_last_start(now)
             self._maybe_send_resource_request()
             nodes, _, possible, stable = self._look(now, {})
+            if possible < self._demand.max_workers and (orphans := remove_orphaned_groups()):
+                logger.warning("Removed %d placement group(s) of jobs that are dead", orphans)
+                nodes, _, possible, stable = self._look(now, {})
             workers = self._start.size(now, possible, stable)
             missing = self._why_not
             if possible < self._demand.min_workers:

@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import psutil
 
+from prefect_elastic_train.core.request import DRIVER_MODULE
 from prefect_elastic_train.rehearsal.certificate import Played
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, Fault
 from prefect_elastic_train.rehearsal.stage import Looks, Stage
 
 _DRAIN_SECONDS, _OUTAGE_SECONDS = 20.0, 6.0
-_DRIVER = "prefect_elastic_train.driver"
 
 
 def undisturbed(course: Course, seconds: float) -> Looks:
@@ -97,7 +97,7 @@ class Disturber:
             (process.kill if fault.kind == WORKER else process.suspend)()
             return f"rank {rank} is {'killed' if fault.kind == WORKER else 'stopped, and answers no more'}"
         if fault.kind == DRIVER:
-            drivers = [one for one in psutil.Process().children() if _DRIVER in one.cmdline()]
+            drivers = [one for one in psutil.Process().children() if DRIVER_MODULE in one.cmdline()]
             if not drivers:
                 raise psutil.NoSuchProcess(0)
             min(drivers, key=psutil.Process.create_time).kill()  # a younger one is spare

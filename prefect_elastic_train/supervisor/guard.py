@@ -21,7 +21,7 @@ from contextlib import suppress
 
 import psutil
 
-from prefect_elastic_train.core.request import MARK_VARIABLE
+from prefect_elastic_train.core.request import DRIVER_MODULE, MARK_VARIABLE
 
 #: Written by the supervisor when it has cleaned up itself.
 DISMISSED = b"dismissed\n"
@@ -42,7 +42,7 @@ def main(folder: str, parent: int) -> None:
     drivers = []
     for process in marked_processes(folder):
         with suppress(psutil.Error):
-            if "prefect_elastic_train.driver" in process.cmdline():
+            if DRIVER_MODULE in process.cmdline():
                 process.send_signal(signal.SIGINT)
                 drivers.append(process)
     psutil.wait_procs(drivers, timeout=_DRIVER_GRACE_SECONDS)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
-from prefect_elastic_train.core.request import MARK_VARIABLE, PRINT_PATCH, DriverSpec
+from prefect_elastic_train.core.request import DRIVER_MODULE, MARK_VARIABLE, PRINT_PATCH, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
 _MAX_FOLDER_CHARACTERS = 24
-_DRIVER: tuple[str, ...] = (sys.executable, "-m", "prefect_elastic_train.driver")
+_DRIVER: tuple[str, ...] = (sys.executable, "-m", DRIVER_MODULE)
 _END_SECONDS = 10.0
 _SPARE_AFTER_SECONDS = 15.0  # of training, in which the standby workers boot
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.

@@ -75,6 +75,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_assign_worker_ranks": WorkerGroup,
     "_autoscaling_coordinator": scaling_policy.ScalingPolicy,
     "_clear_state": WorkerGroup,
+    "_connect_and_get_accessor": ray._private.state.state,
     "_coordinator_client": scaling_policy.ScalingPolicy,
     "_create_default_callbacks": DataParallelTrainer,
     "_create_placement_group": WorkerGroup,
