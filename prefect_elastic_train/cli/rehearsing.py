@@ -10,32 +10,20 @@ from typing import Annotated
 import typer
 
 from prefect_elastic_train.cli.common import clean, console, errors
-from prefect_elastic_train.cli.running import loop_config
-
-_WRONG_USAGE = 2
+from prefect_elastic_train.cli.running import WRONG_USAGE, ConfigFiles, ConfigValues, Framework, Loop, loop_config
 
 
 def rehearse(
-    loop: Annotated[
-        str, typer.Argument(metavar="LOOP", help="Train loop: package.module:function or path/to/file.py:function.")
-    ],
-    config: Annotated[
-        list[Path] | None, typer.Option(help="YAML or JSON file with its config; several are merged.", metavar="FILE")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A value of it, such as epochs=3.", metavar="KEY=VALUE")
-    ] = None,
-    framework: Annotated[str, typer.Option(help="torch, jax, or none for a plain Python loop.")] = "torch",
+    loop: Loop,
+    config: ConfigFiles = None,
+    settings: ConfigValues = None,
+    framework: Framework = "torch",
     scaling: Annotated[str, typer.Option(help="Saved ElasticScaling. [default: one CPU a worker]")] = "",
     workers: Annotated[int, typer.Option(help="How many train undisturbed.", min=1)] = 2,
-    faults: Annotated[
-        str, typer.Option(help="Which, with commas: worker,driver,freeze,storage,node,drain,growth. [default: all]")
-    ] = "",
+    faults: Annotated[str, typer.Option(help="Of worker,driver,freeze,storage,node,drain,growth. [default: all]")] = "",
     minutes: Annotated[float, typer.Option(help="For all of it, roughly.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of the schedule: the same gives the same.")] = 0,
-    tolerance: Annotated[
-        float, typer.Option(help="How far the state may be from the undisturbed one after a change of workers.")
-    ] = 1e-3,
+    tolerance: Annotated[float, typer.Option(help="For the state after a change of workers, relative.")] = 1e-3,
     out: Annotated[Path, typer.Option(help="Folder for the certificate.", metavar="FOLDER")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON and nothing else.")] = False,
     verbose: Annotated[bool, typer.Option(help="Show what drivers and workers print, on standard error.")] = False,
@@ -47,7 +35,7 @@ def rehearse(
 
     Exit code 0 if the loop recovers as it should, 1 if it does not, 2 if it was refused before anything started.
     """
-    with redirect_stdout(sys.stderr), errors(_WRONG_USAGE):
+    with redirect_stdout(sys.stderr), errors(WRONG_USAGE):
         from prefect_elastic_train.orchestration.arguments import absolute, check_named_loop, named_loop
         from prefect_elastic_train.rehearsal.rehearsing import rehearse as run
         from prefect_elastic_train.rehearsal.schedule import KINDS

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prefect_elastic_train.blocks._common import TrainingBlock
 
 #: What shells give for a program that Ctrl-C has ended; and for wrong usage, as typer does.
-_INTERRUPTED, _WRONG_USAGE = 130, 2
+_INTERRUPTED, WRONG_USAGE = 130, 2
 
 _CONFIG, _BLOCKS, _RUN = "Config of the loop", "Blocks", "Run"
 
@@ -34,22 +34,26 @@ def _option(panel: str, help: str, metavar: str | None = None, *names: str) -> A
     return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel)
 
 
+Loop = Annotated[
+    str, typer.Argument(metavar="LOOP", help="Train loop: package.module:function or path/to/file.py:function.")
+]
+ConfigFiles = Annotated[
+    list[Path] | None,
+    _option(_CONFIG, "YAML or JSON file with it; of several, the later value counts.", "FILE"),
+]
+ConfigValues = Annotated[
+    list[str] | None,
+    _option(_CONFIG, "A value of it, such as optimizer.lr=1e-3; counts before files.", "KEY=VALUE", "--set"),
+]
+Framework = Annotated[str, _option(_RUN, "torch, jax, or none for a plain Python loop.")]
 _SavedBlock = Annotated[str, _option(_BLOCKS, "Saved block.", "NAME")]
 
 
 def run_training(
-    loop: Annotated[
-        str, typer.Argument(metavar="LOOP", help="Train loop: package.module:function or path/to/file.py:function.")
-    ],
-    config: Annotated[
-        list[Path] | None,
-        _option(_CONFIG, "YAML or JSON file with it. Several are merged, the later value counts.", "FILE"),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        _option(_CONFIG, "A value of it, such as optimizer.lr=1e-3; counts before files.", "KEY=VALUE", "--set"),
-    ] = None,
-    framework: Annotated[str, _option(_RUN, "torch, jax, or none for a plain Python loop.")] = "torch",
+    loop: Loop,
+    config: ConfigFiles = None,
+    settings: ConfigValues = None,
+    framework: Framework = "torch",
     workers: Annotated[str, _option(_BLOCKS, "Number of workers, in place of the scaling's.", "N|MIN:MAX")] = "",
     profile: Annotated[
         str, _option(_BLOCKS, "Name of several saved blocks. Others: the settings', else defaults.", "NAME")
@@ -81,7 +85,7 @@ def run_training(
     Ctrl-C.
     """
     # Standard output is the result's: what the user's modules print on their import goes elsewhere.
-    with redirect_stdout(sys.stderr), errors(_WRONG_USAGE):
+    with redirect_stdout(sys.stderr), errors(WRONG_USAGE):
         from prefect_elastic_train.blocks.lookup import chosen_blocks, saved_name
         from prefect_elastic_train.orchestration.arguments import absolute, check_arguments, check_named_loop
 

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from prefect_elastic_train.report.markdown import duration, table
 
@@ -15,11 +15,7 @@ _STYLE = "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0
 _STYLE += "text-align:left;vertical-align:top;border-bottom:1px solid #ccc}"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Played(_Part):
+class Played(BaseModel, frozen=True):
     """A fault that was played.
 
     Attributes:
@@ -44,7 +40,7 @@ class Played(_Part):
         return f"{went_on}, {self.redone} report{'s' * (self.redone != 1)} done again"
 
 
-class Finding(_Part):
+class Finding(BaseModel, frozen=True):
     """What is wrong with a loop, or was not to be found out, and what to do; ``about`` is one of a few titles."""
 
     level: Literal["fail", "warn"]
@@ -58,27 +54,13 @@ class Finding(_Part):
         return f"**{self.about}** ({self.level}): {self.message}" + f". *To do:* {self.remedy}" * bool(self.remedy)
 
 
-class Comparison(_Part):
-    """How a disturbed training stands to the undisturbed one.
-
-    Attributes:
-        compared: What was held against the undisturbed training, in words.
-        findings: What is wrong with the loop.
-        difference: How far the state was from the undisturbed one at most, relative; None if none could be read.
-        metrics, undisturbed_metrics: What was reported last where both trainings have been.
-    """
-
-    compared: str
-    findings: list[Finding] = []
-    difference: float | None = None
-    metrics: dict[str, float] = {}
-    undisturbed_metrics: dict[str, float] = {}
-
-
-class Certificate(Comparison):
+class Certificate(BaseModel):
     """Whether a loop recovers from the faults that were rehearsed, as if nothing had happened.
 
     Attributes:
+        compared: What was held against the undisturbed training, in words.
+        difference: How far the state was from the undisturbed one at most, relative; None if none could be read.
+        metrics, undisturbed_metrics: What was reported last where both trainings have been.
         samples: What the loop's own ledger says of the samples; empty without one.
     """
 
@@ -86,16 +68,25 @@ class Certificate(Comparison):
     framework: str
     workers: str
     seed: int
-    seconds: float
     at: float
     versions: dict[str, str]
-    faults: list[Played]
+    seconds: float = 0.0
+    faults: list[Played] = []
+    findings: list[Finding] = []
+    compared: str = "nothing was reported"
+    difference: float | None = None
+    metrics: dict[str, float] = {}
+    undisturbed_metrics: dict[str, float] = {}
     samples: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether every fault asked for was played and recovered from, and nothing is wrong with the loop."""
         return all(one.recovered for one in self.faults) and not any(one.level == "fail" for one in self.findings)
+
+    def add(self, *findings: Finding) -> None:
+        """Add what was found, each thing once."""
+        self.findings += [one for one in findings if one.about not in [known.about for known in self.findings]]
 
     def markdown(self) -> str:
         """The certificate as people read it."""

@@ -25,26 +25,17 @@ class Seen(NamedTuple):
 
 @dataclass
 class Course(ev.EventHandler):
-    """One training: its reports that count, in order, for those after a checkpoint that was gone back to do not.
-
-    Attributes:
-        news: When each report came that was further than any before.
-        resumes: For each worker group but the first, how many reports counted when it began, and its size.
-        redone: Reports that were done again.
-        ranks: Of the group that trains, by address and process id.
-        stalled: Seconds that the loop has stood still for its checkpoints.
-        ignored: How a group has ignored its checkpoint, in words.
-    """
+    """One training: its reports that count, in order, for those after a checkpoint that was gone back to do not."""
 
     reports: list[Seen] = field(default_factory=list)
-    news: list[float] = field(default_factory=list)
-    resumes: list[tuple[int, int]] = field(default_factory=list)
-    redone: int = 0
+    news: list[float] = field(default_factory=list)  # when each report came that was further than any before
+    resumes: list[tuple[int, int]] = field(default_factory=list)  # of groups but the first: reports that count, size
+    redone: int = 0  # reports that were done again
     groups: int = 0
-    ranks: dict[str, int] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)  # of the group that trains, by address and process id
     started_at: float = 0.0
-    stalled: float = 0.0
-    ignored: str = ""
+    stalled: float = 0.0  # seconds that the loop has stood still for its checkpoints
+    ignored: str = ""  # how a group has ignored its checkpoint, in words
     failures: list[ev.WorkerFailed] = field(default_factory=list)
     is_complete: bool = False
 

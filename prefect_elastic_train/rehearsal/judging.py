@@ -11,7 +11,7 @@ from typing import NamedTuple
 from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
 from prefect_elastic_train.loop.training_session import SESSION_FILE
-from prefect_elastic_train.rehearsal.certificate import Comparison, Finding
+from prefect_elastic_train.rehearsal.certificate import Finding
 from prefect_elastic_train.rehearsal.checker import calculated, distance, numbers_in, whole_distance
 from prefect_elastic_train.rehearsal.course import Course
 
@@ -23,10 +23,18 @@ _GROWTH = 30.0  # times it may be what it was before
 _RARELY, _FAILURES_EACH_SECONDS, _LEAST_SECONDS = 4.0, 3600.0, 10.0
 _fail = partial(Finding, level="fail")
 _NOTHING = "not comparable"
-_ALIKE = (
-    "report a counter that only grows, such as step; save often, and at the same steps each time: save_every=<steps>"
-)
+_ALIKE = "report a counter that only grows, such as step; save at the same steps each time: save_every=<steps>"
 _A_SESSION = "a session of prefect_elastic_train.loop does"
+
+
+class Comparison(NamedTuple):
+    """How a disturbed training stands to the undisturbed one: as of a certificate."""
+
+    compared: str
+    findings: list[Finding]
+    difference: float | None
+    metrics: dict[str, float]
+    undisturbed_metrics: dict[str, float]
 
 
 def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
@@ -35,10 +43,7 @@ def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
         return [_stuck(course.failures[0].errors)]
     if not course.commits:
         told = f"{len(course.reports)} reports in {seconds:.0f} s, none with a checkpoint: whatever dies, all is lost"
-        remedy = (
-            "save with ray.train.report(metrics, checkpoint=...), or train in a prefect_elastic_train.loop.session; if "
-        )
-        remedy += "it saves more rarely, give it more minutes, or a config with which it saves more often"
+        remedy = "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, save more often"
         return [_fail(about="never saves", message=told, remedy=remedy)]
     every = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
     cost = max(course.stalled / len(course.commits), 0.01)
@@ -64,19 +69,13 @@ def compare(
     findings = [_fail(about="ignores its checkpoint", message=other.ignored)] if other.ignored else []
     if not common:
         words = "no report of the one is as far as one of the other's, so there is nothing to compare"
-        return Comparison(compared=words, findings=findings or [_fail(about=_NOTHING, message=words, remedy=_ALIKE)])
+        return Comparison(words, findings or [_fail(about=_NOTHING, message=words, remedy=_ALIKE)], None, {}, {})
     pair, last = _Pair(one, other, (of_one, of_other), common, tolerance), max(common)
     words, wrong = pair.verdict()
     states = [point.gap for point in pair.judged if point.is_state]
-    return Comparison(
-        compared=words
-        if states
-        else f"no checkpoint of both could be read, so what was reported was compared: {words}",
-        findings=findings or wrong,
-        difference=max(states, default=None),
-        metrics=other.reports[last].metrics,
-        undisturbed_metrics=one.reports[common[last]].metrics,
-    )
+    words = words if states else f"no checkpoint of both could be read, so what was reported was compared: {words}"
+    metrics = other.reports[last].metrics, one.reports[common[last]].metrics
+    return Comparison(words, findings or wrong, max(states, default=None), *metrics)
 
 
 class _Point(NamedTuple):

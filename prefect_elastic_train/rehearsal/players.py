@@ -13,7 +13,7 @@ import psutil
 from prefect_elastic_train.core.request import DRIVER_MODULE
 from prefect_elastic_train.rehearsal.certificate import Played
 from prefect_elastic_train.rehearsal.course import Course
-from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, Fault
+from prefect_elastic_train.rehearsal.schedule import DRIVER, FREEZE, GROWTH, NODE, STORAGE, WORKER, Fault
 from prefect_elastic_train.rehearsal.stage import Looks, Stage
 
 _DRAIN_SECONDS, _OUTAGE_SECONDS = 20.0, 6.0
@@ -30,18 +30,12 @@ def undisturbed(course: Course, seconds: float) -> Looks:
 
 @dataclass
 class Disturber:
-    """Plays faults, each after a checkpoint since the one before, and takes what is played out of the list.
-
-    Attributes:
-        enough: Whether the training is far enough when no fault is played.
-        patience: Seconds for the recovery from a fault, and from there to the next.
-        tell: Called with a line of progress.
-    """
+    """Plays faults, each after a checkpoint since the one before, and takes what is played out of the list."""
 
     stage: Stage
     faults: list[Fault]
-    enough: Callable[[Course], bool]
-    patience: float
+    enough: Callable[[Course], bool]  # whether the training is far enough when no fault is played
+    patience: float  # seconds for the recovery from a fault, and from there to the next
     tell: Callable[[str], None]
     played: list[Played] = field(default_factory=list)
     _node: str = ""  # that is to go
@@ -112,7 +106,6 @@ class Disturber:
         if fault.kind == NODE:
             self._lose_node()
             return "a node is lost"
-        assert fault.kind == DRAIN
         nodes.drain(self._node, _DRAIN_SECONDS)
         return f"a node says that it goes in {_DRAIN_SECONDS:g} s"
 

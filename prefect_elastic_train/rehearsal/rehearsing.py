@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
@@ -17,11 +18,12 @@ from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrain
 from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.orchestration.arguments import GivenBlock, check_arguments, given_blocks, load_given
 from prefect_elastic_train.rehearsal import judging
-from prefect_elastic_train.rehearsal.certificate import Certificate, Comparison, Finding, Played
+from prefect_elastic_train.rehearsal.certificate import Certificate, Finding
 from prefect_elastic_train.rehearsal.course import Course
+from prefect_elastic_train.rehearsal.judging import Comparison
 from prefect_elastic_train.rehearsal.players import Disturber, undisturbed
 from prefect_elastic_train.rehearsal.schedule import GROWTH, KINDS, NODE, Fault, every_kind
-from prefect_elastic_train.rehearsal.stage import Stage
+from prefect_elastic_train.rehearsal.stage import OnLine, Stage
 from prefect_elastic_train.runs.identity import loop_name
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.samples import check_samples
@@ -49,7 +51,7 @@ def rehearse(
     jax_config: Any = None,
     save_to: str | Path | None = None,
     tell: Callable[[str], None] | None = None,
-    on_line: Callable[[str, str], None] | None = None,
+    on_line: OnLine | None = None,
 ) -> Certificate:
     """Train a loop undisturbed and then under faults, on a cluster of this machine, and compare the two.
 
@@ -83,27 +85,22 @@ def rehearse(
     if wrong or not faults or workers < 1:
         told = f"faults={list(faults)!r}, workers={workers!r}"
         raise ConfigurationError(f"{told}: give at least one worker, and some of the faults {', '.join(KINDS)}")
-    wanted, began = _scaling(scaling, workers), time.monotonic()
-    payload = Payload(train_loop, train_loop_config, datasets, None, torch_config, jax_config)
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        stage = Stage(payload, framework, wanted, Path(folder), on_line or (lambda source, line: None))
-        try:
-            rehearsal = _Rehearsal(stage, wanted.standby, 60 * minutes, tolerance, tell or (lambda line: None))
-            found = rehearsal.run(faults, seed)
-        finally:
-            stage.close()
+    wanted = _scaling(scaling, workers)
     certificate = Certificate(
         loop=loop_name(train_loop),
         framework=framework,
-        workers=f"{wanted.min_workers} to {workers}" if stage.can_shrink else str(workers),
+        workers=f"{wanted.min_workers} to {workers}" if wanted.min_workers < workers else str(workers),
         seed=seed,
-        seconds=round(time.monotonic() - began, 1),
         at=time.time(),
         versions={name: version(name) for name in ("prefect-elastic-train", "ray", "prefect")},
-        faults=rehearsal.played,
-        samples=rehearsal.samples,
-        **dict(found) | {"findings": [*rehearsal.findings.values()]},
     )
+    payload = Payload(train_loop, train_loop_config, datasets, None, torch_config, jax_config)
+    with (
+        tempfile.TemporaryDirectory(prefix="rehearsal-") as folder,
+        closing(Stage(payload, framework, wanted, Path(folder), on_line or (lambda source, line: None))) as stage,
+    ):
+        _Rehearsal(certificate, stage, 60 * minutes, tolerance, tell or (lambda line: None)).run(faults)
+    certificate.seconds = round(time.time() - certificate.at, 1)
     if save_to is not None:
         certificate.save(Path(save_to))
     _show(certificate)
@@ -111,40 +108,37 @@ def rehearse(
 
 
 class _Rehearsal:
-    """The trainings of a rehearsal, and what was found so far."""
+    """The trainings of a rehearsal, whose certificate is filled in."""
 
     def __init__(
-        self, stage: Stage, standby: str, seconds: float, tolerance: float, tell: Callable[[str], None]
+        self, certificate: Certificate, stage: Stage, seconds: float, tolerance: float, tell: Callable[[str], None]
     ) -> None:
-        self._stage, self._standby, self._tolerance, self._tell = stage, standby, tolerance, tell
+        self._certificate, self._stage, self._tolerance, self._tell = certificate, stage, tolerance, tell
         self._share, self._until = max(_LEAST_SECONDS, _SHARE * seconds), time.monotonic() + _LATER * seconds
-        self.played: list[Played] = []
-        self.findings: dict[str, Finding] = {}
-        self.samples = ""
 
-    def run(self, kinds: Sequence[str], seed: int) -> Comparison:
-        """Train undisturbed, and if that has gone well, under faults; return how the two compare."""
+    def run(self, kinds: Sequence[str]) -> None:
+        """Train undisturbed, and if that has gone well, under faults."""
         self._tell("starting a cluster")
         self._stage.open()
         self._tell("training undisturbed")
         play, stall = partial(undisturbed, seconds=self._share), max(_FIRST_STALL_SECONDS, self._share)
-        course, why = self._stage.train("undisturbed", 0, stall, "off", play)
+        course, why = self._stage.train("undisturbed", 0, stall, play)
         if why and not course.failures:
             raise ElasticTrainError(f"the loop fails undisturbed, so there is nothing to rehearse: {why}")
-        self._add(*judging.of_undisturbed(course, self._share))
+        self._certificate.add(*judging.of_undisturbed(course, self._share))
         if not course.commits or course.failures:
-            return Comparison(compared="there was nothing to resume from")
+            self._certificate.compared = "there was nothing to resume from"
+            return
         between = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
-        faults = every_kind(kinds, seed, min(5.0, between), self._stage.can_shrink)
-        return self._disturb(course, faults)
+        self._disturb(course, every_kind(kinds, self._certificate.seed, min(5.0, between), self._stage.can_shrink))
 
-    def _disturb(self, before: Course, faults: list[Fault]) -> Comparison:
-        """Train under faults until each is played, or time or sense runs out; return the worst that came out."""
+    def _disturb(self, before: Course, faults: list[Fault]) -> None:
+        """Train under faults until each is played, or time or sense runs out; the worst that came out counts."""
         counter, folder = before.counter(), self._stage.folder
         far = before.progress(len(before.reports) - 1 if before.is_complete else before.commits[-1], counter)
         times = [before.started_at, *(one.at for one in before.reports)]
         stall = max(_LEAST_STALL_SECONDS, _GAPS * max(after - one for one, after in pairwise(times)))
-        patience, found = _PATIENCE_SECONDS + stall + self._share, list[Comparison]()
+        patience, found, certificate = _PATIENCE_SECONDS + stall + self._share, list[Comparison](), self._certificate
 
         def enough(course: Course) -> bool:
             return bool(course.commits) and course.progress(course.commits[-1], counter) >= far
@@ -154,34 +148,28 @@ class _Rehearsal:
                 faults.insert(0, faults[0]._replace(kind=NODE))
             self._tell(f"training under faults: {', '.join(fault.kind for fault in faults)}")
             name, player = f"disturbed-{number}", Disturber(self._stage, faults, enough, patience, self._tell)
-            course, why = self._stage.train(name, len(faults), stall, self._standby, player.play)
-            self.played += player.played
+            course, why = self._stage.train(name, len(faults), stall, player.play)
+            certificate.faults += player.played
             if why:
-                self._add(Finding(level="fail", about="does not go on", message=why))
+                certificate.add(Finding(level="fail", about="does not go on", message=why))
             if course.reports:
                 found.append(judging.compare(before, course, folder / "undisturbed", folder / name, self._tolerance))
-                self._add(*found[-1].findings)
-                self._check_samples(folder / name)
+                certificate.add(*found[-1].findings)
+                check = check_samples(RunDirectory(LocalRunStore(str(folder / name))))
+                if check is not None and not check.unknown:
+                    certificate.samples = certificate.samples or check.words
+                    if check.wrong or not check.exact:
+                        certificate.add(Finding(level="fail", about="samples", message=check.words))
             shutil.rmtree(folder / name, ignore_errors=True)
             if why or not faults or not player.played or time.monotonic() > self._until:
                 break
         if faults:
             told = f"not played: {', '.join(fault.kind for fault in faults)}"
             remedy = "give it more minutes, and a config with which the loop trains longer and saves more often"
-            self._add(Finding(level="fail", about="not all rehearsed", message=told, remedy=remedy))
-        worst = sorted(found, key=lambda one: (bool(one.findings), one.difference or 0.0))
-        return [Comparison(compared="nothing was reported"), *worst][-1]
-
-    def _check_samples(self, run: Path) -> None:
-        check = check_samples(RunDirectory(LocalRunStore(str(run))))
-        if check is not None and not check.unknown:
-            self.samples = self.samples or check.words
-            if check.wrong or not check.exact:
-                self._add(Finding(level="fail", about="samples", message=check.words))
-
-    def _add(self, *findings: Finding) -> None:
-        for one in findings:
-            self.findings.setdefault(one.about, one)
+            certificate.add(Finding(level="fail", about="not all rehearsed", message=told, remedy=remedy))
+        if worst := max(found, key=lambda one: (bool(one.findings), one.difference or 0.0), default=None):
+            certificate.compared, _, certificate.difference = worst[:3]
+            certificate.metrics, certificate.undisturbed_metrics = worst[3:]
 
 
 def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:

@@ -21,6 +21,7 @@ from prefect_elastic_train.runs.identity import fingerprint
 from prefect_elastic_train.supervisor.runtime import Runtime
 
 Looks = Generator[None, None, None]
+OnLine = Callable[[str, str], None]  # source and text
 _ALLOWANCE = 3  # failures more than are played
 
 
@@ -29,21 +30,10 @@ class Enough(BaseException):
 
 
 class Stage:
-    """A cluster with a node for each worker, and the trainings on it.
-
-    Args:
-        scaling: Of the rehearsal; its ``max_workers`` are how many nodes there are.
-        folder: Where the runs are; it outlives the stage.
-        on_line: Called with each line of the drivers' output: where it came from, and the text.
-    """
+    """A cluster with a node for each of the ``max_workers``, and the trainings on it, whose runs are in ``folder``."""
 
     def __init__(
-        self,
-        payload: Payload,
-        framework: str,
-        scaling: blocks.ElasticScaling,
-        folder: Path,
-        on_line: Callable[[str, str], None],
+        self, payload: Payload, framework: str, scaling: blocks.ElasticScaling, folder: Path, on_line: OnLine
     ) -> None:
         self.folder, self._scaling = folder, scaling
         self._request = RunRequest(
@@ -90,27 +80,19 @@ class Stage:
         self._devices[self.nodes.add(**node, resources=wanted)] = first
 
     def train(
-        self,
-        name: str,
-        failures: int,
-        stall_seconds: float,
-        standby: str,
-        play: Callable[[Course], Looks],
+        self, name: str, failures: int, stall_seconds: float, play: Callable[[Course], Looks]
     ) -> tuple[Course, str]:
         """Train until the loop has returned or the play is over; return why it ended else, in words.
 
-        Args:
-            name: The run's.
-            failures: How many are played.
-            stall_seconds: Without a report, after which the workers are started anew.
-            standby: As of the scaling.
-            play: What happens meanwhile; it is gone on with several times a second.
+        So many failures are played, which is gone on with several times a second; where there are none, no standby
+        worker is needed.
         """
         while len(self.nodes.ids) < self._scaling.max_workers:
             self.add_node()
         allowed, why = failures + _ALLOWANCE, ""
         budget = {"max_failures": allowed, "driver_restarts": allowed, "max_attempts_without_progress": _ALLOWANCE}
-        often = {"resize_check_interval_seconds": 1.0, "stability_delay_seconds": 0.0, "standby": standby}
+        often: dict[str, Any] = {"resize_check_interval_seconds": 1.0, "stability_delay_seconds": 0.0}
+        often |= {} if failures else {"standby": "off"}
         given = {
             "scaling": self._scaling.model_copy(update=often),
             "failures": blocks.FailureBudget(stall_timeout_seconds=stall_seconds, **budget),
