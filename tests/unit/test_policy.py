@@ -53,7 +53,6 @@ class Cluster(RunScalingPolicy):
         taken = dict.fromkeys(self.taken, 0.0)
         nodes = [Node(f"n{n}", {"CPU": 1.0}, {"CPU": taken.get(n, 1.0)}) for n in range(fits or 0)]
         policy.cluster_nodes = lambda: nodes  # type: ignore[attr-defined]
-        policy.remove_orphaned_groups = lambda: 0  # type: ignore[attr-defined]
 
     def start(self, fits: int | None) -> int:
         """Return how many workers are started where so many fit, 0 for none yet."""
@@ -90,6 +89,7 @@ def callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callback]:
     monkeypatch.setattr(callbacks, "_current", found)
     monkeypatch.setattr(policy, "_REST_SECONDS", 0.0)
     monkeypatch.setattr(policy, "cluster_nodes", None)  # put back afterwards
+    monkeypatch.setattr(policy, "remove_orphaned_groups", lambda: 0)
     return found
 
 
@@ -130,6 +130,21 @@ def _fail_to_start(failure: Exception) -> None:
 
 def test_training_starts_as_large_as_fits_between_minimum_and_maximum() -> None:
     assert [_policy(2, 4).start(fits) for fits in (1, 2, 3, 4, 9)] == [0, 2, 3, 4, 4]
+
+
+def test_what_a_dead_driver_has_left_behind_is_taken_back_rather_than_to_start_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = _policy(1, 4)
+    found.taken = {0, 1, 2}
+
+    def remove() -> int:
+        found.taken = ()
+        found._show(4)
+        return 1
+
+    monkeypatch.setattr(policy, "remove_orphaned_groups", remove)
+    assert found.start(4) == 4
 
 
 def test_below_the_minimum_it_says_what_is_missing_once_in_a_while_but_not_in_the_first_moment(
