@@ -8,9 +8,12 @@ starts; 130 for ``run`` after Ctrl-C. Ray is not imported, and Prefect only wher
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from prefect_elastic_train.cli import doctor, flow_runs, rehearsing, running, runs
+from prefect_elastic_train.core.version import __version__
 
 __all__ = ["app"]
 
@@ -20,6 +23,23 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Have options that stand before the command."""
+
+
 app.command("run")(running.run_training)
 app.command("rehearse")(rehearsing.rehearse)
 app.add_typer(runs.app, name="runs")

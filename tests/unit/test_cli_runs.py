@@ -20,6 +20,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import prefect_elastic_train
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import physical_name
@@ -148,6 +149,10 @@ def _everything(storage: Storage) -> dict[str, bytes]:
 
 def _summaries(storage: Storage) -> dict[str, Any]:
     return {run["name"]: run for run in _json("list", storage.uri)["runs"]}
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"{prefect_elastic_train.__version__}\n"
 
 
 def test_list_tells_of_each_run_where_it_stands(storage: Storage) -> None:
