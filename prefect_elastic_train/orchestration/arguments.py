@@ -119,14 +119,15 @@ def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     for argument, block in given.items():
         # All are loaded once now, so that a typing error ends nothing later.
         loaded = lookup.chosen_block(argument) if block is None else load_given(argument, block)
-        blocks[argument] = block or default_block_name(argument) or loaded
+        name_or_block = block or default_block_name(argument)
+        blocks[argument] = name_or_block if name_or_block and lookup.saved_name(loaded) else loaded
     return blocks
 
 
 def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
-    """Return a block, loaded if its name was given; refuse one whose secrets Prefect has masked."""
+    """Return a block, loaded if a name or a storage's place was given; refuse one whose secrets are masked."""
     types = lookup.BLOCK_TYPES[argument]
-    block = lookup.load_saved(types, given) if isinstance(given, str) else given
+    block = lookup.chosen_block(argument, given) if isinstance(given, str) else given
     if not (type(block) in types if argument == "storage" else isinstance(block, *types)):
         names = " or ".join(kind.__name__ for kind in types)
         raise ConfigurationError(f"{argument}: expected a {names} or the name of one, got {type(given).__name__}")

@@ -108,7 +108,8 @@ def elastic_train(
             that the settings name (``default_scaling`` and so on), else one CPU worker.
         failures: How much may fail. Default without a setting: 3 worker failures and 3 driver restarts.
         checkpoints: Which checkpoints are kept. Default without a setting: all.
-        storage: Where the run directory goes. Default without a setting: ``~/elastic_train_runs``.
+        storage: Where the run directory goes; also a directory (``"./runs"``) or a URL (``"s3://bucket/runs"``, with
+            the ambient credentials). Default without a setting: ``~/elastic_train_runs``.
         cluster: The Ray cluster. Default without a setting: a local one for this training.
         datasets: Ray Data datasets by name, functions that make them, or one function that makes all.
         run_name: Name of the run. Default: the flow's name and the first 8 characters of the flow run id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,6 +18,7 @@ from prefect_elastic_train import (
     LocalStorage,
     Outcome,
     RayCluster,
+    S3Storage,
 )
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import may_retry
@@ -103,8 +105,24 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
 
 def test_a_block_that_the_settings_name_is_loaded_anew_at_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "default_block_name", lambda argument: "elastic-scaling/lab")
-    monkeypatch.setattr(arguments.lookup, "chosen_block", lambda argument: ElasticScaling())
+    saved = ElasticScaling()
+    saved._block_document_name = "lab"
+    monkeypatch.setattr(arguments.lookup, "chosen_block", lambda *arguments: saved)
     assert arguments.given_blocks(scaling=None) == {"scaling": "elastic-scaling/lab"}
+    assert arguments.given_blocks(scaling="lab") == {"scaling": "lab"}
+
+
+def test_a_storage_is_also_a_directory_or_a_url_which_stays_that_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = arguments.given_blocks(storage="./runs")["storage"]
+    monkeypatch.chdir("/")
+    assert isinstance(found, LocalStorage)
+    assert arguments.load_given("storage", found).path == str(tmp_path / "runs")
+    bucket = arguments.given_blocks(storage="s3://bucket/prefix")["storage"]
+    assert isinstance(bucket, S3Storage)
+    assert bucket.bucket_path == "bucket/prefix"
 
 
 @pytest.mark.parametrize(("restarts", "forgiving", "retries"), [(4, 0, 4), (0, 60, 0), (4, 60, 1_000_000)])
