@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -33,8 +33,37 @@ FRAMEWORKS = ("torch", "jax", "none")
 #: A pattern that both ways to name a loop match.
 LOOP_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_][\w.]*$"
 
+#: What is named otherwise in Ray's trainers and their configurations: arguments, and fields of blocks.
+_RAYS_NAMES = {
+    "train_loop_per_worker": "train_loop",
+    "name": "run_name",
+    "scaling_config": "scaling",
+    "failure_config": "failures",
+    "checkpoint_config": "checkpoints",
+    "num_workers": "max_workers",
+    "use_gpu": "accelerator",
+    "use_tpu": "accelerator",
+    "storage_path": "path",
+    "num_to_keep": "keep",
+    "checkpoint_score_attribute": "score_attribute",
+    "checkpoint_score_order": "score_order",
+}
+
 #: A block as it was given, or the name of a saved one, which is loaded anew at each attempt.
 GivenBlock = TrainingBlock | str
+
+
+def check_names(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse arguments that ``elastic_train`` does not have, and say where what they mean is given."""
+    for name in given:
+        if name not in known:
+            here = _RAYS_NAMES.get(name, name)
+            fields = ((argument, kind) for argument, kinds in lookup.BLOCK_TYPES.items() for kind in kinds)
+            places = [
+                f"{argument}={kind.__name__}({here}=...)" for argument, kind in fields if here in kind.model_fields
+            ]
+            where = f"{here}=..." if here in known else " or ".join(places) or f"one of {', '.join(known)}"
+            raise ConfigurationError(f"elastic_train has no argument {name!r}: give {where}")
 
 
 def check_arguments(

@@ -28,7 +28,13 @@ from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, may_retry
 from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
-from prefect_elastic_train.orchestration.arguments import check_arguments, given_blocks, load_given, make_request
+from prefect_elastic_train.orchestration.arguments import (
+    check_arguments,
+    check_names,
+    given_blocks,
+    load_given,
+    make_request,
+)
 from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.orchestration.training import SilentEndError, Training
 
@@ -44,7 +50,12 @@ class _ElasticTrain(Generic[_Arguments]):
     def __init__(self, ask: Callable[_Arguments, Training]) -> None:
         update_wrapper(self, ask)
         self.__signature__ = inspect.signature(ask).replace(return_annotation="TrainingResult")
-        self.ask = ask
+        self._ask = ask
+
+    def ask(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Training:
+        """Return the training that is asked for; nothing is started."""
+        check_names(kwargs, self.__signature__.parameters)
+        return self._ask(*args, **kwargs)
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> TrainingResult:
         training = self.ask(*args, **kwargs)

@@ -50,6 +50,11 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"scaling": FailureBudget()}, ["expected a ElasticScaling or the name of one, got FailureBudget"]),
     ({"cluster": {"address": "auto"}}, ["expected a RayCluster or the name of one, got dict"]),
     ({"train_loop_config": {"lock": threading.Lock()}}, ["cannot be sent to another process", "lock"]),
+    ({"num_workers": 2}, ["no argument 'num_workers'", "scaling=ElasticScaling(max_workers=...)"]),
+    ({"storage_path": "/a"}, ["storage=LocalStorage(path=...)"]),
+    ({"scaling_config": 1}, ["give scaling=..."]),
+    ({"max_failures": 1}, ["failures=FailureBudget(max_failures=...)"]),
+    ({"colour": "red"}, ["one of train_loop, train_loop_config, framework"]),
     ({"cluster": RayCluster(auth_token="********")}, ["RayCluster.auth_token is masked", "Save the block"]),
 ]
 
