@@ -50,12 +50,12 @@ class _ElasticTrain(Generic[_Arguments]):
     def __init__(self, ask: Callable[_Arguments, Training]) -> None:
         update_wrapper(self, ask)
         self.__signature__ = inspect.signature(ask).replace(return_annotation="TrainingResult")
-        self._ask = ask
 
-    def ask(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Training:
-        """Return the training that is asked for; nothing is started."""
-        check_names(kwargs, self.__signature__.parameters)
-        return self._ask(*args, **kwargs)
+        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Training:
+            check_names(kwargs, self.__signature__.parameters)
+            return ask(*args, **kwargs)
+
+        self.ask = checked
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> TrainingResult:
         training = self.ask(*args, **kwargs)

@@ -23,7 +23,7 @@ from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.judging import Comparison
 from prefect_elastic_train.rehearsal.players import Disturber, undisturbed
 from prefect_elastic_train.rehearsal.schedule import GROWTH, KINDS, NODE, Fault, every_kind
-from prefect_elastic_train.rehearsal.stage import OnLine, Stage
+from prefect_elastic_train.rehearsal.stage import Stage
 from prefect_elastic_train.runs.identity import loop_name
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.samples import check_samples
@@ -51,7 +51,7 @@ def rehearse(
     jax_config: Any = None,
     save_to: str | Path | None = None,
     tell: Callable[[str], None] | None = None,
-    on_line: OnLine | None = None,
+    on_line: Callable[[str, str], None] | None = None,
 ) -> Certificate:
     """Train a loop undisturbed and then under faults, on a cluster of this machine, and compare the two.
 
