@@ -54,10 +54,6 @@ KINDS = {
     "nodes": (WORKER, DRIVER, FLOW, "guard", "standby", FROZEN + WORKER, NODE, DRAIN, GROWTH, GROWTH),
     "bucket": (WORKER, DRIVER, FLOW, STORAGE, STORAGE, OUTAGE),
 }
-#: While one of these lasts nothing is committed, and the loop goes on until one save is with the controller, one in
-#: Ray's queue, one behind that, and one is to be uploaded. Else one is uploaded while the next steps are done.
-STALLS = {STORAGE, OUTAGE, *(FROZEN + one for one in ("controller", "head", "raylet"))}
-INTERVALS, INTERVALS_OF_STALLS = 2, 5
 #: Calls between Ray's processes of which some are lost, by Ray's own means.
 RPC_FAILURES = {
     f"{service}.grpc_client.{call}": {"num_failures": 1, "req_failure_prob": percent, "resp_failure_prob": percent}
@@ -98,7 +94,8 @@ class Episode:
             "steps": of_epoch * (STEPS // of_epoch),
             "micro_batch": chance.choice([0, 3]) if self._loop is torch_loop else 0,
         }
-        self._every = every if isinstance(every, int) else STEPS
+        # One save is uploaded while the next steps are done.
+        self._most_redone = 2 * every + 2 if isinstance(every, int) else STEPS
         self._cluster: ElasticCluster | None = None
         self._bucket: Bucket | None = None
         files = {"ledger": str(self._ledger), "weights": str(self._weights), "slow": str(self._slow)}
@@ -115,7 +112,7 @@ class Episode:
                 "driver_restart_delay_seconds": 0.2,
                 "stall_timeout_seconds": 20,
             },
-            "environment": {"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": 30},
+            "environment": {"PREFECT_ELASTIC_TRAIN_LIVENESS_TIMEOUT_SECONDS": 20},
             "scaling": {**scaling, **often},
         }
         if self.arena == "nodes":
@@ -166,7 +163,7 @@ class Episode:
         if self._was_full:  # which a flow process may have met only now
             flow.wait(300)
             flow = self._after_full_disk(flow)
-        result = flow.completed(900 if "rpc" in self.arena else 300)  # there steps are slow to the end, and some die
+        result = flow.completed(300)
         return [*self._wrong(flow), *([] if result["checkpoint_uri"] else ["no checkpoint in the end"])]
 
     def _start(self, flow_run_id: str = "") -> FlowProcess:
@@ -277,8 +274,7 @@ class Episode:
         if self._loop is jax_loop:  # which leaves out what does not fill a batch
             length = self.config["global_batch"] * (length // self.config["global_batch"])
         lines = read_ledger(self._ledger)
-        intervals = INTERVALS_OF_STALLS if STALLS & {*self.played} else INTERVALS
-        yield from check_ledger(lines, self.config["steps"], length, intervals * self._every + 2).problems
+        yield from check_ledger(lines, self.config["steps"], length, self._most_redone).problems
         commits = self._commits()
         yield from lost_commits(lines, commits) if commits else ["no commit is on record"]
         undisturbed = self._weights.with_name("undisturbed.npz")

@@ -23,7 +23,7 @@ _GROWTH = 30.0  # times it may be what it was before
 _RARELY, _FAILURES_EACH_SECONDS, _LEAST_SECONDS = 4.0, 3600.0, 10.0
 _fail = partial(Finding, level="fail")
 _NOTHING = "not comparable"
-_ALIKE = "report a counter that only grows, such as step; save at the same steps each time: save_every=<steps>"
+_ALIKE = "report a counter that only grows, such as step; save often, at the same steps each time: save_every=<steps>"
 _A_SESSION = "a session of prefect_elastic_train.loop does"
 
 
@@ -43,7 +43,7 @@ def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
         return [_stuck(course.failures[0].errors)]
     if not course.commits:
         told = f"{len(course.reports)} reports in {seconds:.0f} s, none with a checkpoint: whatever dies, all is lost"
-        remedy = "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, save more often"
+        remedy = "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes"
         return [_fail(about="never saves", message=told, remedy=remedy)]
     every = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
     cost = max(course.stalled / len(course.commits), 0.01)
