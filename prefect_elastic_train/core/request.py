@@ -21,8 +21,8 @@ from prefect_elastic_train.core.records import Fingerprint, Owner
 from prefect_elastic_train.core.settings import CheckpointSettings, ClusterSettings, FailureSettings, ScalingSettings
 from prefect_elastic_train.core.storage_settings import StorageSettings
 
-#: By which a driver is known among processes and jobs.
-DRIVER_MODULE = "prefect_elastic_train.driver"
+#: By which a driver is known among processes and jobs; the second runs as a Ray job.
+DRIVER_MODULE, JOB_MODULE = "prefect_elastic_train.driver", "elastic_train_job"
 #: Environment variable with the mark that all processes of one training inherit.
 MARK_VARIABLE = "PREFECT_ELASTIC_TRAIN_PROCESS_MARK"
 #: Of Ray Train in the workers: whether it shows what they print once more, beside what it shows of all processes.

@@ -23,7 +23,7 @@ from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig,
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from prefect_elastic_train.core.request import DRIVER_MODULE, DriverSpec
+from prefect_elastic_train.core.request import DRIVER_MODULE, JOB_MODULE, DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.core.slices import slice_shape, tpu_accelerator_type
 from prefect_elastic_train.elastic.sizing import Demand, Node
@@ -87,7 +87,8 @@ def remove_orphaned_groups() -> int:
     for in them comes after Ray's look, and would be held for as long as the cluster lives (Ray 2.60).
     """
     state = ray._private.state
-    dead = {job["JobID"] for job in state.jobs() if job["IsDead"] and DRIVER_MODULE in job["Entrypoint"]}
+    ended = {job["JobID"]: job["Entrypoint"] for job in state.jobs() if job["IsDead"]}
+    dead = {job for job, command in ended.items() if DRIVER_MODULE in command or JOB_MODULE in command}
     table = state.state._connect_and_get_accessor().get_placement_group_table() if dead else []
     orphans = [
         group

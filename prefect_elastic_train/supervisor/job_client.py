@@ -26,7 +26,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.request import DriverSpec
+from prefect_elastic_train.core.request import JOB_MODULE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.version import VERSION_FILE, __version__
 
@@ -42,7 +42,6 @@ _NO_DASHBOARD = "what answers is no Ray dashboard; give its URL, port 8265 unles
 _VARIABLES = {"RAY_JOB_STOP_WAIT_TIME_S": "8", "RAY_DEDUP_LOGS": "0"}
 
 _PACKAGE = Path(__file__).parents[1]
-_MODULE = "elastic_train_job"
 #: The first code that runs in a job. What keeps the driver from running here is an ImportError.
 _ENTRY = """\
 import sys
@@ -59,7 +58,7 @@ main([str(Path(__file__).with_name("spec"))])
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 #: An image may call its Python either way.
 _EXECUTE = 'exec "$(command -v python || command -v python3)"'
-_TRAIN = f"{_EXECUTE} -m {_MODULE}"
+_TRAIN = f"{_EXECUTE} -m {JOB_MODULE}"
 
 
 class UnreachableError(Exception):
@@ -269,9 +268,9 @@ def job_package(spec: DriverSpec, folder: Path) -> Iterator[Path]:
                 if path.is_file() and path.suffix != ".pyc":
                     archive.write(path, Path(_PACKAGE.name) / path.relative_to(_PACKAGE))
             archive.writestr(f"{_PACKAGE.name}/{VERSION_FILE}", f"{__version__}\n")
-            archive.writestr(f"{_MODULE}/__main__.py", _ENTRY.format(python=PYTHON))
-            archive.writestr(f"{_MODULE}/__init__.py", "")
-            archive.writestr(f"{_MODULE}/spec", pickle.dumps(spec))
+            archive.writestr(f"{JOB_MODULE}/__main__.py", _ENTRY.format(python=PYTHON))
+            archive.writestr(f"{JOB_MODULE}/__init__.py", "")
+            archive.writestr(f"{JOB_MODULE}/spec", pickle.dumps(spec))
         yield file
     finally:
         file.unlink(missing_ok=True)

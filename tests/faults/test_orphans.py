@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefect_elastic_train.core.request import DRIVER_MODULE
+from prefect_elastic_train.core.request import DRIVER_MODULE, JOB_MODULE
 from tests.support.clusters import ElasticCluster
 from tests.support.processes import call
 
@@ -20,11 +20,11 @@ def cluster() -> Iterator[ElasticCluster]:
     cluster.close()
 
 
-@pytest.mark.parametrize("name", [DRIVER_MODULE, "another.program"])
+@pytest.mark.parametrize("name", [DRIVER_MODULE, JOB_MODULE, "another.program"])
 def test_placement_group_that_outlives_its_killed_driver_is_removed_if_it_is_ours(
     cluster: ElasticCluster, name: str
 ) -> None:
     command = sys.executable, "-m", "tests.support.orphans", cluster.address, name
     said = call(*command, env=cluster.environment)
     removed, held = map(float, said.splitlines()[-1].split())
-    assert (removed > 0, held == 0) == (name == DRIVER_MODULE,) * 2
+    assert (removed > 0, held == 0) == (name != "another.program",) * 2
