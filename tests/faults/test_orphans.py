@@ -26,5 +26,5 @@ def test_placement_group_that_outlives_its_killed_driver_is_removed_if_it_is_our
 ) -> None:
     command = sys.executable, "-m", "tests.support.orphans", cluster.address, name
     said = call(*command, env=cluster.environment)
-    removed, held = map(float, said.splitlines()[-1].split())
-    assert (removed > 0, held == 0) == (name != "another.program",) * 2
+    removed, kept = map(int, said.splitlines()[-1].split())
+    assert (removed > 0, kept == 0) == (name != "another.program",) * 2

@@ -236,6 +236,10 @@ class FaultProxy(_Served):
         """How many requests had which: 503, stall, cut, reset_before, reset_after, lost_answer, refused, outage."""
         return Counter(seen.fault for seen in self.requests if seen.fault)
 
+    def count(self, contains: str) -> int:
+        """How many requests had this in their path or query."""
+        return sum(contains in seen.path for seen in self.requests)
+
     def reset_counters(self) -> None:
         """Forget the requests and faults so far."""
         self.requests: list[SeenRequest] = []
