@@ -11,7 +11,7 @@ import typer
 from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
 from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 
-app = typer.Typer(help="Automations that resume dead flow runs, and start evaluations.", no_args_is_help=True)
+app = typer.Typer(help="Automations that resume dead flow runs, start evaluations, and alert.", no_args_is_help=True)
 
 Deployments = Annotated[
     list[str] | None, typer.Argument(help="Deployments, as flow/deployment.", metavar="[DEPLOYMENT]...")
@@ -71,6 +71,9 @@ def create_automations(
     evaluate_at: Annotated[
         str, typer.Option(help="best-checkpoint: at each new best one; completed: with the best one at the end.")
     ] = "best-checkpoint",
+    alert: Annotated[
+        str, typer.Option(metavar="BLOCK", help="Notification block that tells of each failure, as type/name.")
+    ] = "",
 ) -> None:
     """Create or update the automations that resume crashed and lost runs. May be repeated."""
     from prefect.client.orchestration import get_client
@@ -79,7 +82,8 @@ def create_automations(
 
     with errors(), get_client(sync_client=True) as client:
         scopes = resuming.scopes(client, deployments or [], tags or [])
-        for what, name in resuming.apply(client, scopes, max_resumes, heartbeat_timeout, evaluate_with, evaluate_at):
+        how = max_resumes, heartbeat_timeout, evaluate_with, evaluate_at, alert
+        for what, name in resuming.apply(client, scopes, *how):
             console().print(f"{what:<10}{name}", markup=False)
 
 

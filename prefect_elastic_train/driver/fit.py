@@ -19,7 +19,7 @@ from typing import Any
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.request import DriverSpec, Payload
-from prefect_elastic_train.core.settings import ScalingSettings
+from prefect_elastic_train.core.settings import ScalingSettings, too_large
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -168,18 +168,16 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
 
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
         problem = "label_selector and placement_strategy 'STRICT_SPREAD' want nodes that others join"
-        problem += ", and the local cluster is one node without labels; leave them at their defaults"
+        problem += ", and the local cluster is one node without labels; leave them at their defaults, or join another"
     for_datasets = {"CPU": int(spec.request.has_datasets)}
     for name, amount in resources_per_worker(scaling).items():
         there = resources.get(name, 0) - for_datasets.get(name, 0)
         if amount * scaling.min_workers > there:
-            problem = f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}"
-            problem += f", and the local cluster on this machine has {there:g} for them; lower min_workers or "
-            problem += "resources_per_worker, set num_cpus or num_gpus"
+            problem = too_large(scaling, name, amount, there)
         elif amount:
             fitting = min(fitting, int(there / amount))
     if problem:
-        raise AttemptFailedError(f"{problem}, or join a larger cluster", outcome=Outcome.INVALID)
+        raise AttemptFailedError(problem, outcome=Outcome.INVALID)
     return scaling.model_copy(update={"max_workers": fitting}) if spec.request.has_datasets else scaling
 
 

@@ -5,6 +5,8 @@ People name a train loop in a form or a shell by an import path, or by a file an
 
 from __future__ import annotations
 
+import glob
+import math
 import os
 import re
 import sys
@@ -28,6 +30,9 @@ from prefect_elastic_train.driver.fit import check_loop, function_in, resolve_lo
 from prefect_elastic_train.orchestration.flow_runs import Place, this_training
 from prefect_elastic_train.runs import identity
 from prefect_elastic_train.supervisor.runtime import import_path
+
+#: What a machine with GPUs of any make has at least one of.
+_DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd", "/dev/dri/render*")
 
 FRAMEWORKS = ("torch", "jax", "none")
 #: A pattern that both ways to name a loop match.
@@ -145,12 +150,31 @@ def pickled(payload: Payload) -> bytes:
 def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     """Return a training's blocks by argument: as given, else by the name in the settings, else the default."""
     blocks: dict[str, GivenBlock] = {}
+    # All are loaded once now, so that a typing error ends nothing later.
+    loaded = {
+        argument: lookup.chosen_block(argument) if block is None else load_given(argument, block)
+        for argument, block in given.items()
+    }
     for argument, block in given.items():
-        # All are loaded once now, so that a typing error ends nothing later.
-        loaded = lookup.chosen_block(argument) if block is None else load_given(argument, block)
         name_or_block = block or default_block_name(argument)
-        blocks[argument] = name_or_block if name_or_block and lookup.saved_name(loaded) else loaded
+        blocks[argument] = name_or_block if name_or_block and lookup.saved_name(loaded[argument]) else loaded[argument]
+    if "cluster" in loaded:
+        scaling = settings.plain(settings.ScalingSettings, loaded["scaling"])
+        check_machine(scaling, settings.plain(settings.ClusterSettings, loaded["cluster"]))
     return blocks
+
+
+def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSettings) -> None:
+    """Refuse workers that no local cluster on this machine can hold; what Ray finds there is the driver's to check."""
+    if not cluster.is_local:
+        return
+    has_devices = any(map(glob.glob, _DEVICES)) or "RAY_OVERRIDE_RESOURCES" in os.environ
+    gpus = math.inf if cluster.num_gpus < 0 and has_devices else max(0, cluster.num_gpus)
+    there = {"CPU": cluster.num_cpus or os.cpu_count() or math.inf, "GPU": gpus}
+    wanted = scaling.resources_per_worker or {"CPU": float(scaling.accelerator == "cpu")}
+    for name, amount in {**wanted, **({"GPU": wanted.get("GPU", 1)} if scaling.accelerator == "gpu" else {})}.items():
+        if amount * scaling.min_workers > there.get(name, math.inf):
+            raise ConfigurationError(settings.too_large(scaling, name, amount, there[name]))
 
 
 def load_given(argument: str, given: GivenBlock) -> TrainingBlock:

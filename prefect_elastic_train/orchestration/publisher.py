@@ -36,6 +36,8 @@ PREFIX = "elastic-train.run."
 CHECKPOINT = f"{PREFIX}checkpoint"
 BEST_CHECKPOINT = f"{PREFIX}best-checkpoint"
 COMPLETED = f"{PREFIX}completed"
+WORKER_FAILED = f"{PREFIX}worker-failed"
+DRIVER_RESTARTED = f"{PREFIX}driver-restarted"
 
 #: Between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0

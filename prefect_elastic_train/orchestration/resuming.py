@@ -6,7 +6,8 @@ it first, and should not do that to one that lives.
 Two automations for each deployment or tag resume. One resumes a Crashed run: the same flow run, so that its trainings
 take over where they were. The other finds runs whose heartbeat has stopped, when nobody is left to say that they
 crashed, and says so, which the first then acts on. A run that somebody has cancelled, or that failed, is left alone.
-A third, if it is asked for, starts another deployment at each new best checkpoint, or when a training has completed.
+A third, if it is asked for, starts another deployment at each new best checkpoint, or when a training has completed;
+a fourth sends a message for each failure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 import psutil
-from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture, RunDeployment
+from prefect.automations import (
+    AutomationCore,
+    ChangeFlowRunState,
+    EventTrigger,
+    Posture,
+    RunDeployment,
+    SendNotification,
+)
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events.actions import ActionTypes
@@ -26,10 +34,11 @@ from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFi
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed
+from prefect.utilities.urls import url_for
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.orchestration.flow_runs import is_root
-from prefect_elastic_train.orchestration.publisher import BEST_CHECKPOINT, COMPLETED
+from prefect_elastic_train.orchestration.publisher import BEST_CHECKPOINT, COMPLETED, DRIVER_RESTARTED, WORKER_FAILED
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.storage.opening import Storage
 
@@ -46,13 +55,28 @@ _EVALUATIONS = {
     "completed": ("completed trainings", COMPLETED, "best_checkpoint_uri or event.payload.checkpoint_uri"),
 }
 _EVALUATE = "elastic-train: evaluate {} of "
-_NAMES = (_RESUME, _FIND, *(_EVALUATE.format(what) for what, _, _ in _EVALUATIONS.values()))
+_ALERT = "elastic-train: alert on failures of "
+_NAMES = (_RESUME, _FIND, _ALERT, *(_EVALUATE.format(what) for what, _, _ in _EVALUATIONS.values()))
 #: Prefect's names for a run that begins to run, the first time and again.
 _BEGINNINGS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 #: What ends the wait for the next heartbeat. A run that is scheduled again, paused or suspended has none.
 _FINAL = {"Completed", "Failed", "TimedOut", "Cancelled", "Crashed", LOST}
 _ENDINGS = {f"prefect.flow-run.{name}" for name in (*_FINAL, "AwaitingRetry", "Scheduled", "Paused", "Suspended")}
+#: What failed, in the subject and in the body of an alert: which run, why, what happens next, and where to look.
+_FAILURES = {f"prefect.flow-run.{state}" for state in ("Failed", "TimedOut", "Crashed")}
+_SUBJECT = f"""{{% if event.event == "{WORKER_FAILED}" %}}Workers failed\
+{{% elif event.event == "{DRIVER_RESTARTED}" %}}A driver was lost\
+{{% else %}}{{{{ event.resource["prefect.state-name"] }}}}{{% endif %}}: {{{{ flow_run.name }}}}"""
+_BODY = f"""{{% set told = event.payload %}}\
+{{% if event.event == "{WORKER_FAILED}" %}}Run {{{{ told.run_name }}}}: {{{{ told.reasons | join("; ") }}}}. \
+{{% if told.retried %}}The worker group is restarted, {{{{ told.reports_lost }}}} reports are done again.\
+{{% else %}}Its budget is used up, the attempt ends.{{% endif %}}\
+{{% elif event.event == "{DRIVER_RESTARTED}" %}}Run {{{{ told.run_name }}}}: {{{{ told.reason }}}}. \
+A new driver goes on from {{{{ told.checkpoint or "the beginning" }}}}.\
+{{% else %}}{{{{ event.resource["prefect.state-message"].rstrip(".") }}}}. \
+{{% if event.event.endswith("Crashed") %}}It is scheduled again, as often as its automation says.\
+{{% else %}}It stays so; after a Retry it goes on from the last checkpoint.{{% endif %}}{{% endif %}}"""
 #: How long after its beginning a run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
 #: The state of a run whose own terminal got Ctrl-C: its user meant that. An async flow ends so if the signal comes
@@ -181,11 +205,12 @@ def apply(
     heartbeat_timeout_seconds: float,
     evaluate_with: str = "",
     evaluate_at: str = "best-checkpoint",
+    alert: str = "",
 ) -> list[tuple[str, str]]:
     """Create the automations of some scopes, or bring them up to date; doing so again changes nothing.
 
     Without a heartbeat for so long a run counts as crashed: longer than any outage of the Prefect API that the runs
-    shall survive untouched. The evaluation of before stays if there is none now. Returns what was done with each.
+    shall survive untouched. Evaluation and alert of before stay if there are none now. Returns what was done with each.
     """
     if evaluate_at not in _EVALUATIONS:
         raise ConfigurationError(f"evaluate_at={evaluate_at!r}: must be one of {', '.join(_EVALUATIONS)}")
@@ -193,6 +218,9 @@ def apply(
     if evaluate_with:
         deployment_id = _deployment_id(client, evaluate_with)
         automations += [_evaluating(scope, evaluate_with, deployment_id, evaluate_at) for scope in wanted]
+    if alert:
+        block_id = _notification_block_id(client, alert)
+        automations += [_alerting(scope, alert, block_id) for scope in wanted]
     return [(_save(client, automation), automation.name) for automation in automations]
 
 
@@ -255,6 +283,33 @@ def _evaluating(scope: Scope, deployment: str, deployment_id: UUID, at: str) -> 
         RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
         expect={event},
         match={"prefect.resource.id": "elastic-train.run.*"},
+        posture=Posture.Reactive,
+        within=timedelta(0),
+    )
+
+
+def _notification_block_id(client: SyncPrefectClient, name: str) -> UUID:
+    kind, _, own_name = name.partition("/")
+    try:
+        found = client.read_block_document_by_name(own_name, kind)
+    except (ObjectNotFound, ValueError) as error:
+        raise ConfigurationError(f"there is no block {name!r}, as type/name; see `prefect block ls`") from error
+    if found.block_schema is None or "notify" not in found.block_schema.capabilities:
+        raise ConfigurationError(f"block {name!r} sends no notifications; give one such as slack-webhook/team-alerts")
+    return found.id
+
+
+def _alerting(scope: Scope, block: str, block_id: UUID) -> AutomationCore:
+    """The automation that sends a message for each failure."""
+    # As the UI is seen from here: a server need not know its own address.
+    link = (url_for("flow-run", UUID(int=0)) or "").replace(str(UUID(int=0)), "{{ flow_run.id }}")
+    return _automation(
+        scope,
+        _ALERT,
+        f"A message by {block} for each failure: the run, why, what happens next, a link.",
+        SendNotification(block_document_id=block_id, subject=_SUBJECT, body=f"{_BODY}\n{link}"),
+        expect={WORKER_FAILED, DRIVER_RESTARTED, *_FAILURES},
+        match={"prefect.resource.id": ["elastic-train.run.*", "prefect.flow-run.*"]},
         posture=Posture.Reactive,
         within=timedelta(0),
     )

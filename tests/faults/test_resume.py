@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
+from prefect.events import emit_event
+from prefect.states import Failed
 from typer.testing import CliRunner
 
 from prefect_elastic_train.cli import app
+from prefect_elastic_train.orchestration.publisher import DRIVER_RESTARTED, WORKER_FAILED
 from tests.support.clusters import RayHead
 from tests.support.deployments import DATABASE_SECONDS, SERVED, Deploy, Program, deployment_id, serve_flows
 from tests.support.loops import CHECKPOINT_EVERY, STEPS, is_right, train_config
@@ -38,6 +46,27 @@ from tests.support.processes import (
 
 DEPLOYMENT = f"fault test/{SERVED}"
 Resuming = Callable[..., None]
+
+
+@contextmanager
+def inbox() -> Iterator[tuple[str, list[str]]]:
+    """A URL, and the texts that are posted to it."""
+    messages: list[str] = []
+
+    class Inbox(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Inbox)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", messages
+    server.shutdown()
+    server.server_close()
 
 
 def _command(*arguments: str) -> Result:
@@ -178,6 +207,51 @@ def test_automations_are_created_once_updated_and_deleted(served: Program, clien
     assert done("delete", DEPLOYMENT) == ["deleted", "deleted"]
     assert "there is no deployment 'no/such'" in done("create", "no/such")[0]
     assert "there are no such automations" in done("delete", DEPLOYMENT)[0]
+
+
+def test_an_alert_tells_of_each_failure_with_its_run_why_what_follows_and_a_link(
+    deployed: Deploy, served: Program, client: SyncPrefectClient
+) -> None:
+    run = deployed(DEPLOYMENT, lost=True)
+    with inbox() as (url, messages):
+        webhook = CustomWebhookNotificationBlock(name="team", url=url, json_data={"text": "{{subject}} | {{body}}"})
+        webhook.save("team", overwrite=True)
+        block = f"{webhook.get_block_type_slug()}/team"
+        assert (
+            "no block 'slack-webhook/no'"
+            in _command("automations", "create", DEPLOYMENT, "--alert=slack-webhook/no").stderr
+        )
+        created = _command("automations", "create", DEPLOYMENT, f"--alert={block}")
+        assert created.exit_code == 0, created.stderr
+        try:
+            time.sleep(2)  # a server takes up to a second to load them
+            around = [
+                {"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.role": "flow-run"},
+                {
+                    "prefect.resource.id": f"prefect.deployment.{deployment_id(client, DEPLOYMENT)}",
+                    "prefect.resource.role": "deployment",
+                },
+            ]
+            resource = {"prefect.resource.id": "elastic-train.run.digits", "prefect.resource.name": "digits"}
+            failed = {"reasons": ["rank 1: killed", "rank 2: NaN"], "retried": True, "reports_lost": 7}
+            lost = {"reason": "driver_lost: signal 9", "checkpoint": "checkpoint_3"}
+            for event, payload in {WORKER_FAILED: failed, DRIVER_RESTARTED: lost}.items():
+                emit_event(event, resource=resource, related=around, payload={"run_name": "digits", **payload})
+            client.set_flow_run_state(run.id, Failed(message="the loss is not a number"), force=True)
+            wait_for(lambda: len(messages) >= 3, 60, "three messages")
+            time.sleep(3)
+        finally:
+            _command("automations", "delete", DEPLOYMENT)
+    name = client.read_flow_run(run.id).name
+    wanted = [
+        (f"Workers failed: {name} |", "rank 1: killed; rank 2: NaN. The worker group is restarted, 7 reports"),
+        (f"A driver was lost: {name} |", "driver_lost: signal 9. A new driver goes on from checkpoint_3."),
+        (f"Failed: {name} |", "the loss is not a number. It stays so; after a Retry"),
+    ]
+    assert [
+        sum(all(words in one for words in (*each, f"/runs/flow-run/{run.id}")) for one in messages) for each in wanted
+    ] == [1] * 3
+    assert len(messages) == 3
 
 
 @pytest.mark.full

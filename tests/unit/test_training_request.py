@@ -130,6 +130,38 @@ def test_a_storage_is_also_a_directory_or_a_url_which_stays_that_of_the_call(
     assert bucket.bucket_path == "bucket/prefix"
 
 
+@pytest.mark.parametrize(
+    ("scaling", "cluster", "says"),
+    [
+        (
+            {"min_workers": 8, "max_workers": 8},
+            {},
+            "min_workers=8 need 8 CPU, and the local cluster on this machine has 2",
+        ),
+        ({"max_workers": 8}, {}, ""),
+        ({"min_workers": 8, "max_workers": 8}, {"num_cpus": 8}, ""),
+        ({"min_workers": 8, "max_workers": 8}, {"address": "auto"}, ""),
+        ({"min_workers": 2, "max_workers": 2, "resources_per_worker": {"CPU": 1.5}}, {}, "need 3 CPU"),
+        ({"resources_per_worker": {"memory": 1e15}}, {}, ""),  # which Ray counts
+        ({"accelerator": "gpu"}, {}, "need 1 GPU, and the local cluster on this machine has 0"),
+        ({"accelerator": "gpu", "resources_per_worker": {"CPU": 1}}, {}, "need 1 GPU"),
+        ({"accelerator": "gpu", "resources_per_worker": {"GPU": 4}}, {"num_gpus": 2}, "need 4 GPU"),
+        ({"accelerator": "gpu"}, {"num_gpus": 1}, ""),
+    ],
+)
+def test_workers_that_this_machine_cannot_hold_are_refused_before_a_cluster_is_started(
+    monkeypatch: pytest.MonkeyPatch, scaling: dict[str, Any], cluster: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(arguments, "_DEVICES", ("/nowhere/nvidia*",))
+    given = {"scaling": ElasticScaling(**scaling), "cluster": RayCluster(**cluster)}
+    if not says:
+        assert arguments.given_blocks(**given) == given
+        return
+    with pytest.raises(ConfigurationError, match=says):
+        arguments.given_blocks(**given)
+
+
 @pytest.mark.parametrize(("restarts", "forgiving", "retries"), [(4, 0, 4), (0, 60, 0), (4, 60, 1_000_000)])
 def test_the_task_has_the_retries_of_the_budget_and_the_training_its_delay(
     monkeypatch: pytest.MonkeyPatch, restarts: int, forgiving: float, retries: int
