@@ -241,6 +241,10 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
+#: What comes in the course of a training, and is no news.
+STEADY = (CheckpointCommitted, CheckpointStalled, ControllerAlive, Reported, SavesPlanned, StandbysParked)
+
+
 class EventHandler:
     """Hands each event to its method ``on_<kind>``, or that of a base class, as ``on_report``, or none."""
 

@@ -21,8 +21,8 @@ _MAX_LINE = 8000
 _WINDOW_SECONDS = 10.0
 #: Lines a second of rank 0, which is to be read in full.
 _IN_FULL = 1000.0
-#: Commits that are told of in so many seconds.
-_COMMITS, _COMMITS_SECONDS = 100, 100.0
+#: Between two lines about checkpoints, unless something happens.
+_COMMITS_SECONDS = 30.0
 
 
 class OutputLimits:
@@ -62,12 +62,14 @@ class RunLog(ev.EventHandler):
     def __init__(self, logger: logging.Logger | logging.LoggerAdapter[logging.Logger], lines_per_second: float) -> None:
         self._logger, self._has_failed = logger, False
         self._limits = OutputLimits(lines_per_second)
-        self._commits = OutputLimits(_COMMITS / _COMMITS_SECONDS, window=_COMMITS_SECONDS)
         #: By node and process id, and by ":" and the latter alone, as Ray leaves out the address of the driver's node.
         self._ranks: dict[str, int] = {}
         self._attempt, self._run_uri = 0, ""
-        #: Where a restart begins, as far as is known.
-        self._checkpoint = ""
+        #: Where a restart begins, as far as is known, and since when there is nobody to train; 0: somebody does.
+        self._checkpoint, self._stopped_at = "", 0.0
+        #: The newest commit that no line has told of, how many there are besides, and when a line told of one.
+        self._commit: ev.CheckpointCommitted | None = None
+        self._others, self._commit_told_at, self._best = 0, 0.0, ""
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
@@ -78,7 +80,8 @@ class RunLog(ev.EventHandler):
         if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(ray_output.DETAIL_TAG, "").strip():
             return
         who, rest = self._source(source, text)
-        if self._lets_through(who, self._limits):
+        self._say(INFO, self._limits.notice())
+        if self._limits.lets_through(who):
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
             self._say(DEBUG if detail else INFO, cut(f"[{tag}] {rest}", _MAX_LINE))
 
@@ -86,22 +89,37 @@ class RunLog(ev.EventHandler):
         """Write what the supervisor has to say itself."""
         self._say(INFO, text)
 
-    def event(self, event: ev.Event, told: bool = False) -> None:
-        """Write an event that a person wants to know of; one that was told before counts for what comes only."""
+    def event(self, event: ev.Event, told: bool = False, best: str = "") -> None:
+        """Write an event that a person wants to know of; one that was told before counts for what comes only.
+
+        ``best`` is the name of the best checkpoint now, empty if they have no scores.
+        """
         if isinstance(event, ev.AttemptStarted):
             self._attempt, self._run_uri, self._checkpoint = event.attempt, event.run_uri, event.checkpoint
+            self._stopped_at = event.driver_started_at if event.attempt > 1 else 0.0
         elif isinstance(event, ev.CheckpointCommitted):
             self._checkpoint = event.checkpoint
+        elif isinstance(event, ev.GroupFailed | ev.WorkerGroupResized):
+            self._stopped_at = event.at
         elif isinstance(event, ev.WorkerGroupStarted):
             by_pid = {f":{worker.rpartition(':')[2]}": rank for worker, rank in reversed(event.ranks.items())}
             self._ranks = {**event.ranks, **by_pid}
         if not told:
+            self._best, is_steady = best, isinstance(event, ev.STEADY)
+            if not is_steady:
+                self._tell_commits()
             self.handle(event)
+            if is_steady and event.at - self._commit_told_at >= _COMMITS_SECONDS:
+                self._tell_commits(event.at)
 
     def close(self) -> None:
-        """Say how many lines were left out at the end."""
-        for limits in (self._limits, self._commits):
-            self._say(INFO, limits.notice(at_once=True))
+        """Say at the end what was not said, and how many lines were left out."""
+        self._tell_commits()
+        self._say(INFO, self._limits.notice(at_once=True))
+
+    def on_cluster_wanted(self, _: ev.ClusterWanted) -> None:
+        if not self._attempt:  # later ones find it there
+            self._say(INFO, "The Ray cluster is started or joined")
 
     def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
         cpus, gpus = event.resources.get("CPU", 0), event.resources.get("GPU", 0)
@@ -109,17 +127,18 @@ class RunLog(ev.EventHandler):
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
-        self._say(
-            INFO, f"Attempt {event.attempt} of run {event.run_name} starts {where}; run directory {event.run_uri}"
-        )
+        places = f"run directory {event.run_uri}; its processes import the loop and what that needs"
+        self._say(INFO, f"Attempt {event.attempt} of run {event.run_name} starts {where}; {places}")
         if event.started_from:
             self._say(INFO, f"Run {event.run_name} started from checkpoint {event.started_from} of another run")
         for note in event.notes:
             self._say(WARNING, f"Run {event.run_name}: {note}")
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        name = loop_name(event.checkpoint)
-        self._say(INFO, f"{event.world_size} workers train{f'; checkpoint {name} is offered' if name else ''}")
+        name, stopped_at, self._stopped_at = loop_name(event.checkpoint), self._stopped_at, 0.0
+        again = f" again after {event.at - stopped_at:.1f} s" if stopped_at else ""
+        where = f"; checkpoint {name} is offered" if name else ""
+        self._say(INFO, f"{event.world_size} workers train{again}{where}")
 
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
         self._say(WARNING, event.message[:1].upper() + event.message[1:])
@@ -165,18 +184,25 @@ class RunLog(ev.EventHandler):
             self._say(WARNING, f"The {event.who} waited {event.seconds:.1f} s for the storage, {tries}")
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
-        metrics = (f"{name}={one:{'.4g' if isinstance(one, float) else ''}}" for name, one in event.metrics.items())
-        text = f"{loop_name(event.checkpoint)} is committed ({size(event.size_bytes)}): {cut(', '.join(metrics), 500)}"
-        if self._lets_through("checkpoints", self._commits):
-            self._say(INFO, f"Checkpoint {text}")
+        self._others += self._commit is not None
+        self._commit = event
 
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
             self._say(INFO, f"Nothing to train: {event.message}")
 
-    def _lets_through(self, source: str, limits: OutputLimits) -> bool:
-        self._say(INFO, limits.notice())
-        return limits.lets_through(source)
+    def _tell_commits(self, at: float = 0.0) -> None:
+        """Tell of the newest commit, unless a line has, and of those before it."""
+        event, others, self._commit, self._others = self._commit, self._others, None, 0
+        if event is None:
+            return
+        self._commit_told_at = at or event.at
+        metrics = (f"{name}={one:{'.4g' if isinstance(one, float) else ''}}" for name, one in event.metrics.items())
+        said = f": {cut(', '.join(metrics), 500)}" if event.metrics else ""
+        text = f"{loop_name(event.checkpoint)} is committed ({size(event.size_bytes)}){said}"
+        best = "the best so far" if self._best == event.checkpoint else f"best so far {loop_name(self._best)}"
+        more = [f"{others} more since the last line"] * (others > 0) + [best] * bool(self._best)
+        self._say(INFO, "; ".join([f"Checkpoint {text}", *more]))
 
     def _say(self, level: int, text: str) -> None:
         """Write a text if there is one. That this cannot be done is said once, and harms nothing."""

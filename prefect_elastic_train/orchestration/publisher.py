@@ -53,15 +53,6 @@ _MAX_KEY = 100
 #: Events that may come often: of each name at most one is told in so long, the newest.
 _FREQUENT = (CHECKPOINT, BEST_CHECKPOINT, f"{PREFIX}storage-waited")
 _FREQUENT_SECONDS = 30.0
-#: What comes in the course of a training, and hurries no report.
-_STEADY = (
-    ev.CheckpointCommitted,
-    ev.CheckpointStalled,
-    ev.ControllerAlive,
-    ev.Reported,
-    ev.SavesPlanned,
-    ev.StandbysParked,
-)
 _NAMESPACE = uuid.UUID("5a1d4a8e-7d0c-4a9d-8a55-3c4f1c1f7e11")
 _MAX_TEXT = 2000
 _MAX_METRICS = 50
@@ -245,7 +236,7 @@ class Publisher:
                 self._newest = (event.attempt, event.sequence)
             self.report.take(event)
             self._changed = self._changed or not isinstance(event, ev.ControllerAlive)
-            self._urgent = self._urgent or not isinstance(event, _STEADY)
+            self._urgent = self._urgent or not isinstance(event, ev.STEADY)
             for said in [] if told else translate(event, self.report, self.storage_block):
                 if said.name in _FREQUENT:
                     self._frequent[said.name] = said

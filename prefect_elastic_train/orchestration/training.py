@@ -233,11 +233,12 @@ class Training:
 
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""
-        self._log.event(event, told)
         if isinstance(event, CheckpointCommitted):
             self._idle = 0
         if self._publisher is not None:
             self._publisher.take(event, told)
+        best = self._publisher.report.best if self._publisher is not None else None
+        self._log.event(event, told, best.name if best is not None else "")
 
     def _is_told_to_end(self) -> bool:
         told = self.cancelled.is_set() or interruptions() > self._interruptions

@@ -87,7 +87,7 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(
     printed = lambda: [line for line in log("printed in step") if not line.endswith("step 6")]  # noqa: E731
     wait_for(lambda: len(printed()) >= len(expected), 30, "the log to reach the server")
     assert printed() == expected, "each line once, tagged with its rank"
-    wait_for(lambda: sum(line.startswith("Checkpoint ") for line in log("Checkpoint")) == 6, 30, "the rest of the log")
+    wait_for(lambda: any("step=6" in line for line in log("Checkpoint ")), 30, "the rest of the log")
     assert sum(line.startswith("Attempt ") for line in log("Attempt")) == 1
 
     segments = sorted(Path(result.run_uri, ".elastic_train", "events").glob("*.jsonl"))

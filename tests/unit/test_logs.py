@@ -60,15 +60,52 @@ def test_what_was_left_out_is_a_line_of_the_log_by_source(lines: Lines) -> None:
     assert (len(lines.messages), lines.messages[-1]) == (81, f"[36 lines of output left out: {named}]")
 
 
-def test_events_are_never_left_out_but_for_commits_in_quick_succession(lines: Lines) -> None:
+def test_events_are_never_left_out(lines: Lines) -> None:
     log = _log(lines, lines_per_second=0.1)
     for number in range(150):
         log.line("driver", str(number))
         log.event(ev.WorkerGroupResized(old_size=1, new_size=number))
-        log.event(ev.CheckpointCommitted(checkpoint=f"c{number}", size_bytes=1, metrics={}))
-    log.close()
     assert sum("resized" in text for text in lines.messages) == 150
-    assert "50 of checkpoints" in lines.messages[-1]
+
+
+def test_checkpoints_are_told_of_every_half_minute_and_when_something_else_is(lines: Lines) -> None:
+    log = _log(lines)
+    for at in range(1000, 1065, 5):
+        log.event(
+            ev.CheckpointCommitted(at=at, checkpoint=f"c{at}.a0003.g01.r0001", size_bytes=1, metrics={}), best="c1005"
+        )
+    said = [
+        "Checkpoint c1000 is committed (1 B); best so far c1005",
+        "Checkpoint c1030 is committed (1 B); 5 more since the last line; best so far c1005",
+        "Checkpoint c1060 is committed (1 B); 5 more since the last line; best so far c1005",
+    ]
+    assert lines.messages == said
+    log.event(ev.CheckpointCommitted(at=1062, checkpoint="c1062", size_bytes=1, metrics={"loss": 1}), best="c1062")
+    log.event(ev.CheckpointCommitted(at=1064, checkpoint="c1064", size_bytes=1, metrics={"loss": 0.5}), best="c1064")
+    log.event(ev.WorkerGroupResized(old_size=1, new_size=2), best="c1064")
+    assert (
+        lines.messages[3]
+        == "Checkpoint c1064 is committed (1 B): loss=0.5; 1 more since the last line; the best so far"
+    )
+    log.event(ev.CheckpointCommitted(at=1066, checkpoint="c1066", size_bytes=1, metrics={}))
+    log.event(ev.ControllerAlive(at=1070, doing="", seconds=1))
+    assert len(lines.messages) == 5
+    log.event(ev.ControllerAlive(at=1094, doing="", seconds=1))
+    log.close()
+    assert lines.messages[5:] == ["Checkpoint c1066 is committed (1 B)"]
+
+
+def test_a_restart_says_how_long_nobody_trained(lines: Lines) -> None:
+    log = _log(lines)
+    log.event(ev.WorkerFailed(at=100, errors={"0": "gone"}, retried=True))
+    log.event(ev.WorkerGroupStarted(at=101.84, world_size=2, checkpoint="a"))
+    log.event(ev.AttemptStarted(**BEGUN, driver_started_at=200))
+    log.event(ev.WorkerGroupStarted(at=208, world_size=2, checkpoint="a"))
+    started = [text for text in lines.messages if "workers train" in text]
+    assert [text.partition(";")[0] for text in started] == [
+        "2 workers train again after 1.8 s",
+        "2 workers train again after 8.0 s",
+    ]
 
 
 def test_the_different_errors_of_a_failure_are_told_whole(lines: Lines) -> None:
@@ -128,7 +165,10 @@ WAITED = {"who": "workers", "tries": 2, "last": "reset"}
 METRICS = {"loss": 0.123456, "step": 7}
 SAID: list[tuple[ev.Event, str]] = [
     (ev.ClusterConnected(**CLUSTER), "Joined the Ray cluster at 10.0.0.1:6379 (8 CPUs, 2 GPUs)"),
-    (ev.AttemptStarted(**BEGUN), "Attempt 2 of run mnist starts from checkpoint ckpt-7; run directory /runs/mnist"),
+    (
+        ev.AttemptStarted(**BEGUN),
+        "Attempt 2 of run mnist starts from checkpoint ckpt-7; run directory /runs/mnist; its",
+    ),
     (ev.WorkerGroupStarted(world_size=4, checkpoint="a"), "4 workers train; checkpoint a is offered"),
     (ev.LoopWarned(problem="no-checkpoint", message="the loop never saves"), "! The loop never saves"),
     (ev.WorkerGroupResized(old_size=2, new_size=4), "resized from 2 to 4"),
