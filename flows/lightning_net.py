@@ -25,7 +25,7 @@ def train_loop(config: dict[str, Any]) -> None:
     many workers go on, the same samples make the same updates.
 
     Args:
-        config: `epochs`, `global_batch` (samples over all workers; default 64), `seed` (default 0).
+        config: `max_epochs`, `global_batch` (samples over all workers; default 64), `seed` (default 0).
     """
     import lightning.pytorch as pl
     import ray.train
@@ -59,7 +59,7 @@ def train_loop(config: dict[str, Any]) -> None:
     batch = config.get("global_batch", 64) // ray.train.get_context().get_world_size()
     trainer = prepare_trainer(
         pl.Trainer(
-            max_epochs=config["epochs"],
+            max_epochs=config["max_epochs"],
             devices="auto",
             accelerator="auto",
             strategy=RayDDPStrategy(),
@@ -84,7 +84,7 @@ def lightning_net(epochs: int = 20, workers: int = 2, storage: LocalStorage | No
     """Train the network; return its last loss."""
     result = elastic_train(
         train_loop,
-        train_loop_config={"epochs": epochs},
+        train_loop_config={"max_epochs": epochs},
         scaling=ElasticScaling(min_workers=1, max_workers=workers),
         failures=FailureBudget(),
         storage=storage or LocalStorage(path=".demo/runs"),

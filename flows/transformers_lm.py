@@ -25,7 +25,7 @@ def train_loop(config: dict[str, Any]) -> None:
     is the same at any number of workers.
 
     Args:
-        config: `steps`, `save_steps` (default 50), `global_batch` (sequences over all workers; default 32), `seed`
+        config: `max_steps`, `save_steps` (default 50), `global_batch` (sequences over all workers; default 32), `seed`
             (default 0).
     """
     import ray.train
@@ -45,7 +45,7 @@ def train_loop(config: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder,
-            max_steps=config["steps"],
+            max_steps=config["max_steps"],
             save_steps=config.get("save_steps", 50),
             save_total_limit=1,  # of these copies; the run keeps its own
             logging_steps=config.get("save_steps", 50),
@@ -70,7 +70,7 @@ def transformers_lm(steps: int = 400, workers: int = 2, storage: LocalStorage | 
     """Train the model; return its last loss."""
     result = elastic_train(
         train_loop,
-        train_loop_config={"steps": steps},
+        train_loop_config={"max_steps": steps},
         scaling=ElasticScaling(min_workers=1, max_workers=workers),
         failures=FailureBudget(),
         storage=storage or LocalStorage(path=".demo/runs"),

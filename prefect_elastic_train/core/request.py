@@ -42,6 +42,7 @@ class RunRequest:
         part: Which training of its flow run it is, the same in each night's flow run.
         resumed: The flow run ran before, so that the run may have begun.
         has_datasets: Ray Data needs a CPU beside those that the workers hold.
+        totals: How much there is to do, such as ``max_steps``, as far as the loop's configuration says.
     """
 
     run_name: str
@@ -53,6 +54,7 @@ class RunRequest:
     part: str = ""
     resumed: bool = False
     has_datasets: bool = False
+    totals: dict[str, Any] = field(default_factory=dict)
     worker_runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)
     payload: bytes = field(default=b"", repr=False)
 

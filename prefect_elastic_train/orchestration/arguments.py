@@ -28,6 +28,7 @@ from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.request import DriverSpec, Payload, RunRequest, dump_payload
 from prefect_elastic_train.driver.fit import check_loop, function_in, resolve_loop
 from prefect_elastic_train.orchestration.flow_runs import Place, this_training
+from prefect_elastic_train.report.run_report import TOTALS
 from prefect_elastic_train.runs import identity
 from prefect_elastic_train.supervisor.runtime import import_path
 
@@ -103,7 +104,7 @@ def make_request(
     worker_runtime_env: dict[str, Any] | None,
 ) -> tuple[RunRequest, Place]:
     """Make the request of a training whose other arguments were checked, and say which one of its flow run it is."""
-    loop, pickle = payload.train_loop, pickled(payload)
+    loop, config, pickle = payload.train_loop, payload.train_loop_config or {}, pickled(payload)
     # Last, since it counts the trainings of the flow run: one that is refused is none.
     place = this_training()
     which = (place.number, place.calls)
@@ -119,6 +120,7 @@ def make_request(
         part=identity.training_part(flow_name, *which),
         resumed=place.resumed,
         has_datasets=bool(payload.datasets),
+        totals={name: config[name] for name in TOTALS & config.keys() if isinstance(config[name], int | float)},
         worker_runtime_env=worker_runtime_env or {},
         payload=pickle,
     )

@@ -202,7 +202,7 @@ class Training:
         if self._publisher is None and runtime.settings.reporting:
             score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
             self._publisher = Publisher(
-                RunReport(run_name=spec.request.run_name, **score),
+                RunReport(run_name=spec.request.run_name, totals=spec.request.totals, **score),
                 interval_seconds=runtime.settings.report_interval_seconds,
                 storage_block=spec.storage_block,
                 flow_run_id=next(iter(self.place.flow_run_ids), ""),

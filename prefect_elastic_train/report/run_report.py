@@ -108,6 +108,7 @@ class RunReport(BaseModel, ev.EventHandler):
     run_name: str
     score_attribute: str = ""
     score_order: str = "max"
+    totals: dict[str, Any] = Field(default_factory=dict)  # what the loop's configuration says that there is to do
     run_uri: str = ""
     started_from: str = ""
     dashboard_url: str = ""
@@ -167,7 +168,7 @@ class RunReport(BaseModel, ev.EventHandler):
             recalled = RunReport.model_validate(event.report)
         except ValidationError:  # another version's
             return
-        own = {"run_name", "score_attribute", "score_order", "dashboard_url", "state", "detail"}
+        own = {"run_name", "score_attribute", "score_order", "totals", "dashboard_url", "state", "detail"}
         for name in RunReport.model_fields.keys() - own:
             setattr(self, name, getattr(recalled, name))
 
@@ -294,7 +295,7 @@ class RunReport(BaseModel, ev.EventHandler):
         self._set_state("resizing", sizes)
 
     def _see_progress(self, at: float) -> None:
-        found = _progress(self.metrics)
+        found = _progress({**self.totals, **self.metrics})
         counts = {name: _number(self.metrics.get(name)) for name in PACED}
         counted = {name: count for name, count in counts.items() if count is not None and math.isfinite(count)}
         if found is not None:

@@ -175,6 +175,15 @@ def test_progress_is_what_the_loop_says(metrics: dict[str, Any], fraction: float
     assert "left" not in summary_line(report, T + 40), "of one report nobody knows the pace"
 
 
+def test_how_much_there_is_to_do_may_stand_in_the_loops_configuration() -> None:
+    report = RunReport(run_name="lightning", totals={"max_epochs": 20, "max_steps": 8})
+    for event in (started(), group(), reported(30, epoch=5, step=2, max_steps=4)):
+        report.take(event)
+    assert headline(report) == "Training: step 2 of 4 (50.0%)", "what the loop says counts"
+    report.take(reported(31, epoch=5))
+    assert headline(report) == "Training: epoch 5 of 20 (25.0%)"
+
+
 def test_a_report_that_does_not_say_how_far_it_is_leaves_the_progress_as_it_was() -> None:
     report = report_of(started(), group(), reported(30, step=99, total_steps=100), reported(31, val_accuracy=0.9))
     assert headline(report) == "Training: step 99 of 100 (99.0%)"

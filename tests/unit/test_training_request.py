@@ -81,7 +81,11 @@ def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: py
 
 
 def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the_text_of_the_request() -> None:
-    of_the_user = {"train_loop": "package.module:loop", "train_loop_config": {"password": "hush"}, "jax_config": "j"}
+    of_the_user = {
+        "train_loop": "package.module:loop",
+        "train_loop_config": {"password": "hush", "max_steps": 9, "max_epochs": "many"},
+        "jax_config": "j",
+    }
     asked = {"run_name": "mnist", "resume_from": "base@best", "worker_runtime_env": {"env_vars": {"A": "1"}}}
     training = elastic_train.ask(
         **of_the_user,
@@ -100,6 +104,7 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
     wanted = spec.request
     assert {name: getattr(wanted, name) for name in asked} == asked
     assert (wanted.named, wanted.resume, wanted.has_datasets, wanted.framework) == (True, False, True, "jax")
+    assert wanted.totals == {"max_steps": 9}
     assert (spec.scaling.max_workers, spec.failures.driver_restarts, spec.checkpoints.keep) == (64, 7, 3)
     assert (spec.storage.path, spec.storage_block) == ("/mnt/runs", "")
     assert spec.cluster.auth_token.get_secret_value() == "hush"
