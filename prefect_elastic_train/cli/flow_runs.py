@@ -21,7 +21,7 @@ Tags = Annotated[list[str] | None, typer.Option("--tag", help="Runs with this ta
 
 def resume_flow_run(
     run: Annotated[
-        str, typer.Argument(help="Id of the flow run, or name of a run in the storages.", metavar="FLOW_RUN_ID|RUN")
+        str, typer.Argument(help="Flow run, by id or name, or name of a run in the storages.", metavar="FLOW_RUN|RUN")
     ],
     storages: Annotated[
         list[str] | None,
@@ -45,8 +45,10 @@ def resume_flow_run(
 
     with errors(), get_client(sync_client=True) as client:
         try:
-            flow_run_id = UUID(run)
+            flow_run_id: UUID | None = UUID(run)
         except ValueError:
+            flow_run_id = resuming.newest_called(client, run)
+        if flow_run_id is None:
             if not storages:
                 default = default_block_name("storage") or DEFAULT_STORAGE
                 storages = [default] if default != DEFAULT_STORAGE or Path(default).expanduser().is_dir() else []

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -14,6 +15,7 @@ from prefect_elastic_train.cli import common
 from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
+from prefect_elastic_train.core.records import Fingerprint
 from prefect_elastic_train.report.accounts import left_in_words
 from prefect_elastic_train.report.markdown import duration, size
 from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize, verify
@@ -35,8 +37,10 @@ _THREADS = 16
 StorageArgument = Annotated[
     str, typer.Argument(help="Directory (./runs), URL (s3://…, ambient credentials) or saved block.", metavar="STORAGE")
 ]
-RunArgument = Annotated[str, typer.Argument(help="Name of the run.", metavar="RUN")]
-RunArguments = Annotated[list[str] | None, typer.Argument(help="Names of runs; default all.", metavar="[RUN]...")]
+RunArgument = Annotated[str, typer.Argument(help="Name of the run, or of its flow run.", metavar="RUN")]
+RunArguments = Annotated[
+    list[str] | None, typer.Argument(help="Names of runs, or of their flow runs; default all.", metavar="[RUN]...")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 _COLUMNS: dict[str, Callable[[RunSummary], str]] = {
@@ -74,7 +78,9 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
     """Show all about a run: identity, attempts, faults, checkpoints, result."""
     with errors():
         opened = open_briefly(storage)
-        [name] = _chosen(opened, [run])
+        name, *others = _chosen(opened, [run])
+        if others:
+            raise ConfigurationError(f"flow run {run!r} has the runs {', '.join([name, *others])}: name one of them")
         details = describe(RunDirectory(opened.run(name)))
         if details is None:
             raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run of this package")
@@ -164,9 +170,14 @@ def prune_runs(
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
     """Return the names of the runs that are meant, in the order given."""
     known = storage.run_names()
-    if unknown := [run for run in runs or [] if run not in known]:
-        raise ConfigurationError(f"there is no run {unknown[0]!r} in {storage.uri}; see `elastic-train runs list`")
-    return list(dict.fromkeys(runs or known))
+    meant = {run: [run] for run in known}
+    if unknown := [run for run in runs or [] if run not in meant]:
+        owners = _of_each(lambda run: (run.name, run.owner), storage, known)
+        for name in unknown:
+            meant[name] = [run for run, owner in owners if owner is not None and owner.flow_run_name == name]
+            if not meant[name]:
+                raise ConfigurationError(f"there is no run {name!r} in {storage.uri}; see `elastic-train runs list`")
+    return list(dict.fromkeys(chain.from_iterable(meant[run] for run in runs or known)))
 
 
 def _of_each(look: Callable[[RunDirectory], Answer | None], storage: Storage, names: Sequence[str]) -> list[Answer]:
@@ -205,6 +216,7 @@ def _print_details(details: RunDetails) -> None:
             ("created", f"{common.age(run.created_at, now)} ago by {run.creator.describe()}" if run else ""),
             ("started from", details.started_from),
             ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run else ""),
+            ("config", _config(run.fingerprint) if run else ""),
             ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
             ("faults", f"{common.faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
             ("may still fail", left_in_words(accounts.left)),
@@ -223,6 +235,12 @@ def _print_details(details: RunDetails) -> None:
         rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
     headings = ["checkpoint", "report", "metrics", "files", "size", ""]
     common.print_table(headings, rows, right=["report", "files", "size"])
+
+
+def _config(fingerprint: Fingerprint) -> str:
+    hidden = sorted(fingerprint.config.keys() - fingerprint.values.keys())
+    shown = ", ".join(f"{name}={words}" for name, words in fingerprint.values.items())
+    return "; ".join([*[shown] * bool(shown), *[f"not shown: {', '.join(hidden)}"] * bool(hidden)])
 
 
 def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:

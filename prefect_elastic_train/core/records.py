@@ -52,7 +52,7 @@ class Owner(_Record):
 
 
 class Fingerprint(_Record):
-    """What tells one training from another: a digest a part, so that nothing secret is stored."""
+    """What tells one training from another: a digest a part, and those values in words that are hardly secret."""
 
     loop: str
     #: Where the loop is imported from, ``<module or file>:<function>``; empty if it went by value. Only for telling
@@ -60,6 +60,7 @@ class Fingerprint(_Record):
     path: str = ""
     framework: str
     config: dict[str, str] = Field(default_factory=dict)
+    values: dict[str, str] = Field(default_factory=dict)
 
     def may_be_loop_of(self, other: Fingerprint) -> bool:
         """Return whether the loop may be that of ``other``, as far as names and places tell."""

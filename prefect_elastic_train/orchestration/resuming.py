@@ -28,7 +28,9 @@ from prefect.automations import (
     SendNotification,
 )
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.actions import ActionTypes
 from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
 from prefect.exceptions import ObjectNotFound
@@ -131,7 +133,7 @@ def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
     found = [RunDirectory(storage.run(run_name)).owner for storage in storages if run_name in storage.run_names()]
     owners = {owner.flow_run_id: owner for owner in found if owner is not None}
     if not owners:
-        raise ConfigurationError(f"{run_name!r} is no id of a flow run, and no run of this name is in {places}")
+        raise ConfigurationError(f"there is no flow run {run_name!r}, and no run of this name is in {places}")
     if len(owners) > 1:
         raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")
     [owner] = owners.values()
@@ -142,6 +144,13 @@ def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
             f"run {run_name!r} belongs to {owner.describe()}, which cannot be resumed; to go on with the run, "
             f"train with run_name={run_name!r} and resume=True"
         ) from error
+
+
+def newest_called(client: SyncPrefectClient, name: str) -> UUID | None:
+    """Find the newest flow run of a name, which is hardly ever given twice; None if there is none."""
+    named, newest = FlowRunFilter(name=FlowRunFilterName(any_=[name])), FlowRunSort.EXPECTED_START_TIME_DESC
+    found = client.read_flow_runs(flow_run_filter=named, sort=newest, limit=1)
+    return found[0].id if found else None
 
 
 def _signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:

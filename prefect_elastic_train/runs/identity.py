@@ -15,6 +15,12 @@ from prefect_elastic_train.core.records import Fingerprint
 LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: What a secret is called, and the parts of a text that is none: words, numbers, and words with a number behind.
+_SECRET_NAME = re.compile(
+    r"pass|secret|token|key|cred|auth|cookie|dsn|hook|salt|pin\b|private|signature", re.IGNORECASE
+)
+_PLAIN = re.compile(r"[A-Za-z]?[a-z]{0,20}\d{0,4}|[A-Z]{1,10}\d{0,4}|\d{1,8}[a-z]?")
+_MAX_WORDS = 80
 
 
 class Call(NamedTuple):
@@ -86,8 +92,29 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
         module, name = getattr(train_loop, "__module__", None) or "", _qualified_name(train_loop)
         is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
         path = "" if is_by_value else f"{module}:{name}"
-    digests = {str(key): _digest(value) for key, value in (config or {}).items()}
-    return Fingerprint(loop=loop_name(train_loop), path=path, framework=framework, config=digests)
+    named = {str(key): value for key, value in (config or {}).items()}
+    digests = {name: _digest(value) for name, value in named.items()}
+    values = {name: words for name, value in named.items() if (words := _in_words(name, value))}
+    return Fingerprint(loop=loop_name(train_loop), path=path, framework=framework, config=digests, values=values)
+
+
+def _in_words(name: str, value: Any) -> str:
+    """Return a value of a configuration as a person reads it, empty if it is long or may be a secret."""
+    if _SECRET_NAME.search(name):
+        return ""
+    if value is None or isinstance(value, bool | int | float):
+        return str(value)[:_MAX_WORDS]
+    if isinstance(value, str):
+        is_plain = "@" not in value and all(map(_PLAIN.fullmatch, re.split(r"[\W_]+", value)))
+        return value if is_plain and 0 < len(value) <= _MAX_WORDS and value.isprintable() else ""
+    if isinstance(value, Mapping):
+        inner = [(f"{key}=", _in_words(str(key), one)) for key, one in value.items()]
+    elif isinstance(value, list | tuple):
+        inner = [("", _in_words(name, one)) for one in value]
+    else:
+        return ""
+    words = f"({', '.join(map(''.join, inner))})"
+    return words if all(one for _, one in inner) and len(words) <= _MAX_WORDS else ""
 
 
 def _qualified_name(train_loop: Callable[..., Any]) -> str:

@@ -310,6 +310,8 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     assert (details["commit"]["attempt"], list(details["commit"]["manifest"])) == (2, ["a", "c"])
     assert last["ended"]["result"] == result
     text = _done("show", storage.uri, "mnist")
+    assert _json("show", storage.uri, "eager-otter") == details, "by the name of its flow run"
+    assert re.search("config: +lr=0.1\n", text)
     for words in ("2 → 1", "1 worker failures, 1 preemptions, 1 resizes, 2 reports done again", "4.5 s"):
         assert words in text
     assert "checkpoint b was dropped: 2 of 2 files are missing" in text

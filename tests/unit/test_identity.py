@@ -64,11 +64,37 @@ def test_a_loop_keeps_its_name_when_its_module_is_loaded_under_another() -> None
     assert loop_name(functools.partial(_loop, {})) == "partial"
 
 
-def test_a_fingerprint_hides_the_values_of_the_configuration() -> None:
-    config = {"password": "correct-horse", "nested": {"token": "battery-staple"}, "lr": 0.125}
-    text = fingerprint(_loop, "torch", config).model_dump_json()
-    assert {"password", "nested", "lr"} == fingerprint(_loop, "torch", config).config.keys()
-    for secret in ("correct-horse", "battery-staple", "0.125", "token"):
+def test_a_fingerprint_shows_what_is_hardly_secret_and_hides_the_rest() -> None:
+    shown = {
+        "lr": "0.125",
+        "model": "resnet50",
+        "data": "/mnt/data/imagenet_1k/train",
+        "betas": "(0.9, 0.999)",
+        "schedule": "(name=cosine, warmup=(steps=500))",
+        "amp": "True",
+        "seed": "None",
+    }
+    config = {
+        **shown,
+        "lr": 0.125,
+        "betas": [0.9, 0.999],
+        "schedule": {"name": "cosine", "warmup": {"steps": 500}},
+        "amp": True,
+        "seed": None,
+        "password": "correct-horse",
+        "API_KEY": 12345678,
+        "nested": {"token": "battery-staple", "of": 1},
+        "tracker": "wJalrXUtnFEMIK7MDENGbPxRfiCY",
+        "database": "postgresql://ada:lovelace@host/runs",
+        "wandb": "4f2c9a1be07d55e8",
+        "huge": list(range(1000)),
+        "object": object(),
+    }
+    mine = fingerprint(_loop, "torch", config)
+    assert mine.values == shown
+    assert mine.config.keys() == config.keys()
+    text = mine.model_dump_json()
+    for secret in ("correct-horse", "12345678", "battery", "wJalr", "lovelace", "4f2c9", "999, "):
         assert secret not in text
 
 
