@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -17,6 +18,8 @@ from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrain
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, storage_at
 from prefect_elastic_train.report.markdown import duration
 from prefect_elastic_train.storage.opening import Storage, open_storage
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 #: Width of what is not printed to a terminal, where nothing needs to be folded.
 _WIDE = 400
@@ -64,6 +67,11 @@ def open_briefly(text: str) -> Storage:
     if isinstance(settings, LocalStorageSettings) and not Path(settings.path).is_dir():
         raise ConfigurationError(f"there is no directory {settings.path}")
     return open_storage(settings, min(settings.retry_seconds, _RETRY_SECONDS))
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON, not through the console, which would fold long lines."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import typer
 
-from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
+from prefect_elastic_train.cli.common import Json, console, errors, fail, open_briefly, print_json
 from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 
 app = typer.Typer(help="Automations that resume dead flow runs, start evaluations, and alert.", no_args_is_help=True)
@@ -32,6 +32,7 @@ def resume_flow_run(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Do not look for signs of life.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Resume a flow run whose machine was lost, and which looks running ever since.
 
@@ -53,8 +54,13 @@ def resume_flow_run(
                 default = default_block_name("storage") or DEFAULT_STORAGE
                 storages = [default] if default != DEFAULT_STORAGE or Path(default).expanduser().is_dir() else []
             flow_run_id = resuming.flow_run_of(run, [open_briefly(text) for text in storages])
+        said = []
         for line in resuming.resume(client, flow_run_id, force=force):
-            console().print(line, markup=False)
+            said.append(line)
+            if not as_json:
+                console().print(line, markup=False)
+        if as_json:
+            print_json({"flow_run_id": str(flow_run_id), "said": said})
 
 
 @app.command("create")
@@ -76,6 +82,7 @@ def create_automations(
     alert: Annotated[
         str, typer.Option(metavar="BLOCK", help="Notification block that tells of each failure, as type/name.")
     ] = "",
+    as_json: Json = False,
 ) -> None:
     """Create or update the automations that resume crashed and lost runs. May be repeated."""
     from prefect.client.orchestration import get_client
@@ -85,8 +92,7 @@ def create_automations(
     with errors(), get_client(sync_client=True) as client:
         scopes = resuming.scopes(client, deployments or [], tags or [])
         how = max_resumes, heartbeat_timeout, evaluate_with, evaluate_at, alert
-        for what, name in resuming.apply(client, scopes, *how):
-            console().print(f"{what:<10}{name}", markup=False)
+        _tell(resuming.apply(client, scopes, *how), as_json)
 
 
 @app.command("delete")
@@ -94,6 +100,7 @@ def delete_automations(
     deployments: Deployments = None,
     tags: Tags = None,
     everything: Annotated[bool, typer.Option("--all", help="All that this command ever created.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Delete automations that `create` has made."""
     from prefect.client.orchestration import get_client
@@ -105,7 +112,14 @@ def delete_automations(
         raise typer.BadParameter("name deployments or tags, or give --all")
     with errors(), get_client(sync_client=True) as client:
         deleted = resuming.delete(client, None if everything else labels)
-        for name in deleted:
-            console().print(f"deleted   {name}", markup=False)
+    _tell([("deleted", name) for name in deleted], as_json)
     if not deleted:
         fail("there are no such automations; see `prefect automation ls`")
+
+
+def _tell(done: list[tuple[str, str]], as_json: bool) -> None:
+    """Print what was done with which automation."""
+    if as_json:
+        print_json([{"done": what, "name": name} for what, name in done])
+    for what, name in [] if as_json else done:
+        console().print(f"{what:<10}{name}", markup=False)

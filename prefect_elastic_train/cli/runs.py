@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from prefect_elastic_train.cli import common
-from prefect_elastic_train.cli.common import console, errors, fail, open_briefly
+from prefect_elastic_train.cli.common import Json, console, errors, fail, open_briefly, print_json
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.records import Fingerprint
@@ -41,7 +40,6 @@ RunArgument = Annotated[str, typer.Argument(help="Name of the run, or of its flo
 RunArguments = Annotated[
     list[str] | None, typer.Argument(help="Names of runs, or of their flow runs; default all.", metavar="[RUN]...")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 _COLUMNS: dict[str, Callable[[RunSummary], str]] = {
     "run": lambda run: run.name,
@@ -63,7 +61,7 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
         opened = open_briefly(storage)
         found = _of_each(_summary, opened, opened.run_names())
         if as_json:
-            _print_json({"storage": opened.uri, "runs": [run.model_dump(mode="json") for run in found]})
+            print_json({"storage": opened.uri, "runs": [run.model_dump(mode="json") for run in found]})
         elif found:
             rows = [[cell(run) for cell in _COLUMNS.values()] for run in found]
             common.print_table(list(_COLUMNS), rows, right=["attempts", "reports", "kept", "size", "last commit"])
@@ -85,7 +83,7 @@ def show_run(storage: StorageArgument, run: RunArgument, as_json: Json = False) 
         if details is None:
             raise ConfigurationError(f"{opened.uri}/{name} is a folder without a run of this package")
         if as_json:
-            _print_json(details.model_dump(mode="json"))
+            print_json(details.model_dump(mode="json"))
         else:
             _print_details(details)
 
@@ -116,7 +114,7 @@ def verify_runs(
     if as_json:
         ledgers = {name: {"samples": check.model_dump(mode="json")} for name, check in seen.items()}
         each = [one.model_dump(mode="json") | ledgers.get(one.name, {}) for one in found]
-        _print_json({"storage": opened.uri, "runs": each})
+        print_json({"storage": opened.uri, "runs": each})
     elif not found:
         _say(f"no runs in {opened.uri}")
     else:
@@ -139,6 +137,7 @@ def prune_runs(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Delete what no resume needs, of runs that nobody trains; with --older-than whole runs.
 
@@ -149,22 +148,29 @@ def prune_runs(
         opened = open_briefly(storage)
         seconds = None if older_than is None else older_than * 86400
         plans = _of_each(lambda run: plan_run(run, seconds), opened, _chosen(opened, runs))
-        if wanted := [(plan.run, deletion) for plan in plans for deletion in plan.deletions]:
+        wanted = [(plan.run, deletion) for plan in plans for deletion in plan.deletions]
+        kept, deleted = {plan.run: plan.kept for plan in plans if plan.kept}, []
+        say = _say if not as_json else lambda *lines: None
+        if wanted and not as_json:
             rows = [[run, one.folder or "the whole run", size(one.size_bytes), one.reason] for run, one in wanted]
             common.print_table(["run", "what", "size", "why"], rows, right=["size"])
-        _say(*(f"left alone: {plan.run}: {plan.kept}" for plan in plans if plan.kept))
+        say(*(f"left alone: {run}: {why}" for run, why in kept.items()))
         if not wanted:
-            _say(f"nothing to delete in {opened.uri}")
-        if dry_run or not wanted:
-            return
-        if not yes:
-            typer.confirm("Delete this for good?", abort=True)
-        for plan in plans:
-            try:
-                for deletion in carry_out(opened.run(plan.run), plan):
-                    _say(f"deleted {plan.run} {deletion.folder}".rstrip())
-            except RunChangedError as error:
-                _say(f"left alone: {plan.run}: {error}")
+            say(f"nothing to delete in {opened.uri}")
+        elif not dry_run:
+            if not yes:
+                typer.confirm("Delete this for good?", abort=True, err=as_json)
+            for plan in plans:
+                try:
+                    for deletion in carry_out(opened.run(plan.run), plan):
+                        deleted.append({"run": plan.run, "folder": deletion.folder})
+                        say(f"deleted {plan.run} {deletion.folder}".rstrip())
+                except RunChangedError as error:
+                    kept[plan.run] = str(error)
+                    say(f"left alone: {plan.run}: {error}")
+        if as_json:
+            found = [{"run": run, **one._asdict()} for run, one in wanted]
+            print_json({"storage": opened.uri, "wanted": found, "deleted": deleted, "left_alone": kept})
 
 
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
@@ -199,11 +205,6 @@ def _summary(run: RunDirectory) -> RunSummary | None:
 def _say(*lines: str) -> None:
     for line in lines:
         console().print(common.clean(line), markup=False)
-
-
-def _print_json(value: Any) -> None:
-    # Not through the console, which would fold long lines.
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def _print_details(details: RunDetails) -> None:

@@ -206,7 +206,8 @@ def test_automations_are_created_once_updated_and_deleted(served: Program, clien
     assert done("create", DEPLOYMENT) == ["unchanged", "unchanged"]
     assert done("create", DEPLOYMENT, "--max-resumes=4") == ["updated", "unchanged"]
     assert sum(one.name.startswith("elastic-train") for one in client.read_automations()) == 2
-    assert done("delete", DEPLOYMENT) == ["deleted", "deleted"]
+    deleted = json.loads(_command("automations", "delete", DEPLOYMENT, "--json").stdout)
+    assert [one["done"] for one in deleted] == ["deleted", "deleted"]
     assert "there is no deployment 'no/such'" in done("create", "no/such")[0]
     assert "there are no such automations" in done("delete", DEPLOYMENT)[0]
 
