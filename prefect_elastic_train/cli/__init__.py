@@ -8,18 +8,66 @@ starts; 130 for ``run`` after Ctrl-C. Ray is not imported, and Prefect only wher
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from prefect_elastic_train.cli import doctor, flow_runs, rehearsing, running, runs
 from prefect_elastic_train.core.version import __version__
 
 __all__ = ["app"]
 
+#: Where each command is, and what it says first of itself: the list of them shall not load what they need.
+COMMANDS = {
+    "run": ("running:run_training", "Train with a loop, without writing a flow for it. Logs go to standard error."),
+    "rehearse": (
+        "rehearsing:rehearse",
+        "Train a loop undisturbed and then under faults, on this machine, and see whether the same comes out.",
+    ),
+    "resume": (
+        "flow_runs:resume_flow_run",
+        "Resume a flow run whose machine was lost, and which looks running ever since.",
+    ),
+    "doctor": ("doctor:examine", "Try all that a training needs, and say what to do about what is wrong."),
+    "runs": ("runs:app", "Look at the runs of a storage, check them, and clean up."),
+    "automations": ("flow_runs:app", "Automations that resume dead flow runs, start evaluations, and alert."),
+}
+
+
+class _Commands(TyperGroup):
+    """Loads a command once it is needed."""
+
+    _is_listed = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        where, words = COMMANDS[cmd_name]
+        if self._is_listed:
+            return TyperCommand(cmd_name, help=words)
+        module, _, name = where.partition(":")
+        found = getattr(import_module(f"{__name__}.{module}"), name)
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(add_completion=False)
+            alone.command(cmd_name)(found)
+            found = alone
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        return command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._is_listed = True
+        super().format_help(ctx, formatter)
+
+
 app = typer.Typer(
     name="elastic-train",
     help="Long, elastic, fault-tolerant Ray Train runs, operated from Prefect.",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -38,11 +86,3 @@ def main(
     ] = False,
 ) -> None:
     """Have options that stand before the command."""
-
-
-app.command("run")(running.run_training)
-app.command("rehearse")(rehearsing.rehearse)
-app.add_typer(runs.app, name="runs")
-app.add_typer(flow_runs.app, name="automations")
-app.command("resume")(flow_runs.resume_flow_run)
-app.command("doctor")(doctor.examine)

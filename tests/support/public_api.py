@@ -106,9 +106,9 @@ def _fields(prefix: str, model: type[BaseModel]) -> Iterator[str]:
 
 def _commands(command: Any = None, name: str = "elastic-train") -> Iterator[str]:
     command = command or typer.main.get_command(app)
-    if hasattr(command, "commands"):
-        for part in sorted(command.commands):
-            yield from _commands(command.commands[part], f"{name} {part}")
+    if hasattr(command, "list_commands"):
+        for part in sorted(command.list_commands(None)):
+            yield from _commands(command.get_command(None, part), f"{name} {part}")
         return
     yield name
     for parameter in command.params:

@@ -21,7 +21,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import prefect_elastic_train
-from prefect_elastic_train.cli import app
+from prefect_elastic_train.cli import COMMANDS, app
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
@@ -153,6 +153,18 @@ def _summaries(storage: Storage) -> dict[str, Any]:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"{prefect_elastic_train.__version__}\n"
+
+
+def test_the_list_of_commands_says_of_each_what_it_says_of_itself_and_loads_none() -> None:
+    for command, (_, words) in COMMANDS.items():
+        assert words.rstrip(".") in " ".join(CliRunner().invoke(app, [command, "--help"]).output.split())
+    done = python(
+        "from prefect_elastic_train.cli import app\n"
+        "try: app(['--help'])\n"
+        "finally: print(sorted({'pydantic', 'prefect_elastic_train.cli.runs'} & set(sys.modules)))"
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert all(command in done.stdout for command in COMMANDS)
 
 
 def test_list_tells_of_each_run_where_it_stands(storage: Storage) -> None:
