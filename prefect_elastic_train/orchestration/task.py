@@ -18,6 +18,7 @@ from typing import Any, Generic
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort
 from prefect.futures import PrefectFuture
 from typing_extensions import ParamSpec
@@ -75,11 +76,13 @@ class _ElasticTrain(Generic[_Arguments]):
 
 @contextmanager
 def _ended_with_its_call(training: Training) -> Iterator[None]:
-    """Leave nothing of a training, and raise what its task has failed with as the flow is to have it."""
+    """Leave nothing of a training, and raise what its task has ended with as the flow is to have it."""
     try:
         yield
+        if training.stopped_by is not None:
+            raise training.stopped_by.with_traceback(None)
     except SilentEndError as error:
-        raise Abort(str(error)) from error
+        raise Abort(str(error)) from None
     except AttemptFailedError as error:
         raise error.with_traceback(None)  # noqa: B904 - the message says it all, and Prefect logs all frames
     finally:
@@ -189,12 +192,12 @@ def _with_budget(template: Any, training: Training) -> Any:
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
-def _elastic_train_task(training: Training) -> TrainingResult:
+def _elastic_train_task(training: Training) -> TrainingResult | State[Any]:
     return training.attempt()
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
-async def _aelastic_train_task(training: Training) -> TrainingResult:
+async def _aelastic_train_task(training: Training) -> TrainingResult | State[Any]:
     # A thread of its own: the loop's pool is small, and other trainings may fill it for weeks.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="elastic-train") as thread:
         run = contextvars.copy_context().run

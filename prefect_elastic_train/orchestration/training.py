@@ -15,9 +15,11 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+from prefect.client.schemas.objects import State
 from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
+from prefect.states import Cancelled
 
 from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
@@ -108,6 +110,8 @@ class Training:
 
     def __post_init__(self) -> None:
         self.cancelled = threading.Event()
+        #: What a cancelled training has ended by.
+        self.stopped_by: BaseException | None = None
         self._asked_at = time.monotonic()
         self._interruptions, self._terminations = interruptions(), interruptions(signal.SIGTERM)
         # From the first attempt to the end; there is no publisher if the operator wants none.
@@ -127,8 +131,8 @@ class Training:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
         return f"<training {self.request.run_name}>"
 
-    def attempt(self) -> TrainingResult:
-        """Run one attempt, and keep what the next one needs if it may follow."""
+    def attempt(self) -> TrainingResult | State[Any]:
+        """Run one attempt, and keep what the next one needs if it may follow; a state if the training is cancelled."""
         context = TaskRunContext.get()
         run_count, retries = (context.task_run.run_count, context.task.retries) if context is not None else (1, 0)
         self._flows, self._detached = list(flow_runs.flows_around()), False
@@ -145,8 +149,14 @@ class Training:
                 if run_count <= retries and self._idle <= self.driver_restarts:
                     raise
                 error.final = True
-            self._end(ending_of(error, self._detached, self._is_end_wanted))
+            ending = ending_of(error, self._detached, self._is_end_wanted)
+            self._end(ending)
             told = self._said_of(error) if isinstance(error, Stop) and error.flow_run_id else error
+            if ending is not None and ending[0] is End.CANCELLED and not self.submitted:
+                self.stopped_by = told  # for the flow, once its task is Cancelled
+                return Cancelled(
+                    message=f"The training was cancelled: {ending[1] or 'its flow process was told to end'}"
+                )
             # Nobody catches for the user of a future, so that one gets what ends the flow directly.
             raise Abort(str(told)) if self.submitted and isinstance(told, SilentEndError) else told  # noqa: B904
         self._log.close()
