@@ -107,8 +107,8 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return ranked
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> PlacementGroupHandle:
-        standby.wait_for_first()
-        callbacks.current().passed("first workers")
+        standby.wait_for_booting()
+        callbacks.current().passed("booting workers")
         try:
             demand = demand_of(scaling_config)
             if demand.shape is None:

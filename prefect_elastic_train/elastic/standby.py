@@ -39,11 +39,12 @@ from prefect_elastic_train.elastic.warming import memory_left
 logger = logging.getLogger(__name__)
 
 #: Seconds that a worker group has trained when its standbys are booted, and between two looks whether they live.
-_BOOT_AFTER_SECONDS, _LOOK_SECONDS = 10.0, 10.0
+_BOOT_AFTER_SECONDS, _LOOK_SECONDS = 4.0, 10.0
 _ANSWER_SECONDS = 1.0  # that workers and standbys may take
 _GROWTH_SECONDS = 60.0  # that a growth waits for its workers to boot
 _EXPECTED_BYTES = 2**29  # of a standby; it becomes as large as its worker when that is gone
-_FIRST_SECONDS = 30.0  # that a first worker group waits for those of its workers that boot already
+#: That a worker group waits for those of its workers that boot already: the first one, and later ones.
+_FIRST_SECONDS, _LATER_SECONDS = 30.0, 15.0
 
 
 @dataclass
@@ -99,11 +100,11 @@ def take(group: PlacementGroup, indices: list[int], resources: dict[str, float])
         return {}
 
 
-def wait_for_first() -> None:
-    """Wait for the first workers, before Ray boots what they need later than they do."""
+def wait_for_booting() -> None:
+    """Wait for workers that boot by now, before Ray boots what they need later than they do."""
     with suppress(Exception):
         if _current is not None:
-            _current.wait_for_first()
+            _current.wait_for_booting()
 
 
 def prepare(beyond: Mapping[str, int]) -> bool:
@@ -141,7 +142,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def __init__(self, framework: str, in_any_case: bool, first: list[Standby]) -> None:
         self._framework, self._in_any_case = framework, in_any_case
-        self._parked, self._first = [*first], first
+        self._parked, self._is_first = [*first], True
         self._group: Any = None
         self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
         self._looks_at, self._beyond_since = 0.0, float("inf")
@@ -180,11 +181,12 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     def before_controller_abort(self) -> None:
         self.release()
 
-    def wait_for_first(self) -> None:
-        """Wait for the workers that boot since the attempt began: no others would be sooner ready."""
-        first, self._first = self._first, []
-        if first:
-            ray.wait([one.asked for one in first], num_returns=len(first), timeout=_FIRST_SECONDS)
+    def wait_for_booting(self) -> None:
+        """Wait for workers that boot since the attempt began, or beside the last ones: no others are sooner ready."""
+        booting = [one.asked for one in self._parked if one.metadata is None and not one.is_beyond]
+        seconds, self._is_first = _FIRST_SECONDS if self._is_first else _LATER_SECONDS, False
+        if booting:
+            ray.wait(booting, num_returns=len(booting), timeout=seconds)
 
     def prepare(self, beyond: Mapping[str, int]) -> bool:
         """Have so many standbys on each node beside those of the workers; return whether they need not be waited for.

@@ -211,8 +211,12 @@ class Training:
         spec = self._driver_spec()
         if self._publisher is None and runtime.settings.reporting:
             score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
+            workers = {
+                "accelerator": spec.scaling.accelerator_type or spec.scaling.accelerator,
+                "price_per_worker_hour": spec.scaling.price_per_worker_hour,
+            }
             self._publisher = Publisher(
-                RunReport(run_name=spec.request.run_name, totals=spec.request.totals, **score),
+                RunReport(run_name=spec.request.run_name, totals=spec.request.totals, **score, **workers),
                 interval_seconds=runtime.settings.report_interval_seconds,
                 storage_block=spec.storage_block,
                 flow_run_id=next(iter(self.place.flow_run_ids), ""),

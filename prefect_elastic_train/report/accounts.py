@@ -35,6 +35,8 @@ class Tally(Counts, ev.EventHandler):
     mark: float = 0.0
     spent: dict[str, float] = Field(default_factory=dict)
     stopped: float = 0.0
+    workers: int = 0
+    worker_seconds: float = 0.0
     #: Trained and preserved, and trained since the last commit.
     productive: float = 0.0
     pending: float = 0.0
@@ -106,7 +108,7 @@ class Tally(Counts, ev.EventHandler):
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         self._close_group(self.setup)
         self._lose_reports()
-        self.phase = "first"
+        self.phase, self.workers = "first", event.world_size
         self.places = dict(Counter(worker.rpartition(":")[0] for worker in event.ranks))
         self.seconds_at_start, self.reports_at_start = self.productive, self.position
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
@@ -174,7 +176,7 @@ class Tally(Counts, ev.EventHandler):
             self.phase = "winding"  # also a loop that never reported has done its work
             self._settle()
             self.productive, self.pending = self.productive + self.pending, 0.0
-            self.phase = "done"
+            self.phase, self.workers = "done", 0
         elif event.outcome.retryable and not event.final:
             self._close_group("restart")
         else:
@@ -185,6 +187,7 @@ class Tally(Counts, ev.EventHandler):
         """Spend the time up to `at` on what the run does."""
         seconds = max(0.0, at - self.mark)
         self.mark += seconds
+        self.worker_seconds += self.workers * seconds
         if self.phase == "stopped":
             self.stopped += seconds
         elif self.phase == "first" and self.first is not None:
@@ -233,7 +236,7 @@ class Tally(Counts, ev.EventHandler):
         self._settle()
         self._spend("lost", max(0.0, self.pending))
         self.productive += min(0.0, self.pending)
-        self.pending = 0.0
+        self.pending, self.workers = 0.0, 0
         self.phase, self.setup = "setup", then
 
     def _close_attempt(self, event: ev.AttemptStarted, then: Literal["startup", "restart"]) -> None:

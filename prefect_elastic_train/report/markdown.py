@@ -54,7 +54,8 @@ def _sections(report: RunReport, now: float, pictures: Mapping[str, str]) -> Ite
         yield f"![{name}]({uri})"
     incidents = [_incident(incident, now) for incident in reversed(report.incidents)] or ["Nothing yet."]
     yield "### What happened\n\n" + "\n".join(incidents)
-    yield f"### Where the time went\n\n{_time(report.tally.account(now if report.is_live else None))}"
+    account = report.tally.account(now if report.is_live else None)
+    yield f"### Where the time went\n\n{_time(account)}\n\n{_worker_hours(report)}"
     saves = f"The loop saves {plain(report.saves)}.\n\n" if report.saves else ""
     yield f"### Checkpoints\n\n{saves}{_checkpoints(report, now)}"
     yield f"### Where\n\n{_places(report)}"
@@ -107,6 +108,12 @@ def _time(account: TimeAccount) -> str:
     if account.stopped_seconds:
         rows.append(("beside that, stopped", duration(account.stopped_seconds), ""))
     return table(["", "time", "share"], rows)
+
+
+def _worker_hours(report: RunReport) -> str:
+    hours, price = report.tally.worker_seconds / 3600, report.price_per_worker_hour
+    cost = f", which cost {hours * price:,.2f} at {price:g} an hour each" if price else ""
+    return f"Workers were up for {hours:,.2f} hours in all ({plain(report.accelerator or 'cpu')}){cost}."
 
 
 def _checkpoints(report: RunReport, now: float) -> str:

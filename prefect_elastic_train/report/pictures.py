@@ -45,6 +45,8 @@ def _draw_metrics(curves: dict[str, Curve]) -> Figure:
         axes = figure.add_subplot(rows, columns, place)
         xs, ys = zip(*curve.points, strict=True)
         axes.plot(xs, ys, color=_LINE, linewidth=1.3, marker="." if len(xs) == 1 else "")
+        if min(ys) > 0 and max(ys) > 10 * min(ys):
+            axes.set_yscale("log")
         _style(axes, name)
         axes.set_xlabel("report", fontsize=8, color=_INK)
     return figure

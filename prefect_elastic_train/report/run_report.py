@@ -109,6 +109,8 @@ class RunReport(BaseModel, ev.EventHandler):
     score_attribute: str = ""
     score_order: str = "max"
     totals: dict[str, Any] = Field(default_factory=dict)  # what the loop's configuration says that there is to do
+    accelerator: str = ""  # of its workers, and what one costs an hour; 0: unknown
+    price_per_worker_hour: float = 0.0
     run_uri: str = ""
     started_from: str = ""
     dashboard_url: str = ""
@@ -169,6 +171,7 @@ class RunReport(BaseModel, ev.EventHandler):
         except ValidationError:  # another version's
             return
         own = {"run_name", "score_attribute", "score_order", "totals", "dashboard_url", "state", "detail"}
+        own |= {"accelerator", "price_per_worker_hour"}
         for name in RunReport.model_fields.keys() - own:
             setattr(self, name, getattr(recalled, name))
 

@@ -99,6 +99,24 @@ def test_warm_workers_are_taken_on_the_nodes_of_the_new_group_and_all_others_are
     assert pool.take(None, [0, 1], {"CPU": 1}) == {}, "none is warm"  # type: ignore[arg-type]
 
 
+def test_a_restart_waits_for_workers_that_boot_by_now_and_not_for_those_of_a_larger_group(
+    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[tuple[list[str], float]] = []
+
+    def wait(asked: list[Answer], num_returns: int, timeout: float) -> None:
+        assert num_returns == len(asked)
+        waits.append(([one.actor.name for one in asked], timeout))
+
+    monkeypatch.setattr(standby.ray, "wait", wait)
+    pool = _parked(("a", "", "warm"), ("b", "", "boots"), ("c", "", "boots"))
+    pool._parked[2].is_beyond = True
+    pool.wait_for_booting()
+    pool.wait_for_booting()
+    _parked(("a", "", "warm")).wait_for_booting()
+    assert waits == [(["b//boots"], 30.0), (["b//boots"], 15.0)]
+
+
 def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_is_taken(
     cluster: SimpleNamespace,
 ) -> None:
