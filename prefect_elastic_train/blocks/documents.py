@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ValidationError
 
 from prefect_elastic_train.blocks._common import BOOKKEEPING, TrainingBlock
+from prefect_elastic_train.blocks.lookup import chosen_blocks
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import without_credentials
 
@@ -84,6 +85,15 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
             if change.what != "unchanged" and not dry_run:
                 write()
     return [change for change, _ in plans]
+
+
+def load(name: str) -> dict[str, TrainingBlock]:
+    """Load the blocks that are saved under a name, as arguments of ``elastic_train``; others are its defaults.
+
+    Raises:
+        ConfigurationError: None is saved under it.
+    """
+    return chosen_blocks({}, name)
 
 
 def difference(block: TrainingBlock, stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -28,10 +28,8 @@ _COMMITS_SECONDS = 30.0
 class OutputLimits:
     """Decides for each line: what each source may print on average over a window, ranks other than 0 together."""
 
-    def __init__(
-        self, lines_per_second: float, clock: Callable[[], float] = time.monotonic, window: float = _WINDOW_SECONDS
-    ) -> None:
-        self._rate, self._clock, self._window = lines_per_second, clock, window
+    def __init__(self, lines_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._clock = lines_per_second, clock
         self._begin()
 
     def _begin(self) -> None:
@@ -42,13 +40,13 @@ class OutputLimits:
         rate = _IN_FULL if source == "rank 0" else self._rate
         share = "other ranks" if source.startswith(("rank ", "worker ")) and source != "rank 0" else source
         self._lines[share] += 1
-        let = self._lines[share] <= max(1.0, rate * self._window)
+        let = self._lines[share] <= max(1.0, rate * _WINDOW_SECONDS)
         self._left_out[source] += not let
         return let
 
     def notice(self, at_once: bool = False) -> str:
         """Count anew if it is time, and return what was left out, of five sources at most; empty if nothing was."""
-        if not at_once and self._clock() - self._began < self._window:
+        if not at_once and self._clock() - self._began < _WINDOW_SECONDS:
             return ""
         left_out = +self._left_out
         self._begin()

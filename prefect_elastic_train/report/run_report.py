@@ -246,6 +246,10 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         self.paced_from, self.rates = None, {}
+        last = self.incidents[-1] if self.incidents else None
+        is_new = last is not None and " workers train after " not in last.what
+        if last is not None and is_new and last.kind in ("failure", "preemption", "resize", "driver"):
+            last.what += f"; {event.world_size} workers train after {event.at - last.at:.1f} s"
         self._set_world(event.at, event.world_size)
         self._set_state("training")
 
