@@ -351,7 +351,8 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
         "loss 0.0625",
         "last checkpoint 29 s ago",
         "1 worker failure · goodput",
-        "worker failure: the workers are restarted; 3 reports are done again; 4 workers train after 5.0 s**  \n  rank 1: ValueError: nan\n",
+        "worker failure: the workers are restarted; 3 reports are done again; 4 workers train after 5.0 s**  \n  "
+        "rank 1: ValueError: nan\n",
         "restarts after failures",
         "`ckpt-51`",
         "`/runs/llama`",
