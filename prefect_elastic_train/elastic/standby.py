@@ -39,7 +39,7 @@ from prefect_elastic_train.elastic.warming import memory_left
 logger = logging.getLogger(__name__)
 
 #: Seconds that a worker group has trained when its standbys are booted, and between two looks whether they live.
-_BOOT_AFTER_SECONDS, _LOOK_SECONDS = 4.0, 10.0
+_BOOT_AFTER_SECONDS, _LOOK_SECONDS = 10.0, 10.0
 _ANSWER_SECONDS = 1.0  # that workers and standbys may take
 _GROWTH_SECONDS = 60.0  # that a growth waits for its workers to boot
 _EXPECTED_BYTES = 2**29  # of a standby; it becomes as large as its worker when that is gone

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _MAX_FOLDER_CHARACTERS = 24
 _DRIVER: tuple[str, ...] = (sys.executable, "-m", DRIVER_MODULE)
 _END_SECONDS = 10.0
-_SPARE_AFTER_SECONDS = 8.0  # of training, in which the standby workers boot
+_SPARE_AFTER_SECONDS = 15.0  # of training, in which the standby workers boot
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
 #: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
