@@ -90,6 +90,8 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
 def load(name: str) -> dict[str, TrainingBlock]:
     """Load the blocks that are saved under a name, as arguments of ``elastic_train``; others are its defaults.
 
+    A deployment takes saved ones only as its parameters: save one of each type.
+
     Raises:
         ConfigurationError: None is saved under it.
     """

@@ -43,6 +43,10 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [*COMMANDS]
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.commands = {name: TyperCommand(name) for name in COMMANDS}  # what typer suggests for others
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None

@@ -50,21 +50,21 @@ def resume_flow_run(
 
     with errors(), get_client(sync_client=True) as client:
         try:
-            flow_run_id: UUID | None = UUID(run)
+            flow_run_id = UUID(run)
         except ValueError:
-            flow_run_id = resuming.newest_called(client, run)
-        if flow_run_id is None:
             if not storages:
                 default = default_block_name("storage") or DEFAULT_STORAGE
                 storages = [default] if default != DEFAULT_STORAGE or Path(default).expanduser().is_dir() else []
-            flow_run_id = resuming.flow_run_of(run, [open_briefly(text) for text in storages])
+            flow_run_id = resuming.flow_run_of(client, run, [open_briefly(text) for text in storages])
         said = []
-        for line in resuming.resume(client, flow_run_id, force=force):
-            said.append(line)
-            if not as_json:
-                console().print(line, markup=False)
-        if as_json:
-            print_json({"flow_run_id": str(flow_run_id), "said": said})
+        try:
+            for line in resuming.resume(client, flow_run_id, force=force):
+                said.append(line)
+                if not as_json:
+                    console().print(line, markup=False)
+        finally:  # what was done is told, also if the rest was refused
+            if as_json:
+                print_json({"flow_run_id": str(flow_run_id), "said": said})
 
 
 @app.command("create")

@@ -180,9 +180,9 @@ def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
     known = storage.run_names()
     meant = {run: [run] for run in known}
     if unknown := [run for run in runs or [] if run not in meant]:
-        owners = _of_each(lambda run: (run.name, run.owner), storage, known)
+        found = _of_each(_summary, storage, known)
         for name in unknown:
-            meant[name] = [run for run, owner in owners if owner is not None and owner.flow_run_name == name]
+            meant[name] = [run.name for run in found if run.flow_run_name == name]
             if not meant[name]:
                 raise ConfigurationError(f"there is no run {name!r} in {storage.uri}; see `elastic-train runs list`")
     return list(dict.fromkeys(chain.from_iterable(meant[run] for run in runs or known)))

@@ -120,7 +120,12 @@ def make_request(
         part=identity.training_part(flow_name, *which),
         resumed=place.resumed,
         has_datasets=bool(payload.datasets),
-        totals={name: config[name] for name in TOTALS & config.keys() if isinstance(config[name], int | float)},
+        # A ``num_steps`` may be anything, as the length of a roll-out.
+        totals={
+            name: total
+            for name, total in config.items()
+            if name in TOTALS and not name.startswith("num_") and isinstance(total, int | float)
+        },
         worker_runtime_env=worker_runtime_env or {},
         payload=pickle,
     )
@@ -168,9 +173,9 @@ def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
 
 def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSettings) -> None:
     """Refuse workers that no local cluster on this machine can hold; what Ray finds there is the driver's to check."""
-    if not cluster.is_local:
+    if not cluster.is_local or "RAY_OVERRIDE_RESOURCES" in os.environ:
         return
-    has_devices = any(map(glob.glob, _DEVICES)) or "RAY_OVERRIDE_RESOURCES" in os.environ
+    has_devices = any(map(glob.glob, _DEVICES))
     gpus = math.inf if cluster.num_gpus < 0 and has_devices else max(0, cluster.num_gpus)
     there = {"CPU": cluster.num_cpus or os.cpu_count() or math.inf, "GPU": gpus}
     wanted = scaling.resources_per_worker or {"CPU": float(scaling.accelerator == "cpu")}

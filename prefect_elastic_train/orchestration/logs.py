@@ -64,7 +64,7 @@ class RunLog(ev.EventHandler):
         self._ranks: dict[str, int] = {}
         self._attempt, self._run_uri = 0, ""
         #: Where a restart begins, as far as is known, and since when there is nobody to train; 0: somebody does.
-        self._checkpoint, self._stopped_at = "", 0.0
+        self._checkpoint, self._stopped_at, self._last_at = "", 0.0, 0.0
         #: The newest commit that no line has told of, how many there are besides, and when a line told of one.
         self._commit: ev.CheckpointCommitted | None = None
         self._others, self._commit_told_at, self._best = 0, 0.0, ""
@@ -94,7 +94,7 @@ class RunLog(ev.EventHandler):
         """
         if isinstance(event, ev.AttemptStarted):
             self._attempt, self._run_uri, self._checkpoint = event.attempt, event.run_uri, event.checkpoint
-            self._stopped_at = event.driver_started_at if event.attempt > 1 else 0.0
+            self._stopped_at = (self._last_at or event.driver_started_at) if event.attempt > 1 else 0.0
         elif isinstance(event, ev.CheckpointCommitted):
             self._checkpoint = event.checkpoint
         elif isinstance(event, ev.GroupFailed | ev.WorkerGroupResized):
@@ -102,6 +102,7 @@ class RunLog(ev.EventHandler):
         elif isinstance(event, ev.WorkerGroupStarted):
             by_pid = {f":{worker.rpartition(':')[2]}": rank for worker, rank in reversed(event.ranks.items())}
             self._ranks = {**event.ranks, **by_pid}
+        self._last_at = max(self._last_at, event.at)
         if not told:
             self._best, is_steady = best, isinstance(event, ev.STEADY)
             if not is_steady:

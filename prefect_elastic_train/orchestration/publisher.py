@@ -112,7 +112,8 @@ class _Payloads(ev.EventHandler):
             return [("started", {**told, "started_from": event.started_from[:_MAX_TEXT]})]
         why = next((incident.why for incident in reversed(report.incidents) if incident.kind == "driver"), "")
         told["reason"] = why[:_MAX_TEXT]
-        return [("driver-restarted", {**told, "driver_restarts": report.driver_restarts})]
+        counts = {"driver_restarts": report.driver_restarts, "counted": event.counted}
+        return [("driver-restarted", {**told, **counts})]
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> _Told:
         return [("workers-started", {"world_size": event.world_size, "checkpoint": loop_name(event.checkpoint)})]
@@ -126,6 +127,7 @@ class _Payloads(ev.EventHandler):
             "ranks": sorted({*map(int, event.errors), *chain.from_iterable(event.also.values())})[:_MAX_RANKS],
             "reasons": causes(event.errors, event.also),
             **event.model_dump(include={"retried", "reports_lost"}),
+            "gives_up": "" if event.retried else event.gives_up,
             **self._report.tally.model_dump(include={"worker_failures", "preemptions"}),
         }
         return [("preempted" if isinstance(event, ev.WorkersPreempted) else "worker-failed", told)]

@@ -30,7 +30,6 @@ from prefect.automations import (
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.actions import ActionTypes
 from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
 from prefect.exceptions import ObjectNotFound
@@ -68,16 +67,18 @@ _ENDINGS = {f"prefect.flow-run.{name}" for name in (*_FINAL, "AwaitingRetry", "S
 #: What failed, in the subject and in the body of an alert: which run, why, what happens next, and where to look.
 _FAILURES = {f"prefect.flow-run.{state}" for state in ("Failed", "TimedOut", "Crashed")}
 _SUBJECT = f"""{{% if event.event == "{WORKER_FAILED}" %}}Workers failed\
-{{% elif event.event == "{DRIVER_RESTARTED}" %}}A driver was lost\
+{{% elif event.event == "{DRIVER_RESTARTED}" %}}\
+{{{{ "Taken up again" if event.payload.counted == 1 else "A driver was lost" }}}}\
 {{% else %}}{{{{ event.resource["prefect.state-name"] }}}}{{% endif %}}: {{{{ flow_run.name }}}}"""
 _BODY = f"""{{% set told = event.payload %}}\
 {{% if event.event == "{WORKER_FAILED}" %}}Run {{{{ told.run_name }}}}: {{{{ told.reasons | join("; ") }}}}. \
 {{% if told.retried %}}The worker group is restarted, {{{{ told.reports_lost }}}} reports are done again.\
-{{% else %}}Its budget is used up, the attempt ends.{{% endif %}}\
+{{% else %}}{{{{ told.gives_up | capitalize }}}}: the attempt ends.{{% endif %}}\
 {{% elif event.event == "{DRIVER_RESTARTED}" %}}Run {{{{ told.run_name }}}}: {{{{ told.reason }}}}. \
 A new driver goes on from {{{{ told.checkpoint or "the beginning" }}}}.\
 {{% else %}}{{{{ event.resource["prefect.state-message"].rstrip(".") }}}}. \
-{{% if event.event.endswith("Crashed") %}}It is scheduled again, as often as its automation says.\
+{{% if event.event.endswith("Crashed") %}}\
+It goes on from the last checkpoint if its automation resumes it, else after a Retry.\
 {{% else %}}It stays so; after a Retry it goes on from the last checkpoint.{{% endif %}}{{% endif %}}"""
 #: How long after its beginning a run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
@@ -127,12 +128,19 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
         yield f"{name} is scheduled again: the next free runner of its deployment takes it"
 
 
-def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
-    """Find the flow run that a run belongs to: that of its newest attempt, or which claimed it."""
+def flow_run_of(client: SyncPrefectClient, run_name: str, storages: Sequence[Storage]) -> UUID:
+    """Find the flow run that a run belongs to: that of its newest attempt, or which claimed it; else of that name."""
     places = ", ".join(storage.uri for storage in storages) or "anywhere that is looked at: say where with --storage"
     found = [RunDirectory(storage.run(run_name)).owner for storage in storages if run_name in storage.run_names()]
     owners = {owner.flow_run_id: owner for owner in found if owner is not None}
     if not owners:
+        called = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_name])), limit=2)
+        if len(called) > 1:
+            raise ConfigurationError(
+                f"several flow runs are called {run_name!r}: give the id; see `prefect flow-run ls`"
+            )
+        if called:
+            return called[0].id
         raise ConfigurationError(f"there is no flow run {run_name!r}, and no run of this name is in {places}")
     if len(owners) > 1:
         raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")
@@ -144,13 +152,6 @@ def flow_run_of(run_name: str, storages: Sequence[Storage]) -> UUID:
             f"run {run_name!r} belongs to {owner.describe()}, which cannot be resumed; to go on with the run, "
             f"train with run_name={run_name!r} and resume=True"
         ) from error
-
-
-def newest_called(client: SyncPrefectClient, name: str) -> UUID | None:
-    """Find the newest flow run of a name, which is hardly ever given twice; None if there is none."""
-    named, newest = FlowRunFilter(name=FlowRunFilterName(any_=[name])), FlowRunSort.EXPECTED_START_TIME_DESC
-    found = client.read_flow_runs(flow_run_filter=named, sort=newest, limit=1)
-    return found[0].id if found else None
 
 
 def _signs_of_life(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:

@@ -20,6 +20,7 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
 from prefect.states import Cancelled
+from prefect.transactions import CommitMode, get_transaction
 
 from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
@@ -154,6 +155,8 @@ class Training:
             told = self._said_of(error) if isinstance(error, Stop) and error.flow_run_id else error
             if ending is not None and ending[0] is End.CANCELLED and not self.submitted:
                 self.stopped_by = told  # for the flow, once its task is Cancelled
+                if (transaction := get_transaction()) is not None:  # or what is around it would roll the state back
+                    transaction.commit_mode = CommitMode.EAGER
                 return Cancelled(
                     message=f"The training was cancelled: {ending[1] or 'its flow process was told to end'}"
                 )

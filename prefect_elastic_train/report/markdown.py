@@ -55,7 +55,7 @@ def _sections(report: RunReport, now: float, pictures: Mapping[str, str]) -> Ite
     incidents = [_incident(incident, now) for incident in reversed(report.incidents)] or ["Nothing yet."]
     yield "### What happened\n\n" + "\n".join(incidents)
     account = report.tally.account(now if report.is_live else None)
-    yield f"### Where the time went\n\n{_time(account)}\n\n{_worker_hours(report)}"
+    yield f"### Where the time went\n\n{_time(account)}\n\n{_worker_hours(report, now)}"
     saves = f"The loop saves {plain(report.saves)}.\n\n" if report.saves else ""
     yield f"### Checkpoints\n\n{saves}{_checkpoints(report, now)}"
     yield f"### Where\n\n{_places(report)}"
@@ -110,8 +110,9 @@ def _time(account: TimeAccount) -> str:
     return table(["", "time", "share"], rows)
 
 
-def _worker_hours(report: RunReport) -> str:
-    hours, price = report.tally.worker_seconds / 3600, report.price_per_worker_hour
+def _worker_hours(report: RunReport, now: float) -> str:
+    since = max(0.0, now - report.tally.mark) if report.is_live else 0.0
+    hours, price = (report.tally.worker_seconds + since * report.tally.workers) / 3600, report.price_per_worker_hour
     cost = f", which cost {hours * price:,.2f} at {price:g} an hour each" if price else ""
     return f"Workers were up for {hours:,.2f} hours in all ({plain(report.accelerator or 'cpu')}){cost}."
 

@@ -246,9 +246,10 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         self.paced_from, self.rates = None, {}
-        last = self.incidents[-1] if self.incidents else None
+        passing = ("repair", "capacity", "storage")
+        last = next((one for one in reversed(self.incidents) if one.kind not in passing), None)
         is_new = last is not None and " workers train after " not in last.what
-        if last is not None and is_new and last.kind in ("failure", "preemption", "resize", "driver"):
+        if last is not None and is_new and last.kind in ("failure", "preemption", "resize"):
             last.what += f"; {event.world_size} workers train after {event.at - last.at:.1f} s"
         self._set_world(event.at, event.world_size)
         self._set_state("training")
@@ -302,7 +303,7 @@ class RunReport(BaseModel, ev.EventHandler):
         self._set_state("resizing", sizes)
 
     def _see_progress(self, at: float) -> None:
-        found = _progress({**self.totals, **self.metrics})
+        found = _progress(self.metrics) or _progress({**self.totals, **self.metrics})
         counts = {name: _number(self.metrics.get(name)) for name in PACED}
         counted = {name: count for name, count in counts.items() if count is not None and math.isfinite(count)}
         if found is not None:

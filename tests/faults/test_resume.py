@@ -237,7 +237,7 @@ def test_an_alert_tells_of_each_failure_with_its_run_why_what_follows_and_a_link
             ]
             resource = {"prefect.resource.id": "elastic-train.run.digits", "prefect.resource.name": "digits"}
             failed = {"reasons": ["rank 1: killed", "rank 2: NaN"], "retried": True, "reports_lost": 7}
-            lost = {"reason": "driver_lost: signal 9", "checkpoint": "checkpoint_3"}
+            lost = {"reason": "driver_lost: signal 9", "checkpoint": "checkpoint_3", "counted": 2}
             for event, payload in {WORKER_FAILED: failed, DRIVER_RESTARTED: lost}.items():
                 emit_event(event, resource=resource, related=around, payload={"run_name": "digits", **payload})
             client.set_flow_run_state(run.id, Failed(message="the loss is not a number"), force=True)

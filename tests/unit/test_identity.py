@@ -87,6 +87,14 @@ def test_a_fingerprint_shows_what_is_hardly_secret_and_hides_the_rest() -> None:
         "tracker": "wJalrXUtnFEMIK7MDENGbPxRfiCY",
         "database": "postgresql://ada:lovelace@host/runs",
         "wandb": "4f2c9a1be07d55e8",
+        "db_pwd": "sesame",
+        "pin_code": 1234,
+        "url": "https://x/y?sig=sesame2024",
+        "dsn_like": "mysql:host=db;user=root",
+        "arguments": ["--password", "hunter2"],
+        "entry": {"name": "password", "value": "hunter2"},
+        "phrase": "abcd efgh ijkl mnop",
+        "number": 10**20,
         "huge": list(range(1000)),
         "object": object(),
     }
@@ -94,7 +102,19 @@ def test_a_fingerprint_shows_what_is_hardly_secret_and_hides_the_rest() -> None:
     assert mine.values == shown
     assert mine.config.keys() == config.keys()
     text = mine.model_dump_json()
-    for secret in ("correct-horse", "12345678", "battery", "wJalr", "lovelace", "4f2c9", "999, "):
+    for secret in (
+        "correct-horse",
+        "12345678",
+        "battery",
+        "wJalr",
+        "lovelace",
+        "4f2c9",
+        "sesame",
+        "hunter2",
+        "efgh",
+        "mysql",
+        "999, ",
+    ):
         assert secret not in text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -97,14 +98,16 @@ def test_checkpoints_are_told_of_every_half_minute_and_when_something_else_is(li
 
 def test_a_restart_says_how_long_nobody_trained(lines: Lines) -> None:
     log = _log(lines)
-    log.event(ev.WorkerFailed(at=100, errors={"0": "gone"}, retried=True))
-    log.event(ev.WorkerGroupStarted(at=101.84, world_size=2, checkpoint="a"))
-    log.event(ev.AttemptStarted(**BEGUN, driver_started_at=200))
-    log.event(ev.WorkerGroupStarted(at=208, world_size=2, checkpoint="a"))
+    t = time.time() + 100
+    log.event(ev.WorkerFailed(at=t, errors={"0": "gone"}, retried=True))
+    log.event(ev.WorkerGroupStarted(at=t + 1.84, world_size=2, checkpoint="a"))
+    log.event(ev.ControllerAlive(at=t + 50, doing="", seconds=1))
+    log.event(ev.AttemptStarted(**BEGUN, at=t + 60, driver_started_at=t + 59))
+    log.event(ev.WorkerGroupStarted(at=t + 68, world_size=2, checkpoint="a"))
     started = [text for text in lines.messages if "workers train" in text]
     assert [text.partition(";")[0] for text in started] == [
         "2 workers train again after 1.8 s",
-        "2 workers train again after 8.0 s",
+        "2 workers train again after 18.0 s",
     ]
 
 

@@ -40,8 +40,14 @@ def committed(number: int, **metrics: Any) -> ev.CheckpointCommitted:
 
 
 ERRORS = {"1": "The actor died", "0": "RuntimeError: Connection closed"}
-FAILED = {"retried": True, "reports_lost": 2, "worker_failures": 1, "preemptions": 0}
-PREEMPTED = {"retried": False, "reports_lost": 0, "worker_failures": 0, "preemptions": 1}
+FAILED = {"retried": True, "gives_up": "", "reports_lost": 2, "worker_failures": 1, "preemptions": 0}
+PREEMPTED = {
+    "retried": False,
+    "gives_up": "the budget is used up",
+    "reports_lost": 0,
+    "worker_failures": 0,
+    "preemptions": 1,
+}
 CAPACITY = {"possible_workers": 1, "min_workers": 2, "resources_per_worker": {"GPU": 1.0}, "missing": "1 GPU"}
 WAITED = {"who": "ranks", "seconds": 4.5, "tries": 7, "last": "SlowDown"}
 FROM = {"checkpoint": "from-base-x", "started_from": "s3://b/base/x"}
@@ -52,7 +58,11 @@ AGAIN = STARTED.model_copy(update={"attempt": 2, "checkpoint": "c1", "previous_e
     ("event", "name", "payload"),
     [
         (STARTED.model_copy(update=FROM), "started", FROM),
-        (AGAIN, "driver-restarted", {"attempt": 2, "checkpoint": "c1", "reason": "killed", "driver_restarts": 1}),
+        (
+            AGAIN,
+            "driver-restarted",
+            {"attempt": 2, "checkpoint": "c1", "reason": "killed", "driver_restarts": 1, "counted": 0},
+        ),
         (GROUP, "workers-started", {"world_size": 4, "checkpoint": ""}),
         (
             ev.WorkerGroupResized(old_size=4, new_size=6, reason="patience", waited_seconds=1.23456, reports_lost=2),

@@ -83,7 +83,7 @@ def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: py
 def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the_text_of_the_request() -> None:
     of_the_user = {
         "train_loop": "package.module:loop",
-        "train_loop_config": {"password": "hush", "max_steps": 9, "max_epochs": "many"},
+        "train_loop_config": {"password": "hush", "max_steps": 9, "max_epochs": "many", "num_steps": 128},
         "jax_config": "j",
     }
     asked = {"run_name": "mnist", "resume_from": "base@best", "worker_runtime_env": {"env_vars": {"A": "1"}}}
