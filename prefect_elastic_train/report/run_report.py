@@ -170,8 +170,8 @@ class RunReport(BaseModel, ev.EventHandler):
             recalled = RunReport.model_validate(event.report)
         except ValidationError:  # another version's
             return
-        own = {"run_name", "score_attribute", "score_order", "totals", "dashboard_url", "state", "detail"}
-        own |= {"accelerator", "price_per_worker_hour"}
+        own = {"run_name", "score_attribute", "score_order", "totals", "accelerator", "price_per_worker_hour"}
+        own |= {"dashboard_url", "state", "detail"}
         for name in RunReport.model_fields.keys() - own:
             setattr(self, name, getattr(recalled, name))
 
