@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-# Ray's 15 gives a worker a thirtieth of a core that another test is busy on, and half a minute's work an hour.
+# Ray's 15 leaves a worker a thirtieth of a core that another test is busy on: its boot would take minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Neither a profile of whoever runs this plays a part nor is what a killed loop left kept. Before Prefect is imported.
