@@ -266,7 +266,9 @@ class Episode:
             alive = [pid for pid in of_group.values() if psutil.pid_exists(pid)]
             return psutil.Process(alive[fault.of(alive)]) if alive else None
         there = self._cluster.processes() if self._cluster is not None else flow.marked() if driver else []
-        found = [one for one in titled(there, TITLES[kind]) if kind != "standby" or one.pid not in of_group.values()]
+        # A local cluster has processes ready that are no workers yet.
+        title = "ray::IDLE" if kind == "standby" and self._cluster is None else TITLES[kind]
+        found = [one for one in titled(there, title) if kind != "standby" or one.pid not in of_group.values()]
         return found[fault.of(found)] if found else None
 
     def _wrong(self, flow: FlowProcess) -> Iterator[str]:

@@ -94,6 +94,13 @@ class DriverSpec:
         """Whether nobody but the run's own workers wants the resources of the cluster."""
         return self.cluster.is_local and not self.request.has_datasets
 
+    @property
+    def is_prestarted(self) -> bool:
+        """Whether the cluster has processes ready for its next workers: they have no environment of their own then."""
+        has_environment = self.cluster.runtime_env or self.cluster.working_dir or self.request.worker_runtime_env
+        may = self.scaling.standby != "off" and self.scaling.accelerator == "cpu"
+        return self.is_alone and may and not has_environment
+
 
 @dataclass(frozen=True)
 class Payload:

@@ -37,7 +37,7 @@ from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.core.request import DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, standby
+from prefect_elastic_train.elastic import callbacks, prestart, standby
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
@@ -64,6 +64,10 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
         callbacks.current().look_at_reports(statuses)
         return statuses
+
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+        return prestart.worker_runtime_env(custom_runtime_env)
 
     def _start(self) -> None:
         """Start; what fails at any moment leaves nothing behind, and the death of a worker is a failed start."""
@@ -244,6 +248,8 @@ class _ElasticTrainerMixin:
             "failure_policy": RunFailurePolicy(self.run_config.failure_config),
         }
         data_parallel_trainer.TrainController = TrainController
+        if prestart.are_kept():
+            data_parallel_trainer.get_env_vars_to_propagate = prestart.NoVariables
         return super()._initialize_and_run_controller(**controller_arguments | policies)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -294,7 +300,8 @@ def make_trainer(
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
     ours: list[Any] = [callback, LoopCallback(context)]
     if spec.scaling.standby != "off" and standby.may_replace(spec.scaling, spec.request.framework):
-        ours.append(standby.Standbys(spec.request.framework, spec.scaling.standby == "on", first))
+        in_any_case = spec.scaling.standby == "on"
+        ours.append(standby.Standbys(spec.request.framework, in_any_case, first, context.attempt))
     parts = "" if spec.is_alone else requester_id(store), spec.scaling, ours
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
     trainer: DataParallelTrainer = trainer_type(**arguments)

@@ -21,7 +21,6 @@ import ray
 from ray._private import ray_constants
 from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker, Worker
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -29,20 +28,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from prefect_elastic_train.core.events import StandbysParked
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks
+from prefect_elastic_train.elastic import callbacks, prestart
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, scaling_config
 from prefect_elastic_train.elastic.loop_watch import ask
 from prefect_elastic_train.elastic.sizing import DEVICES, possible_workers
 from prefect_elastic_train.elastic.standby_process import GONE_SECONDS, about, own_devices, use_devices, warm_up
-from prefect_elastic_train.elastic.warming import memory_left
+from prefect_elastic_train.elastic.warming import WARM_BYTES, memory_left
 
 logger = logging.getLogger(__name__)
 
 #: Seconds that a worker group has trained when its standbys are booted, and between two looks whether they live.
 _BOOT_AFTER_SECONDS, _LOOK_SECONDS = 10.0, 10.0
+_AGAIN_AFTER_SECONDS = 2.0  # where a group or a driver has died before: others may follow
 _ANSWER_SECONDS = 1.0  # that workers and standbys may take
 _GROWTH_SECONDS = 60.0  # that a growth waits for its workers to boot
-_EXPECTED_BYTES = 2**29  # of a standby; it becomes as large as its worker when that is gone
 #: That a worker group waits for those of its workers that boot already: the first one, and later ones.
 _FIRST_SECONDS, _LATER_SECONDS = 30.0, 15.0
 
@@ -77,6 +76,7 @@ def boot_first(spec: DriverSpec, places: Mapping[str, int]) -> list[Standby]:
     try:
         if scaling.standby == "off" or scaling.accelerator != "cpu" or not may_replace(scaling, framework):
             return []
+        prestart.hurry()
         demand, nodes = demand_of(scaling_config(scaling)), cluster_nodes()
         there = [node for node in ray.nodes() if any(node["NodeID"] == one.id for one in nodes if not one.draining)]
         if len(nodes) == 1 and there:
@@ -140,13 +140,16 @@ def end(actors: Iterable[Any]) -> None:
 class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     """Boots, parks and ends the standbys of a run's worker groups."""
 
-    def __init__(self, framework: str, in_any_case: bool, first: list[Standby]) -> None:
+    def __init__(self, framework: str, in_any_case: bool, first: list[Standby], attempt: int) -> None:
         self._framework, self._in_any_case = framework, in_any_case
+        self._boot_after = _BOOT_AFTER_SECONDS if attempt == 1 else _AGAIN_AFTER_SECONDS
         self._parked, self._is_first = [*first], True
         self._group: Any = None
         self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
         self._looks_at, self._beyond_since = 0.0, float("inf")
         self._has_told, self._size_bytes, self._losses = "", 0, 0
+        #: Where there are these, none are parked but the first.
+        self._prestarted = prestart.Prestarted() if prestart.are_kept() else None
 
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
@@ -154,23 +157,29 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         self._group, self._losses = worker_group, 0
-        self._looks_at = time.monotonic() + _BOOT_AFTER_SECONDS
+        self._looks_at = time.monotonic() + self._boot_after
+        self._boot_after = _AGAIN_AFTER_SECONDS
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Boot what is missing, in a group that has trained for a while and is not about to be restarted."""
         now = time.monotonic()
         if self._group is None or now < self._looks_at or callbacks.current().is_draining:
             return
+        seconds = _LOOK_SECONDS
         try:
-            self._look()
+            if self._prestarted is None:
+                self._look()
+            elif not self._fill(self._prestarted):
+                seconds = _AGAIN_AFTER_SECONDS
         except Exception:
             logger.warning("Standby workers could not be booted; training goes on", exc_info=True)
             self._losses += 1
         # What dies again and again, as for want of memory, is booted ever more seldom.
-        self._looks_at = now + _LOOK_SECONDS * 2.0 ** min(self._losses, 10)
+        self._looks_at = now + seconds * 2.0 ** min(self._losses, 10)
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         self._group = None
+        prestart.hurry()
         self._before = defaultdict(list)
         for worker in worker_group.get_workers():
             self._before[worker.metadata.node_id].append(worker.metadata.pid)
@@ -193,6 +202,8 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
         On GPUs none are booted: which they would see is not known.
         """
+        if self._prestarted is not None:
+            return True  # nothing joins a local cluster
         self._settle()
         self._beyond_since = self._beyond_since if beyond else float("inf")
         for one in [one for one in self._parked if one.is_beyond and one.node_id not in beyond]:
@@ -240,6 +251,15 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             end(one.actor for one in parked)
         return taken
 
+    def _fill(self, prestarted: prestart.Prestarted) -> bool:
+        """Have processes ready for the next controller and workers; return whether no more are to come."""
+        workers = len(self._group.get_workers())
+        sizes = prestarted.fill(workers + prestart.BESIDE_WORKERS, self._in_any_case)
+        if sizes is not None:
+            self._size_bytes = max(sizes, default=0)
+            self._tell(max(0, len(sizes) - prestart.BESIDE_WORKERS), workers)
+        return sizes is not None
+
     def _look(self) -> None:
         """Take in which standbys are warm and which are gone, and boot one for each worker that has none."""
         self._settle()
@@ -257,10 +277,10 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         for rank, free in answers.items():
             node = lacking[rank].metadata.node_id
             booting = sum(one.node_id == node and one.metadata is None for one in self._parked)
-            if self._in_any_case or free >= (booting + 1) * _EXPECTED_BYTES:
+            if self._in_any_case or free >= (booting + 1) * WARM_BYTES:
                 self._parked.append(self._boot(node, devices[node]))
         if len(answers) == len(lacking) and not any(one.metadata is None for one in self._parked if not one.is_beyond):
-            self._tell(len(workers))
+            self._tell(sum(not one.is_beyond for one in self._parked), len(workers))
 
     def _settle(self) -> None:
         """Take in what the standbys have said; one that is gone is no more."""
@@ -283,8 +303,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         booted = _boot(group._worker_cls, runtime_env, node_id, visible, self._framework, cpus, False)
         return replace(booted, is_beyond=is_beyond)
 
-    def _tell(self, wanted: int) -> None:
-        parked = sum(not one.is_beyond for one in self._parked)
+    def _tell(self, parked: int, wanted: int) -> None:
         words = f"{parked} of {wanted}"
         if words != self._has_told:
             self._has_told = words
@@ -293,7 +312,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
 def _boot(worker_class: type, runtime_env: Mapping[str, Any] | None, node_id: str, visible: str, *how: Any) -> Standby:
     """Boot a standby, and have it warm up with what it may see, and how."""
-    runtime_env = WorkerGroup._get_worker_runtime_env(runtime_env or {})
+    runtime_env = prestart.worker_runtime_env(runtime_env or {})
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
     actor = ray.remote(num_cpus=0, runtime_env=runtime_env, scheduling_strategy=affinity)(worker_class).remote()
     return Standby(actor, node_id, visible, actor.execute.remote(warm_up, visible, *how))

@@ -9,7 +9,8 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 #: What is kept ready takes no more of a node's memory than leaves this share of it.
 _LEFT_FREE = 0.15
 _IDLE_SECONDS, _BOOT_SECONDS = 60.0, 240.0  # for which imports are waited for, first at the lowest priority
+_LOOK_SECONDS = 0.1  # between two looks whether they are needed
+WARM_BYTES = 2**29  # that one is expected to take; a standby becomes as large as its worker when that is gone
 #: What the first steps of a loop import, by framework.
 WORKER_MODULES = {
     "torch": (
@@ -30,8 +33,8 @@ WORKER_MODULES = {
 }
 
 
-def begin_imports(modules: Iterable[str], in_a_hurry: bool = False) -> threading.Thread:
-    """Import what is there of some modules; unless in a hurry, with what processor time nobody else wants.
+def begin_imports(modules: Iterable[str]) -> threading.Thread:
+    """Import what is there of some modules, with what processor time nobody else wants.
 
     Where a process may not leave the lowest priority by itself, for which it needs a capability, the kernel is told
     that others are to be preferred.
@@ -42,7 +45,7 @@ def begin_imports(modules: Iterable[str], in_a_hurry: bool = False) -> threading
     trial.join()
     importing.start()
     with suppress(OSError, AttributeError):
-        if not in_a_hurry and importing.native_id is not None:
+        if importing.native_id is not None:
             policy = os.SCHED_IDLE if may_leave == [True] else os.SCHED_BATCH
             os.sched_setscheduler(importing.native_id, policy, os.sched_param(0))
     return importing
@@ -56,13 +59,17 @@ def hurry() -> None:
                 os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
-def finish_imports(importing: threading.Thread) -> None:
-    """Wait for the imports, and take the usual priority back; after a minute so that they get on beside busy others.
+def finish_imports(importing: threading.Thread, are_needed: Callable[[], bool] = lambda: False) -> None:
+    """Wait for the imports, and take the usual priority back: once they are needed, or after a minute.
+
+    Then they get on beside busy others, too.
 
     Raises:
         TimeoutError: They take too long.
     """
-    importing.join(_IDLE_SECONDS)
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while importing.is_alive() and time.monotonic() < deadline and not are_needed():
+        importing.join(_LOOK_SECONDS)
     hurry()
     importing.join(_BOOT_SECONDS)
     if importing.is_alive():

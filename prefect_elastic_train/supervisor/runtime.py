@@ -26,8 +26,8 @@ from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import DRIVER_MODULE, MARK_VARIABLE, PRINT_PATCH, DriverSpec
-from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.driver.spare import SPARE
+from prefect_elastic_train.elastic import prestart
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _MAX_FOLDER_CHARACTERS = 24
 _DRIVER: tuple[str, ...] = (sys.executable, "-m", DRIVER_MODULE)
 _END_SECONDS = 10.0
-_SPARE_AFTER_SECONDS = 15.0  # of training, in which the standby workers boot
+_SPARE_AFTER_SECONDS = 15.0, 5.0  # of training, in which the standby workers boot: the first, and later ones
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
 #: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
@@ -84,6 +84,7 @@ class Runtime:
     _cluster: LocalCluster | None = field(default=None, init=False)
     _spare: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _spare_is_due: float = field(default=float("inf"), init=False)
+    _had_spare: bool = field(default=False, init=False)
     #: What starts a spare driver, in which environment.
     _spare_start: tuple[list[str], dict[str, str]] = field(default=([], {}), init=False)
 
@@ -106,9 +107,7 @@ class Runtime:
             if self._cluster is not None and self._cluster.is_dead():
                 end_marked(str(folder), _END_SECONDS)
                 self._cluster = None
-            # Ray Data needs a CPU beside those that the workers hold.
-            extra_cpus = int(spec.request.has_datasets)
-            cluster = self._cluster = self._cluster or LocalCluster(spec.cluster, extra_cpus, folder, environment)
+            cluster = self._cluster = self._cluster or LocalCluster(spec, folder, environment)
             cluster.admit(environment)
             patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             settings = spec.cluster.model_copy(update=patience)
@@ -169,7 +168,9 @@ class Runtime:
         """Have a spare driver soon, now that a worker group trains, unless there is one."""
         if self._spare_start[0] and (self._spare is None or self._spare.poll() is not None):
             self._end_spare()
-            self._spare_is_due = time.monotonic() + _SPARE_AFTER_SECONDS
+            first, later = _SPARE_AFTER_SECONDS
+            self._spare_is_due = time.monotonic() + (later if self._had_spare else first)
+            self._had_spare = True
 
     def keep_guarded(self) -> None:
         """Start the guard, or another one if it was killed."""
@@ -239,15 +240,20 @@ def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
 class LocalCluster:
     """A head node on this machine, with a token, ports and a session folder of its own."""
 
-    settings: ClusterSettings
-    #: To add to this machine's count, for Ray Data beside the workers.
-    extra_cpus: int
+    #: Of the first attempt.
+    spec: InitVar[DriverSpec]
     #: The training's private one; its path is short, since sockets are made below it.
     folder: Path
     #: Of the training's processes, with their mark.
     environment: InitVar[dict[str, str]]
 
-    def __post_init__(self, environment: dict[str, str]) -> None:
+    def __post_init__(self, spec: DriverSpec, environment: dict[str, str]) -> None:
+        self._settings = spec.cluster
+        own_cpus = self._settings.num_cpus or len(os.sched_getaffinity(0))
+        # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
+        # the limits of a container.
+        self._num_cpus = own_cpus + 1 if spec.request.has_datasets else self._settings.num_cpus
+        self._more = prestart.environment(spec, self.folder, own_cpus) if spec.is_prestarted else {}
         self._log = self.folder / "r0.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port = _free_port()
@@ -263,7 +269,7 @@ class LocalCluster:
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
         use_token(environment, self._token, self.folder)
-        environment.update(_RECONNECT)
+        environment.update(_RECONNECT | self._more)
 
     def start(self) -> None:
         """Start the head node, unless that was done; one that is to be given up is ended by its mark."""
@@ -297,12 +303,10 @@ class LocalCluster:
             "--dashboard-agent-listen-port=0",
             f"--temp-dir={session_folder}",
         ]
-        # Without a number Ray counts by itself, and knows of the limits of a container.
-        if self.settings.num_cpus or self.extra_cpus:
-            own = self.settings.num_cpus or len(os.sched_getaffinity(0))
-            command.append(f"--num-cpus={own + self.extra_cpus}")
-        if self.settings.num_gpus >= 0:
-            command.append(f"--num-gpus={self.settings.num_gpus}")
+        if self._num_cpus:
+            command.append(f"--num-cpus={self._num_cpus}")
+        if self._settings.num_gpus >= 0:
+            command.append(f"--num-gpus={self._settings.num_gpus}")
         return command
 
 

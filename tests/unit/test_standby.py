@@ -75,7 +75,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def _parked(*standbys: tuple[str, str, str]) -> Standbys:
     """Those parked of so many nodes, which see so many GPUs, in a state."""
-    pool = Standbys("torch", in_any_case=False, first=[])
+    pool = Standbys("torch", in_any_case=False, first=[], attempt=1)
     for node, visible, state in standbys:
         actor = Actor(f"{node}/{visible}/{state}", node, state)
         metadata = _metadata(node) if state != "boots" else None
@@ -142,7 +142,7 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
     monkeypatch.setattr(
         standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), free - 0.3 * GIB * len(pool._parked))
     )
-    pool = Standbys("torch", in_any_case, [])
+    pool = Standbys("torch", in_any_case, [], 1)
     workers = [SimpleNamespace(metadata=_metadata(NODE), resources={"CPU": 1}) for _ in range(2)]
     run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env={"env_vars": {"A": "b"}}))
     group = SimpleNamespace(
