@@ -266,8 +266,8 @@ class Episode:
             alive = [pid for pid in of_group.values() if psutil.pid_exists(pid)]
             return psutil.Process(alive[fault.of(alive)]) if alive else None
         there = self._cluster.processes() if self._cluster is not None else flow.marked() if driver else []
-        # A local cluster has processes ready that are no workers yet.
-        title = "ray::IDLE" if kind == "standby" and self._cluster is None else TITLES[kind]
+        # A local cluster has none, and forks its workers.
+        title = "fork_server" if kind == "standby" and self._cluster is None else TITLES[kind]
         found = [one for one in titled(there, title) if kind != "standby" or one.pid not in of_group.values()]
         return found[fault.of(found)] if found else None
 
@@ -353,6 +353,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # what was started is ended
     until, seed, wrong, played = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0, Counter[str]()
     with ExitStack() as stack:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else another one beside it starves its workers
         os.environ["PREFECT_HOME"] = home = stack.enter_context(tempfile.TemporaryDirectory(prefix="t-"))
         upstream = stack.enter_context(prefect_server(Path(home)))
         api = stack.enter_context(FaultProxy(upstream.removesuffix("/api")))

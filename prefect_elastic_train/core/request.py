@@ -25,6 +25,8 @@ from prefect_elastic_train.core.storage_settings import StorageSettings
 DRIVER_MODULE, JOB_MODULE = "prefect_elastic_train.driver", "elastic_train_job"
 #: Environment variable with the mark that all processes of one training inherit.
 MARK_VARIABLE = "PREFECT_ELASTIC_TRAIN_PROCESS_MARK"
+#: The path of a local cluster's fork server's socket, in the environment of its processes and its drivers.
+FORK_SERVER_VARIABLE = "PREFECT_ELASTIC_TRAIN_FORK_SERVER"
 #: Of Ray Train in the workers: whether it shows what they print once more, beside what it shows of all processes.
 PRINT_PATCH = "RAY_TRAIN_ENABLE_PRINT_PATCH"
 STOP_FILE = "stop"  # beside the spec; the supervisor makes it before it ends a driver on purpose
@@ -95,11 +97,10 @@ class DriverSpec:
         return self.cluster.is_local and not self.request.has_datasets
 
     @property
-    def is_prestarted(self) -> bool:
-        """Whether the cluster has processes ready for its next workers: they have no environment of their own then."""
+    def is_forked(self) -> bool:
+        """Whether the cluster's processes may be forked from one: all have the same environment, and no devices."""
         has_environment = self.cluster.runtime_env or self.cluster.working_dir or self.request.worker_runtime_env
-        may = self.scaling.standby != "off" and self.scaling.accelerator == "cpu"
-        return self.is_alone and may and not has_environment
+        return self.is_alone and self.scaling.accelerator == "cpu" and not has_environment
 
 
 @dataclass(frozen=True)

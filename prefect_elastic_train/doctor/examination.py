@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import BlockDocument
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from prefect_elastic_train.blocks._common import TrainingBlock
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
 from prefect_elastic_train.core.events import ClusterConnected, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
@@ -71,7 +72,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
         blocks = chosen_blocks({"storage": storage, "cluster": cluster}, profile)
         request = RunRequest("doctor", Owner(flow_run_id="doctor"), fingerprint("doctor:none", "none", None))
         specs.append(driver_spec(request, blocks))
-        yield ok(f"a training takes {', '.join(saved_name(one) or type(one).__name__ for one in blocks.values())}")
+        yield ok(f"a training takes {', '.join(map(_in_words, blocks.values()))}")
 
     def check_storage() -> Iterator[Finding]:
         with preflight(specs[0].storage):
@@ -184,11 +185,12 @@ def _joined(spec: DriverSpec, seconds: float) -> Finding:
     # What is sent along is for the loop.
     patience = min(spec.cluster.connect_timeout_seconds, max(1.0, seconds - _LEAVE_SECONDS))
     bare = {"runtime_env": {}, "working_dir": "", "connect_timeout_seconds": patience}
+    alone = spec.scaling.model_copy(update={"standby": "off"})
     settings = ElasticTrainSettings.model_construct(stop_grace_seconds=0.5)
     runtime = Runtime(settings, events.append, lambda source, line: None, check_time)
     runtime.driver_command = (sys.executable, "-m", "prefect_elastic_train.doctor.probe")
     try:
-        ended = runtime.run_attempt(replace(spec, cluster=spec.cluster.model_copy(update=bare)))
+        ended = runtime.run_attempt(replace(spec, scaling=alone, cluster=spec.cluster.model_copy(update=bare)))
     finally:
         runtime.close()
     for event in events:
@@ -236,6 +238,13 @@ def _asking_prefect() -> Iterator[SyncPrefectClient]:
         get_client(httpx_settings={"timeout": _ANSWER_SECONDS}, sync_client=True) as client,
     ):
         yield client
+
+
+def _in_words(block: TrainingBlock) -> str:
+    """Return a block's name, and what it says otherwise than by default; secrets are asterisks."""
+    differing = block.model_dump(mode="json", include=set(type(block).model_fields), exclude_defaults=True)
+    words = ", ".join(f"{name}={value}" for name, value in differing.items())
+    return f"{saved_name(block) or type(block).__name__}{f' ({words})' if words else ''}"
 
 
 def _installed(name: str) -> str:

@@ -118,18 +118,15 @@ class Attempt:
             ends_at=spec.ends_at,
         )
         from prefect_elastic_train.elastic.controller import make_trainer
-        from prefect_elastic_train.elastic.standby import boot_first
 
-        told = replace(spec, scaling=scaling)
-        first = boot_first(told, self._past.places)
         teller.doing("making the datasets")
         datasets = make_datasets(payload)
         teller.doing("")
         try:
-            trainer = make_trainer(told, payload, datasets, self.store, context, self._receiver.receiving, first)
+            told = replace(spec, scaling=scaling)
+            trainer = make_trainer(told, payload, datasets, self.store, context, self._receiver.receiving)
         except (TypeError, ValueError, DeprecationWarning) as error:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
-        # For the controller, which inherits it; the first workers, which boot by now, need no environment of their own.
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
         if spec.cluster.is_local:
             # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.

@@ -35,9 +35,9 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
-from prefect_elastic_train.core.request import DriverSpec, Payload
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, prestart, standby
+from prefect_elastic_train.elastic import callbacks, standby
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
@@ -67,7 +67,9 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-        return prestart.worker_runtime_env(custom_runtime_env)
+        """Return none of Ray Train's own for processes that have it all from their node."""
+        is_forked = FORK_SERVER_VARIABLE in os.environ
+        return custom_runtime_env if is_forked else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
     def _start(self) -> None:
         """Start; what fails at any moment leaves nothing behind, and the death of a worker is a failed start."""
@@ -233,6 +235,13 @@ def _free_slices(demand: Demand, slices: int) -> list[Slice]:
         time.sleep(_LOOK_SECONDS)
 
 
+class _NoVariables(dict[str, str]):
+    """The environment of a controller that has it from its node; Ray Train would add a variable of its own."""
+
+    def setdefault(self, name: str, value: str = "", /) -> str:
+        return value
+
+
 class _ElasticTrainerMixin:
     """Puts our parts into the controller of a Ray Train trainer, which has those of a run in ``_parts``."""
 
@@ -248,8 +257,8 @@ class _ElasticTrainerMixin:
             "failure_policy": RunFailurePolicy(self.run_config.failure_config),
         }
         data_parallel_trainer.TrainController = TrainController
-        if prestart.are_kept():
-            data_parallel_trainer.get_env_vars_to_propagate = prestart.NoVariables
+        if FORK_SERVER_VARIABLE in os.environ:
+            data_parallel_trainer.get_env_vars_to_propagate = _NoVariables
         return super()._initialize_and_run_controller(**controller_arguments | policies)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -270,12 +279,8 @@ def make_trainer(
     store: RunStore,
     context: RunContext,
     receiving: Receiving,
-    first: list[standby.Standby],
 ) -> DataParallelTrainer:
-    """Return the trainer of the framework that a run is for, with our parts in its controller.
-
-    The workers ``first`` boot already.
-    """
+    """Return the trainer of the framework that a run is for, with our parts in its controller."""
     arguments: dict[str, Any] = {
         "train_loop_per_worker": payload.train_loop,
         "train_loop_config": payload.train_loop_config,
@@ -299,9 +304,13 @@ def make_trainer(
     score = spec.checkpoints.score_attribute
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
     ours: list[Any] = [callback, LoopCallback(context)]
-    if spec.scaling.standby != "off" and standby.may_replace(spec.scaling, spec.request.framework):
+    if (
+        spec.scaling.standby != "off"
+        and not spec.is_forked
+        and standby.may_replace(spec.scaling, spec.request.framework)
+    ):
         in_any_case = spec.scaling.standby == "on"
-        ours.append(standby.Standbys(spec.request.framework, in_any_case, first, context.attempt))
+        ours.append(standby.Standbys(spec.request.framework, in_any_case, context.attempt))
     parts = "" if spec.is_alone else requester_id(store), spec.scaling, ours
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
     trainer: DataParallelTrainer = trainer_type(**arguments)

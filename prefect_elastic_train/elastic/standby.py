@@ -21,19 +21,18 @@ import ray
 from ray._private import ray_constants
 from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker, Worker
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from prefect_elastic_train.core.events import StandbysParked
-from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, prestart
-from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, scaling_config
+from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.loop_watch import ask
-from prefect_elastic_train.elastic.sizing import DEVICES, possible_workers
+from prefect_elastic_train.elastic.sizing import DEVICES
 from prefect_elastic_train.elastic.standby_process import GONE_SECONDS, about, own_devices, use_devices, warm_up
-from prefect_elastic_train.elastic.warming import WARM_BYTES, memory_left
+from prefect_elastic_train.elastic.warming import memory_left
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +40,9 @@ logger = logging.getLogger(__name__)
 _BOOT_AFTER_SECONDS, _LOOK_SECONDS = 10.0, 10.0
 _AGAIN_AFTER_SECONDS = 2.0  # where a group or a driver has died before: others may follow
 _ANSWER_SECONDS = 1.0  # that workers and standbys may take
+_EXPECTED_BYTES = 2**29  # of a standby; it becomes as large as its worker when that is gone
 _GROWTH_SECONDS = 60.0  # that a growth waits for its workers to boot
-#: That a worker group waits for those of its workers that boot already: the first one, and later ones.
-_FIRST_SECONDS, _LATER_SECONDS = 30.0, 15.0
+_BOOTING_SECONDS = 15.0  # that a worker group waits for those of its workers that boot already
 
 
 @dataclass
@@ -64,31 +63,6 @@ class Standby:
 
 #: Of this controller process.
 _current: Standbys | None = None
-
-
-def boot_first(spec: DriverSpec, places: Mapping[str, int]) -> list[Standby]:
-    """Boot the workers of an attempt's first group while its controller comes up, if it is known where they will be.
-
-    That is on the only node there is, or where they were before: ``places`` has so many by the address of a node.
-    """
-    scaling, framework = spec.scaling, spec.request.framework
-    booted: list[Standby] = []
-    try:
-        if scaling.standby == "off" or scaling.accelerator != "cpu" or not may_replace(scaling, framework):
-            return []
-        prestart.hurry()
-        demand, nodes = demand_of(scaling_config(scaling)), cluster_nodes()
-        there = [node for node in ray.nodes() if any(node["NodeID"] == one.id for one in nodes if not one.draining)]
-        if len(nodes) == 1 and there:
-            places = {there[0]["NodeManagerAddress"]: possible_workers(nodes, demand)}
-        for node in there:
-            for _ in range(min(places.get(node["NodeManagerAddress"], 0), demand.max_workers - len(booted))):
-                runtime_env = spec.request.worker_runtime_env
-                cpus = demand.resources.get("CPU", 0)
-                booted.append(_boot(RayTrainWorker, runtime_env, node["NodeID"], "", framework, cpus, True))
-    except Exception:
-        logger.warning("The first workers boot no sooner than their worker group", exc_info=True)
-    return booted
 
 
 def take(group: PlacementGroup, indices: list[int], resources: dict[str, float]) -> dict[int, Worker]:
@@ -140,16 +114,14 @@ def end(actors: Iterable[Any]) -> None:
 class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     """Boots, parks and ends the standbys of a run's worker groups."""
 
-    def __init__(self, framework: str, in_any_case: bool, first: list[Standby], attempt: int) -> None:
+    def __init__(self, framework: str, in_any_case: bool, attempt: int) -> None:
         self._framework, self._in_any_case = framework, in_any_case
         self._boot_after = _BOOT_AFTER_SECONDS if attempt == 1 else _AGAIN_AFTER_SECONDS
-        self._parked, self._is_first = [*first], True
+        self._parked: list[Standby] = []
         self._group: Any = None
         self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
         self._looks_at, self._beyond_since = 0.0, float("inf")
         self._has_told, self._size_bytes, self._losses = "", 0, 0
-        #: Where there are these, none are parked but the first.
-        self._prestarted = prestart.Prestarted() if prestart.are_kept() else None
 
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
@@ -165,21 +137,16 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         now = time.monotonic()
         if self._group is None or now < self._looks_at or callbacks.current().is_draining:
             return
-        seconds = _LOOK_SECONDS
         try:
-            if self._prestarted is None:
-                self._look()
-            elif not self._fill(self._prestarted):
-                seconds = _AGAIN_AFTER_SECONDS
+            self._look()
         except Exception:
             logger.warning("Standby workers could not be booted; training goes on", exc_info=True)
             self._losses += 1
         # What dies again and again, as for want of memory, is booted ever more seldom.
-        self._looks_at = now + seconds * 2.0 ** min(self._losses, 10)
+        self._looks_at = now + _LOOK_SECONDS * 2.0 ** min(self._losses, 10)
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         self._group = None
-        prestart.hurry()
         self._before = defaultdict(list)
         for worker in worker_group.get_workers():
             self._before[worker.metadata.node_id].append(worker.metadata.pid)
@@ -191,19 +158,16 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self.release()
 
     def wait_for_booting(self) -> None:
-        """Wait for workers that boot since the attempt began, or beside the last ones: no others are sooner ready."""
+        """Wait for workers that boot beside the last ones: no others are sooner ready."""
         booting = [one.asked for one in self._parked if one.metadata is None and not one.is_beyond]
-        seconds, self._is_first = _FIRST_SECONDS if self._is_first else _LATER_SECONDS, False
         if booting:
-            ray.wait(booting, num_returns=len(booting), timeout=seconds)
+            ray.wait(booting, num_returns=len(booting), timeout=_BOOTING_SECONDS)
 
     def prepare(self, beyond: Mapping[str, int]) -> bool:
         """Have so many standbys on each node beside those of the workers; return whether they need not be waited for.
 
         On GPUs none are booted: which they would see is not known.
         """
-        if self._prestarted is not None:
-            return True  # nothing joins a local cluster
         self._settle()
         self._beyond_since = self._beyond_since if beyond else float("inf")
         for one in [one for one in self._parked if one.is_beyond and one.node_id not in beyond]:
@@ -251,15 +215,6 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             end(one.actor for one in parked)
         return taken
 
-    def _fill(self, prestarted: prestart.Prestarted) -> bool:
-        """Have processes ready for the next controller and workers; return whether no more are to come."""
-        workers = len(self._group.get_workers())
-        sizes = prestarted.fill(workers + prestart.BESIDE_WORKERS, self._in_any_case)
-        if sizes is not None:
-            self._size_bytes = max(sizes, default=0)
-            self._tell(max(0, len(sizes) - prestart.BESIDE_WORKERS), workers)
-        return sizes is not None
-
     def _look(self) -> None:
         """Take in which standbys are warm and which are gone, and boot one for each worker that has none."""
         self._settle()
@@ -277,10 +232,10 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         for rank, free in answers.items():
             node = lacking[rank].metadata.node_id
             booting = sum(one.node_id == node and one.metadata is None for one in self._parked)
-            if self._in_any_case or free >= (booting + 1) * WARM_BYTES:
+            if self._in_any_case or free >= (booting + 1) * _EXPECTED_BYTES:
                 self._parked.append(self._boot(node, devices[node]))
         if len(answers) == len(lacking) and not any(one.metadata is None for one in self._parked if not one.is_beyond):
-            self._tell(sum(not one.is_beyond for one in self._parked), len(workers))
+            self._tell(len(workers))
 
     def _settle(self) -> None:
         """Take in what the standbys have said; one that is gone is no more."""
@@ -297,25 +252,21 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
                 end([one.actor])
 
     def _boot(self, node_id: str, visible: str, is_beyond: bool = False) -> Standby:
-        group = self._group
-        runtime_env = group._train_run_context.run_config.worker_runtime_env
+        """Boot a standby, and have it warm up with what it may see."""
+        group, affinity = self._group, NodeAffinitySchedulingStrategy(node_id, soft=False)
+        own = group._train_run_context.run_config.worker_runtime_env or {}
+        how = {"runtime_env": WorkerGroup._get_worker_runtime_env(own), "scheduling_strategy": affinity}
+        actor = ray.remote(num_cpus=0, **how)(group._worker_cls).remote()
         cpus = group.get_worker_group_context().resources_per_worker.get("CPU", 0)
-        booted = _boot(group._worker_cls, runtime_env, node_id, visible, self._framework, cpus, False)
-        return replace(booted, is_beyond=is_beyond)
+        asked = actor.execute.remote(warm_up, visible, self._framework, cpus)
+        return Standby(actor, node_id, visible, asked, is_beyond=is_beyond)
 
-    def _tell(self, parked: int, wanted: int) -> None:
+    def _tell(self, wanted: int) -> None:
+        parked = sum(not one.is_beyond for one in self._parked)
         words = f"{parked} of {wanted}"
         if words != self._has_told:
             self._has_told = words
             callbacks.current().tell(StandbysParked(parked=parked, wanted=wanted, size_bytes=self._size_bytes))
-
-
-def _boot(worker_class: type, runtime_env: Mapping[str, Any] | None, node_id: str, visible: str, *how: Any) -> Standby:
-    """Boot a standby, and have it warm up with what it may see, and how."""
-    runtime_env = prestart.worker_runtime_env(runtime_env or {})
-    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    actor = ray.remote(num_cpus=0, runtime_env=runtime_env, scheduling_strategy=affinity)(worker_class).remote()
-    return Standby(actor, node_id, visible, actor.execute.remote(warm_up, visible, *how))
 
 
 def _worker(standby: Standby, devices: Mapping[str, list[Any]], resources: dict[str, float], index: int) -> Worker:

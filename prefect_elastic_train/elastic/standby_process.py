@@ -21,7 +21,7 @@ GONE_SECONDS = 10.0  # for which a worker waits for the end of those that had it
 _THREADS = "OMP_NUM_THREADS"
 
 
-def warm_up(visible: str, framework: str, cpus: float, in_a_hurry: bool) -> tuple[int, ActorMetadata]:
+def warm_up(visible: str, framework: str, cpus: float) -> tuple[int, ActorMetadata]:
     """Do what comes before the first step of a loop, and return what :func:`about` does.
 
     The loop itself is left alone: what its module does when it is imported may depend on the rank, or be meant for a
@@ -32,7 +32,7 @@ def warm_up(visible: str, framework: str, cpus: float, in_a_hurry: bool) -> tupl
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     if framework == "jax":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported; on GPUs there is no standby
-    finish_imports(begin_imports(WORKER_MODULES.get(framework, ())), lambda: in_a_hurry)
+    finish_imports(begin_imports(WORKER_MODULES.get(framework, ())))
     if framework == "torch":
         step_of_torch()
     return about()

@@ -9,8 +9,7 @@ import importlib
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 
 logger = logging.getLogger(__name__)
@@ -18,8 +17,6 @@ logger = logging.getLogger(__name__)
 #: What is kept ready takes no more of a node's memory than leaves this share of it.
 _LEFT_FREE = 0.15
 _IDLE_SECONDS, _BOOT_SECONDS = 60.0, 240.0  # for which imports are waited for, first at the lowest priority
-_LOOK_SECONDS = 0.1  # between two looks whether they are needed
-WARM_BYTES = 2**29  # that one is expected to take; a standby becomes as large as its worker when that is gone
 #: What the first steps of a loop import, by framework.
 WORKER_MODULES = {
     "torch": (
@@ -59,17 +56,13 @@ def hurry() -> None:
                 os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
 
 
-def finish_imports(importing: threading.Thread, are_needed: Callable[[], bool] = lambda: False) -> None:
-    """Wait for the imports, and take the usual priority back: once they are needed, or after a minute.
-
-    Then they get on beside busy others, too.
+def finish_imports(importing: threading.Thread) -> None:
+    """Wait for the imports, and take the usual priority back; after a minute so that they get on beside busy others.
 
     Raises:
         TimeoutError: They take too long.
     """
-    deadline = time.monotonic() + _IDLE_SECONDS
-    while importing.is_alive() and time.monotonic() < deadline and not are_needed():
-        importing.join(_LOOK_SECONDS)
+    importing.join(_IDLE_SECONDS)
     hurry()
     importing.join(_BOOT_SECONDS)
     if importing.is_alive():

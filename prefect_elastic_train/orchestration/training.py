@@ -21,6 +21,7 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
 from prefect.states import Cancelled
 from prefect.transactions import CommitMode, get_transaction
+from prefect.utilities.urls import url_for
 
 from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
@@ -214,15 +215,17 @@ class Training:
         spec = self._driver_spec()
         if self._publisher is None and runtime.settings.reporting:
             score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
-            workers = {
+            flow_run_id = next(iter(self.place.flow_run_ids), "")
+            own = {
+                "flow_run_url": (url_for("flow-run", UUID(flow_run_id)) if flow_run_id else "") or "",
                 "accelerator": spec.scaling.accelerator_type or spec.scaling.accelerator,
                 "price_per_worker_hour": spec.scaling.price_per_worker_hour,
             }
             self._publisher = Publisher(
-                RunReport(run_name=spec.request.run_name, totals=spec.request.totals, **score, **workers),
+                RunReport(run_name=spec.request.run_name, totals=spec.request.totals, **score, **own),
                 interval_seconds=runtime.settings.report_interval_seconds,
                 storage_block=spec.storage_block,
-                flow_run_id=next(iter(self.place.flow_run_ids), ""),
+                flow_run_id=flow_run_id,
                 related=self.place.related,
                 on_trouble=self._log.note,
             )

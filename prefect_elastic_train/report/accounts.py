@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -52,8 +51,6 @@ class Tally(Counts, ev.EventHandler):
     interval: float | None = None
     unsettled: int = 0
     typical: float | None = None  # seconds between two reports of an earlier group
-    #: How many workers the last group had, by the address of their node.
-    places: dict[str, int] = Field(default_factory=dict)
 
     @property
     def position(self) -> int:
@@ -109,7 +106,6 @@ class Tally(Counts, ev.EventHandler):
         self._close_group(self.setup)
         self._lose_reports()
         self.phase, self.workers = "first", event.world_size
-        self.places = dict(Counter(worker.rpartition(":")[0] for worker in event.ranks))
         self.seconds_at_start, self.reports_at_start = self.productive, self.position
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
 

@@ -11,7 +11,7 @@ from typing import Any
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.accounts import left_in_words
-from prefect_elastic_train.report.run_report import COUNTERS, PACED, TOTALS, Incident, RunReport
+from prefect_elastic_train.report.run_report import COUNTERS, PACED, TOTALS, Incident, RunReport, is_link
 
 #: What wall time goes into: the field of the account, and its name for people.
 _TIME_PARTS: Sequence[tuple[str, str]] = (
@@ -140,14 +140,10 @@ def _checkpoints(report: RunReport, now: float) -> str:
 
 
 def _places(report: RunReport) -> str:
-    url = report.dashboard_url
-    places = {
-        "run": code(report.run_name),
-        "run directory": code(report.run_uri),
-        "started from": code(report.started_from),
-        "Ray dashboard": f"<{url}>" if re.fullmatch(r"https?://[\w.:/?=&%+-]{1,300}", url, re.ASCII) else code(url),
-    }
-    return "\n".join(f"- {name} {place}" for name, place in places.items() if place)
+    places = {"run": report.run_name, "flow run": report.flow_run_url, "run directory": report.run_uri}
+    places |= {"started from": report.started_from, "Ray dashboard": report.dashboard_url, **report.links}
+    shown = {name: f"<{place}>" if is_link(place) else code(place) for name, place in places.items() if place}
+    return "\n".join(f"- {plain(name)} {place}" for name, place in shown.items())
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

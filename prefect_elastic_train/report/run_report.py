@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from itertools import chain, groupby
 from operator import itemgetter
@@ -21,10 +22,13 @@ _MAX_CURVES = 8
 MAX_POINTS = 400
 _MAX_INCIDENTS = 60
 _MAX_CHECKPOINTS = 10
+_MAX_RECOVERIES = 12
 _MAX_METRICS = 12
 _MAX_WORLD_SIZES = 400
 _MAX_TEXT = 500
 _MAX_NAME = 60
+_MAX_LINKS = 5
+_LINK = re.compile(r"https?://[\w.:/?=&%+#~@-]{1,300}", re.ASCII)
 WORTH_TELLING_SECONDS = 3.0  # a storage that waits for less says nothing: a request was repeated
 
 #: Metrics that tell how far the training is rather than how good, in the order in which they are asked, with those
@@ -72,6 +76,14 @@ class Checkpoint(BaseModel):
     score: float | None = None
 
 
+class Recovery(BaseModel):
+    """What was restarted or resized, when, and the seconds until workers trained again by what was done in them."""
+
+    at: float
+    kind: Kind
+    parts: dict[str, float]
+
+
 class Progress(BaseModel):
     """How far the training is: from 0 to 1, and in words such as ``step 300 of 1,000``."""
 
@@ -109,6 +121,7 @@ class RunReport(BaseModel, ev.EventHandler):
     score_attribute: str = ""
     score_order: str = "max"
     totals: dict[str, Any] = Field(default_factory=dict)  # what the loop's configuration says that there is to do
+    flow_run_url: str = ""
     accelerator: str = ""  # of its workers, and what one costs an hour; 0: unknown
     price_per_worker_hour: float = 0.0
     run_uri: str = ""
@@ -123,6 +136,7 @@ class RunReport(BaseModel, ev.EventHandler):
     driver_restarts: int = 0
     reports: int = 0
     metrics: dict[str, Any] = Field(default_factory=dict)
+    links: dict[str, str] = Field(default_factory=dict)  # metrics that are one, such as the page of a tracker's run
     #: How far the training is, if the loop tells; and what it counted, and when, first since the last restart.
     progress: Progress | None = None
     paced_from: tuple[float, dict[str, float]] | None = None
@@ -132,6 +146,8 @@ class RunReport(BaseModel, ev.EventHandler):
     last_event_at: float = 0.0
     tally: Tally = Field(default_factory=Tally)
     incidents: list[Incident] = Field(default_factory=list)
+    recoveries: list[Recovery] = Field(default_factory=list)
+    broken: tuple[float, Kind] | None = None  # since when no workers train that did, or will again, and why
     checkpoints: list[Checkpoint] = Field(default_factory=list)
     checkpoints_made: int = 0
     best: Checkpoint | None = None
@@ -171,7 +187,7 @@ class RunReport(BaseModel, ev.EventHandler):
         except ValidationError:  # another version's
             return
         own = {"run_name", "score_attribute", "score_order", "totals", "accelerator", "price_per_worker_hour"}
-        own |= {"dashboard_url", "state", "detail"}
+        own |= {"flow_run_url", "dashboard_url", "state", "detail"}
         for name in RunReport.model_fields.keys() - own:
             setattr(self, name, getattr(recalled, name))
 
@@ -197,6 +213,7 @@ class RunReport(BaseModel, ev.EventHandler):
             self.driver_restarts += 1
             why = event.previous_end or self.last_end or "the driver before it ended without a word"
             self._tell(event.at, "driver", f"attempt {event.attempt}: a new driver goes on {where}", why)
+            self.broken = event.driver_started_at or event.at, "driver"
         else:
             self._tell(event.at, "begin", f"attempt {event.attempt} starts {where}")
         self.last_end = ""
@@ -246,17 +263,21 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         self.paced_from, self.rates = None, {}
-        passing = ("repair", "capacity", "storage")
-        last = next((one for one in reversed(self.incidents) if one.kind not in passing), None)
-        is_new = last is not None and " workers train after " not in last.what
-        if last is not None and is_new and last.kind in ("failure", "preemption", "resize"):
-            last.what += f"; {event.world_size} workers train after {event.at - last.at:.1f} s"
+        if self.broken is not None:
+            (since, kind), self.broken = self.broken, None
+            before = {"until it was begun": max(0.0, event.at - since - sum(event.parts.values()))}
+            recovery = Recovery(at=since, kind=kind, parts=before | event.parts)
+            self.recoveries = [*self.recoveries, recovery][-_MAX_RECOVERIES:]
+            for last in [one for one in self.incidents if one.kind == kind][-1:]:
+                last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"
         self._set_world(event.at, event.world_size)
         self._set_state("training")
 
     def on_report(self, event: ev.Report) -> None:
         self.reports += 1
         self.metrics = _bounded(event.metrics, 4 * _MAX_METRICS)
+        links = self.links | {name[:_MAX_NAME]: one for name, one in event.metrics.items() if is_link(one)}
+        self.links = dict(list(links.items())[:_MAX_LINKS])
         if self.state not in ("training", "draining"):
             self._set_state("training")
         self._see_progress(event.at)
@@ -281,6 +302,7 @@ class RunReport(BaseModel, ev.EventHandler):
         lost = f"; {event.reports_lost} reports are done again" if event.reports_lost else ""
         why = "; ".join(causes(event.errors, event.also)) or "a node was drained or reclaimed"
         self._tell(event.at, kind, f"{what}: {then}{lost}", why)
+        self.broken = event.at, kind
         self._set_world(event.at, 0)
         self._set_state("restarting workers", why)
 
@@ -299,6 +321,7 @@ class RunReport(BaseModel, ev.EventHandler):
         waited = f"waited {event.waited_seconds:.0f} s for a checkpoint"
         why = waited + (", which did not come" if event.reason == "patience" else "")
         self._tell(event.at, "resize", f"{sizes}; {lost} done again", why)
+        self.broken = event.at, "resize"
         self._set_world(event.at, 0)
         self._set_state("resizing", sizes)
 
@@ -372,11 +395,17 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def is_link(value: Any) -> bool:
+    """Return whether a value is an address that a page may link to."""
+    return isinstance(value, str) and _LINK.fullmatch(value) is not None
+
+
 def _bounded(metrics: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return so many metrics, their names and texts cut."""
+    """Return so many metrics, their names and texts cut, without those that are links."""
     return {
         name[:_MAX_NAME]: value if value is None or _number(value) is not None else str(value)[:_MAX_NAME]
         for name, value in list(metrics.items())[:most]
+        if not is_link(value)
     }
 
 

@@ -25,9 +25,14 @@ from typing import TYPE_CHECKING
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
-from prefect_elastic_train.core.request import DRIVER_MODULE, MARK_VARIABLE, PRINT_PATCH, DriverSpec
+from prefect_elastic_train.core.request import (
+    DRIVER_MODULE,
+    FORK_SERVER_VARIABLE,
+    MARK_VARIABLE,
+    PRINT_PATCH,
+    DriverSpec,
+)
 from prefect_elastic_train.driver.spare import SPARE
-from prefect_elastic_train.elastic import prestart
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 
@@ -224,7 +229,9 @@ class Runtime:
         self.keep_guarded()
         own = {MARK_VARIABLE: str(self._folder), "PYTHONPATH": os.pathsep.join(import_path()), "PYTHONUNBUFFERED": "1"}
         # A person's prints are not to be guessed at; the run's log has a limit of its own.
-        return self._folder, {"RAY_DEDUP_LOGS": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1", **os.environ, **own}
+        environment = {"RAY_DEDUP_LOGS": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1", **os.environ, **own}
+        environment.pop(FORK_SERVER_VARIABLE, None)  # another training's, in whose worker this one is
+        return self._folder, environment
 
 
 def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
@@ -249,11 +256,21 @@ class LocalCluster:
 
     def __post_init__(self, spec: DriverSpec, environment: dict[str, str]) -> None:
         self._settings = spec.cluster
-        own_cpus = self._settings.num_cpus or len(os.sched_getaffinity(0))
         # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
         # the limits of a container.
+        own_cpus = self._settings.num_cpus or len(os.sched_getaffinity(0))
         self._num_cpus = own_cpus + 1 if spec.request.has_datasets else self._settings.num_cpus
-        self._more = prestart.environment(spec, self.folder, own_cpus) if spec.is_prestarted else {}
+        self._forking: subprocess.Popen[bytes] | None = None
+        #: Of processes that are forked, which have no runtime environment: what Ray Train says by one.
+        self._forked = {
+            FORK_SERVER_VARIABLE: str(self.folder / "fork"),
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(spec.poll_interval_seconds),
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": environment.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"),
+            "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": environment.get("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0"),
+        }
+        self._forked = self._forked if spec.is_forked else {}
+        threads = max(1, int(spec.scaling.resources_per_worker.get("CPU", 1)))
+        self._fork_arguments = [spec.request.framework, str(threads)]
         self._log = self.folder / "r0.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._port = _free_port()
@@ -269,10 +286,15 @@ class LocalCluster:
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
         use_token(environment, self._token, self.folder)
-        environment.update(_RECONNECT | self._more)
+        environment.update(_RECONNECT | self._forked)
 
     def start(self) -> None:
         """Start the head node, unless that was done; one that is to be given up is ended by its mark."""
+        if self._forked and (self._forking is None or self._forking.poll() is not None):
+            Path(self._forked[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
+            command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *self._fork_arguments]
+            with (self.folder / "fork.log").open("wb") as stream:
+                self._forking = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
         if self._process is not None:
             return
         session_folder = self.folder / "r0"

@@ -1,4 +1,4 @@
-"""Workers and drivers that die are replaced by those that stand by."""
+"""Workers and drivers that die are replaced by those that stand by, or that are forked."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from tests.support.loops import hashing_loop
 from tests.support.processes import FlowProcess, Start, read_ledger, titled
 from tests.support.session_loops import jax_loop, problems, same_weights, torch_loop
 
-BESIDE_WORKERS = 2  # the controller, and the actor that a worker group meets at
 LENGTH, GLOBAL_BATCH, STEPS = 200, 20, 2000
 READY = "2 of 2 standby workers are ready"
+#: Workers with an environment of their own are not forked.
+OWN = {"env_vars": {"MINE": "1"}}
 
 
 class _Training:
     """Two workers with a session, slow until they are let go, and what stands by for them."""
 
-    def __init__(self, start: Start, folder: Path, framework: str) -> None:
+    def __init__(self, start: Start, folder: Path, framework: str, **more: Any) -> None:
         self.ledger, self.slow, self.weights = (folder / name for name in ("ledger.jsonl", "slow", "weights.npz"))
         self.slow.touch()
         self.config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": 10}
@@ -34,7 +35,8 @@ class _Training:
             framework=framework,
             config={**self.config, **files},
             scaling={"min_workers": 2, "max_workers": 2, "standby": "on"},
-            failures={"max_failures": -1},
+            failures={"max_failures": -1, "max_attempts_without_progress": 10},
+            **more,
         )
         self.flow.wait_for(lambda: self.ledger.exists(), 180, "a first step")
         self.flow.living_driver()
@@ -43,7 +45,7 @@ class _Training:
         """Which processes train, and which stand by."""
         lines = read_ledger(self.ledger)
         training = {line["pid"] for line in lines if line["group"] == lines[-1]["group"]}
-        return training, {one.pid for one in titled(self.flow.marked(), "ray::IDLE")}
+        return training, {one.pid for one in titled(self.flow.marked(), "RayTrainWorker")} - training
 
     def ready(self, times: int) -> tuple[set[int], set[int]]:
         """Wait until workers have become ready to stand by so many times."""
@@ -118,30 +120,24 @@ def test_standbys_leave_the_resources_of_a_shared_cluster_to_others_and_are_as_t
 
 
 def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(start: Start, tmp_path: Path) -> None:
-    training = _Training(start, tmp_path, "torch")
+    training = _Training(start, tmp_path, "torch", worker_runtime_env=OWN)
     flow = training.flow
-    needless = ("ray.util.client.server", "dashboard/dashboard.py", "_private/monitor.py")
-    assert not [name for name in needless if titled(flow.marked(), name)], "the local head brings what nobody uses"
-    first = read_ledger(training.ledger)[0]
-    assert first["address"].startswith("127.0.0.1:"), "tools in the workers find the training's own cluster"
-    assert not first["runtime_env"], "which would cost each of the first workers a process before its own"
     working, parked = training.ready(1)
-    assert len(parked) == 2 + BESIDE_WORKERS
+    assert len(parked) == 2
     taken = training.replaced({max(working)})
-    assert taken < parked, "no others were waited for"
+    assert taken == parked, "the others were not waited for"
     training.replaced({min(taken)})  # before another stands by
 
     working, parked = training.ready(2)
     gone = parked.pop()
     psutil.Process(gone).kill()
-    flow.wait_for(lambda: training.workers()[1] - {gone} > parked, 120, "one for the one that was killed")
+    flow.wait_for(lambda: len(training.workers()[1] - {gone}) == 2, 120, "one for the one that was killed")
     training.replaced(set.union(*training.workers()))
 
     spare = flow.wait_for(lambda: titled(flow.marked(), "--spare"), 60, "a spare driver")
     assert spare is not None
-    _, parked = training.ready(3)
     flow.living_driver().kill()
-    assert training.replaced(set()) < parked, "they outlive the driver"
+    training.replaced(set())
     assert [flow.living_driver()] == spare, "the one that stood by"
     result = training.end()
     assert (result["worker_failures"], result["attempts"]) == (3, 2)
@@ -152,7 +148,7 @@ def test_workers_that_die_are_replaced_by_those_that_stand_by_whichever_die(star
 def test_a_rank_that_dies_ten_times_is_replaced_each_time_by_others_ready_or_booting(
     start: Start, tmp_path: Path, framework: str, rank: int
 ) -> None:
-    training, warm = _Training(start, tmp_path, framework), 0
+    training, warm = _Training(start, tmp_path, framework, worker_runtime_env=OWN), 0
     for number in range(10):
         if number % 2:
             warm += 1
@@ -162,6 +158,34 @@ def test_a_rank_that_dies_ten_times_is_replaced_each_time_by_others_ready_or_boo
             parked = set()
         victim = [line["pid"] for line in read_ledger(training.ledger) if line["rank"] == rank][-1]
         taken = training.replaced({victim})
-        assert taken < parked or not parked
+        assert taken == parked or not parked
     result = training.end()
     assert (result["worker_failures"], result["attempts"]) == (10, 1)
+
+
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.full)])
+def test_forked_workers_are_replaced_by_others_whichever_die(start: Start, tmp_path: Path, framework: str) -> None:
+    training = _Training(start, tmp_path, framework)
+    flow = training.flow
+    needless = ("ray.util.client.server", "dashboard/dashboard.py", "_private/monitor.py")
+    assert not [name for name in needless if titled(flow.marked(), name)], "the local head brings what nobody uses"
+    first = read_ledger(training.ledger)[0]
+    assert first["address"].startswith("127.0.0.1:"), "tools in the workers find the training's own cluster"
+    assert not first["runtime_env"], "which would cost each of the workers a process before its own"
+
+    [server] = titled(flow.marked(), "fork_server")
+    are_forked = lambda pids: {psutil.Process(pid).ppid() == server.pid for pid in pids}  # noqa: E731
+    working, _ = training.workers()
+    assert are_forked(working) == {True}
+    working = training.replaced({max(working)})
+    flow.living_driver().kill()
+    working = training.replaced(set())
+    assert are_forked(working) == {True}
+    working = training.replaced({server.pid, max(working)})
+    assert are_forked(working) == {False}, "they boot by themselves"
+    flow.living_driver().kill()
+    working = training.replaced(set())
+    [server] = titled(flow.marked(), "fork_server")
+    assert are_forked(working) == {True}, "each driver finds one"
+    result = training.end()
+    assert (result["worker_failures"], result["attempts"]) == (2, 3)

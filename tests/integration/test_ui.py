@@ -139,7 +139,7 @@ def ui(api_url: str, tmp_path: Path) -> Iterator[PrefectUI]:
     expect.set_options(timeout=PATIENCE * 1000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE * 1000)
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.set_default_timeout(PATIENCE * 1000)
         yield PrefectUI(page, api_url)
         page.screenshot(path=tmp_path / "last.png", full_page=True)
@@ -195,6 +195,12 @@ def test_a_training_is_started_watched_and_cancelled_in_the_ui(
     expect(pictures.first).to_be_visible()
     for picture in pictures.all():
         assert picture.evaluate("picture => picture.decode().then(() => picture.naturalWidth)") > 0
+    page = report.bounding_box()
+    for part in (*report.get_by_role("table").all(), *pictures.all()):
+        box = part.bounding_box()
+        assert page is not None
+        assert box is not None
+        assert box["x"] + box["width"] <= page["x"] + page["width"] <= 1280
 
     runners = [child.pid for child in psutil.Process(served.process.pid).children(recursive=True)]
     [mark] = {mark for _, _, mark in drivers_of(*runners)}

@@ -342,8 +342,9 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
         committed(81, "ckpt-51", step=51, total_steps=100, loss=0.125),
         failed(85, reports_lost=3),
         group(90),
-        reported(100, step=52, total_steps=100, loss=0.0625),
+        reported(100, step=52, total_steps=100, loss=0.0625, tracker="https://track.er/run/7?tab=1", odd="http://a b"),
     )
+    report.flow_run_url = "http://prefect/runs/flow-run/1"
     text = render(report, T + 110)
     for words in (
         "## Training: step 52 of 100 (52.0%)",
@@ -356,10 +357,27 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
         "restarts after failures",
         "`ckpt-51`",
         "`/runs/llama`",
-        "<http://10.0.0.1:8265>",
+        "- Ray dashboard <http://10.0.0.1:8265>",
+        "- flow run <http://prefect/runs/flow-run/1>",
+        "- tracker <https://track.er/run/7?tab=1>",
+        "odd http://a b",
     ):
         assert words in text, words
+    assert text.count("track.er") == 1, "it is no metric"
     assert "![" not in text
+
+
+def test_each_recovery_is_kept_with_what_its_seconds_went_to() -> None:
+    again = group(90).model_copy(update={"parts": {"decision": 1.0, "workers": 3.0}})
+    by_a_new_driver = group(130).model_copy(update={"parts": {"the controller's process": 8.0}})
+    report = report_of(started(), group(20), failed(85), again, started(2, 120), by_a_new_driver)
+    assert [(one.at - T, one.kind, one.parts) for one in report.recoveries] == [
+        (85, "failure", {"until it was begun": 1.0, "decision": 1.0, "workers": 3.0}),
+        (110, "driver", {"until it was begun": 12.0, "the controller's process": 8.0}),
+    ]
+    assert "4 workers train after 20.0 s" in report.incidents[-1].what
+    again_and_again = report_of(started(), *(event for at in range(30, 90, 2) for event in (failed(at), group(at + 1))))
+    assert len(again_and_again.recoveries) == 12
 
 
 def test_values_are_said_in_short() -> None:
@@ -379,7 +397,7 @@ def test_pictures_are_svg_without_a_ground_of_their_own_whatever_metrics_are_cal
     report = report_of(started(), group(20), *said, failed(85), group(90))
     assert len(report.curves) == len(names)
     pictures = draw(report, T + 200)
-    assert len(pictures) == 2
+    assert set(pictures) == {"metrics", "workers", "recoveries"}
     for uri in pictures.values():
         svg = ElementTree.fromstring(base64.b64decode(uri.removeprefix("data:image/svg+xml;base64,")))
         assert svg.tag == "{http://www.w3.org/2000/svg}svg"

@@ -1,0 +1,129 @@
+"""``python -m prefect_elastic_train.supervisor.fork_server <framework> <threads>``: forks a local cluster's workers.
+
+Most of the boot of one of Ray's workers is imports, the same for all of them. This process does them once, and forks
+for each worker that Ray starts: that is there in some milliseconds, and shares the memory of the imports. Ray starts
+:mod:`prefect_elastic_train.supervisor.forked_worker` in place of its own program, which asks here, and becomes Ray's
+own program if nobody answers.
+
+What is imported leaves no thread behind that a child would miss, and touches no GPU. What Ray reads from its
+environment when it is imported comes with the first request. Workers with variables of their own are refused: modules
+may have read them by now.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+
+#: What comes before the first step of a loop: what does not import Ray, and what does, as all that follows it.
+_MODULES = {
+    "torch": ("torch._dynamo", "torch.distributed.checkpoint", "torch.nn.parallel.distributed"),
+    "jax": ("jax.numpy",),
+}
+_RAY_MODULES = {"torch": ("ray.train.torch", "prefect_elastic_train.loop.torch_state")}
+_CONTROLLER = "prefect_elastic_train.elastic.controller"
+_RAYS = ("RAY_", "SPT_", "PREFECT_ELASTIC_TRAIN_WORKER")  # what Ray, or its node, adds to the environment of workers
+_REQUEST_SECONDS = 5.0
+
+
+def serve(framework: str, threads: str) -> dict[str, Any]:
+    """Fork for each request; return what is asked for in the process that it is asked for."""
+    environment, is_first = _plain(os.environ), True
+    os.environ.setdefault("OMP_NUM_THREADS", threads)  # read when torch or numpy is imported; Ray tells it its actors
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets those that have ended
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.environ[FORK_SERVER_VARIABLE])
+        listener.listen(128)
+        _import(_MODULES.get(framework, ()))
+        while True:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError, ValueError):
+                connection.settimeout(_REQUEST_SECONDS)
+                connection.sendall(b".")
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+                request = json.load(connection.makefile("rb"))
+                if is_first:
+                    os.environ.update(request["environment"])
+                    _import_ray(framework)
+                    is_first = False
+                if _plain(request["environment"]) == environment:
+                    if os.fork() == 0:
+                        listener.close()
+                        return {**request, "descriptors": descriptors}
+                    connection.sendall(b".")
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+
+def become(request: Mapping[str, Any]) -> None:
+    """Be what was asked for, with its environment, folder, and standard streams."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()  # Ray ends the process group of a worker that is gone
+    for number, descriptor in enumerate(request["descriptors"]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(request["oom_score_adj"])
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # Python's own generator has a new seed by now
+    sys.argv = request["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _import_ray(framework: str) -> None:
+    """Import what imports Ray, without a draw from Ray's generator, whose state all children would have.
+
+    They would give the same ids to different tasks.
+    """
+    from ray import actor
+
+    kind = actor.ActorClassID  # each class of actors gets one
+    actor.ActorClassID = SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))
+    _import((*_RAY_MODULES.get(framework, ()), _CONTROLLER))
+    actor.ActorClassID = kind
+    gc.freeze()  # what is never collected stays shared
+    if _draw() == _draw():
+        sys.exit("an import has drawn from Ray's generator: workers are not forked")
+
+
+def _draw() -> bytes:
+    """Return what a child draws."""
+    from ray._raylet import WorkerID
+
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, WorkerID.from_random().binary())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as stream:
+        return stream.read()
+
+
+def _plain(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(_RAYS)}
+
+
+def _import(modules: Iterable[str]) -> None:
+    for module in modules:
+        with suppress(Exception):  # whoever needs it says so
+            importlib.import_module(module)
+
+
+if __name__ == "__main__":
+    sys.path.remove(os.getcwd())  # which is there since this is run as a module
+    become(serve(*sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""What Ray starts in place of its worker's program: it asks the fork server for one, or becomes one itself.
+
+It imports next to nothing, since each worker waits for it.
+"""
+
+import json
+import os
+import socket
+import sys
+
+_SOCKET_VARIABLE = "PREFECT_ELASTIC_TRAIN_FORK_SERVER"
+WORKER_VARIABLE = "PREFECT_ELASTIC_TRAIN_WORKER"  # Ray's own program
+_IMPORT_SECONDS, _FORK_SECONDS = 45.0, 20.0
+
+
+def ask(arguments: list[str]) -> None:
+    """Have the fork server fork a worker in place of this process."""
+    with open("/proc/self/oom_score_adj") as file:  # which Ray has set
+        score = file.read()
+    request = {"arguments": arguments, "environment": {**os.environ}, "folder": os.getcwd(), "oom_score_adj": score}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_IMPORT_SECONDS)
+        connection.connect(os.environ[_SOCKET_VARIABLE])
+        if connection.recv(1) != b".":
+            raise OSError
+        connection.settimeout(_FORK_SECONDS)
+        socket.send_fds(connection, [b"."], [0, 1, 2])
+        connection.sendall(json.dumps(request).encode())
+        connection.shutdown(socket.SHUT_WR)
+        if connection.recv(1) != b".":
+            raise OSError
+
+
+if __name__ == "__main__":
+    command = [os.environ[WORKER_VARIABLE], *sys.argv[1:]]
+    try:
+        ask(command)
+    except OSError:
+        os.execv(sys.executable, [sys.executable, *command])

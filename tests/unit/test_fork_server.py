@@ -1,0 +1,105 @@
+"""Processes that are forked in place of those that Ray starts, and what becomes of these where none is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
+from prefect_elastic_train.supervisor import forked_worker
+from tests.support.processes import wait_for
+from tests.unit.support import spec
+
+#: Stands in for Ray's own program.
+WORKER = """
+import json, os, random, sys
+import numpy
+about = {"imported": [name for name in ("ray", "torch._dynamo") if name in sys.modules], "arguments": sys.argv[1:]}
+about |= {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "folder": os.getcwd(), "main": __name__}
+about |= {"chance": [random.random(), numpy.random.rand()], "path": sys.path, "own": os.environ.get("RAY_OWN", "")}
+about |= {"threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0}
+print(json.dumps(about))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    program = tmp_path / "worker.py"
+    program.write_text(WORKER)
+    own = {FORK_SERVER_VARIABLE: str(tmp_path / "fork"), forked_worker.WORKER_VARIABLE: str(program)}
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | own
+
+
+@pytest.fixture
+def server(environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", "torch", "1"]
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path)
+    wait_for(lambda: Path(environment[FORK_SERVER_VARIABLE]).exists(), 60, "the socket")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _worker(environment: dict[str, str], folder: Path, *arguments: str) -> dict[str, Any]:
+    """What a worker says of itself, which Ray has started with the output and the folder of this process."""
+    out, program = folder / f"out-{len(list(folder.glob('out-*')))}", forked_worker.__file__
+    with out.open("wb") as stream:
+        subprocess.run([sys.executable, program, *arguments], env=environment, stdout=stream, cwd=folder, check=True)
+    wait_for(lambda: out.read_text().endswith("\n"), 60, "a worker")
+    about: dict[str, Any] = json.loads(out.read_text())
+    return about
+
+
+def test_a_forked_worker_is_as_ray_has_started_it_but_for_what_is_imported(
+    server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    one, other = (_worker(environment | {"RAY_OWN": own}, folder, "--id", own) for own in ("1", "2"))
+    assert one["imported"] == other["imported"] == ["ray", "torch._dynamo"]
+    for about, own in ((one, "1"), (other, "2")):
+        assert (about["arguments"], about["own"], about["main"]) == (["--id", own], own, "__main__")
+        assert (about["parent"], about["group"]) == (server.pid, about["pid"]), "Ray ends the group of one that is gone"
+        assert about["folder"] == str(folder)
+        assert str(tmp_path) not in about["path"]
+        assert about["threads"] == 1
+    assert not {*one["chance"]} & {*other["chance"]}, "each has its own chance"
+    wait_for(lambda: not psutil.Process(server.pid).children(), 30, "the end of both")
+
+
+def test_a_worker_with_variables_of_its_own_boots_by_itself(
+    server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path
+) -> None:
+    about = _worker(environment | {"TORCHDYNAMO_VERBOSE": "1"}, tmp_path, "--id", "1")
+    assert (about["imported"], about["arguments"], about["parent"]) == ([], ["--id", "1"], os.getpid())
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["never there", "killed"])
+def test_without_a_server_a_worker_boots_by_itself(
+    environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest, is_left: bool
+) -> None:
+    if is_left:
+        server = request.getfixturevalue("server")
+        server.kill()
+        server.wait()
+        assert Path(environment[FORK_SERVER_VARIABLE]).exists()
+    assert _worker(environment, tmp_path)["parent"] == os.getpid()
+
+
+def test_only_workers_without_devices_and_an_environment_of_their_own_are_forked() -> None:
+    assert spec().is_forked
+    for other in (
+        spec(scaling=ScalingSettings(accelerator="gpu")),
+        spec(cluster=ClusterSettings(address="10.0.0.1:6379")),
+        spec(cluster=ClusterSettings(runtime_env={"env_vars": {"A": "b"}})),
+    ):
+        assert not other.is_forked
