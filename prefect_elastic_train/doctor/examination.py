@@ -185,12 +185,11 @@ def _joined(spec: DriverSpec, seconds: float) -> Finding:
     # What is sent along is for the loop.
     patience = min(spec.cluster.connect_timeout_seconds, max(1.0, seconds - _LEAVE_SECONDS))
     bare = {"runtime_env": {}, "working_dir": "", "connect_timeout_seconds": patience}
-    alone = spec.scaling.model_copy(update={"standby": "off"})
     settings = ElasticTrainSettings.model_construct(stop_grace_seconds=0.5)
     runtime = Runtime(settings, events.append, lambda source, line: None, check_time)
     runtime.driver_command = (sys.executable, "-m", "prefect_elastic_train.doctor.probe")
     try:
-        ended = runtime.run_attempt(replace(spec, scaling=alone, cluster=spec.cluster.model_copy(update=bare)))
+        ended = runtime.run_attempt(replace(spec, cluster=spec.cluster.model_copy(update=bare)))
     finally:
         runtime.close()
     for event in events:

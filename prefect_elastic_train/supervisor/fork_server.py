@@ -125,5 +125,5 @@ def _import(modules: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.remove(os.getcwd())  # which is there since this is run as a module
+    sys.path[:] = [folder for folder in sys.path if folder != os.getcwd()]  # there since this is run as a module
     become(serve(*sys.argv[1:]))

@@ -114,10 +114,13 @@ def _lines_until_others_train(flow: FlowProcess, ledger: str, victim: psutil.Pro
 def test_killed_worker_and_then_driver_are_told_in_a_few_lines_and_rays_own_words_are_in_a_file(
     start: Start, ledger: str
 ) -> None:
-    flow = start(config=train_config(ledger, sleep=0.1), scaling=TWO)
+    flow = start(config=train_config(ledger, sleep=0.25), scaling=TWO)
     _wait_for_mid_training(flow, ledger)
     worker = next(line["pid"] for line in read_ledger(ledger) if line["rank"] == 1)
     of_worker = _lines_until_others_train(flow, ledger, psutil.Process(worker))
+    failure = next(line for line in of_worker if "Worker failure" in line)
+    details = Path(failure.rpartition("details: ")[2])
+    flow.wait_for(details.exists, 30, "what Ray said of the worker")
     driver = flow.living_driver()
     before = flow.marked()
     assert len(before) > 5, "driver, head, controller and workers: the cluster survives its driver"
@@ -131,12 +134,9 @@ def test_killed_worker_and_then_driver_are_told_in_a_few_lines_and_rays_own_word
 
     assert len(of_worker) <= 12, of_worker
     assert len(of_driver) <= 12, of_driver
-    # The line of a commit may come a moment after its record.
-    failure = next(line for line in of_worker if "Worker failure" in line)
     assert f"rank 1 (pid {worker}, node " in failure
     assert f"(pid {driver.pid}) was ended by signal 9 (SIGKILL)" in "".join(of_driver)
     assert "Traceback" not in flow.log
-    details = Path(failure.rpartition("details: ")[2])
     assert details.parent.parent.parent == flow.run
     assert "The actor is dead because" in details.read_text()
     assert "[rank 1] WorkerHealthCheckFailedError" in details.read_text()
