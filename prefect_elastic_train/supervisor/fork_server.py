@@ -8,6 +8,8 @@ own program if nobody answers.
 What is imported leaves no thread behind that a child would miss, and touches no GPU. What Ray reads from its
 environment when it is imported comes with the first request. Workers with variables of their own are refused: modules
 may have read them by now.
+
+Uses ``ray._raylet``, whose ids come from a generator that processes must not share.
 """
 
 from __future__ import annotations

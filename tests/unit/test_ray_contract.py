@@ -41,7 +41,14 @@ PACKAGE = REPOSITORY / "prefect_elastic_train"
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 #: A wrong TPU topology is refused when the form is sent, long before anything of elastic/ is imported; the package of a
 #: job is made in the supervisor.
-ALLOWED = ("elastic/", "core/slices.py", "supervisor/job_client.py", "supervisor/head.py", "rehearsal/nodes.py")
+ALLOWED = (
+    "elastic/",
+    "core/slices.py",
+    "supervisor/job_client.py",
+    "supervisor/head.py",
+    "supervisor/fork_server.py",
+    "rehearsal/nodes.py",
+)
 
 
 def _uses() -> Iterator[tuple[str, str, str]]:
