@@ -310,7 +310,7 @@ def make_trainer(
         and standby.may_replace(spec.scaling, spec.request.framework)
     ):
         in_any_case = spec.scaling.standby == "on"
-        ours.append(standby.Standbys(spec.request.framework, in_any_case, context.attempt))
+        ours.append(standby.Standbys(spec.request.framework, in_any_case))
     parts = "" if spec.is_alone else requester_id(store), spec.scaling, ours
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
     trainer: DataParallelTrainer = trainer_type(**arguments)

@@ -36,9 +36,10 @@ from prefect_elastic_train.elastic.warming import memory_left
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a worker group has trained when its standbys are booted, and between two looks whether they live.
-_BOOT_AFTER_SECONDS, _LOOK_SECONDS = 10.0, 10.0
-_AGAIN_AFTER_SECONDS = 2.0  # where a group or a driver has died before: others may follow
+#: Seconds after which the standbys of a worker group boot if it has not reported by then: until it has, its own imports
+#: may need the processors.
+_BOOT_AFTER_SECONDS = 30.0
+_LOOK_SECONDS = 10.0  # between two looks whether they live
 _ANSWER_SECONDS = 1.0  # that workers and standbys may take
 _EXPECTED_BYTES = 2**29  # of a standby; it becomes as large as its worker when that is gone
 _GROWTH_SECONDS = 60.0  # that a growth waits for its workers to boot
@@ -114,11 +115,11 @@ def end(actors: Iterable[Any]) -> None:
 class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     """Boots, parks and ends the standbys of a run's worker groups."""
 
-    def __init__(self, framework: str, in_any_case: bool, attempt: int) -> None:
+    def __init__(self, framework: str, in_any_case: bool) -> None:
         self._framework, self._in_any_case = framework, in_any_case
-        self._boot_after = _BOOT_AFTER_SECONDS if attempt == 1 else _AGAIN_AFTER_SECONDS
         self._parked: list[Standby] = []
         self._group: Any = None
+        self._has_reported = False
         self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
         self._looks_at, self._beyond_since = 0.0, float("inf")
         self._has_told, self._size_bytes, self._losses = "", 0, 0
@@ -128,13 +129,14 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         _current = self
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
-        self._group, self._losses = worker_group, 0
-        self._looks_at = time.monotonic() + self._boot_after
-        self._boot_after = _AGAIN_AFTER_SECONDS
+        self._group, self._losses, self._has_reported = worker_group, 0, False
+        self._looks_at = time.monotonic() + _BOOT_AFTER_SECONDS
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Boot what is missing, in a group that has trained for a while and is not about to be restarted."""
+        """Boot what is missing, in a group that trains and is not about to be restarted."""
         now = time.monotonic()
+        if not self._has_reported and any(one.training_report for one in worker_group_status.worker_statuses.values()):
+            self._has_reported, self._looks_at = True, now
         if self._group is None or now < self._looks_at or callbacks.current().is_draining:
             return
         try:

@@ -1,6 +1,7 @@
 """A Ray cluster on this machine whose nodes come and go.
 
-As a script: answers requests on its standard input, a JSON line each, until that closes.
+As a script: answers requests on its standard input, a JSON line each, until that closes. Where its environment names a
+fork server, each node's workers are forked from one of its own, for the framework that is the argument.
 
 Uses ``ray.cluster_utils.Cluster``, with which Ray tests itself, and ``ray._raylet.GcsClient``, since no public name
 drains a node.
@@ -9,6 +10,7 @@ drains a node.
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from prefect_elastic_train.core.outcomes import ElasticTrainError
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+from prefect_elastic_train.supervisor import fork_server
 
 COMMAND = (sys.executable, "-m", "prefect_elastic_train.rehearsal.nodes")
 _ANSWER, _ANSWER_SECONDS = b"@answer ", 120.0
@@ -70,7 +74,7 @@ class Nodes:
         raise NodesFailedError(f"the cluster did not {what} within {_ANSWER_SECONDS:g} s")
 
 
-def serve(requests: Iterable[str]) -> None:
+def serve(requests: Iterable[str], framework: str = "none") -> None:
     """Start a head, and do what the lines say."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.cluster_utils import Cluster
@@ -78,9 +82,16 @@ def serve(requests: Iterable[str]) -> None:
 
     cluster: Any = None
     nodes: dict[str, Any] = {}
-    for line in requests:
+    servers: dict[str, subprocess.Popen[bytes]] = {}
+    path = os.environ.get(FORK_SERVER_VARIABLE, "")
+    fork_server.fork_workers()
+    for number, line in enumerate(requests):
         request = json.loads(line)
         answer: Any = None
+        if path and request["do"] in ("start", "add"):
+            os.environ[FORK_SERVER_VARIABLE] = f"{path}{number}"
+            command = [sys.executable, "-m", fork_server.__name__, framework, "1"]
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         if request["do"] == "start":
             head = {"num_cpus": request["cpus"], "include_dashboard": False}
             cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -88,8 +99,14 @@ def serve(requests: Iterable[str]) -> None:
         elif request["do"] == "add":
             node = cluster.add_node(**request["node"])
             nodes[node.node_id], answer = node, node.node_id
+            if path:
+                servers[answer] = server
         elif request["do"] == "remove":
             cluster.remove_node(nodes.pop(request["node_id"]), allow_graceful=False)
+            if path:
+                server = servers.pop(request["node_id"])
+                server.kill()
+                server.wait()
         elif request["do"] == "drain":
             reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
             deadline_ms = int((time.time() + request["seconds"]) * 1000)
@@ -102,4 +119,4 @@ def serve(requests: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin)
+    serve(sys.stdin, *sys.argv[1:])

@@ -13,7 +13,7 @@ from prefect_elastic_train import blocks
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import Owner
-from prefect_elastic_train.core.request import Payload, RunRequest
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, Payload, RunRequest
 from prefect_elastic_train.orchestration.arguments import driver_spec, pickled
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.nodes import COMMAND, Nodes
@@ -58,7 +58,10 @@ class Stage:
         variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
         # A killed node is noticed in two seconds.
         health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
-        self.nodes = Nodes(self._runtime.start_beside(COMMAND, variables | health), int(self._request.has_datasets))
+        if self._scaling.accelerator == "cpu" and not self._request.has_datasets:
+            variables[FORK_SERVER_VARIABLE] = str(self.folder / "fork")
+        nodes = self._runtime.start_beside((*COMMAND, self._request.framework), variables | health)
+        self.nodes = Nodes(nodes, int(self._request.has_datasets))
         self._cluster = blocks.RayCluster(address=self.nodes.address, auth_token=token)
 
     def close(self) -> None:

@@ -6,16 +6,18 @@ for each worker that Ray starts: that is there in some milliseconds, and shares 
 own program if nobody answers.
 
 What is imported leaves no thread behind that a child would miss, and touches no GPU. What Ray reads from its
-environment when it is imported comes with the first request. Workers with variables of their own are refused: modules
-may have read them by now.
+environment when it is imported comes with the first request, and is that of one node, whose end the children look for.
+Workers with variables or an interpreter of their own are refused: modules may have read the others by now.
 
-Uses ``ray._raylet``, whose ids come from a generator that processes must not share.
+Uses ``ray._private.services``, since no option names another program for workers, and ``ray._raylet``, whose ids come
+from a generator that processes must not share.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -37,14 +39,35 @@ _MODULES = {
 _RAY_MODULES = {"torch": ("ray.train.torch", "prefect_elastic_train.loop.torch_state")}
 _CONTROLLER = "prefect_elastic_train.elastic.controller"
 _RAYS = ("RAY_", "SPT_", "PREFECT_ELASTIC_TRAIN_WORKER")  # what Ray, or its node, adds to the environment of workers
+_OF_NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # as Ray's own that boot ahead: they may serve any
 _REQUEST_SECONDS = 5.0
+
+
+def fork_workers() -> None:
+    """Have the nodes that this process starts fork their workers, if there is a fork server in its environment."""
+    from ray._private import services
+
+    from prefect_elastic_train.supervisor import forked_worker
+
+    start_raylet = services.start_raylet
+
+    def start_raylet_that_forks(*arguments: Any, **more: Any) -> Any:
+        given = inspect.signature(start_raylet).bind(*arguments, **more)
+        os.environ[forked_worker.WORKER_VARIABLE] = given.arguments["worker_path"]
+        given.arguments["worker_path"] = forked_worker.__file__
+        return start_raylet(*given.args, **given.kwargs)
+
+    if FORK_SERVER_VARIABLE in os.environ:
+        services.start_raylet = start_raylet_that_forks
 
 
 def serve(framework: str, threads: str) -> dict[str, Any]:
     """Fork for each request; return what is asked for in the process that it is asked for."""
     environment, is_first = _plain(os.environ), True
-    os.environ.setdefault("OMP_NUM_THREADS", threads)  # read when torch or numpy is imported; Ray tells it its actors
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets those that have ended
+    # Read when torch, numpy or JAX is imported; Ray tells the one its actors, and we the other those without devices.
+    os.environ.setdefault("OMP_NUM_THREADS", threads)
+    if framework == "jax":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.environ[FORK_SERVER_VARIABLE])
         listener.listen(128)
@@ -55,18 +78,20 @@ def serve(framework: str, threads: str) -> dict[str, Any]:
                 connection.settimeout(_REQUEST_SECONDS)
                 connection.sendall(b".")
                 _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-                request = json.load(connection.makefile("rb"))
-                if is_first:
-                    os.environ.update(request["environment"])
-                    _import_ray(framework)
-                    is_first = False
-                if _plain(request["environment"]) == environment:
-                    if os.fork() == 0:
-                        listener.close()
-                        return {**request, "descriptors": descriptors}
-                    connection.sendall(b".")
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                try:
+                    request = json.load(connection.makefile("rb"))
+                    if is_first:
+                        os.environ.update(request["environment"] | _OF_NO_JOB)
+                        _import_ray(framework)
+                        is_first = False
+                    if (_plain(request["environment"]), request["python"]) == (environment, sys.executable):
+                        connection.sendall(b".")  # fails if it was not waited for
+                        if os.fork() == 0:
+                            listener.close()
+                            return {**request, "descriptors": [os.dup(one) for one in descriptors]}
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
 
 
 def become(request: Mapping[str, Any]) -> None:
@@ -99,6 +124,7 @@ def _import_ray(framework: str) -> None:
     _import((*_RAY_MODULES.get(framework, ()), _CONTROLLER))
     actor.ActorClassID = kind
     gc.freeze()  # what is never collected stays shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
     if _draw() == _draw():
         sys.exit("an import has drawn from Ray's generator: workers are not forked")
 

@@ -18,6 +18,7 @@ def ask(arguments: list[str]) -> None:
     with open("/proc/self/oom_score_adj") as file:  # which Ray has set
         score = file.read()
     request = {"arguments": arguments, "environment": {**os.environ}, "folder": os.getcwd(), "oom_score_adj": score}
+    request["python"] = sys.executable
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_IMPORT_SECONDS)
         connection.connect(os.environ[_SOCKET_VARIABLE])

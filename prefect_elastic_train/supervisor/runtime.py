@@ -46,6 +46,8 @@ _END_SECONDS = 10.0
 _SPARE_AFTER_SECONDS = 15.0, 5.0  # of training, in which the standby workers boot: the first, and later ones
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
+#: Of a worker that starts on a busy machine, for which it may have waited for the fork server; Ray's own are 60.
+_REGISTRATION = {"RAY_worker_register_timeout_seconds": "120"}
 #: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
 _PORTS, _PORT_PROBES = range(20_000, 32_768), 100
 
@@ -156,6 +158,8 @@ class Runtime:
         """Look several times a second, whatever is waited for, that the flow run goes on and the guard is there."""
         self.check_stop()
         self.keep_guarded()
+        if self._cluster is not None:
+            self._cluster.keep_forking()
         if time.monotonic() > self._spare_is_due:
             self._spare_is_due = float("inf")
             command, environment = self._spare_start
@@ -279,7 +283,7 @@ class LocalCluster:
         self._token = secrets.token_hex(32)
         # What workers read is here, for a runtime environment would cost each of the first ones a process before its
         # own, and those that Ray boots ahead would not fit. Ray's tools would look for any cluster on the host.
-        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address}
+        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address, **_REGISTRATION}
         self._environment = {PRINT_PATCH: "0", **environment, **own}
         self.admit(self._environment)
 
@@ -290,11 +294,6 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start the head node, unless that was done; one that is to be given up is ended by its mark."""
-        if self._forked and (self._forking is None or self._forking.poll() is not None):
-            Path(self._forked[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
-            command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *self._fork_arguments]
-            with (self.folder / "fork.log").open("wb") as stream:
-                self._forking = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
         if self._process is not None:
             return
         session_folder = self.folder / "r0"
@@ -302,6 +301,16 @@ class LocalCluster:
         command = self._command(self._port, session_folder)
         with self._log.open("wb") as stream:
             self._process = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
+        self.keep_forking()
+
+    def keep_forking(self) -> None:
+        """Start the fork server of a head that was started, or another one if it was killed."""
+        wants = self._forked and self._process is not None
+        if wants and (self._forking is None or (self._forking.poll() or 0) < 0):
+            Path(self._forked[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
+            command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *self._fork_arguments]
+            with (self.folder / "fork.log").open("ab") as stream:
+                self._forking = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
 
     def is_dead(self) -> bool:
         """Whether the head node was started and is not there any more."""

@@ -182,10 +182,12 @@ def test_forked_workers_are_replaced_by_others_whichever_die(start: Start, tmp_p
     working = training.replaced(set())
     assert are_forked(working) == {True}
     working = training.replaced({server.pid, max(working)})
-    assert are_forked(working) == {False}, "they boot by themselves"
-    flow.living_driver().kill()
-    working = training.replaced(set())
+    assert server not in flow.marked()
     [server] = titled(flow.marked(), "fork_server")
-    assert are_forked(working) == {True}, "each driver finds one"
+    assert are_forked(working) == {True}, "there is another one"
+    for _ in range(2):  # what the new server has forked first was for one driver
+        flow.living_driver().kill()
+        working = training.replaced(set())
+        assert are_forked(working) == {True}
     result = training.end()
-    assert (result["worker_failures"], result["attempts"]) == (2, 3)
+    assert (result["worker_failures"], result["attempts"]) == (2, 4)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
-from prefect_elastic_train.core.request import MARK_VARIABLE
+from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, MARK_VARIABLE
 from prefect_elastic_train.rehearsal.nodes import COMMAND, Nodes
 from tests.support.processes import ROOT, call, carrying, free_port, kill_all, spawn, titled
 
@@ -131,9 +131,10 @@ class ElasticCluster(_Cluster):
         # A killed node is noticed in two seconds.
         health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
         super().__init__(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", **health)
-        self.environment["RAY_TMPDIR"] = str(self.folder)
+        # Forked workers are there sooner than booted ones, which leaves the processors to what is tested.
+        self.environment |= {"RAY_TMPDIR": str(self.folder), FORK_SERVER_VARIABLE: str(self.folder / "fork")}
         self._holders: list[subprocess.Popen[bytes]] = []
-        self._process = self._start(*COMMAND)
+        self._process = self._start(*COMMAND, "torch")
         self._nodes = Nodes(self._process)
         self.address = self._nodes.address
         self.add, self.drain, self.remove = self._nodes.add, self._nodes.drain, self._nodes.remove

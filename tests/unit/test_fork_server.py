@@ -76,6 +76,21 @@ def test_a_forked_worker_is_as_ray_has_started_it_but_for_what_is_imported(
     wait_for(lambda: not psutil.Process(server.pid).children(), 30, "the end of both")
 
 
+def test_none_is_forked_for_a_request_that_nobody_waits_for_any_more(
+    server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = tmp_path / "late.py"
+    late.write_text("open(__file__ + '.ran', 'w').close()")
+    with monkeypatch.context() as own:
+        own.setattr(os, "environ", environment)
+        own.setattr(forked_worker, "_FORK_SECONDS", 0.1)
+        with pytest.raises(TimeoutError):
+            forked_worker.ask([str(late)])  # which has the first imports of Ray to wait for
+    assert _worker(environment, tmp_path)["parent"] == server.pid
+    wait_for(lambda: not psutil.Process(server.pid).children(), 30, "the end of all")
+    assert [one.name for one in tmp_path.glob("late*")] == ["late.py"], "its launcher has become that worker by itself"
+
+
 def test_a_worker_with_variables_of_its_own_boots_by_itself(
     server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -75,12 +75,16 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def _parked(*standbys: tuple[str, str, str]) -> Standbys:
     """Those parked of so many nodes, which see so many GPUs, in a state."""
-    pool = Standbys("torch", in_any_case=False, attempt=1)
+    pool = Standbys("torch", in_any_case=False)
     for node, visible, state in standbys:
         actor = Actor(f"{node}/{visible}/{state}", node, state)
         metadata = _metadata(node) if state != "boots" else None
         pool._parked.append(Standby(actor, node, visible, actor._execute(None), metadata))
     return pool
+
+
+def _status(report: object) -> SimpleNamespace:
+    return SimpleNamespace(worker_statuses={0: SimpleNamespace(training_report=report)})
 
 
 def test_warm_workers_are_taken_on_the_nodes_of_the_new_group_and_all_others_are_ended(
@@ -141,7 +145,7 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
     monkeypatch.setattr(
         standby, "ask", lambda workers, *_: dict.fromkeys(range(len(workers)), free - 0.3 * GIB * len(pool._parked))
     )
-    pool = Standbys("torch", in_any_case, 1)
+    pool = Standbys("torch", in_any_case)
     workers = [SimpleNamespace(metadata=_metadata(NODE), resources={"CPU": 1}) for _ in range(2)]
     run = SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env={"env_vars": {"A": "b"}}))
     group = SimpleNamespace(
@@ -151,11 +155,11 @@ def test_a_node_gets_as_many_as_it_has_memory_for(
         get_worker_group_context=lambda: SimpleNamespace(resources_per_worker={"CPU": 8}),
     )
     pool.after_worker_group_training_start(group)
-    pool.after_worker_group_poll_status(None)
+    pool.after_worker_group_poll_status(_status(None))
     assert cluster.booted == [], "the group has only just begun"
     for _ in range(3):
-        pool._looks_at = 0
-        pool.after_worker_group_poll_status(None)
+        pool._has_reported = False
+        pool.after_worker_group_poll_status(_status("report"))
         for one in pool._parked:
             one.actor.state = "warm"
             assert (standby.warm_up, ("", "torch", 8)) in one.actor.done
@@ -200,7 +204,7 @@ def test_those_that_die_are_booted_ever_more_seldom_and_none_stands_by_for_hours
 ) -> None:
     pool = _parked(("a", "", "gone"), ("a", "", "gone"), ("a", "", "warm"))
     pool._group = SimpleNamespace(get_workers=list)
-    pool.after_worker_group_poll_status(None)
+    pool.after_worker_group_poll_status(_status(None))
     assert pool._looks_at - time.monotonic() > 3.9 * standby._LOOK_SECONDS
     assert [actor.name for actor in cluster.ended] == ["a//gone"] * 2
     pool.release()
