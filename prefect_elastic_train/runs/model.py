@@ -114,6 +114,7 @@ class RunDirectory:
         self.read: Callable[[str], bytes | None] = cache(store.read)
         self.names: Callable[[str], list[str]] = cache(store.names)
         self._files = cache(lambda: _by_folder(store.file_sizes("") or {}))
+        self._outermost = cache(store.folders)  # without a file, too, if an upload has got as far as that
 
     @property
     def record(self) -> RunRecord | None:
@@ -230,7 +231,7 @@ class RunDirectory:
             is_needed = _overlapping(name for one in broken for name in snapshots.checkpoint_names(one))
         ours = {name for commit in commits for name in commit.manifest}
         return {
-            folder: sum(self._files()[folder].values())
+            folder: sum(self._files().get(folder, {}).values())
             for folder in folders
             if not is_needed(folder) and (written_by(folder) is not None or folder in ours)
         }
@@ -290,10 +291,10 @@ class RunDirectory:
     @property
     def _folders(self) -> list[str]:
         """The folders that may be checkpoints; a loop may have named them with slashes."""
-        written = [folder for folder in self._files() if written_by(folder) is not None]
+        written = [folder for folder in {*self._files(), *self._outermost()} if written_by(folder) is not None]
         known = set(written)
         outermost = [folder for folder in written if known.isdisjoint(_with_parents(folder)[:-1])]
-        others = {folder.partition("/")[0] for folder in self._files()} - {"", layout.STATE_FOLDER}
+        others = {*self._outermost()} - {layout.STATE_FOLDER}
         is_known = _overlapping(outermost)
         found = [*outermost, *(folder for folder in others if not is_known(folder))]
         return sorted(folder for folder in found if (written_by(folder) or 0) <= self._upto)

@@ -18,7 +18,7 @@ from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_commits
 from prefect_elastic_train.runs.resume import adopt_snapshot, remove_interrupted_uploads
 from prefect_elastic_train.storage.opening import Storage
-from prefect_elastic_train.storage.store import LocalRunStore, RunStore
+from prefect_elastic_train.storage.store import TEMPORARY_PREFIX, LocalRunStore, RunStore
 from tests.unit.ray_storage import Ray, raw_ray
 from tests.unit.support import OTHER_FLOW_RUN, Training, begin, claim, empty_snapshot, tear, with_result
 
@@ -316,6 +316,19 @@ def test_uploads_that_no_commit_names_are_removed_and_nothing_else(store: RunSto
     assert folders == [layout.STATE_FOLDER, "a", later, "b", "c", "epochs", "unnamed"]
     assert store.file_sizes("epochs") == {"notes.txt": 11}
     assert remove_interrupted_uploads(store, attempt) == []
+
+
+@on_a_disk
+@pytest.mark.parametrize("file", ["", f"{TEMPORARY_PREFIX}x"], ids=["empty", "in its first file"])
+def test_of_an_upload_that_was_killed_at_its_start_no_folder_is_left(store: RunStore, file: str) -> None:
+    begin(store)
+    name = physical_name("a", 1)
+    folder = Path(store.uri, name)
+    folder.mkdir()
+    if file:
+        (folder / file).write_text("half")
+    assert remove_interrupted_uploads(store, 1) == [name]
+    assert not folder.exists()
 
 
 def test_a_fenced_off_attempt_does_not_remove_what_its_successor_uploads(store: RunStore) -> None:
