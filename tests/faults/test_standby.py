@@ -16,7 +16,7 @@ from tests.support.loops import hashing_loop
 from tests.support.processes import FlowProcess, Start, read_ledger, titled
 from tests.support.session_loops import jax_loop, problems, same_weights, torch_loop
 
-LENGTH, GLOBAL_BATCH, STEPS = 200, 20, 2000
+LENGTH, GLOBAL_BATCH, STEPS = 200, 20, 800
 READY = "2 of 2 standby workers are ready"
 #: Workers with an environment of their own are not forked.
 OWN = {"env_vars": {"MINE": "1"}}
@@ -29,7 +29,7 @@ class _Training:
         self.ledger, self.slow, self.weights = (folder / name for name in ("ledger.jsonl", "slow", "weights.npz"))
         self.slow.touch()
         self.config = {"steps": STEPS, "length": LENGTH, "global_batch": GLOBAL_BATCH, "save_every": 10}
-        files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self.slow), "sleep": 0.1}
+        files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self.slow), "sleep": 0.3}
         self.loop = {"torch": torch_loop, "jax": jax_loop}[framework]
         self.flow: FlowProcess = start(
             loop=f"tests.support.session_loops:{self.loop.__name__}",
@@ -194,8 +194,9 @@ def test_forked_workers_are_replaced_by_others_whichever_die(start: Start, tmp_p
     assert are_forked(working) == {True}
     socket = Path(server.environ()[FORK_SERVER_VARIABLE])
     server.kill()
-    [server] = flow.wait_for(lambda: [one for one in titled(flow.marked(), "fork_server") if one != server], 30) or []
-    flow.wait_for(socket.exists, 60, "another one that listens")
+    others = flow.wait_for(lambda: {*titled(flow.marked(), "fork_server")} - {server}, 30, "another one")
+    flow.wait_for(socket.exists, 60, "its socket")
+    [server] = others or ()
     working = training.replaced({max(working)})
     assert are_forked(working) == {True}
     for _ in range(2):  # what the new server has forked first was for one driver
