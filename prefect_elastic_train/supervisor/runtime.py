@@ -159,7 +159,8 @@ class Runtime:
         self.check_stop()
         self.keep_guarded()
         if self._cluster is not None:
-            self._cluster.keep_forking()
+            with suppress(OSError):  # workers boot by themselves
+                self._cluster.keep_forking(self.on_note)
         if time.monotonic() > self._spare_is_due:
             self._spare_is_due = float("inf")
             command, environment = self._spare_start
@@ -265,6 +266,7 @@ class LocalCluster:
         own_cpus = self._settings.num_cpus or len(os.sched_getaffinity(0))
         self._num_cpus = own_cpus + 1 if spec.request.has_datasets else self._settings.num_cpus
         self._forking: subprocess.Popen[bytes] | None = None
+        self._has_told = False
         #: Of processes that are forked, which have no runtime environment: what Ray Train says by one.
         self._forked = {
             FORK_SERVER_VARIABLE: str(self.folder / "fork"),
@@ -301,16 +303,25 @@ class LocalCluster:
         command = self._command(self._port, session_folder)
         with self._log.open("wb") as stream:
             self._process = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
-        self.keep_forking()
 
-    def keep_forking(self) -> None:
-        """Start the fork server of a head that was started, or another one if it was killed."""
-        wants = self._forked and self._process is not None
-        if wants and (self._forking is None or (self._forking.poll() or 0) < 0):
-            Path(self._forked[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
-            command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *self._fork_arguments]
-            with (self.folder / "fork.log").open("ab") as stream:
-                self._forking = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
+    def keep_forking(self, tell: Callable[[str], None]) -> None:
+        """Start the fork server of a head that was started, or another one if it was killed.
+
+        Why one has ended by itself is told, since the next would, too.
+        """
+        ended = self._forking.poll() if self._forking is not None else -1
+        if not self._forked or self._process is None or self._has_told or ended is None:
+            return
+        log = self.folder / "fork.log"
+        if ended >= 0:
+            self._has_told = True
+            words = log.read_text(errors="replace").strip().rpartition("\n")[2]
+            tell(f"Workers are not forked, and take longer to start: {words}")
+            return
+        Path(self._forked[FORK_SERVER_VARIABLE]).unlink(missing_ok=True)
+        command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", *self._fork_arguments]
+        with log.open("wb") as stream:
+            self._forking = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
 
     def is_dead(self) -> bool:
         """Whether the head node was started and is not there any more."""

@@ -16,6 +16,7 @@ import pytest
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
 from prefect_elastic_train.supervisor import forked_worker
+from prefect_elastic_train.supervisor.runtime import LocalCluster
 from tests.support.processes import wait_for
 from tests.unit.support import spec
 
@@ -108,6 +109,28 @@ def test_without_a_server_a_worker_boots_by_itself(
         server.wait()
         assert Path(environment[FORK_SERVER_VARIABLE]).exists()
     assert _worker(environment, tmp_path)["parent"] == os.getpid()
+
+
+def test_why_a_fork_server_has_ended_by_itself_is_told_once_and_one_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    told: list[str] = []
+    cluster = LocalCluster(spec(), tmp_path, {**os.environ})
+    cluster._process = head = subprocess.Popen(["sleep", "100"])
+    try:
+        cluster.keep_forking(told.append)
+        killed = cluster._forking
+        assert killed is not None
+        killed.kill()
+        killed.wait()
+        cluster._forked[FORK_SERVER_VARIABLE] = cluster._environment[FORK_SERVER_VARIABLE] = "/no/such/folder/fork"
+        wait_for(lambda: cluster.keep_forking(told.append) or told, 60, "the reason")
+        cluster.keep_forking(told.append)
+        assert cluster._forking is not killed
+    finally:
+        head.kill()
+        head.wait()
+    assert told == [
+        "Workers are not forked, and take longer to start: FileNotFoundError: [Errno 2] No such file or directory"
+    ]
 
 
 def test_only_workers_without_devices_and_an_environment_of_their_own_are_forked() -> None:
