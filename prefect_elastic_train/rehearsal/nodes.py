@@ -84,14 +84,14 @@ def serve(requests: Iterable[str], framework: str = "none") -> None:
     nodes: dict[str, Any] = {}
     servers: dict[str, subprocess.Popen[bytes]] = {}
     path = os.environ.get(FORK_SERVER_VARIABLE, "")
-    fork_server.fork_workers()
+    fork_server.change_nodes()
     for number, line in enumerate(requests):
         request = json.loads(line)
         answer: Any = None
         if path and request["do"] in ("start", "add"):
             os.environ[FORK_SERVER_VARIABLE] = f"{path}{number}"
             command = [sys.executable, "-m", fork_server.__name__, framework, "1"]
-            server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         if request["do"] == "start":
             head = {"num_cpus": request["cpus"], "include_dashboard": False}
             cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -11,11 +11,11 @@ import sys
 from ray._private import services
 from ray.scripts import scripts
 
-from prefect_elastic_train.supervisor.fork_server import fork_workers
+from prefect_elastic_train.supervisor.fork_server import change_nodes
 
 if __name__ == "__main__":
     # No address and no process, as Ray's own function returns where the dashboard cannot be started.
     services.start_api_server = lambda *_, **__: (None, None)
     scripts.get_ray_client_dependency_error = lambda: "no client is served"
-    fork_workers()
+    change_nodes()
     sys.exit(scripts.main())
