@@ -81,8 +81,8 @@ def serve(requests: Iterable[str], framework: str = "none") -> None:
     from ray.core.generated import autoscaler_pb2
 
     cluster: Any = None
-    nodes: dict[str, Any] = {}
-    servers: dict[str, subprocess.Popen[bytes]] = {}
+    server: subprocess.Popen[bytes] | None = None
+    nodes: dict[str, tuple[Any, subprocess.Popen[bytes] | None]] = {}
     path = os.environ.get(FORK_SERVER_VARIABLE, "")
     fork_server.change_nodes()
     for number, line in enumerate(requests):
@@ -98,13 +98,11 @@ def serve(requests: Iterable[str], framework: str = "none") -> None:
             answer = cluster.address
         elif request["do"] == "add":
             node = cluster.add_node(**request["node"])
-            nodes[node.node_id], answer = node, node.node_id
-            if path:
-                servers[answer] = server
+            nodes[node.node_id], answer = (node, server), node.node_id
         elif request["do"] == "remove":
-            cluster.remove_node(nodes.pop(request["node_id"]), allow_graceful=False)
-            if path:
-                server = servers.pop(request["node_id"])
+            node, server = nodes.pop(request["node_id"])
+            cluster.remove_node(node, allow_graceful=False)
+            if server is not None:
                 server.kill()
                 server.wait()
         elif request["do"] == "drain":

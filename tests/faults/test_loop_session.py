@@ -57,7 +57,7 @@ class Training:
             far = len({one["step"] for one in of_group}) >= 8
             return [newest[rank] for rank in sorted(newest)] if far and len(newest) == world else None
 
-        return self.flow.wait_for(trains, 180, f"{world} workers") or []
+        return self.flow.wait_for(trains, 120, f"{world} workers") or []
 
     def end(self) -> dict[str, Any]:
         """Let it go, and return its result: each sample counted once, also by the ledger of the run itself.
