@@ -21,6 +21,7 @@ from typing import Any
 from prefect_elastic_train.core.outcomes import ElasticTrainError
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.supervisor import fork_server
+from prefect_elastic_train.supervisor.nodes import change_nodes
 
 COMMAND = (sys.executable, "-m", "prefect_elastic_train.rehearsal.nodes")
 _ANSWER, _ANSWER_SECONDS = b"@answer ", 120.0
@@ -84,7 +85,7 @@ def serve(requests: Iterable[str], framework: str = "none") -> None:
     server: subprocess.Popen[bytes] | None = None
     nodes: dict[str, tuple[Any, subprocess.Popen[bytes] | None]] = {}
     path = os.environ.get(FORK_SERVER_VARIABLE, "")
-    fork_server.change_nodes()
+    change_nodes()
     for number, line in enumerate(requests):
         request = json.loads(line)
         answer: Any = None

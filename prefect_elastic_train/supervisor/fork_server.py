@@ -9,22 +9,19 @@ What is imported leaves no thread behind that a child would miss, and touches no
 environment when it is imported comes with the first request, and is that of one node, whose end the children look for.
 Workers with variables or an interpreter of their own are refused: modules may have read the others by now.
 
-Uses ``ray._private.services``, since no option names another program for workers, and ``ray._raylet``, whose ids come
-from a generator that processes must not share.
+Uses ``ray._raylet``, whose ids come from a generator that processes must not share.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import inspect
 import json
 import os
 import runpy
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
@@ -41,37 +38,7 @@ _RAY_MODULES = {"torch": ("ray.train.torch", "prefect_elastic_train.loop.torch_s
 _CONTROLLER = "prefect_elastic_train.elastic.controller"
 _RAYS = ("RAY_", "SPT_", "PREFECT_ELASTIC_TRAIN_WORKER")  # what Ray, or its node, adds to the environment of workers
 _OF_NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # as Ray's own that boot ahead: they may serve any
-_REQUEST_SECONDS, _NODE_SECONDS = 5.0, 80.0
-
-
-def change_nodes() -> None:
-    """Have the nodes that this process starts be waited for on a busy machine, and fork their workers.
-
-    Ray gives a node 30 s, whatever is set. Workers are forked if there is a fork server in the environment.
-    """
-    from ray._private import services
-
-    from prefect_elastic_train.supervisor import forked_worker
-
-    start_raylet, get_node = services.start_raylet, services.get_node
-
-    def start_raylet_that_forks(*arguments: Any, **more: Any) -> Any:
-        given = inspect.signature(start_raylet).bind(*arguments, **more)
-        os.environ[forked_worker.WORKER_VARIABLE] = given.arguments["worker_path"]
-        given.arguments["worker_path"] = forked_worker.__file__
-        return start_raylet(*given.args, **given.kwargs)
-
-    def get_node_that_boots(*arguments: Any, **more: Any) -> Any:
-        deadline = time.monotonic() + _NODE_SECONDS
-        while time.monotonic() < deadline:
-            with suppress(RuntimeError):
-                return get_node(*arguments, **more)
-            time.sleep(0.1)
-        return get_node(*arguments, **more)
-
-    services.get_node = get_node_that_boots
-    if FORK_SERVER_VARIABLE in os.environ:
-        services.start_raylet = start_raylet_that_forks
+_REQUEST_SECONDS = 5.0
 
 
 def serve(framework: str, threads: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import sys
 from ray._private import services
 from ray.scripts import scripts
 
-from prefect_elastic_train.supervisor.fork_server import change_nodes
+from prefect_elastic_train.supervisor.nodes import change_nodes
 
 if __name__ == "__main__":
     # No address and no process, as Ray's own function returns where the dashboard cannot be started.

@@ -6,11 +6,9 @@ Drivers that run inside a cluster are left to :mod:`prefect_elastic_train.superv
 from __future__ import annotations
 
 import os
-import random
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +33,7 @@ from prefect_elastic_train.core.request import (
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
+from prefect_elastic_train.supervisor.nodes import free_port
 
 if TYPE_CHECKING:
     from prefect_elastic_train.supervisor.job import JobDriver
@@ -46,10 +45,6 @@ _END_SECONDS = 10.0
 _SPARE_AFTER_SECONDS = 15.0, 5.0  # of training, in which the standby workers boot: the first, and later ones
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
-#: Of a worker that starts on a busy machine, for which it may have waited for the fork server; Ray's own are 60.
-_REGISTRATION = {"RAY_worker_register_timeout_seconds": "120"}
-#: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
-_PORTS, _PORT_PROBES = range(20_000, 32_768), 100
 
 
 def import_path() -> list[str]:
@@ -279,13 +274,13 @@ class LocalCluster:
         self._fork_arguments = [spec.request.framework, str(threads)]
         self._log = self.folder / "r0.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = _free_port()
+        self._port = free_port()
         #: Nothing listens there before it is up.
         self.address = f"127.0.0.1:{self._port}"
         self._token = secrets.token_hex(32)
         # What workers read is here, for a runtime environment would cost each of the first ones a process before its
         # own, and those that Ray boots ahead would not fit. Ray's tools would look for any cluster on the host.
-        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address, **_REGISTRATION}
+        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address}
         self._environment = {PRINT_PATCH: "0", **environment, **own}
         self.admit(self._environment)
 
@@ -350,13 +345,3 @@ class LocalCluster:
         if self._settings.num_gpus >= 0:
             command.append(f"--num-gpus={self._settings.num_gpus}")
         return command
-
-
-def _free_port() -> int:
-    """Return a free port that nobody is given by the kernel before Ray's process listens there."""
-    # That takes seconds, and one port of the head node in other hands ends all of it.
-    for port in random.sample(_PORTS, k=_PORT_PROBES):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise OSError("no port is free on this machine")

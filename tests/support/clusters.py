@@ -22,6 +22,11 @@ from tests.support.processes import ROOT, call, carrying, free_port, kill_all, s
 TPU_TOPOLOGY, TPU_TYPE = "2x4", "TPU-V6E"
 #: Carried by the processes of a cluster.
 CLUSTER_VARIABLE = "TEST_CLUSTER_MARK"
+#: The command `ray`, for a machine that other tests keep busy.
+_PATIENT_RAY = (
+    "import sys; from ray.scripts import scripts; from prefect_elastic_train.supervisor import nodes; "
+    "nodes.change_nodes(); sys.exit(scripts.main())"
+)
 
 
 class _Cluster:
@@ -82,7 +87,7 @@ class RayHead(_Cluster):
             "min-worker-port": 0,
             "max-worker-port": 0,
         }
-        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"]
+        start = [sys.executable, "-c", _PATIENT_RAY, "start", "--head", "--disable-usage-stats"]
         given = [f"--{name}={value}" for name, value in options.items()]
         # From a folder where nothing of this repository is to be found by accident, and without a pipe that stays open.
         call(*start, *given, folder=self.folder, env=self.environment, stdout=subprocess.DEVNULL, stderr=None)
@@ -127,10 +132,11 @@ class RayHead(_Cluster):
 class ElasticCluster(_Cluster):
     """A head without resources for workers, and nodes that are added, drained and removed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *import_path: Path) -> None:
         # A killed node is noticed in two seconds.
         health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
-        super().__init__(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", **health)
+        path = os.pathsep.join(map(str, (*import_path, ROOT)))
+        super().__init__(PYTHONPATH=path, JAX_PLATFORMS="cpu", **health)
         # Forked workers are there sooner than booted ones, which leaves the processors to what is tested.
         self.environment |= {"RAY_TMPDIR": str(self.folder), FORK_SERVER_VARIABLE: str(self.folder / "fork")}
         self._holders: list[subprocess.Popen[bytes]] = []

@@ -26,6 +26,7 @@ from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor import attempt
 from prefect_elastic_train.supervisor import runtime as runtime_module
 from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
+from prefect_elastic_train.supervisor.nodes import free_port
 from prefect_elastic_train.supervisor.runtime import LocalCluster, Runtime
 from tests.support.processes import wait_for
 from tests.unit.support import REPOSITORY, spec
@@ -201,7 +202,7 @@ def test_a_spare_driver_ends_with_its_supervisor() -> None:
 
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert not {runtime_module._free_port() for _ in range(50)} & {*range(first, last + 1)}
+    assert not {free_port() for _ in range(50)} & {*range(first, last + 1)}
 
 
 def test_a_token_is_in_a_private_file_and_in_no_environment(tmp_path: Path) -> None:
