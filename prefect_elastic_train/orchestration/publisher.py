@@ -48,6 +48,7 @@ _IDLE_SECONDS = 60.0
 _PROGRESS_SECONDS = 30.0
 #: How long the last update may take.
 _CLOSE_SECONDS = 5.0
+_DRAWING_SECONDS = 60.0
 _MAX_WAITING_EVENTS = 1000
 _MAX_KEY = 100
 #: Events that may come often: of each name at most one is told in so long, the newest.
@@ -212,7 +213,7 @@ class Publisher:
     def __post_init__(self) -> None:
         self.errors = 0
         self._task = TaskRunContext.get()
-        self._lock = threading.Lock()
+        self._lock, self._drawing = threading.Lock(), threading.Lock()
         self._events: deque[RunEvent] = deque(maxlen=_MAX_WAITING_EVENTS)
         #: By name: the newest of those that may come often and wait, and when one was told.
         self._frequent: dict[str, RunEvent] = {}
@@ -224,6 +225,7 @@ class Publisher:
         self._pictures: dict[str, str] = {}
         self._next_drawing = self._next_progress = self._written_at = float("-inf")
         self._in_trouble = self._abandoned = False
+        self._may_draw = True
         self._closing = threading.Event()
         context = contextvars.copy_context()  # Prefect's settings and the run that events relate to
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="elastic-train-report", daemon=True)
@@ -262,9 +264,13 @@ class Publisher:
         self._closing.set()
 
     def close(self) -> None:
-        """Write the last state; returns within some seconds whatever the API does."""
+        """Write the last state; returns within some seconds whatever the API does, or when a drawing is done."""
         self._closing.set()
         self._thread.join(timeout=1.0 if self._in_trouble else _CLOSE_SECONDS)
+        # A process that exits while a thread draws is aborted by matplotlib's native code.
+        self._may_draw = False
+        if self._drawing.acquire(timeout=_DRAWING_SECONDS):
+            self._drawing.release()
 
     @contextmanager
     def _harmless(self, what: str = "the run's report cannot be written to Prefect now") -> Iterator[None]:
@@ -324,11 +330,12 @@ class Publisher:
             if ended:  # the words first: drawing may take longer than there is time
                 self._put(client, "markdown", render(report, now, self._pictures), summary)
             self._next_drawing = float("inf")  # unless it can: without matplotlib, or of some value, it cannot
-            with self._harmless("the run's report has no new pictures"):
+            with self._harmless("the run's report has no new pictures"), self._drawing:
                 from prefect_elastic_train.report.pictures import draw
 
-                self._pictures = draw(report, now)
-                self._next_drawing = time.monotonic() + _IDLE_SECONDS
+                if self._may_draw:
+                    self._pictures = draw(report, now)
+                    self._next_drawing = time.monotonic() + _IDLE_SECONDS
         self._put(client, "markdown", render(report, now, self._pictures), summary)
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:

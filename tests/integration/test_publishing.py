@@ -17,6 +17,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.orchestration import publisher as publisher_module
 from prefect_elastic_train.orchestration.publisher import Publisher, artifact_key
+from prefect_elastic_train.report import pictures
 from prefect_elastic_train.report.run_report import RunReport
 from tests.support.processes import free_port, wait_for
 from tests.support.reports import artifacts_of, report_of, run_events
@@ -175,6 +176,26 @@ def test_many_events_of_many_workers_are_few_writes(make: Make, monkeypatch: pyt
     assert min(gaps) > interval - 0.1
     assert len(writes["progress"]) == 1, "it comes less often"
     assert publisher.errors == 0
+
+
+def test_nothing_is_drawn_after_the_close(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing = []
+
+    def draw(report: RunReport, now: float) -> dict[str, str]:
+        drawing.append("begun")
+        time.sleep(2)
+        drawing.append("ended")
+        return {}
+
+    monkeypatch.setattr(publisher_module, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(pictures, "draw", draw)
+    publisher = _begin(make())
+    publisher.take(_report(250, checkpoint="checkpoint-1"))
+    wait_for(lambda: drawing, 20, "the first drawing")
+    publisher.close()
+    assert drawing == ["begun", "ended"]
+    time.sleep(1)
+    assert drawing == ["begun", "ended"]
 
 
 def test_nobody_waits_for_an_api_that_is_away(make: Make) -> None:
