@@ -47,6 +47,7 @@ ALLOWED = (
     "supervisor/job_client.py",
     "supervisor/head.py",
     "supervisor/fork_server.py",
+    "supervisor/nodes.py",
     "rehearsal/nodes.py",
 )
 
