@@ -122,7 +122,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._has_reported = False
         self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
         self._looks_at, self._beyond_since = 0.0, float("inf")
-        self._has_told, self._size_bytes, self._losses = "", 0, 0
+        self._told, self._size_bytes, self._losses = (0, 0), 0, 0
 
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
@@ -197,21 +197,22 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         None of them boots on while the others of the group do.
         """
         self._settle()
-        parked, self._parked, self._has_told, self._beyond_since = self._parked, [], "", float("inf")
+        parked, self._parked, self._told, self._beyond_since = self._parked, [], (0, 0), float("inf")
         warm = [one for one in parked if one.metadata is not None]
         taken: dict[int, Worker] = {}
         try:
             indices = indices if warm else []
             nodes = placement_group_table(group)["bundles_to_node_id"] if warm else {}
             found = _devices(group, indices, resources) if warm and resources.get("GPU") else {}
-            visible = _visible({index: nodes[index] for index in indices}, found)
+            visible = _visible((nodes[index], found.get(index, {})) for index in indices)
             for index in indices:
                 place = nodes[index], visible[nodes[index]]
                 for one in [one for one in warm if (one.node_id, one.visible) == place]:
                     warm.remove(one)
-                    if _use_devices_of(one, found.get(index, {}), self._before[one.node_id]):
+                    worker = _worker(one, found.get(index, {}), self._before[one.node_id], resources, index)
+                    if worker is not None:
                         parked.remove(one)
-                        taken[index] = _worker(one, found.get(index, {}), resources, index)
+                        taken[index] = worker
                         break
         finally:
             end(one.actor for one in parked)
@@ -226,18 +227,19 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             beside = next((worker for worker in lacking if worker.metadata.node_id == one.node_id), None)
             if beside is not None and not one.is_beyond:
                 lacking.remove(beside)
-        devices = _visible(
-            {rank: worker.metadata.node_id for rank, worker in enumerate(workers)},
-            {rank: worker.metadata.accelerator_ids for rank, worker in enumerate(workers)},
-        )
+        visible = _visible((worker.metadata.node_id, worker.metadata.accelerator_ids) for worker in workers)
         answers = ask(lacking, memory_left, _ANSWER_SECONDS)
         for rank, free in answers.items():
             node = lacking[rank].metadata.node_id
             booting = sum(one.node_id == node and one.metadata is None for one in self._parked)
             if self._in_any_case or free >= (booting + 1) * _EXPECTED_BYTES:
-                self._parked.append(self._boot(node, devices[node]))
-        if len(answers) == len(lacking) and not any(one.metadata is None for one in self._parked if not one.is_beyond):
-            self._tell(len(workers))
+                self._parked.append(self._boot(node, visible[node]))
+        parked = [one for one in self._parked if not one.is_beyond]
+        found = StandbysParked(parked=len(parked), wanted=len(workers), size_bytes=self._size_bytes)
+        is_settled = len(answers) == len(lacking) and all(one.metadata is not None for one in parked)
+        if is_settled and self._told != (found.parked, found.wanted):
+            self._told = found.parked, found.wanted
+            callbacks.current().tell(found)
 
     def _settle(self) -> None:
         """Take in what the standbys have said; one that is gone is no more."""
@@ -263,26 +265,13 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         asked = actor.execute.remote(warm_up, visible, self._framework, cpus)
         return Standby(actor, node_id, visible, asked, is_beyond=is_beyond)
 
-    def _tell(self, wanted: int) -> None:
-        parked = sum(not one.is_beyond for one in self._parked)
-        words = f"{parked} of {wanted}"
-        if words != self._has_told:
-            self._has_told = words
-            callbacks.current().tell(StandbysParked(parked=parked, wanted=wanted, size_bytes=self._size_bytes))
 
-
-def _worker(standby: Standby, devices: Mapping[str, list[Any]], resources: dict[str, float], index: int) -> Worker:
-    assert standby.metadata is not None
-    metadata = replace(standby.metadata, accelerator_ids={**standby.metadata.accelerator_ids, **devices})
-    return Worker(standby.actor, metadata, resources, placement_group_bundle_index=index)
-
-
-def _visible(nodes: Mapping[int, str], devices: Mapping[int, Mapping[str, list[Any]]]) -> defaultdict[str, str]:
+def _visible(places: Iterable[tuple[str, Mapping[str, list[Any]]]]) -> dict[str, str]:
     """Return which GPUs the workers on each node see: those of all of them, as Ray Train lets them."""
     seen: defaultdict[str, set[str]] = defaultdict(set)
-    for index, node_id in nodes.items():
-        seen[node_id].update(map(str, devices.get(index, {}).get("GPU", [])))
-    return defaultdict(str, {node_id: ",".join(sorted(gpus)) for node_id, gpus in seen.items()})
+    for node_id, devices in places:
+        seen[node_id].update(map(str, devices.get("GPU", [])))
+    return {node_id: ",".join(sorted(gpus)) for node_id, gpus in seen.items()}
 
 
 def _devices(
@@ -297,12 +286,16 @@ def _devices(
     return dict(zip(indices, ray.get(asked, timeout=30 * _ANSWER_SECONDS), strict=True))
 
 
-def _use_devices_of(standby: Standby, devices: Mapping[str, list[Any]], before: list[int]) -> bool:
-    """Return whether a standby answers, and has taken over the devices of a bundle."""
+def _worker(
+    standby: Standby, devices: Mapping[str, list[Any]], before: list[int], resources: dict[str, float], index: int
+) -> Worker | None:
+    """Return a standby as the worker of a bundle, whose devices it has taken over; None if it does not answer."""
     try:
         patience = _ANSWER_SECONDS + (GONE_SECONDS if devices else 0)
         ray.get(standby.actor.execute.remote(use_devices, dict(devices), before), timeout=patience)
     except Exception as error:  # noqa: BLE001 - another worker is booted for it
         logger.info("A standby worker is gone: %s", error)
-        return False
-    return True
+        return None
+    assert standby.metadata is not None
+    metadata = replace(standby.metadata, accelerator_ids={**standby.metadata.accelerator_ids, **devices})
+    return Worker(standby.actor, metadata, resources, placement_group_bundle_index=index)
