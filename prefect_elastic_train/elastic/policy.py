@@ -89,7 +89,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         given = scaling_config.resources_per_worker or {}
         asked = {name: amount - (_HAIR if amount % 1 else 0) for name, amount in given.items()}
         super().__init__(replace(scaling_config, resources_per_worker=asked or None))
-        self._run_requester_id = requester_id
+        self._requester_id = requester_id
         self._settings = settings
         self._demand = demand_of(scaling_config)
         self._stability = Stability(settings.stability_delay_seconds)
@@ -103,17 +103,14 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
-        self._requester_id = self._run_requester_id
-        if not self._requester_id:
-            return
-        rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS
-        self._coordinator_client = rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(
-            self._requester_id
-        )
-        self._send_resource_request()
+        if self._requester_id:
+            client = rays.autoscaling_coordinator_client
+            client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS
+            self._coordinator_client = client.TrainAutoscalingCoordinatorClient(self._requester_id)
+            self._send_resource_request()
 
     def _maybe_send_resource_request(self) -> None:
-        if self._run_requester_id:
+        if self._requester_id:
             super()._maybe_send_resource_request()
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -231,7 +228,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
     def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node], list[Node], int, int]:
         """Look at the cluster: its nodes, and those to be relied on, and how many workers fit on each of the two."""
-        reserved = self._get_reserved_resources().values() if self._run_requester_id else None
+        reserved = self._get_reserved_resources().values() if self._requester_id else None
         nodes = cluster_nodes()
         callbacks.current().counted_on = frozenset(node.id for node in nodes if not node.draining)
         reliable = self._stability.observe(now, [node.id for node in nodes])
