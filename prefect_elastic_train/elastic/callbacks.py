@@ -321,15 +321,12 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def _show_life(self, closed: threading.Event) -> None:
         while not closed.wait(ALIVE_SECONDS):
-            waiting = waiting_since()
-            if waiting is None:
+            if (waiting := waiting_since()) is not None:
+                doing, seconds = "waiting for the storage", time.monotonic() - waiting
+            else:
                 self._tell_waits("controller", [take_waits()])
-            self.tell(
-                ev.ControllerAlive(
-                    doing=self._state if waiting is None else "waiting for the storage",
-                    seconds=time.time() - self._state_since if waiting is None else time.monotonic() - waiting,
-                )
-            )
+                doing, seconds = self._state, time.time() - self._state_since
+            self.tell(ev.ControllerAlive(doing=doing, seconds=seconds))
 
 
 def _text(failure: Exception) -> str:

@@ -281,21 +281,22 @@ def make_trainer(
     receiving: Receiving,
 ) -> DataParallelTrainer:
     """Return the trainer of the framework that a run is for, with our parts in its controller."""
+    framework, scaling = spec.request.framework, spec.scaling
     arguments: dict[str, Any] = {
         "train_loop_per_worker": payload.train_loop,
         "train_loop_config": payload.train_loop_config,
-        "scaling_config": scaling_config(spec.scaling),
+        "scaling_config": scaling_config(scaling),
         "run_config": run_config(spec, store.path.rpartition("/")[0], run_filesystem(store, context.attempt)),
         "datasets": datasets,
         "dataset_config": payload.dataset_config or DataConfig(),
         "validation_config": payload.validation_config,
     }
     base: type[DataParallelTrainer] = DataParallelTrainer
-    if spec.request.framework == "torch":
+    if framework == "torch":
         from ray.train.torch import TorchTrainer
 
         base, arguments["torch_config"] = TorchTrainer, payload.torch_config
-    elif spec.request.framework == "jax":
+    elif framework == "jax":
         from ray.train.v2.jax import JaxTrainer
 
         from prefect_elastic_train.elastic.jax_backend import run_jax_config
@@ -304,14 +305,9 @@ def make_trainer(
     score = spec.checkpoints.score_attribute
     callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
     ours: list[Any] = [callback, LoopCallback(context)]
-    if (
-        spec.scaling.standby != "off"
-        and not spec.is_forked
-        and standby.may_replace(spec.scaling, spec.request.framework)
-    ):
-        in_any_case = spec.scaling.standby == "on"
-        ours.append(standby.Standbys(spec.request.framework, in_any_case))
-    parts = "" if spec.is_alone else requester_id(store), spec.scaling, ours
+    if scaling.standby != "off" and not spec.is_forked and standby.may_replace(scaling, framework):
+        ours.append(standby.Standbys(framework, in_any_case=scaling.standby == "on"))
+    parts = "" if spec.is_alone else requester_id(store), scaling, ours
     trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
     trainer: DataParallelTrainer = trainer_type(**arguments)
     return trainer
