@@ -81,7 +81,7 @@ class EventReceiver:
                     logger.warning("an event of %d bytes cannot be read and is lost: %r", len(line), line[:200])
 
 
-class EventOutput:
+class EventOutput(EventQueue):
     """Writes events as tagged lines to the driver's standard output, in whole lines.
 
     All that Python prints here goes through it too, since Ray prints the workers' output from threads of its own.
@@ -92,10 +92,7 @@ class EventOutput:
         self.is_shared = False
         self._descriptor = os.dup(stream.fileno())
         self._lock = threading.Lock()
-        self._queue = EventQueue(self._write, "elastic-train-output")
-        self.put = self._queue.put
-        #: Waits so many seconds at most until everything is written.
-        self.close = self._queue.close
+        super().__init__(self._write_event, "elastic-train-output")
 
     def write_text(self, text: str) -> None:
         """Write whole lines of anything else."""
@@ -104,7 +101,7 @@ class EventOutput:
             while data:
                 data = data[os.write(self._descriptor, data) :]
 
-    def _write(self, line: bytes) -> bool:
+    def _write_event(self, line: bytes) -> bool:
         with suppress(OSError):  # the supervisor is gone, and with it soon this process
             self.write_text(("\n" if self.is_shared else "") + f"{ev.EVENT_TAG}{line.decode()}\n")
         return True
