@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,10 +117,8 @@ class Runtime:
         elif token:
             use_token(environment, token, folder)
         spare = self._take_spare(environment)
-        if spec.scaling.standby != "off" and self.driver_command == _DRIVER:
-            self._spare_start = [*_DRIVER, SPARE, spec.request.framework], environment
-        else:
-            self._spare_start = [], {}
+        has_spares = spec.scaling.standby != "off" and self.driver_command == _DRIVER
+        self._spare_start = ([*_DRIVER, SPARE, spec.request.framework] if has_spares else []), environment
         return self.follow(ChildDriver(self, self.driver_command, environment, spec, folder, cluster, spare))
 
     def wait(self, seconds: float) -> None:
@@ -207,9 +205,8 @@ class Runtime:
     def _take_spare(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
         """Return the spare driver, if it lives and was started in the same environment."""
         self._spare_is_due = float("inf")
-        if self._spare is None or self._spare.poll() is not None or environment != self._spare_start[1]:
+        if self._spare is not None and (self._spare.poll() is not None or environment != self._spare_start[1]):
             self._end_spare()
-            return None
         spare, self._spare = self._spare, None
         return spare
 
@@ -243,18 +240,15 @@ def use_token(environment: dict[str, str], token: str, folder: Path) -> None:
     environment.pop("RAY_AUTH_TOKEN", None)  # Ray looks there first, and would not see the file
 
 
-@dataclass(eq=False)
 class LocalCluster:
-    """A head node on this machine, with a token, ports and a session folder of its own."""
+    """A head node on this machine, with a token, ports and a session folder of its own.
 
-    #: Of the first attempt.
-    spec: InitVar[DriverSpec]
-    #: The training's private one; its path is short, since sockets are made below it.
-    folder: Path
-    #: Of the training's processes, with their mark.
-    environment: InitVar[dict[str, str]]
+    The spec is that of the first attempt, and the environment that of the training's processes, with their mark. The
+    path of the training's private folder is short, since sockets are made below it.
+    """
 
-    def __post_init__(self, spec: DriverSpec, environment: dict[str, str]) -> None:
+    def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str]) -> None:
+        self.folder = folder
         self._settings = spec.cluster
         # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
         # the limits of a container.
