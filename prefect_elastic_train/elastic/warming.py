@@ -17,17 +17,10 @@ logger = logging.getLogger(__name__)
 #: What is kept ready takes no more of a node's memory than leaves this share of it.
 _LEFT_FREE = 0.15
 _IDLE_SECONDS, _BOOT_SECONDS = 60.0, 240.0  # for which imports are waited for, first at the lowest priority
-#: What the first steps of a loop import, by framework.
-WORKER_MODULES = {
-    "torch": (
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.nn.parallel.distributed",
-        "ray.train.torch",
-        "prefect_elastic_train.loop.torch_state",
-    ),
-    "jax": ("jax.numpy", "orbax.checkpoint"),
-}
+#: What the first steps of a loop import, by framework; with torch, what does not import Ray comes first.
+TORCH_MODULES = ("torch._dynamo", "torch.distributed.checkpoint", "torch.nn.parallel.distributed")
+TORCH_RAY_MODULES = ("ray.train.torch", "prefect_elastic_train.loop.torch_state")
+WORKER_MODULES = {"torch": TORCH_MODULES + TORCH_RAY_MODULES, "jax": ("jax.numpy", "orbax.checkpoint")}
 
 
 def begin_imports(modules: Iterable[str]) -> threading.Thread:
@@ -36,7 +29,7 @@ def begin_imports(modules: Iterable[str]) -> threading.Thread:
     Where a process may not leave the lowest priority by itself, for which it needs a capability, the kernel is told
     that others are to be preferred.
     """
-    importing = threading.Thread(target=_import, args=(modules,), daemon=True)
+    importing = threading.Thread(target=import_ahead, args=(modules,), daemon=True)
     trial, may_leave = threading.Thread(target=lambda: may_leave.append(_may_leave_idling())), list[bool]()
     trial.start()
     trial.join()
@@ -89,7 +82,8 @@ def step_of_torch() -> None:
     torch.set_rng_state(state)
 
 
-def _import(modules: Iterable[str]) -> None:
+def import_ahead(modules: Iterable[str]) -> None:
+    """Import what is there of some modules: whoever needs another says so."""
     for module in modules:
         try:
             importlib.import_module(module)

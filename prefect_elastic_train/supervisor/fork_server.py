@@ -15,26 +15,23 @@ Uses ``ray._raylet``, whose ids come from a generator that processes must not sh
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import runpy
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+from prefect_elastic_train.elastic.warming import TORCH_MODULES, TORCH_RAY_MODULES, import_ahead
 
 #: What comes before the first step of a loop: what does not import Ray, and what does, as all that follows it.
-_MODULES = {
-    "torch": ("torch._dynamo", "torch.distributed.checkpoint", "torch.nn.parallel.distributed"),
-    "jax": ("jax.numpy",),
-}
-_RAY_MODULES = {"torch": ("ray.train.torch", "prefect_elastic_train.loop.torch_state")}
+_MODULES = {"torch": TORCH_MODULES, "jax": ("jax.numpy",)}
+_RAY_MODULES = {"torch": TORCH_RAY_MODULES}
 _CONTROLLER = "prefect_elastic_train.elastic.controller"
 _RAYS = ("RAY_", "SPT_", "PREFECT_ELASTIC_TRAIN_WORKER")  # what Ray, or its node, adds to the environment of workers
 _OF_NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # as Ray's own that boot ahead: they may serve any
@@ -51,7 +48,7 @@ def serve(framework: str, threads: str) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.environ[FORK_SERVER_VARIABLE])
         listener.listen(128)
-        _import(_MODULES.get(framework, ()))
+        import_ahead(_MODULES.get(framework, ()))
         while True:
             connection, _ = listener.accept()
             with connection, suppress(OSError, ValueError):
@@ -101,7 +98,7 @@ def _import_ray(framework: str) -> None:
 
     kind = actor.ActorClassID  # each class of actors gets one
     actor.ActorClassID = SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))
-    _import((*_RAY_MODULES.get(framework, ()), _CONTROLLER))
+    import_ahead((*_RAY_MODULES.get(framework, ()), _CONTROLLER))
     actor.ActorClassID = kind
     gc.freeze()  # what is never collected stays shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
@@ -124,12 +121,6 @@ def _draw() -> bytes:
 
 def _plain(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_RAYS)}
-
-
-def _import(modules: Iterable[str]) -> None:
-    for module in modules:
-        with suppress(Exception):  # whoever needs it says so
-            importlib.import_module(module)
 
 
 if __name__ == "__main__":
