@@ -29,18 +29,9 @@ from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, Wo
 
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, standby
+from prefect_elastic_train.elastic import callbacks, sizing, standby
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, remove_orphaned_groups
 from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, why_never_again
-from prefect_elastic_train.elastic.sizing import (
-    Growth,
-    Node,
-    Stability,
-    Start,
-    describe_missing,
-    places_beyond,
-    possible_workers,
-)
 from prefect_elastic_train.loop.notice import announce
 from prefect_elastic_train.storage.store import RunStore
 
@@ -92,11 +83,11 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         self._requester_id = requester_id
         self._settings = settings
         self._demand = demand_of(scaling_config)
-        self._stability = Stability(settings.stability_delay_seconds)
-        self._start = Start(self._demand, settings.wait_for_max_seconds)
+        self._stability = sizing.Stability(settings.stability_delay_seconds)
+        self._start = sizing.Start(self._demand, settings.wait_for_max_seconds)
         self._asked_for = 0
         self._why_not = ""
-        self._growth = Growth(0)
+        self._growth = sizing.Growth(0)
         self._growths = 0
         self._commit_to_use = False
         self._group_started_at = self._next_look = self._told_at = float("-inf")
@@ -134,7 +125,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             workers = self._start.size(now, possible, stable)
             missing = self._why_not
             if possible < self._demand.min_workers:
-                missing = describe_missing(nodes, self._demand, possible)
+                missing = sizing.describe_missing(nodes, self._demand, possible)
         except Exception:
             logger.warning("No decision about a start; it is tried again", exc_info=True)
         if workers:
@@ -200,7 +191,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         now, callback, growth = time.monotonic(), callbacks.current(), self._growth
         if group.start_time != self._group_started_at:
             self._group_started_at, self._commit_to_use = group.start_time, False
-            growth = self._growth = Growth(self._settings.resize_patience_seconds)
+            growth = self._growth = sizing.Growth(self._settings.resize_patience_seconds)
         committed = callback.take_commit() or self._commit_to_use
         # The ranks stand still since they have saved: that is used as soon as the cluster answers.
         self._commit_to_use = committed and growth.target > 0
@@ -212,7 +203,7 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         _, reliable, _, stable = self._look(now, held)
         self._commit_to_use = False
         target = min(stable, self._start.limit(now))
-        beyond = places_beyond(reliable, self._demand, held, target - group.num_workers)
+        beyond = sizing.places_beyond(reliable, self._demand, held, target - group.num_workers)
         if not standby.prepare(beyond) and not growth.target:
             self._next_look = now + _REST_SECONDS
             return rays.NoopDecision()
@@ -226,15 +217,15 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
         self._asked_for = growth.target
         return GrowthDecision(growth.target, self._demand.resources, reason, growth.waited_seconds(now))
 
-    def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[Node], list[Node], int, int]:
+    def _look(self, now: float, held: Mapping[str, int]) -> tuple[list[sizing.Node], list[sizing.Node], int, int]:
         """Look at the cluster: its nodes, and those to be relied on, and how many workers fit on each of the two."""
         reserved = self._get_reserved_resources().values() if self._requester_id else None
         nodes = cluster_nodes()
         callbacks.current().counted_on = frozenset(node.id for node in nodes if not node.draining)
         reliable = self._stability.observe(now, [node.id for node in nodes])
         stable = [node for node in nodes if node.id in reliable]
-        possible = possible_workers(nodes, self._demand, held, reserved)
-        return nodes, stable, possible, possible_workers(stable, self._demand, held, reserved)
+        possible = sizing.possible_workers(nodes, self._demand, held, reserved)
+        return nodes, stable, possible, sizing.possible_workers(stable, self._demand, held, reserved)
 
     def _get_reserved_resources(self) -> dict[str, dict[str, float]]:
         """Return what the coordinator, the arbiter between trainings, reserves for the run on nodes that live now."""
