@@ -26,10 +26,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController as RaysTrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
-    PlacementGroupHandle,
-    SlicePlacementGroupHandle,
-)
+from ray.train.v2._internal.execution.worker_group import placement_group_handle as handles
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -112,7 +109,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         callbacks.current().passed("workers")
         return ranked
 
-    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> PlacementGroupHandle:
+    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> handles.PlacementGroupHandle:
         standby.wait_for_booting()
         callbacks.current().passed("booting workers")
         try:
@@ -166,7 +163,7 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
         return super()._make_and_handle_scaling_decision_for_non_running_worker_group(controller_state)
 
 
-def _while_nodes_live(handle: PlacementGroupHandle) -> Callable[[float], bool]:
+def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float], bool]:
     """Return how to wait for a placement group: only while all nodes are there that its size was decided from."""
     wait, counted_on = handle.wait, callbacks.current().counted_on
 
@@ -188,7 +185,7 @@ def _while_nodes_live(handle: PlacementGroupHandle) -> Callable[[float], bool]:
     return wait_or_give_up
 
 
-def _create_on_slices(demand: Demand, context: Any) -> PlacementGroupHandle:
+def _create_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandle:
     """Reserve slices that are whole and free, by their names."""
     shape = demand.shape
     assert shape is not None
@@ -222,7 +219,7 @@ def _create_on_slices(demand: Demand, context: Any) -> PlacementGroupHandle:
             remove_placement_group(reserved)
         raise
     group._head_pgs += heads  # which it gives back with the rest
-    return SlicePlacementGroupHandle(group)
+    return handles.SlicePlacementGroupHandle(group)
 
 
 def _free_slices(demand: Demand, slices: int) -> list[Slice]:
@@ -252,14 +249,12 @@ class _ElasticTrainerMixin:
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Any:
         requester_id, scaling, _ = self._parts
-        policies = {
-            "scaling_policy": RunScalingPolicy(self.scaling_config, requester_id, scaling),
-            "failure_policy": RunFailurePolicy(self.run_config.failure_config),
-        }
+        controller_arguments["scaling_policy"] = RunScalingPolicy(self.scaling_config, requester_id, scaling)
+        controller_arguments["failure_policy"] = RunFailurePolicy(self.run_config.failure_config)
         data_parallel_trainer.TrainController = TrainController
         if FORK_SERVER_VARIABLE in os.environ:
             data_parallel_trainer.get_env_vars_to_propagate = _NoVariables
-        return super()._initialize_and_run_controller(**controller_arguments | policies)  # type: ignore[misc]
+        return super()._initialize_and_run_controller(**controller_arguments)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         # Placement groups go with the job of their driver; the cleaner may ask another cluster on the same host whether
