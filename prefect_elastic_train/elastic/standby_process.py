@@ -18,7 +18,6 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from prefect_elastic_train.elastic.warming import WORKER_MODULES, begin_imports, finish_imports, step_of_torch
 
 GONE_SECONDS = 10.0  # for which a worker waits for the end of those that had its devices
-_THREADS = "OMP_NUM_THREADS"
 
 
 def warm_up(visible: str, framework: str, cpus: float) -> tuple[int, ActorMetadata]:
@@ -27,7 +26,11 @@ def warm_up(visible: str, framework: str, cpus: float) -> tuple[int, ActorMetada
     The loop itself is left alone: what its module does when it is imported may depend on the rank, or be meant for a
     process that has joined the others.
     """
-    os.environ[_THREADS] = _threads(cpus)  # Ray gives an actor without CPUs one, before torch reads it
+    # Ray tells an actor without CPUs to use one thread; this one is told what Ray tells one with so many CPUs.
+    variables = dict(ray.get_runtime_context().runtime_env.get("env_vars", {}))
+    with suppress(psutil.Error):  # the raylet's
+        variables = {**psutil.Process(os.getppid()).environ(), **variables}
+    os.environ["OMP_NUM_THREADS"] = variables.get("OMP_NUM_THREADS") or str(max(1, int(cpus)))
     if visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     if framework == "jax":
@@ -36,14 +39,6 @@ def warm_up(visible: str, framework: str, cpus: float) -> tuple[int, ActorMetada
     if framework == "torch":
         step_of_torch()
     return about()
-
-
-def _threads(cpus: float) -> str:
-    """Return how many threads OpenMP shall have, as Ray says it to an actor with so many CPUs."""
-    given = dict(ray.get_runtime_context().runtime_env.get("env_vars", {}))
-    with suppress(psutil.Error):  # the raylet's
-        given = {**psutil.Process(os.getppid()).environ(), **given}
-    return given.get(_THREADS) or str(max(1, int(cpus)))
 
 
 def about() -> tuple[int, ActorMetadata]:
