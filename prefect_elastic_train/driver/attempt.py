@@ -56,7 +56,6 @@ class Attempt:
         self._storage = open_storage(spec.storage)
         self.store = self._storage.run(spec.request.run_name)
         self.teller = AttemptTeller(output, details, self.store)
-        self._score = spec.checkpoints.score_attribute
         self._heartbeat: HeartbeatWriter | None = None
         self._receiver = EventReceiver(self.teller.emit)
         self._past = Tally()  # of the attempts before
@@ -128,9 +127,6 @@ class Attempt:
         except (TypeError, ValueError, DeprecationWarning) as error:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)
-        if spec.cluster.is_local:
-            # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
-            os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         trainer.fit()
         # The controller has sent all its events before fit() returned; let the last ones arrive.
         time.sleep(0.1)
@@ -175,7 +171,7 @@ class Attempt:
                 left={name: number for name, number in left.items() if number >= 0},
                 previous_end=self.spec.previous_end,
                 started_from=RunDirectory(self.store).started_from,
-                inherited=bounded_metrics(begun.point.inherited_metrics, self._score),
+                inherited=bounded_metrics(begun.point.inherited_metrics, self.spec.checkpoints.score_attribute),
                 notes=[*notes, *begun.notes],
             )
         )
@@ -202,7 +198,7 @@ class Attempt:
         from prefect_elastic_train.runs.inspecting import make_result
 
         accounts = add_up(chain(read_history(self.store), more))
-        return make_result(self.store, accounts, self.spec.storage_block, self._score)
+        return make_result(self.store, accounts, self.spec.storage_block, self.spec.checkpoints.score_attribute)
 
     def taken_over(self) -> AttemptEnded | None:
         """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""

@@ -158,12 +158,11 @@ class ChildDriver(Driver):
     def __init__(
         self,
         follower: Runtime,
-        command: Sequence[str],
         environment: Mapping[str, str],
         spec: DriverSpec,
         folder: Path,
         cluster: LocalCluster | None,
-        spare: subprocess.Popen[bytes] | None = None,
+        spare: subprocess.Popen[bytes] | None,
     ) -> None:
         super().__init__(follower)
         self._cluster = cluster
@@ -171,7 +170,7 @@ class ChildDriver(Driver):
         self._spec_file, self._stop_file = folder / "spec", folder / STOP_FILE
         self._stop_file.unlink(missing_ok=True)
         write_spec(spec, self._spec_file)
-        told = [*command, str(self._spec_file)]
+        told = [*follower.driver_command, str(self._spec_file)]
         self._process = spare or start_process(told, environment, subprocess.DEVNULL, subprocess.PIPE)
         if spare is not None and spare.stdin is not None:
             with suppress(OSError), spare.stdin as stream:  # one that has died this moment is a lost driver

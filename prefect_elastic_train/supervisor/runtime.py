@@ -119,7 +119,7 @@ class Runtime:
         spare = self._take_spare(environment)
         has_spares = spec.scaling.standby != "off" and self.driver_command == _DRIVER
         self._spare_start = ([*_DRIVER, SPARE, spec.request.framework] if has_spares else []), environment
-        return self.follow(ChildDriver(self, self.driver_command, environment, spec, folder, cluster, spare))
+        return self.follow(ChildDriver(self, environment, spec, folder, cluster, spare))
 
     def wait(self, seconds: float) -> None:
         """Wait, and look after everything meanwhile."""
@@ -260,7 +260,6 @@ class LocalCluster:
         self._forked = {
             FORK_SERVER_VARIABLE: str(self.folder / "fork"),
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(spec.poll_interval_seconds),
-            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": environment.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"),
             "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": environment.get("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0"),
         }
         self._forked = self._forked if spec.is_forked else {}
@@ -282,6 +281,8 @@ class LocalCluster:
         """Add to the environment of a process what it needs to join."""
         use_token(environment, self._token, self.folder)
         environment.update(_RECONNECT | self._forked)
+        # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
+        environment.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
     def start(self) -> None:
         """Start the head node, unless that was done; one that is to be given up is ended by its mark."""
