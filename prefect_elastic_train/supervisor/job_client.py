@@ -114,14 +114,12 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
 
     def job(self, submission_id: str) -> JobDetails | None:
         """Look a job up; None if the cluster does not know it."""
-        with _reading():
-            try:
-                found = self.get_job_info(submission_id)
-            except UnknownJobError:
-                return None
+        with _reading(), suppress(UnknownJobError):
+            found = self.get_job_info(submission_id)
             if found.submission_id != submission_id:
                 raise ValueError("another job")
             return found
+        return None
 
     def submit(
         self, submission_id: str, metadata: dict[str, str], package: Path | None = None, command: str = _TRAIN
