@@ -33,7 +33,6 @@ from prefect_elastic_train.elastic.budget import Forgiveness
 from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_news, why_never_again
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.runs import commits
-from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.model import SEED_COMMIT, RunDirectory
 from prefect_elastic_train.runs.resume import remove_interrupted_uploads
 from prefect_elastic_train.runs.snapshots import latest_checkpoint
@@ -165,7 +164,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Remove what interrupted uploads left behind: no worker runs now."""
         self.passed("decision")
         removed = remove_interrupted_uploads(self._store, self._attempt)
-        check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
+        commits.check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
         self._store.abandon_uploads()
         if removed:
             logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
@@ -268,7 +267,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def _stop_if_fenced_off(self) -> None:
         """Let nothing pass but that another attempt has taken over."""
         try:
-            check_fence(self._store, self._attempt)
+            commits.check_fence(self._store, self._attempt)
         except OSError:
             self.errors += 1
 
