@@ -203,7 +203,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         try:
             indices = indices if warm else []
             nodes = placement_group_table(group)["bundles_to_node_id"] if warm else {}
-            found = _devices(group, indices, resources) if warm and resources.get("GPU") else {}
+            found = _devices(group, indices, resources["GPU"]) if warm and resources.get("GPU") else {}
             visible = _visible((nodes[index], found.get(index, {})) for index in indices)
             for index in indices:
                 place = nodes[index], visible[nodes[index]]
@@ -274,11 +274,9 @@ def _visible(places: Iterable[tuple[str, Mapping[str, list[Any]]]]) -> dict[str,
     return {node_id: ",".join(sorted(gpus)) for node_id, gpus in seen.items()}
 
 
-def _devices(
-    group: PlacementGroup, indices: list[int], resources: Mapping[str, float]
-) -> dict[int, dict[str, list[Any]]]:
+def _devices(group: PlacementGroup, indices: list[int], gpus: float) -> dict[int, dict[str, list[Any]]]:
     """Return which devices Ray has given to each bundle, as a task in it sees them."""
-    tell = ray.remote(num_cpus=0, num_gpus=resources["GPU"], max_retries=0)(own_devices)
+    tell = ray.remote(num_cpus=0, num_gpus=gpus, max_retries=0)(own_devices)
     asked = []
     for index in indices:
         where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
