@@ -93,13 +93,13 @@ class Attempt:
                 error.final = error.final or not (own or all_attempts(self.store))
                 raise
             teller.emit(ClusterConnected(address=address, dashboard_url=dashboard_url, resources=resources))
-            scaling = fit_local_cluster(spec, resources)
+            spec = replace(spec, scaling=fit_local_cluster(spec, resources))
             if probe is not None and not spec.cluster.is_local and is_new():
                 from prefect_elastic_train.elastic.cluster import resources_per_worker, try_from_nodes
 
                 # Before the first checkpoint each node is to show that it can write it.
                 teller.doing("trying the storage from the nodes")
-                try_from_nodes(probe, resources_per_worker(scaling))
+                try_from_nodes(probe, resources_per_worker(spec.scaling))
         begun = self.begin()
         if isinstance(begun, EndedRecord):
             return self.finish(begun)
@@ -122,8 +122,7 @@ class Attempt:
         datasets = make_datasets(payload)
         teller.doing("")
         try:
-            told = replace(spec, scaling=scaling)
-            trainer = make_trainer(told, payload, datasets, self.store, context, self._receiver.receiving)
+            trainer = make_trainer(spec, payload, datasets, self.store, context, self._receiver.receiving)
         except (TypeError, ValueError, DeprecationWarning) as error:
             raise ConfigurationError(f"Ray Train does not accept the configuration: {error}") from error
         os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = str(spec.poll_interval_seconds)

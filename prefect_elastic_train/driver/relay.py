@@ -42,11 +42,10 @@ class EventReceiver:
 
     def __init__(self, handle: Callable[[ev.Event], None]) -> None:
         self._handle = handle
-        self._key = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._reading: list[threading.Thread] = []
         #: Where a sender reaches this receiver.
-        self.receiving: Receiving = self._listener.getsockname()[1], self._key
+        self.receiving: Receiving = self._listener.getsockname()[1], secrets.token_hex(16)
         threading.Thread(target=self._accept, name="elastic-train-receiver", daemon=True).start()
 
     def finish(self, timeout_seconds: float) -> None:
@@ -71,7 +70,7 @@ class EventReceiver:
         with connection, suppress(OSError):
             # What a broken connection has cut in two is sent again.
             lines = whole_lines(iter(partial(connection.recv, _PIECE_BYTES), b""), with_rest=False)
-            if not hmac.compare_digest(next(lines, b""), self._key.encode()):
+            if not hmac.compare_digest(next(lines, b""), self.receiving[1].encode()):
                 return
             for line in filter(None, lines):
                 event = ev.decode_event(line)
