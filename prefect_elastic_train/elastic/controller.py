@@ -297,8 +297,7 @@ def make_trainer(
         from prefect_elastic_train.elastic.jax_backend import run_jax_config
 
         base, arguments["jax_config"] = JaxTrainer, run_jax_config(payload.jax_config, arguments["scaling_config"])
-    score = spec.checkpoints.score_attribute
-    callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, score)
+    callback = callbacks.RunCallback(receiving, store, context.attempt, spec.failures, spec.checkpoints.score_attribute)
     ours: list[Any] = [callback, LoopCallback(context)]
     if scaling.standby != "off" and not spec.is_forked and standby.may_replace(scaling, framework):
         ours.append(standby.Standbys(framework, in_any_case=scaling.standby == "on"))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
+from prefect_elastic_train.supervisor import forked_worker
 
 #: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
 _PORTS, _PORT_PROBES = range(20_000, 32_768), 100
@@ -31,8 +32,6 @@ def change_nodes() -> None:
     """
     from ray._private import services
     from ray._raylet import persist_port  # type: ignore[attr-defined]
-
-    from prefect_elastic_train.supervisor import forked_worker
 
     start_raylet = services.start_raylet
     os.environ.update(_REGISTRATION)
