@@ -47,9 +47,8 @@ def resize_requested() -> bool:
 
 def ask(decide: Callable[[], Any], together: bool = False) -> tuple[bool, Any]:
     """Return :func:`resize_requested` and what rank 0 decides, None without a broadcast, which ``together`` forces."""
-    notice = known
-    if notice.free_questions > 0 and not together:
-        notice.free_questions -= 1
+    if known.free_questions > 0 and not together:
+        known.free_questions -= 1
         return False, None
     context = train_context()
     if context is None:
@@ -61,9 +60,9 @@ def ask(decide: Callable[[], Any], together: bool = False) -> tuple[bool, Any]:
         import ray.train.collective
 
         said = ray.train.collective.broadcast_from_rank_zero(said)
-    coming, notice.free_questions, decided = said
-    if is_new := coming is not None and coming != notice.answered:
-        notice.answered, notice.asked_to_save = coming, True
+    coming, known.free_questions, decided = said
+    if is_new := coming is not None and coming != known.answered:
+        known.answered, known.asked_to_save = coming, True
     return is_new, decided
 
 
@@ -88,10 +87,10 @@ def coming_restart(context: Any) -> Any:
 
 def _affordable_silence() -> int:
     """Return how many questions may go without a broadcast, from how often the loop asks."""
-    notice, now = known, time.monotonic()
-    asked = notice.questions - notice.free_questions + 1
-    per_second = asked / max(now - notice.asked_at, 1e-6)
+    now = time.monotonic()
+    asked = known.questions - known.free_questions + 1
+    per_second = asked / max(now - known.asked_at, 1e-6)
     # From none on, at most twice as many each time: the first steps may be much quicker than those that follow.
-    most = min(_MAX_FREE_QUESTIONS, 2 * notice.questions + 1) if notice.asked_at else 0
-    notice.asked_at, notice.questions = now, min(most, int(per_second * _ASK_SECONDS))
-    return notice.questions
+    most = min(_MAX_FREE_QUESTIONS, 2 * known.questions + 1) if known.asked_at else 0
+    known.asked_at, known.questions = now, min(most, int(per_second * _ASK_SECONDS))
+    return known.questions

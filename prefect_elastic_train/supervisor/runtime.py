@@ -23,19 +23,14 @@ from typing import TYPE_CHECKING
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
-from prefect_elastic_train.core.request import (
-    DRIVER_MODULE,
-    FORK_SERVER_VARIABLE,
-    MARK_VARIABLE,
-    PRINT_PATCH,
-    DriverSpec,
-)
+from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, MARK_VARIABLE, PRINT_PATCH
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 from prefect_elastic_train.supervisor.nodes import free_port
 
 if TYPE_CHECKING:
+    from prefect_elastic_train.core.request import DriverSpec
     from prefect_elastic_train.supervisor.job import JobDriver
 
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
