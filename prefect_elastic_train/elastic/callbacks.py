@@ -26,7 +26,6 @@ from ray.train.v2._internal.execution.worker_group.poll import _is_preempted_act
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import bounded_metrics, plain_metrics
 from prefect_elastic_train.core.checkpoint_names import loop_name
-from prefect_elastic_train.core.events import ALIVE_SECONDS
 from prefect_elastic_train.core.ray_output import distinct, mark_told
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.elastic.budget import Forgiveness
@@ -276,15 +275,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         if not self._workers:
             return
         self.passed("")
-        self.tell(
-            ev.WorkerGroupResized(
-                old_size=len(self._workers),
-                new_size=resize_decision.num_workers,
-                reason=getattr(resize_decision, "reason", ""),
-                waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
-                reports_lost=self._reports_since_checkpoint,
-            )
+        resized = ev.WorkerGroupResized(
+            old_size=len(self._workers),
+            new_size=resize_decision.num_workers,
+            reason=getattr(resize_decision, "reason", ""),
+            waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
+            reports_lost=self._reports_since_checkpoint,
         )
+        self.tell(resized)
 
     @_never_raises
     def _tell_failure(self, failure_decision: FailureDecision) -> None:
@@ -296,16 +294,15 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
         errors, also = distinct({rank: _text(failure) for rank, failure in failures.items()})
         event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
-        self.tell(
-            event_type(
-                errors=errors,
-                also=also,
-                retried=failure_decision is FailureDecision.RETRY,
-                gives_up=why_never_again(failures.values()) or "the budget is used up",
-                reports_lost=self._reports_since_checkpoint,
-                left=self.left,
-            )
+        failed = event_type(
+            errors=errors,
+            also=also,
+            retried=failure_decision is FailureDecision.RETRY,
+            gives_up=why_never_again(failures.values()) or "the budget is used up",
+            reports_lost=self._reports_since_checkpoint,
+            left=self.left,
         )
+        self.tell(failed)
 
     def _tell_waits(self, who: str, waits: Sequence[Waits]) -> None:
         tries = sum(waited.tries for waited in waits)
@@ -319,7 +316,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self._sender.close(timeout_seconds)
 
     def _show_life(self, closed: threading.Event) -> None:
-        while not closed.wait(ALIVE_SECONDS):
+        while not closed.wait(ev.ALIVE_SECONDS):
             if (waiting := waiting_since()) is not None:
                 doing, seconds = "waiting for the storage", time.monotonic() - waiting
             else:

@@ -172,15 +172,14 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._told_at = now
             if waited >= _LONG_WAIT_SECONDS:
                 standby.release()
-            callbacks.current().tell(
-                WaitingForCapacity(
-                    possible_workers=possible,
-                    min_workers=self._demand.min_workers,
-                    resources_per_worker=dict(self._demand.resources),
-                    missing=missing,
-                    since=time.time() - waited,
-                )
+            waiting = WaitingForCapacity(
+                possible_workers=possible,
+                min_workers=self._demand.min_workers,
+                resources_per_worker=dict(self._demand.resources),
+                missing=missing,
+                since=time.time() - waited,
             )
+            callbacks.current().tell(waiting)
         if bound and waited >= bound:
             raise CapacityTimeoutError(
                 f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "

@@ -323,7 +323,7 @@ def test_a_controller_shows_signs_of_life_that_say_what_it_does(
     store: LocalRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callbacks, "_current", None)  # put back afterwards
-    monkeypatch.setattr(callbacks, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(callbacks.ev, "ALIVE_SECONDS", 0.05)
     controller = Controller(store)
     controller.callback.after_controller_state_update(InitializingState(), RunningState())
     heard = controller.events
