@@ -9,7 +9,7 @@ import time
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, computed_field
+from pydantic import AfterValidator, BaseModel, Field, computed_field
 
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES, MAX_MESSAGE_BYTES, as_json, cut, size_of
 from prefect_elastic_train.core.outcomes import Outcome
@@ -28,10 +28,8 @@ def _snake(event_type: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
 
 
-class Event(BaseModel):
+class Event(BaseModel, extra="ignore", frozen=True, ser_json_inf_nan="constants"):
     """Something that happened in an attempt."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
 
     #: Number of the event within its attempt, 0 until the driver has numbered it.
     sequence: int = 0

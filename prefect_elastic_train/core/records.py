@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from prefect_elastic_train.core.bounds import as_json
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
@@ -16,10 +16,8 @@ SCHEMA_VERSION = 2  # what this version of the package writes; what an older one
 Record = TypeVar("Record", bound="_Record")
 
 
-class _Record(BaseModel):
-    # Another version of this package may have written more fields than we know.
-    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="constants")
-
+# Another version of this package may have written more fields than we know.
+class _Record(BaseModel, extra="ignore", frozen=True, ser_json_inf_nan="constants"):
     schema_version: int = SCHEMA_VERSION
 
 

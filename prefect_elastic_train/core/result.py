@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import accumulate
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from prefect_elastic_train.core.bounds import bounded_metrics, size_of, thinned
 
@@ -14,16 +14,14 @@ from prefect_elastic_train.core.bounds import bounded_metrics, size_of, thinned
 _MAX_HISTORY_BYTES, _MAX_CHECKPOINTS_BYTES, _MAX_WORLD_SIZES_BYTES = 256 * 1024, 96 * 1024, 16 * 1024
 
 
-class WorldSize(BaseModel):
+class WorldSize(BaseModel, frozen=True, ser_json_inf_nan="constants"):
     """The number of workers from a point in time on."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     at: float
     size: int
 
 
-class TimeAccount(BaseModel):
+class TimeAccount(BaseModel, frozen=True):
     """What a run's wall time went into, in seconds; ``docs/goodput.md`` has the definitions.
 
     The parts add up to ``wall_seconds``.
@@ -39,8 +37,6 @@ class TimeAccount(BaseModel):
         lost_seconds: Training that was done again, or that no checkpoint has kept.
         stopped_seconds: Not part of the wall time: the run had ended, and nobody tried to train.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     wall_seconds: float = 0.0
     productive_seconds: float = 0.0
@@ -69,16 +65,14 @@ class Counts(BaseModel):
     storage_wait_seconds: float = 0.0
 
 
-class BestCheckpoint(BaseModel):
+class BestCheckpoint(BaseModel, frozen=True, ser_json_inf_nan="constants"):
     """A checkpoint that was kept, and what was reported with it."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     uri: str
     metrics: dict[str, Any] = Field(default_factory=dict)
 
 
-class RunResult(Counts):
+class RunResult(Counts, frozen=True, ser_json_inf_nan="constants"):
     """What a finished training gives back: plain JSON, so that the next task needs no Ray to read it.
 
     Attributes:
@@ -105,8 +99,6 @@ class RunResult(Counts):
         left_out: How many entries of ``history``, ``best_checkpoints`` and ``world_sizes`` are left out, which the run
             directory has; empty if none are.
     """
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     run_name: str
     run_uri: str

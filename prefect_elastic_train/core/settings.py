@@ -10,7 +10,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -56,11 +55,9 @@ _Labels = Annotated[dict[str, str], BeforeValidator(_unwrap_ui_json)]
 _Text = Annotated[str, StringConstraints(strip_whitespace=True)]
 
 
-class SettingsModel(BaseModel):
+# A misspelt field is an error, and Prefect's server needs it to accept an all-default block as a parameter.
+class SettingsModel(BaseModel, extra="forbid", use_attribute_docstrings=True):
     """Base of the settings."""
-
-    # A misspelt field is an error, and Prefect's server needs it to accept an all-default block as a parameter.
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class ScalingSettings(SettingsModel):
@@ -218,11 +215,9 @@ def _address(value: str) -> str:
     return value.rstrip("/")
 
 
-class ClusterSettings(SettingsModel):
+# What a validation error shows of its input may be the token, also under a misspelt name.
+class ClusterSettings(SettingsModel, hide_input_in_errors=True):
     """Which Ray cluster trains. See :class:`RayCluster`."""
-
-    # What a validation error shows of its input may be the token, also under a misspelt name.
-    model_config = ConfigDict(hide_input_in_errors=True)
 
     address: Annotated[str, AfterValidator(_address)] = ""
     """Empty: a local cluster. 'auto' or host:port: join one from a node. http(s)://host:8265: submit a Ray job."""

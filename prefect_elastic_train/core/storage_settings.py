@@ -8,16 +8,7 @@ import re
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PrivateAttr,
-    SecretStr,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, Field, NonNegativeFloat, PrivateAttr, SecretStr, ValidationInfo, field_validator
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import JsonDict, SettingsModel, without_credentials
@@ -98,10 +89,9 @@ class LocalStorageSettings(_StorageSettings):
         return self.path
 
 
-class S3StorageSettings(_StorageSettings):
+# What a validation error shows of its input may be a key.
+class S3StorageSettings(_StorageSettings, hide_input_in_errors=True):
     """A bucket that holds runs. See :class:`S3Storage`."""
-
-    model_config = ConfigDict(hide_input_in_errors=True)  # what a validation error shows of its input may be a key
 
     bucket_path: Annotated[str, AfterValidator(_bucket_path)]
     """Bucket, and the prefix below which runs are: such as my-bucket/training/runs."""
@@ -139,10 +129,8 @@ class S3StorageSettings(_StorageSettings):
         return f"s3://{self.bucket_path}"
 
 
-class FsspecStorageSettings(_StorageSettings):
+class FsspecStorageSettings(_StorageSettings, hide_input_in_errors=True):
     """An object store that fsspec knows and that holds runs. See :class:`FsspecStorage`."""
-
-    model_config = ConfigDict(hide_input_in_errors=True)
 
     url: Annotated[str, AfterValidator(_url_of_a_store)] = Field(title="URL")
     """URL below which runs are, such as gs://my-bucket/runs or abfs://container/runs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
@@ -38,9 +38,8 @@ _STATES = {Life.ALIVE: RunState.TRAINING, Life.DEAD: RunState.DIED, Life.UNKNOWN
 _ENDS = {Outcome.COMPLETED.value: RunState.COMPLETED, Outcome.CANCELLED.value: RunState.CANCELLED}
 
 
-class _View(BaseModel):
-    # A metric may be NaN, which is no JSON: it becomes null.
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="null")
+class _View(BaseModel, frozen=True, ser_json_inf_nan="null"):
+    """Shown as JSON, which has no NaN: a metric that is one becomes null."""
 
 
 class RunSummary(_View):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.events import CheckpointCommitted
@@ -47,10 +47,8 @@ def all_commits(store: RunStore | RunDirectory) -> list[tuple[int, int]]:
     return sorted((int(match[1]), int(match[2])) for match in found if match)
 
 
-class Attempt(BaseModel):
+class Attempt(BaseModel, frozen=True, ser_json_inf_nan="null"):
     """An attempt that ever began: how it began and how it ended, each None if there is no such record or a torn one."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="null")
 
     number: int
     record: AttemptRecord | None

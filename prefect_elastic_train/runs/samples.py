@@ -8,7 +8,7 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.loop.ledger import Digest, Ledger, combine
@@ -21,10 +21,8 @@ from prefect_elastic_train.runs.snapshots import checkpoint_names
 _TOLD_STEPS, _STEPS_AT_ONCE = 10, 10_000
 
 
-class SampleCheck(BaseModel):
+class SampleCheck(BaseModel, frozen=True):
     """What the checkpoints of a run say of the samples that its steps have seen. Steps count from 0."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     #: Of the newest checkpoint: how many steps are done, with how many this run began, and what those in between saw.
