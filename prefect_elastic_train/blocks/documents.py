@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import BlockDocumentUpdate
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
 
 from prefect_elastic_train.blocks._common import BOOKKEEPING, TrainingBlock
 from prefect_elastic_train.blocks.lookup import chosen_blocks
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import without_credentials
-
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
 
 #: What Prefect takes for the name of a block document.
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -66,9 +67,6 @@ def apply(documents: Mapping[str, Sequence[TrainingBlock]], *, dry_run: bool = F
         ConfigurationError: There is no Prefect API, or a name or a combination of blocks is not allowed.
         httpx.HTTPError: The API does not answer, or refuses.
     """
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL
-
     for name, blocks in documents.items():
         if not _NAME.fullmatch(name) or len({type(block) for block in blocks}) < len(blocks):
             raise ConfigurationError(
@@ -129,9 +127,6 @@ def difference(block: TrainingBlock, stored: Mapping[str, Any]) -> tuple[dict[st
 
 def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[Change, Callable[[], Any]]:
     """Return what is to be done to a document, and what does it."""
-    from prefect.client.schemas.actions import BlockDocumentUpdate
-    from prefect.exceptions import ObjectNotFound
-
     slug = block.get_block_type_slug()
     try:
         document = client.read_block_document_by_name(name, slug)
