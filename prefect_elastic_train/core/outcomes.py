@@ -94,7 +94,6 @@ class CheckpointGoneError(ElasticTrainError, FileNotFoundError):
 
 def may_retry(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
     """Prefect's ``retry_condition_fn``, which must be a plain function: retry what a new driver can heal, no more."""
-    error = getattr(state, "data", None)
-    if error is not None and not isinstance(error, BaseException):
-        error = getattr(error, "result", error)
+    data = getattr(state, "data", None)
+    error = getattr(data, "result", data)
     return isinstance(error, AttemptFailedError) and error.retryable

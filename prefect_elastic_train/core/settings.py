@@ -37,9 +37,7 @@ def _unwrap_ui_json(value: Any) -> Any:
     if isinstance(value, dict) and value.get("__prefect_kind") == "json":
         value = value.get("value")
     if isinstance(value, str):
-        text = value.strip()
-        if not text:
-            return {}
+        text = value.strip() or "{}"
         try:
             return json.loads(text)
         except ValueError as error:
