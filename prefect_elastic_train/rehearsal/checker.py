@@ -116,16 +116,11 @@ def _read_orbax(index: Path) -> Any:
     return found
 
 
-def _read_numpy(file: Path) -> Any:
-    loaded = np.load(file, allow_pickle=False)
-    return loaded if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded}
-
-
 _READERS: dict[str, Callable[[Path], Any]] = {
     ".metadata": _read_distributed,
     "_METADATA": _read_orbax,
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _read_torch),
-    **dict.fromkeys((".npz", ".npy"), _read_numpy),
+    **dict.fromkeys((".npz", ".npy"), np.load),  # which refuses pickled objects
     ".safetensors": lambda file: import_module("safetensors.numpy").load_file(file),
     ".json": lambda file: json.loads(file.read_text()),
 }
