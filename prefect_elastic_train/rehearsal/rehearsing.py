@@ -13,6 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from prefect.artifacts import create_markdown_artifact
+from prefect.context import FlowRunContext
+
 from prefect_elastic_train.blocks import ElasticScaling
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.request import Payload
@@ -103,7 +106,9 @@ def rehearse(
     certificate.seconds = round(time.time() - certificate.at, 1)
     if save_to is not None:
         certificate.save(Path(save_to))
-    _show(certificate)
+    if FlowRunContext.get() is not None:
+        told = f"rehearsal of {certificate.loop}"
+        create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=told)
     return certificate
 
 
@@ -180,13 +185,3 @@ def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
         raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
     numbers = {"max_workers": workers, "min_workers": min(block.min_workers, workers), "wait_for_max_seconds": 30.0}
     return block.model_copy(update={**numbers, "label_selector": {}, "placement_strategy": "PACK"})
-
-
-def _show(certificate: Certificate) -> None:
-    """Show the certificate with the flow run, if this is in one."""
-    from prefect.artifacts import create_markdown_artifact
-    from prefect.context import FlowRunContext
-
-    if FlowRunContext.get() is not None:
-        told = f"rehearsal of {certificate.loop}"
-        create_markdown_artifact(certificate.markdown(), key="elastic-train-rehearsal", description=told)
