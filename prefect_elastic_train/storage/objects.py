@@ -59,7 +59,7 @@ class ObjectRunStore(RunStore):
             return 0
 
     def download(self, name: str, target: str) -> None:
-        sizes = self.file_sizes(name)
+        sizes = self.file_sizes(name) or {}
         if not sizes:
             raise FileNotFoundError(f"{self.uri}/{name}".rstrip("/") + ": there is no such checkpoint")
         for file in sizes:
@@ -67,11 +67,7 @@ class ObjectRunStore(RunStore):
                 raise ElasticTrainError(f"{self.uri}/{name} holds {file!r}, which leads out of it")
         os.makedirs(target, exist_ok=True)
         sizes.pop(NOTHING, None)
-        for_each(
-            list(sizes.items()),
-            lambda file: self._download(f"{name}/{file[0]}", Path(target, file[0]), file[1]),
-            _FILES_AT_ONCE,
-        )
+        for_each(sizes, lambda file: self._download(f"{name}/{file}", Path(target, file), sizes[file]), _FILES_AT_ONCE)
 
     def copy_folder(self, source: str, name: str) -> None:
         """See :meth:`RunStore.copy_folder`; the store copies by itself."""
