@@ -289,9 +289,8 @@ class RunDirectory:
     @property
     def _folders(self) -> list[str]:
         """The folders that may be checkpoints; a loop may have named them with slashes."""
-        written = [folder for folder in {*self._files(), *self._outermost()} if written_by(folder) is not None]
-        known = set(written)
-        outermost = [folder for folder in written if known.isdisjoint(_with_parents(folder)[:-1])]
+        written = {folder for folder in (*self._files(), *self._outermost()) if written_by(folder) is not None}
+        outermost = [folder for folder in written if written.isdisjoint(_with_parents(folder)[:-1])]
         others = {*self._outermost()} - {layout.STATE_FOLDER}
         is_known = _overlapping(outermost)
         found = [*outermost, *(folder for folder in others if not is_known(folder))]

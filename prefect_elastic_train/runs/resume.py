@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -72,10 +73,7 @@ def _write_first_commit(store: RunStore, snapshot: dict[str, Any]) -> None:
 
 def remove_interrupted_uploads(store: RunStore, attempt: int) -> list[str]:
     """Remove checkpoint folders that no commit needs, but for those of later attempts; return their names."""
-
-    def check() -> None:
-        check_fence(store, attempt)
-
+    check = partial(check_fence, store, attempt)
     check()
     return [folder for folder in RunDirectory(store, attempt).leftovers if store.delete_folder(folder, check)]
 
