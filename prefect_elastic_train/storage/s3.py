@@ -29,8 +29,6 @@ _AT_LENGTH_SECONDS = 600.0
 _ABORT_SECONDS = 5.0
 #: Faults of stores that do not take the checksums of the parts of an upload.
 _NO_CHECKSUMS = ("not supported", "refused (InvalidRequest)", "refused (InvalidArgument)")
-#: For the metadata service of an instance, which limits how often it answers: many workers start together.
-_METADATA = {"metadata_service_num_attempts": 4, "metadata_service_timeout": 2}
 
 
 def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
@@ -48,8 +46,9 @@ def open_s3(settings: S3StorageSettings, retries: Retries) -> S3Files:
         config |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     session = AioSession()
     session.register_component("data_loader", _LOADER)
-    for name, value in _METADATA.items():
-        session.set_config_variable(name, value)
+    # The metadata service of an instance limits how often it answers, and many workers start together.
+    session.set_config_variable("metadata_service_num_attempts", 4)
+    session.set_config_variable("metadata_service_timeout", 2)
     return S3Files(
         repeats=retries,
         session=session,
