@@ -48,19 +48,12 @@ class SampleCheck(BaseModel, frozen=True):
         return f"{seen}, and NOT exactly theirs: {where}"
 
 
-def check_samples(run: RunDirectory) -> SampleCheck | None:
-    """Recompute the order of a run's samples (0.3 µs each), and compare; None for a run without a checkpoint."""
-    try:
-        return _check(run)
-    except _NotKnownError as error:
-        return SampleCheck(name=run.name, unknown=f"which samples were seen is not known: {error}")
-
-
 class _NotKnownError(Exception):
     """Nothing says which samples were seen."""
 
 
-def _check(run: RunDirectory) -> SampleCheck | None:
+def check_samples(run: RunDirectory) -> SampleCheck | None:
+    """Recompute the order of a run's samples (0.3 µs each), and compare; None for a run without a checkpoint."""
     commit = run.newest_commit
     folders = checkpoint_names(commit.snapshot) if commit is not None else []
     if not folders:
@@ -69,7 +62,10 @@ def _check(run: RunDirectory) -> SampleCheck | None:
     about: dict[str, Any] = {}
     total = np.zeros(3, dtype=np.uint64)
     for folder in folders:  # the newest last
-        about, parts = _read(run, folder)
+        try:
+            about, parts = _read(run, folder)
+        except _NotKnownError as error:
+            return SampleCheck(name=run.name, unknown=f"which samples were seen is not known: {error}")
         order, steps = SampleOrder(**about["order"]), combine(part["steps"] for part in parts)
         since = int(parts[0]["since"])
         is_right = (steps == _exact(order, range(since, since + len(steps)))).all(axis=1)
