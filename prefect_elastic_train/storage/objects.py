@@ -34,10 +34,7 @@ class ObjectRunStore(RunStore):
     def __init__(self, path: str, storage: Storage) -> None:
         super().__init__(path.strip("/"), storage.retries)
         self.storage = storage
-
-    @property
-    def uri(self) -> str:
-        return f"{self.storage.settings.uri.partition('://')[0]}://{self.path}"
+        self.uri = f"{storage.settings.uri.partition('://')[0]}://{self.path}"
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return the bytes of an object from ``start`` up to ``end``."""
@@ -71,13 +68,12 @@ class ObjectRunStore(RunStore):
 
     def copy_folder(self, source: str, name: str) -> None:
         """See :meth:`RunStore.copy_folder`; the store copies by itself."""
-        files = self.storage.folder(source).file_sizes("") or {}
 
         def copy(file: str) -> None:
             paths = f"{source}/{file}", self._key(f"{name}/{file}")
             self.retries.call(f"copy {paths[0]}", lambda: self.storage.filesystem.cp_file(*paths))
 
-        for_each(list(files), copy, _FILES_AT_ONCE)
+        for_each(self.storage.folder(source).file_sizes("") or {}, copy, _FILES_AT_ONCE)
 
     def _create(self, name: str, data: bytes) -> bool:
         try:

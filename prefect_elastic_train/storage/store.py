@@ -46,11 +46,8 @@ class RunStore(abc.ABC):
     def __init__(self, path: str, retries: Retries) -> None:
         self.path = path
         self.retries = retries
-
-    @property
-    def uri(self) -> str:
-        """Where the run directory is, for people and for other programs."""
-        return self.path
+        #: Where the run directory is, for people and for other programs.
+        self.uri = path
 
     def impatient(self, seconds: float) -> Self:
         """Return the same store for those who rather do without than wait."""
