@@ -32,15 +32,15 @@ class Probe:
             StorageFaultError: It does not see what the driver has written, or may not do all that a run needs.
         """
         store, name = store or self.folder(), f"{machine}-{uuid.uuid4().hex[:8]}"
-        if store.read(_OF_THE_DRIVER) != self.id.encode():
-            what = f"{machine} does not see what the driver has written there"
-            advice = "mount the directory on all nodes of the cluster, or use an object store"
-            raise self._fault(what, advice, kind="not shared")
+        other_store = "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure"
 
-        def check(holds: bool, what: str) -> None:
+        def check(holds: bool, what: str, advice: str = other_store, kind: str = "unfit") -> None:
             if not holds:
-                raise self._fault(what, "use a store that does, such as AWS S3, MinIO, Ceph, R2, GCS or Azure")
+                raise StorageFaultError(f"{self.settings.uri}: {what}. To go on, {advice}", kind=kind, permanent=True)
 
+        what = f"{machine} does not see what the driver has written there"
+        advice = "mount the directory on all nodes of the cluster, or use an object store"
+        check(store.read(_OF_THE_DRIVER) == self.id.encode(), what, advice, "not shared")
         check(store.create(name, b"1") and store.read(name) == b"1", "what was written is not read back")
         check(name in store.names(""), "what was written is not listed")
         what = "an object that exists is created again, so that two drivers could take one run (no If-None-Match)"
@@ -52,9 +52,6 @@ class Probe:
         """Return the folder of the trial."""
         root = open_storage(self.settings, min(_RETRY_SECONDS, self.settings.retry_seconds))
         return root.folder(f"{self.settings.root}/{PREFIX}{self.id}")
-
-    def _fault(self, what: str, advice: str, kind: str = "unfit") -> StorageFaultError:
-        return StorageFaultError(f"{self.settings.uri}: {what}. To go on, {advice}", kind=kind, permanent=True)
 
 
 @contextmanager
