@@ -101,15 +101,14 @@ class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
         return await bounded()
 
     async def _put_file(self, lpath: str, rpath: str, **more: Any) -> None:
-        put = super()._put_file
         try:
-            await put(lpath, rpath, **self._checksum, **more)
+            await super()._put_file(lpath, rpath, **self._checksum, **more)
         except OSError as error:
             fault = diagnose(error)
             if fault is None or fault.kind not in _NO_CHECKSUMS:
                 raise
             self._checksum = {}
-            await put(lpath, rpath, **more)
+            await super()._put_file(lpath, rpath, **more)
 
     async def _abort_mpu(self, bucket: str, key: str, mpu: str) -> None:
         abort = super()._abort_mpu
