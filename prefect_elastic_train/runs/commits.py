@@ -110,8 +110,7 @@ class CommitLog:
         for name in names:
             # A loop that places its checkpoints itself may have written over the newest.
             is_final = name != names[-1] or written_by(name) is not None
-            files = known.get(name) if is_final else None
-            files = self._store.file_sizes(name) if files is None else files
+            files = known[name] if is_final and name in known else self._store.file_sizes(name)
             if files is None:
                 raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
             manifest[name] = files
