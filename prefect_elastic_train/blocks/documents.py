@@ -148,8 +148,7 @@ def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[C
 
 def _data(block: TrainingBlock) -> dict[str, Any]:
     """Return a block's values as a document holds them."""
-    fields = set(type(block).model_fields)
-    return block.model_dump(mode="json", include=fields, context={"include_secrets": True})
+    return block.model_dump(mode="json", include=set(type(block).model_fields), context={"include_secrets": True})
 
 
 def _text(value: Any) -> str:

@@ -10,8 +10,6 @@ from typing import Any
 
 from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_saved
 
-_KINDS = [kind for kinds in BLOCK_TYPES.values() for kind in kinds]
-
 
 def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
     """Return references to saved blocks, for the parameters of a deployment.
@@ -40,5 +38,6 @@ def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
               scaling: "{{ blocks.scaling }}"
               storage: "{{ blocks.storage }}"
     """
-    blocks = {key: load_saved(_KINDS, name) for key, name in names.items()}
+    kinds = [kind for kinds in BLOCK_TYPES.values() for kind in kinds]
+    blocks = {key: load_saved(kinds, name) for key, name in names.items()}
     return {key: {"$ref": {"block_document_id": str(block._block_document_id)}} for key, block in blocks.items()}
