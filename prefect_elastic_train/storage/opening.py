@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import SecretStr
+
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings, StorageSettings
 from prefect_elastic_train.storage.objects import ObjectRunStore
@@ -18,11 +20,8 @@ class Storage:
 
     def __init__(self, settings: StorageSettings) -> None:
         self.settings, self.uri = settings, settings.uri
-        hidden: list[str] = []
-        if isinstance(settings, S3StorageSettings):
-            keys = settings.access_key_id, settings.secret_access_key, settings.session_token
-            hidden = [key.get_secret_value() for key in keys]
-        elif not isinstance(settings, LocalStorageSettings):
+        hidden = [value.get_secret_value() for _, value in settings if isinstance(value, SecretStr)]
+        if not isinstance(settings, LocalStorageSettings | S3StorageSettings):
             hidden = [*_strings_in(settings.hidden_options)]
         masked = tuple(one for one in hidden if len(one) > 3)
         self.retries = Retries(settings.retry_seconds, settings.uri, masked, settings._outage)
