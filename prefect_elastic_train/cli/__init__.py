@@ -8,7 +8,7 @@ starts; 130 for ``run`` after Ctrl-C. Ray is not imported, and Prefect only wher
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
@@ -36,31 +36,25 @@ COMMANDS = {
 
 
 class _Commands(TyperGroup):
-    """Loads a command once it is needed."""
+    """Loads a command once it is needed; until then another stands in for it, in the list and among suggestions."""
 
     _is_listed = False
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*COMMANDS]
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        self.commands = {name: TyperCommand(name) for name in COMMANDS}  # what typer suggests for others
-        return super().resolve_command(ctx, args)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: TyperCommand(name, help=words) for name, (_, words) in COMMANDS.items()}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
+        if self._is_listed or cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
         where, words = COMMANDS[cmd_name]
-        if self._is_listed:
-            return TyperCommand(cmd_name, help=words)
-        module, _, name = where.partition(":")
-        found = getattr(import_module(f"{__name__}.{module}"), name)
+        found = resolve_name(f"{__name__}.{where}")
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
             alone.command(cmd_name)(found)
             found = alone
         command = typer.main.get_command(found)
-        command.name = cmd_name
+        command.name, command.help = cmd_name, command.help or words
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -11,11 +11,7 @@ import typer
 from prefect_elastic_train.cli.common import Json, console, errors, fail, open_briefly, print_json
 from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 
-app = typer.Typer(
-    help="Automations that resume dead flow runs, start evaluations, and alert.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Deployments = Annotated[
     list[str] | None, typer.Argument(help="Deployments, as flow/deployment.", metavar="[DEPLOYMENT]...")

@@ -27,9 +27,7 @@ from prefect_elastic_train.storage.opening import Storage
 if TYPE_CHECKING:
     from prefect_elastic_train.runs.samples import SampleCheck
 
-app = typer.Typer(
-    help="Look at the runs of a storage, check them, and clean up.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Answer = TypeVar("Answer")
 
