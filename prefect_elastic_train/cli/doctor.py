@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_elastic_train.cli.common import clean, console
+from prefect_elastic_train.cli.common import Json, clean, console, print_json
 
 _STYLES = {"ok": "default", "warn": "yellow", "skip": "dim", "fail": "red"}
 _OTHERWISE = "[default: as the profile or the settings say, else"
@@ -30,7 +29,7 @@ def examine(
     timeout: Annotated[
         float, typer.Option(help="Seconds for each of blocks, storage and cluster.", min=15, max=45)
     ] = 45.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Try all that a training needs, and say what to do about what is wrong.
 
@@ -53,7 +52,7 @@ def examine(
     counts = Counter(finding.level for finding in findings)
     is_well = not counts["fail"]
     if as_json:
-        typer.echo(json.dumps({"ok": is_well, "seconds": seconds, "findings": [*map(asdict, findings)]}, indent=2))
+        print_json({"ok": is_well, "seconds": seconds, "findings": [*map(asdict, findings)]})
     else:
         words = ", ".join(f"{counts[level]} {level}" for level in _STYLES if counts[level])
         verdict = "trainings can run here" if is_well else "trainings cannot run like this"
