@@ -19,18 +19,11 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 import psutil
-from prefect.automations import (
-    AutomationCore,
-    ChangeFlowRunState,
-    EventTrigger,
-    Posture,
-    RunDeployment,
-    SendNotification,
-)
+from prefect.automations import AutomationCore, EventTrigger, Posture
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.events.actions import ActionTypes
+from prefect.events.actions import ActionTypes, ChangeFlowRunState, RunDeployment, SendNotification
 from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
@@ -336,15 +329,12 @@ def _automation(scope: Scope, name: str, description: str, action: ActionTypes, 
 
 
 def _save(client: SyncPrefectClient, automation: AutomationCore) -> str:
-    def content(of: AutomationCore) -> dict[str, Any]:
-        return of.model_dump(include={*AutomationCore.model_fields}, exclude={"trigger": {"id"}})
-
     existing = client.read_automations_by_name(automation.name)
     if not existing:
         client.create_automation(automation)
         return "created"
     # An update ends what the automation waits for: a run that has begun before it would not be resumed.
-    if content(existing[0]) == content(automation):
+    if existing[0].model_dump(include={*AutomationCore.model_fields}) == automation.model_dump():
         return "unchanged"
     client.update_automation(existing[0].id, automation)
     return "updated"
