@@ -255,7 +255,6 @@ def _resuming(scope: Scope, max_resumes: int, heartbeat_timeout_seconds: float) 
             "prefect.state-message": f"!{_INTERRUPTED}",
         },
         for_each={"prefect.resource.id"},
-        posture=Posture.Reactive,
         within=_LIFETIME,
     )
     yield _automation(
@@ -286,8 +285,6 @@ def _evaluating(scope: Scope, deployment: str, deployment_id: UUID, at: str) -> 
         RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters),
         expect={event},
         match={"prefect.resource.id": "elastic-train.run.*"},
-        posture=Posture.Reactive,
-        within=timedelta(0),
     )
 
 
@@ -313,12 +310,12 @@ def _alerting(scope: Scope, block: str, block_id: UUID) -> AutomationCore:
         SendNotification(block_document_id=block_id, subject=_SUBJECT, body=f"{_BODY}\n{link}"),
         expect={WORKER_FAILED, DRIVER_RESTARTED, *_FAILURES},
         match={"prefect.resource.id": ["elastic-train.run.*", "prefect.flow-run.*"]},
-        posture=Posture.Reactive,
-        within=timedelta(0),
     )
 
 
 def _automation(scope: Scope, name: str, description: str, action: ActionTypes, **trigger: Any) -> AutomationCore:
+    # The posture is also said where it is the client's default: of an update, what is left out is not sent.
+    trigger = {"posture": Posture.Reactive, "within": timedelta(0), **trigger}
     related = {"prefect.resource.role": scope.role, "prefect.resource.id": f"prefect.{scope.role}.{scope.id}"}
     return AutomationCore(
         name=f"{name}{scope.label}",
