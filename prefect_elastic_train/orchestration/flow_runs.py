@@ -25,6 +25,7 @@ from prefect.client.schemas.filters import FlowRunFilter, LogFilter, TaskRunFilt
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import LogSort
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events.related import object_as_related_resource, tags_as_related_resources
 from prefect.states import Cancelled
 
 from prefect_elastic_train.core.records import Owner
@@ -148,9 +149,12 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
         flow_run = client.read_flow_run(call.flow_run_id)
         ids.append(str(flow_run.id))
     owner = _owner(flow_run, client.read_flow(flow_run.flow_id).name)
+    related = [object_as_related_resource("flow-run", "flow-run", flow_run)]
     if flow_run.deployment_id is not None:
-        name = client.read_deployment(flow_run.deployment_id).name
-        owner = owner.model_copy(update={"deployment_name": name})
+        deployment = client.read_deployment(flow_run.deployment_id)
+        owner = owner.model_copy(update={"deployment_name": deployment.name})
+        related.append(object_as_related_resource("deployment", "deployment", deployment))
+    related += tags_as_related_resources(flow_run.tags)
     calls: list[Call] = []
     for (name, key, child_id), parent_id in zip(reversed(found), reversed(ids[1:]), strict=True):
         number = str(int(key) + 1) if key.isdigit() else ""
@@ -159,23 +163,12 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
             scope = ("subflow", owner.flow_run_id, str(flow_run.run_count), *outer, name)
             number = f"t{_kept((child_id,), partial(_numbered, scope, parent_id))}"
         calls.append(Call(name, number))
-    return Place(owner, tuple(ids), tuple(calls), tuple(_related(owner, flow_run.tags)) if len(ids) > 1 else ())
+    return Place(owner, tuple(ids), tuple(calls), tuple(one.root for one in related) if len(ids) > 1 else ())
 
 
 def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
     ids = {"flow_run_id": str(flow_run.id), "deployment_id": str(flow_run.deployment_id or "")}
     return Owner(**ids, flow_name=flow_name, flow_run_name=flow_run.name)
-
-
-def _related(root: Owner, tags: Sequence[str]) -> Iterator[dict[str, str]]:
-    named = [
-        ("flow-run", root.flow_run_id, root.flow_run_name),
-        ("deployment", root.deployment_id, root.deployment_name),
-    ]
-    for role, identity, name in [*named, *(("tag", tag, "") for tag in sorted(tags))]:
-        if identity:
-            label = {"prefect.resource.name": name} if name else {}
-            yield {"prefect.resource.id": f"prefect.{role}.{identity}", "prefect.resource.role": role, **label}
 
 
 def _numbered(key: tuple[str, ...], flow_run_id: str) -> int:
