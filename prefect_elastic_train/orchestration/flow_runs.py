@@ -13,10 +13,11 @@ import contextvars
 import logging
 import os
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import TypeVar
 from uuid import UUID, uuid4
 
@@ -41,7 +42,7 @@ _LOOK_UP_SECONDS = 30.0
 # Calls of the user's own flows are all that this package sees of a flow run, so what tells its trainings apart has to
 # outlive them: how many there were, and where a flow run stands, which an API that is away later must not change.
 _places: dict[str, Place] = {}
-_counts: Counter[tuple[str, ...]] = Counter()
+_counts: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(lambda: count(1))
 _kept_numbers: dict[tuple[str, ...], int] = {}
 _lock = threading.RLock()
 
@@ -102,9 +103,8 @@ def this_training() -> Place:
     if context is None or context.flow_run is None:
         return Place(Owner(flow_run_id=uuid4().hex))
     flow_run_id, executions = str(context.flow_run.id), context.flow_run.run_count or 0
-    flow_name = context.flow.name if context.flow else ""
     number = _numbered(("training", flow_run_id, str(executions)), flow_run_id)
-    return replace(current_place(context), flow_name=flow_name, number=number, resumed=executions > 1)
+    return replace(current_place(context), number=number, resumed=executions > 1)
 
 
 def current_place(context: FlowRunContext) -> Place:
@@ -124,7 +124,7 @@ def current_place(context: FlowRunContext) -> Place:
                 flow_run.name,
             )
         place = found or place
-    return _places.setdefault(own_id, place)
+    return _places.setdefault(own_id, replace(place, flow_name=flow_name))
 
 
 def is_root(flow_run: FlowRun) -> bool:
@@ -174,17 +174,12 @@ def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
 def _numbered(key: tuple[str, ...], flow_run_id: str) -> int:
     """Count the calls with a key from 1; what a retried task of the user does again keeps its number."""
     task = TaskRunContext.get()
-    if task is None or str(task.task_run.flow_run_id) != flow_run_id:
-        return _next(key)
-    task_run = (*key, str(task.task_run.id))
-    in_this_try = _next((*task_run, str(task.task_run.run_count)))
-    return _kept((*task_run, f"number {in_this_try}"), lambda: _next(key))
-
-
-def _next(key: tuple[str, ...]) -> int:
     with _lock:
-        _counts[key] += 1
-        return _counts[key]
+        if task is None or str(task.task_run.flow_run_id) != flow_run_id:
+            return next(_counts[key])
+        task_run = (*key, str(task.task_run.id))
+        in_this_try = next(_counts[(*task_run, str(task.task_run.run_count))])
+        return _kept((*task_run, f"number {in_this_try}"), lambda: next(_counts[key]))
 
 
 def _kept(key: tuple[str, ...], make: Callable[[], int]) -> int:
