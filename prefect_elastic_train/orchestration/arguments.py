@@ -61,15 +61,12 @@ GivenBlock = TrainingBlock | str
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
     """Refuse arguments that ``elastic_train`` does not have, and say where what they mean is given."""
-    for name in given:
-        if name not in known:
-            here = _RAYS_NAMES.get(name, name)
-            fields = ((argument, kind) for argument, kinds in lookup.BLOCK_TYPES.items() for kind in kinds)
-            places = [
-                f"{argument}={kind.__name__}({here}=...)" for argument, kind in fields if here in kind.model_fields
-            ]
-            where = f"{here}=..." if here in known else " or ".join(places) or f"one of {', '.join(known)}"
-            raise ConfigurationError(f"elastic_train has no argument {name!r}: give {where}")
+    for name in [name for name in given if name not in known]:
+        here = _RAYS_NAMES.get(name, name)
+        fields = ((argument, kind) for argument, kinds in lookup.BLOCK_TYPES.items() for kind in kinds)
+        places = [f"{argument}={kind.__name__}({here}=...)" for argument, kind in fields if here in kind.model_fields]
+        where = f"{here}=..." if here in known else " or ".join(places) or f"one of {', '.join(known)}"
+        raise ConfigurationError(f"elastic_train has no argument {name!r}: give {where}")
 
 
 def check_arguments(
@@ -156,19 +153,15 @@ def pickled(payload: Payload) -> bytes:
 
 def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     """Return a training's blocks by argument: as given, else by the name in the settings, else the default."""
-    blocks: dict[str, GivenBlock] = {}
     # All are loaded once now, so that a typing error ends nothing later.
-    loaded = {
-        argument: lookup.chosen_block(argument) if block is None else load_given(argument, block)
-        for argument, block in given.items()
-    }
-    for argument, block in given.items():
-        name_or_block = block or default_block_name(argument)
-        blocks[argument] = name_or_block if name_or_block and lookup.saved_name(loaded[argument]) else loaded[argument]
+    loaded = {argument: load_given(argument, "" if block is None else block) for argument, block in given.items()}
     if "cluster" in loaded:
         scaling = settings.plain(settings.ScalingSettings, loaded["scaling"])
         check_machine(scaling, settings.plain(settings.ClusterSettings, loaded["cluster"]))
-    return blocks
+    return {
+        argument: (given[argument] or default_block_name(argument)) if lookup.saved_name(block) else block
+        for argument, block in loaded.items()
+    }
 
 
 def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSettings) -> None:
