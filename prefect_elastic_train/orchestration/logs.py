@@ -72,20 +72,30 @@ class RunLog(ev.EventHandler):
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
         if text.startswith(ev.EVENT_TAG):
-            self._say(WARNING, f"An event of the driver cannot be read, and what it told is lost: {cut(text, 300)}")
+            self.note(f"An event of the driver cannot be read, and what it told is lost: {cut(text, 300)}", WARNING)
             return
         detail = ray_output.is_detail(text)
         if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(ray_output.DETAIL_TAG, "").strip():
             return
         who, rest = self._source(source, text)
-        self._say(INFO, self._limits.notice())
+        self.note(self._limits.notice())
         if self._limits.lets_through(who):
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
-            self._say(DEBUG if detail else INFO, cut(f"[{tag}] {rest}", _MAX_LINE))
+            self.note(cut(f"[{tag}] {rest}", _MAX_LINE), DEBUG if detail else INFO)
 
-    def note(self, text: str) -> None:
-        """Write what the supervisor has to say itself."""
-        self._say(INFO, text)
+    def note(self, text: str, level: int = INFO) -> None:
+        """Write a text if there is one. That this cannot be done is said once, and harms nothing."""
+        try:
+            if text:
+                self._logger.log(level, "%s", cut(text, MAX_LOG_BYTES))
+        except SystemExit:
+            # When a runner dies, nobody reads what its flow processes print. Behind Prefect's console handler, rich
+            # answers that with SystemExit, once, and writes nowhere from then on.
+            pass
+        except Exception:  # whatever a handler raises
+            if not self._has_failed:
+                self._has_failed = True
+                logging.getLogger(__name__).exception("some of the training's output cannot be written to its log")
 
     def event(self, event: ev.Event, told: bool = False, best: str = "") -> None:
         """Write an event that a person wants to know of; one that was told before counts for what comes only.
@@ -114,46 +124,44 @@ class RunLog(ev.EventHandler):
     def close(self) -> None:
         """Say at the end what was not said, and how many lines were left out."""
         self._tell_commits()
-        self._say(INFO, self._limits.notice(at_once=True))
+        self.note(self._limits.notice(at_once=True))
 
     def on_cluster_wanted(self, _: ev.ClusterWanted) -> None:
         if not self._attempt:  # later ones find it there
-            self._say(INFO, "The Ray cluster is started or joined")
+            self.note("The Ray cluster is started or joined")
 
     def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
         cpus, gpus = event.resources.get("CPU", 0), event.resources.get("GPU", 0)
-        self._say(INFO, f"Joined the Ray cluster at {event.address} ({cpus:g} CPUs, {gpus:g} GPUs)")
+        self.note(f"Joined the Ray cluster at {event.address} ({cpus:g} CPUs, {gpus:g} GPUs)")
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
         places = f"run directory {event.run_uri}; its processes import the loop and what that needs"
-        self._say(INFO, f"Attempt {event.attempt} of run {event.run_name} starts {where}; {places}")
+        self.note(f"Attempt {event.attempt} of run {event.run_name} starts {where}; {places}")
         if event.started_from:
-            self._say(INFO, f"Run {event.run_name} started from checkpoint {event.started_from} of another run")
+            self.note(f"Run {event.run_name} started from checkpoint {event.started_from} of another run")
         for note in event.notes:
-            self._say(WARNING, f"Run {event.run_name}: {note}")
+            self.note(f"Run {event.run_name}: {note}", WARNING)
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         name, stopped_at, self._stopped_at = loop_name(event.checkpoint), self._stopped_at, 0.0
         again = f" again after {event.at - stopped_at:.1f} s" if stopped_at else ""
         where = f"; checkpoint {name} is offered" if name else ""
-        self._say(INFO, f"{event.world_size} workers train{again}{where}")
+        self.note(f"{event.world_size} workers train{again}{where}")
 
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
-        self._say(WARNING, event.message[:1].upper() + event.message[1:])
+        self.note(event.message[:1].upper() + event.message[1:], WARNING)
 
     def on_saves_planned(self, event: ev.SavesPlanned) -> None:
-        self._say(INFO, f"The loop saves {event.words}")
+        self.note(f"The loop saves {event.words}")
 
     def on_standbys_parked(self, event: ev.StandbysParked) -> None:
-        self._say(INFO, event.words)
+        self.note(event.words)
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         lost = f"; {event.reports_lost} reports since the last checkpoint are done again" if event.reports_lost else ""
         waited = f"{event.waited_seconds:.0f} s after the decision ({event.reason})"
-        self._say(
-            INFO, f"The worker group is resized from {event.old_size} to {event.new_size} workers, {waited}{lost}"
-        )
+        self.note(f"The worker group is resized from {event.old_size} to {event.new_size} workers, {waited}{lost}")
 
     def on_group_failed(self, event: ev.GroupFailed) -> None:
         """Say in a line what failed and what is done about it, and below it what the loop raised, each error once."""
@@ -169,18 +177,18 @@ class RunLog(ev.EventHandler):
             for rank, error in ray_output.own_errors(event.errors).items()
             if "\n" in error.strip()
         )
-        self._say(WARNING, f"{what}: {why}; {then}; details: {self._run_uri}/{details_name(self._attempt)}{errors}")
+        self.note(f"{what}: {why}; {then}; details: {self._run_uri}/{details_name(self._attempt)}{errors}", WARNING)
 
     def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
         seconds = max(0.0, event.at - event.since) if event.since else 0.0
         needed = f"at least {event.min_workers} are needed with {event.resources_per_worker} each"
         fit = f"{event.possible_workers} workers fit, {needed}; lacking: {event.missing or 'more of them'}"
-        self._say(WARNING, f"Waiting for capacity for {seconds:.0f} s: {fit}")
+        self.note(f"Waiting for capacity for {seconds:.0f} s: {fit}", WARNING)
 
     def on_storage_waited(self, event: ev.StorageWaited) -> None:
         if event.seconds >= WORTH_TELLING_SECONDS:
             tries = f"in which {event.tries} requests failed and were repeated; last: {event.last}"
-            self._say(WARNING, f"The {event.who} waited {event.seconds:.1f} s for the storage, {tries}")
+            self.note(f"The {event.who} waited {event.seconds:.1f} s for the storage, {tries}", WARNING)
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         self._others += self._commit is not None
@@ -188,7 +196,7 @@ class RunLog(ev.EventHandler):
 
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
-            self._say(INFO, f"Nothing to train: {event.message}")
+            self.note(f"Nothing to train: {event.message}")
 
     def _tell_commits(self, at: float = 0.0) -> None:
         """Tell of the newest commit, unless a line has, and of those before it."""
@@ -201,21 +209,7 @@ class RunLog(ev.EventHandler):
         text = f"{loop_name(event.checkpoint)} is committed ({size(event.size_bytes)}){said}"
         best = "the best so far" if self._best == event.checkpoint else f"best so far {loop_name(self._best)}"
         more = [f"{others} more since the last line"] * (others > 0) + [best] * bool(self._best)
-        self._say(INFO, "; ".join([f"Checkpoint {text}", *more]))
-
-    def _say(self, level: int, text: str) -> None:
-        """Write a text if there is one. That this cannot be done is said once, and harms nothing."""
-        try:
-            if text:
-                self._logger.log(level, "%s", cut(text, MAX_LOG_BYTES))
-        except SystemExit:
-            # When a runner dies, nobody reads what its flow processes print. Behind Prefect's console handler, rich
-            # answers that with SystemExit, once, and writes nowhere from then on.
-            pass
-        except Exception:  # whatever a handler raises
-            if not self._has_failed:
-                self._has_failed = True
-                logging.getLogger(__name__).exception("some of the training's output cannot be written to its log")
+        self.note("; ".join([f"Checkpoint {text}", *more]))
 
     def _named(self, ranks: Sequence[int]) -> str:
         """Return ranks in words; a single one with its process."""
