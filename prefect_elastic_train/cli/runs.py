@@ -15,7 +15,7 @@ from prefect_elastic_train.cli.common import Json, console, errors, fail, open_b
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.records import Fingerprint
-from prefect_elastic_train.report.accounts import left_in_words
+from prefect_elastic_train.report.accounts import counts_in_words
 from prefect_elastic_train.report.markdown import duration, size
 from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize, verify
 from prefect_elastic_train.runs.layout import commit_label
@@ -220,7 +220,7 @@ def _print_details(details: RunDetails) -> None:
             ("config", _config(run.fingerprint) if run else ""),
             ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
             ("faults", f"{common.faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
-            ("may still fail", left_in_words(accounts.left)),
+            ("may still fail", counts_in_words(accounts.left)),
             ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
         ]
     )

@@ -16,7 +16,6 @@ _MAX_HISTORY_ROWS = 2000  # rows of metrics that a result carries at most
 
 #: What takes no part: said by whoever starts a driver, or of no moment of its own.
 _TIMELESS = ev.ClusterConnected | ev.ClusterWanted | ev.ControllerAlive | ev.RunRecalled
-_BUCKETS = ("startup", "waiting_for_capacity", "restart", "resize", "checkpoint_stall", "lost")
 
 
 class Tally(Counts, ev.EventHandler):
@@ -32,8 +31,7 @@ class Tally(Counts, ev.EventHandler):
     phase: Literal["setup", "waiting", "first", "training", "winding", "done", "stopped"] | None = None
     setup: Literal["startup", "restart", "resize"] = "startup"
     mark: float = 0.0
-    spent: dict[str, float] = Field(default_factory=dict)
-    stopped: float = 0.0
+    spent: dict[str, float] = Field(default_factory=dict)  # in all but training, by what it is called in the account
     workers: int = 0
     worker_seconds: float = 0.0
     #: Trained and preserved, and trained since the last commit.
@@ -72,12 +70,9 @@ class Tally(Counts, ev.EventHandler):
             tally._advance(now)
         tally._settle()
         kept = tally.productive + tally.pending
-        return TimeAccount(
-            wall_seconds=round(kept + sum(tally.spent.values()), 3),
-            productive_seconds=round(kept, 3),
-            stopped_seconds=round(tally.stopped, 3),
-            **{f"{name}_seconds": round(tally.spent.get(name, 0.0), 3) for name in _BUCKETS},
-        )
+        wall = kept + sum(seconds for name, seconds in tally.spent.items() if name != "stopped")
+        spent = {f"{name}_seconds": round(seconds, 3) for name, seconds in tally.spent.items()}
+        return TimeAccount(wall_seconds=round(wall, 3), productive_seconds=round(kept, 3), **spent)
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         self.attempts += event.attempt != self.attempt
@@ -184,15 +179,13 @@ class Tally(Counts, ev.EventHandler):
         seconds = max(0.0, at - self.mark)
         self.mark += seconds
         self.worker_seconds += self.workers * seconds
-        if self.phase == "stopped":
-            self.stopped += seconds
-        elif self.phase == "first" and self.first is not None:
+        if self.phase == "first" and self.first is not None:
             self.first += seconds
         elif self.phase == "training":
             self.pending += seconds
             self.since_first += seconds
         else:
-            buckets = {"waiting": "waiting_for_capacity", "winding": "startup"}
+            buckets = {"waiting": "waiting_for_capacity", "winding": "startup", "stopped": "stopped"}
             self._spend(buckets.get(self.phase or "", self.setup), seconds)
 
     def _spend(self, bucket: str, seconds: float) -> None:
@@ -260,9 +253,9 @@ class Accounts(Counts):
     reports: int = 0
 
 
-def left_in_words(left: dict[str, int]) -> str:
-    """Return what is left of the budgets, empty if they have no bounds or none is known."""
-    return ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for name, number in left.items())
+def counts_in_words(counts: dict[str, int]) -> str:
+    """Return how many there are of each, such as ``1 resize, 2 preemptions``; empty for none."""
+    return ", ".join(f"{number} {name}{'' if number == 1 else 's'}" for name, number in counts.items())
 
 
 def add_up(events: Iterable[ev.Event]) -> Accounts:
@@ -284,6 +277,5 @@ def add_up(events: Iterable[ev.Event]) -> Accounts:
             accounts.reports += 1
     if rows and rows[-1] is not row:
         rows[_MAX_HISTORY_ROWS - 1 :] = [row]
-    return accounts.model_copy(
-        update={**tally.model_dump(include={*Counts.model_fields, "left"}), "time": tally.account()}
-    )
+    counts = tally.model_dump(include={*Counts.model_fields, "left"})
+    return accounts.model_copy(update={**counts, "time": tally.account()})

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
-from prefect_elastic_train.report.accounts import left_in_words
+from prefect_elastic_train.report.accounts import counts_in_words
 from prefect_elastic_train.report.run_report import COUNTERS, PACED, TOTALS, Incident, RunReport, is_link
 
 #: What wall time goes into: the field of the account, and its name for people.
@@ -83,14 +83,13 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         yield f"last checkpoint {duration(age)} ago" if report.is_live else f"{report.checkpoints_made} checkpoints"
     elif report.reports:
         yield "no checkpoint yet"
-    names = ("worker failure", "preemption", "driver restart", "resize")
-    counts = (tally.worker_failures, tally.preemptions, report.driver_restarts, tally.resizes)
-    told = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in zip(names, counts, strict=True) if count]
-    yield ", ".join(told) or "no failures"
+    counts = {"worker failure": tally.worker_failures, "preemption": tally.preemptions}
+    counts |= {"driver restart": report.driver_restarts, "resize": tally.resizes}
+    yield counts_in_words({name: count for name, count in counts.items() if count}) or "no failures"
     if report.standbys and report.is_live:
         yield report.standbys
     if tally.left and report.is_live:
-        yield f"may still fail: {left_in_words(tally.left)}"
+        yield f"may still fail: {counts_in_words(tally.left)}"
     yield f"goodput {tally.account(now if report.is_live else None).goodput:.1%}"
 
 
