@@ -121,9 +121,7 @@ class Training:
         self._watch: flow_runs.FlowRunWatch
         self._log: RunLog
         self._publisher: Publisher | None = None
-        # Of the attempt:
-        self._flows = list(flow_runs.flows_around())
-        self._detached = False
+        self._detached = False  # the attempt has left its job to another process
         self._idle = 0  # attempts in a row that have committed nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -158,9 +156,8 @@ class Training:
                 self.stopped_by = told  # for the flow, once its task is Cancelled
                 if (transaction := get_transaction()) is not None:  # or what is around it would roll the state back
                     transaction.commit_mode = CommitMode.EAGER
-                return Cancelled(
-                    message=f"The training was cancelled: {ending[1] or 'its flow process was told to end'}"
-                )
+                why = ending[1] or "its flow process was told to end"
+                return Cancelled(message=f"The training was cancelled: {why}")
             # Nobody catches for the user of a future, so that one gets what ends the flow directly.
             raise Abort(str(told)) if self.submitted and isinstance(told, SilentEndError) else told  # noqa: B904
         self._log.close()
