@@ -112,9 +112,8 @@ class _Payloads(ev.EventHandler):
         if event.attempt <= 1:
             return [("started", {**told, "started_from": event.started_from[:_MAX_TEXT]})]
         why = next((incident.why for incident in reversed(report.incidents) if incident.kind == "driver"), "")
-        told["reason"] = why[:_MAX_TEXT]
         counts = {"driver_restarts": report.driver_restarts, "counted": event.counted}
-        return [("driver-restarted", {**told, **counts})]
+        return [("driver-restarted", {**told, "reason": why[:_MAX_TEXT], **counts})]
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> _Told:
         return [("workers-started", {"world_size": event.world_size, "checkpoint": loop_name(event.checkpoint)})]
@@ -134,8 +133,7 @@ class _Payloads(ev.EventHandler):
         return [("preempted" if isinstance(event, ev.WorkersPreempted) else "worker-failed", told)]
 
     def on_loop_warned(self, event: ev.LoopWarned) -> _Told:
-        told = {"message": event.message[:_MAX_TEXT], "checkpoint": loop_name(event.checkpoint)}
-        return [(event.problem, told)]
+        return [(event.problem, {"message": event.message[:_MAX_TEXT], "checkpoint": loop_name(event.checkpoint)})]
 
     def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> _Told:
         told = event.model_dump(include={"possible_workers", "min_workers", "resources_per_worker"})
