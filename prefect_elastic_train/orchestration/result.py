@@ -12,6 +12,7 @@ from prefect_elastic_train.core.outcomes import CheckpointGoneError, Configurati
 from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings, storage_at
 from prefect_elastic_train.runs import layout
+from prefect_elastic_train.storage.opening import open_storage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,8 +86,6 @@ def checkpoint_directory(uri: str, storage: StorageBlock | str | None = None) ->
             raise _missing(uri, Path(uri).parent.joinpath(layout.RUN).exists())
         yield Path(uri)
         return
-    from prefect_elastic_train.storage.opening import open_storage
-
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
         run, _, name = uri.partition("://")[2].strip("/").rpartition("/")
         store = open_storage(settings).folder(run)
@@ -105,8 +104,7 @@ def _missing(uri: str, is_of_run: bool) -> FileNotFoundError:
 
 def _storage_of(uri: str, given: StorageBlock | str | None) -> StorageSettings:
     if not given:
-        found = storage_at(uri)
-        if found is None:
+        if (found := storage_at(uri)) is None:
             raise ConfigurationError(f"checkpoint {uri!r} is no directory and no URL")
         return found
     from prefect_elastic_train.blocks.lookup import STORAGE_TYPES, load_saved, plain_storage
