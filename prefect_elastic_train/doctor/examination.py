@@ -116,19 +116,17 @@ def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) 
 
 def check_versions(requirements: Iterable[str]) -> Iterator[Finding]:
     """Compare what is installed with requirements; those of extras only if they are installed."""
-    is_well = True
+    wrong = []
     for one in map(Requirement, requirements):
         marker, there = one.marker, _installed(one.name)
         is_needed = marker is None or marker.evaluate({"extra": ""})
         is_used = marker is not None and there and any(marker.evaluate({"extra": extra}) for extra in _EXTRAS)
         # Builds of one's own count as the version that they are built from.
         if (is_needed or is_used) and not (there and one.specifier.contains(there, prereleases=True)):
-            is_well = False
             told = f"{one.name} is {there or 'not installed'}, and {_PACKAGE} needs {one.specifier}"
-            yield (fail if is_needed else warn)(told, f"`pip install '{one.name}{one.specifier}'`")
-    if is_well:
-        told = ", ".join(f"{name} {_installed(name)}" for name in (_PACKAGE, "ray", "prefect"))
-        yield ok(f"Python {platform.python_version()}, {told}")
+            wrong.append((fail if is_needed else warn)(told, f"`pip install '{one.name}{one.specifier}'`"))
+    told = ", ".join(f"{name} {_installed(name)}" for name in (_PACKAGE, "ray", "prefect"))
+    yield from wrong or [ok(f"Python {platform.python_version()}, {told}")]
 
 
 def check_server() -> Iterator[Finding]:
