@@ -207,11 +207,9 @@ class Tally(Counts, ev.EventHandler):
         first, self.first = self.first, None
         if first is None:
             return
-        if self.phase == "first":  # it never reported
-            self._spend(self.setup, first)
-            return
         self.typical = self.typical if self.interval is None else self.interval
         trained = first if self.typical is None else min(first, self.typical)
+        trained = 0.0 if self.phase == "first" else trained  # then it never reported
         self._spend(self.setup, first - trained)
         if not self.unsettled:
             self.pending += trained

@@ -282,10 +282,8 @@ class RunReport(BaseModel, ev.EventHandler):
             self._set_state("training")
         self._see_progress(event.at)
         for name, value in self.metrics.items():
-            y = _number(value)
-            if name in _NO_CURVE or y is None or not math.isfinite(y):
-                continue
-            if name in self.curves or len(self.curves) < _MAX_CURVES:
+            y, has_room = _number(value), name in self.curves or len(self.curves) < _MAX_CURVES
+            if has_room and name not in _NO_CURVE and y is not None and math.isfinite(y):
                 self.curves.setdefault(name, Curve()).add(self.tally.position, y)
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
