@@ -150,7 +150,7 @@ class Training:
                     raise
                 error.final = True
             ending = ending_of(error, self._detached, self._is_end_wanted)
-            self._end(ending)
+            self._end(self._runtime, ending)
             told = self._said_of(error) if isinstance(error, Stop) and error.flow_run_id else error
             if ending is not None and ending[0] is End.CANCELLED and not self.submitted:
                 self.stopped_by = told  # for the flow, once its task is Cancelled
@@ -161,7 +161,7 @@ class Training:
             # Nobody catches for the user of a future, so that one gets what ends the flow directly.
             raise Abort(str(told)) if self.submitted and isinstance(told, SilentEndError) else told  # noqa: B904
         self._log.close()
-        self._end((End.COMPLETED, ""), told=ended.already_finished)
+        self._end(self._runtime, (End.COMPLETED, ""), told=ended.already_finished)
         return TrainingResult.model_validate(ended.result)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -169,7 +169,7 @@ class Training:
         if self._runtime is not None:
             reason = error or Stop()
             self._end_unfollowed(self._runtime, reason)
-            self._end(ending_of(reason, self._detached, self._is_end_wanted))
+            self._end(self._runtime, ending_of(reason, self._detached, self._is_end_wanted))
 
     def _begin(self, in_task: bool) -> Runtime:
         settings = get_settings()
@@ -179,12 +179,11 @@ class Training:
         tell = self._take, log.line, self._check_stop, log.note, partial(self._take, told=True)
         return Runtime(settings, *tell, detaches=self._leaves_job, followed_until=self._followed_until)
 
-    def _end(self, ending: tuple[End, str] | None, told: bool = False) -> None:
-        runtime, self._runtime, publisher, self._publisher = self._runtime, None, self._publisher, None
+    def _end(self, runtime: Runtime, ending: tuple[End, str] | None, told: bool = False) -> None:
+        publisher, self._runtime, self._publisher = self._publisher, None, None
         try:
-            if runtime is not None:
-                self._watch.close()
-                runtime.close()
+            self._watch.close()
+            runtime.close()
         finally:  # also after the signal of a runner that has come meanwhile
             if publisher is not None and ending is not None:
                 publisher.end(ending[0].value, ending[1], told or ending[0] is End.LEFT)
@@ -294,9 +293,8 @@ class Training:
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""
-        which = self.request.run_name, self.place.flow_run_ids
-        told_at = flow_runs.ask_prefect(lambda client: flow_runs.last_told_at(client, *which), _STATE_SECONDS)
-        return told_at or time.time()
+        look = partial(flow_runs.last_told_at, run_name=self.request.run_name, flow_run_ids=self.place.flow_run_ids)
+        return flow_runs.ask_prefect(look, _STATE_SECONDS) or time.time()
 
     def _said_of(self, stop: Stop) -> AttemptFailedError:
         """What is raised of a flow run's end, after the training's; the flow run gets the state that it should have."""
