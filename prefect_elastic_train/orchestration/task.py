@@ -186,9 +186,8 @@ def _with_budget(template: Any, training: Training) -> Any:
     training.driver_restarts = failures.driver_restarts
     # In Prefect's delay, which may have a default in its settings, nobody would look after the cluster.
     # The budget ends them, since failures are forgiven; what has made no progress is given up earlier.
-    forgiving = failures.forgive_after_seconds and failures.driver_restarts
-    retries = {"retries": _MAX_RETRIES if forgiving else failures.driver_restarts, "retry_delay_seconds": 0}
-    return template.with_options(task_run_name=training.request.run_name, **retries)
+    retries = _MAX_RETRIES if failures.forgive_after_seconds and failures.driver_restarts else failures.driver_restarts
+    return template.with_options(task_run_name=training.request.run_name, retries=retries, retry_delay_seconds=0)
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)
