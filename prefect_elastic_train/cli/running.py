@@ -88,6 +88,7 @@ def run_training(
     with redirect_stdout(sys.stderr), errors(WRONG_USAGE):
         from prefect_elastic_train.blocks.lookup import chosen_blocks, saved_name
         from prefect_elastic_train.orchestration.arguments import absolute, check_arguments, check_named_loop
+        from prefect_elastic_train.orchestration.result import TrainingResult
 
         check_arguments(framework, run_name or None, resume, resume_from or None, timeout)
         parameters: dict[str, Any] = {
@@ -118,8 +119,6 @@ def run_training(
         first, _, rest = str(state.result(raise_on_failure=False) or state.message).strip().partition("\n")
         words = f"{first.strip().rstrip('.')}: {cause(rest)}" if rest.strip() else first
         fail(f"{state.name}: {words}. Flow run {_where_to_look(flow_run)}")
-    from prefect_elastic_train.orchestration.result import TrainingResult
-
     result = TrainingResult.model_validate(state.result())
     if as_json:
         # A metric may be NaN, which is no JSON: it becomes null.
@@ -154,7 +153,6 @@ def _with_workers(scaling: TrainingBlock, workers: str) -> TrainingBlock:
 def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tuple[FlowRun, State[Any]]:
     """Run the generic flow in this process; return its flow run, and the state that it ended in."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.objects import State
     from prefect.exceptions import Abort
     from prefect.flow_engine import run_flow
 
@@ -162,16 +160,14 @@ def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tupl
     from prefect_elastic_train.train_flow import train
 
     # Of a saved block the flow run keeps a reference, as the UI makes it: no secret, and a retry finds it mended.
-    references = {
+    parameters = parameters | {
         argument: {"$ref": {"block_document_id": str(block._block_document_id)}} if block._block_document_id else block
         for argument, block in blocks.items()
     }
-    parameters = parameters | references
     with get_client(sync_client=True) as client:
         flow_run = client.create_flow_run(train, parameters=train.serialize_parameters(parameters))
     try:
-        state = run_flow(train, flow_run=flow_run, parameters=parameters, return_type="state")
-        assert isinstance(state, State)
+        state: Any = run_flow(train, flow_run=flow_run, parameters=parameters, return_type="state")
     except KeyboardInterrupt:
         name = parameters["run_name"] or default_run_name(train.name, str(flow_run.id), 1)
         typer.echo(f"interrupted; what run {name} has committed stays. To go on: --run-name {name} --resume", err=True)
