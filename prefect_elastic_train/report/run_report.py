@@ -104,8 +104,7 @@ class Curve(BaseModel):
             self.points.pop()
         while len(self.points) >= MAX_POINTS:
             stretches = [list(found) for _, found in groupby(self.points, lambda point: point[0] // self.width)]
-            height = itemgetter(1)
-            extremes = [sorted({min(found, key=height), max(found, key=height)}) for found in stretches]
+            extremes = [sorted({min(found, key=itemgetter(1)), max(found, key=itemgetter(1))}) for found in stretches]
             self.points = list(chain.from_iterable(extremes))
             if len(self.points) > MAX_POINTS // 2:
                 self.width *= 2
