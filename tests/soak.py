@@ -94,8 +94,9 @@ class Episode:
             "steps": of_epoch * (STEPS // of_epoch),
             "micro_batch": chance.choice([0, 3]) if self._loop is torch_loop else 0,
         }
-        # One save is uploaded while the next steps are done.
-        self._most_redone = 2 * every + 2 if isinstance(every, int) else STEPS
+        # One save is uploaded while the next steps are done; a bucket in trouble may still hold the commit before it.
+        intervals = 3 if self.arena == "bucket" else 2
+        self._most_redone = intervals * every + 2 if isinstance(every, int) else STEPS
         self._cluster: ElasticCluster | None = None
         self._bucket: Bucket | None = None
         files = {"ledger": str(self._ledger), "weights": str(self._weights), "slow": str(self._slow)}
