@@ -12,13 +12,16 @@ import pytest
 from tests.support.processes import ROOT, end_tree, spawn
 
 FAULTS, SECONDS = 40, 2400
+#: From this seed on, torch and JAX are trained everywhere, and Ray loses no calls, for which trainings take minutes more.
+SEED = 142
 
 
+@pytest.mark.full
 @pytest.mark.timeout(SECONDS + 100)
 def test_random_faults_on_random_trainings_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     limit = ("--faults", str(FAULTS), "--minutes", str(SECONDS / 60))
     log = tmp_path / "log"
-    soak = spawn(sys.executable, "-m", "tests.soak", "--seed", "1", *limit, log=log, folder=ROOT)
+    soak = spawn(sys.executable, "-m", "tests.soak", "--seed", str(SEED), *limit, log=log, folder=ROOT)
     try:
         soak.wait(SECONDS + 60)
     except subprocess.TimeoutExpired:
