@@ -38,8 +38,11 @@ def change_nodes() -> None:
 
     def start_raylet_otherwise(*arguments: Any, **more: Any) -> Any:
         given = inspect.signature(start_raylet).bind(*arguments, **more)
-        for name in _AGENTS_PORTS:
-            given.arguments[name] = given.arguments.get(name) or free_port()
+        ports = set[int]()
+        while len(ports) < len(_AGENTS_PORTS):
+            ports.add(free_port())
+        for name, port in zip(_AGENTS_PORTS, ports, strict=True):
+            given.arguments[name] = given.arguments.get(name) or port
             persist_port(given.arguments["session_dir"], given.arguments["node_id"], name, given.arguments[name])
         if FORK_SERVER_VARIABLE in os.environ:
             os.environ[forked_worker.WORKER_VARIABLE] = given.arguments["worker_path"]
