@@ -164,7 +164,7 @@ class Episode:
         if self._was_full:  # which a flow process may have met only now
             flow.wait(300)
             flow = self._after_full_disk(flow)
-        result = flow.completed(900 if "rpc" in self.arena else 300)  # a lost call may cost a worker group
+        result = flow.completed(900)  # for a lost call costs a worker group, and other trainings have the machine too
         return [*self._wrong(flow), *([] if result["checkpoint_uri"] else ["no checkpoint in the end"])]
 
     def _start(self, flow_run_id: str = "") -> FlowProcess:

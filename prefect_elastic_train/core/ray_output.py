@@ -33,6 +33,7 @@ _RAYS_FORM = re.compile(
     r"|\d{4}-\d\d-\d\d [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- "
     r"|(?:\[rank\d+\]:)?\[[A-Z]\d{4} [\d:.]+ (?:\d+ )?\w*(?:socket|TCPStore|ProcessGroup|NCCL|[Gg]loo)\w*\.[ch]pp\b"
     r"|[A-Z]\d{4} [\d:.]+\s+\d+ \w*(?:coordination|[Gg]loo|grpc)\w*\.(?:cc|h):\d+\] "
+    r"|\[Gloo\] Rank \d+ is connected to |(?:Starting|Connecting to) JAX distributed service on "
     r"|\[(?:failure_signal_handler|symbolize)\w*\.cc ?: ?\d+\] "
     r"|\*\*\* (?:SIG[A-Z]+ received at|StackTrace Information)"
     r"|PC: @ +0x|    @ +0x|[^\s(]{1,200}\([^\s)]{0,200}\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ from etils import epath
 from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, shapes
 
 _FOLDER = "jax"  # of Orbax's files in a checkpoint
+
+# Orbax says some fifteen lines of each save, in each process, through a logger that is also the loop's.
+logging.getLogger("absl").addFilter(lambda record: record.levelno > logging.INFO or "/orbax/" not in record.pathname)
 
 
 class JaxState(ArrayState):

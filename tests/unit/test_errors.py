@@ -162,6 +162,8 @@ RAYS = [
     "(RayTrainWorker pid=7)     @     0x7f00  (unknown)",
     "(RayTrainWorker pid=7) [rank1]:[W1122 15:36:29.123456789 ProcessGroupNCCL.cpp:1496] Warning: destroy",
     "(RayTrainWorker pid=7) E0000 00:00:1795362557.123456    7 coordination_service_agent.cc:334] Polled an error",
+    "(RayTrainWorker pid=7) [Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1",
+    "(RayTrainWorker pid=7) Connecting to JAX distributed service on 10.0.0.3:53637",
     "2026-11-22 15:38:12,196\tWARNING tqdm_ray.py:319 -- tqdm is not installed. Progress bars will be disabled.",
     "    [2026-11-22 16:51:51,419 W 27194 27205] (raylet) store.cc:366: Disconnecting client",
     "(pid=gcs_server) [2026-11-22 16:51:51,415 E 27073 27073] gcs_actor_scheduler.cc:538: Failed",
