@@ -51,7 +51,8 @@ def random_state() -> str:
     """Return the states of python's, numpy's and torch's random generators in this process, as JSON."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
-        state |= {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # else it would be by that
+        state |= {"torch": torch.get_rng_state(), "cuda": of_devices}
     return json.dumps(state, default=lambda array: array.tolist())
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
 from prefect_elastic_train.loop.state import State, StateMismatchError
@@ -50,8 +50,9 @@ class TorchState(State):
         trained = [name for name, part in self._modules.items() if any(one.requires_grad for one in part.parameters())]
         lacking = f"the state has no optimizer beside {', '.join(trained)}: each restart begins with an empty one"
         self.warning = f"{lacking}. Give it too: optimizer=..." if trained and not self._optimizers else ""
-        # One copy of the state in memory, into which each stage copies anew.
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        # One copy of the state in memory, into which each stage copies anew. In torch 2.11 and 2.12 the public stager
+        # closes it after the first.
+        self._stager = StateDictStager(pin_memory=False, share_memory=False)
         self._group: Any = None
 
     def _owner(self, name: str, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
@@ -70,8 +71,9 @@ class TorchState(State):
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy the state into main memory, and return what writes this rank's part into its folder; all ranks must."""
-        # Ray Train copies the files to the storage, which syncs them: here they need not be.
-        writer = dcp.FileSystemWriter(directory, sync_files=False)
+        # Ray Train copies the files to the storage, which syncs them: here they need not be. Nor is anything to be
+        # copied ahead, for which CUDA would take half a gigabyte of a GPU: all of it is in main memory.
+        writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
         staged = self._stager.stage(self._current(to_save=True))
         # What is the same on all ranks is that of the first, also where it is not quite the same.
         whole = {"planner": dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True), "no_dist": self._group is None}

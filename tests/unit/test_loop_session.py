@@ -224,9 +224,11 @@ def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(t
     first = made(best=np.float64(0.3), tried=[torch.ones(2)], last={"step": 3, 7: None})
     for number, name in enumerate(["used", "used", "used", "unused", "used"]):
         train(first, name)
-        loop.TorchState(**first).stage(str(tmp_path / str(number)))()
+        saving, folders = loop.TorchState(**first), [str(tmp_path / f"{number}-{of}") for of in ("first", "second")]
+        for folder in folders:
+            saving.stage(folder)()
         second = made(best=None)
-        loop.TorchState(**second).read(str(tmp_path / str(number)))
+        loop.TorchState(**second).read(folders[1])
         assert str(second["own"].found) == str(first["own"].found)
         begun = bool(second["late"].state), bool(first["late"].state)
         assert begun == (number > 0,) * 2, "no step is done for one that has done none"
