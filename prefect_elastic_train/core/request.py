@@ -98,9 +98,9 @@ class DriverSpec:
 
     @property
     def is_forked(self) -> bool:
-        """Whether the cluster's processes may be forked from one: all have the same environment, and no devices."""
+        """Whether the cluster's processes may be forked from one: all have the same environment, and no TPUs."""
         has_environment = self.cluster.runtime_env or self.cluster.working_dir or self.request.worker_runtime_env
-        return self.is_alone and self.scaling.accelerator == "cpu" and not has_environment
+        return self.is_alone and self.scaling.accelerator != "tpu" and not has_environment
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ class Attempt:
         if begun.attempt > 1:
             self._past = self.teller.recall(self.spec)
         scaling = self.spec.scaling
-        if scaling.standby != "off" and not may_replace(scaling, self.spec.request.framework):
+        needs_none = scaling.standby == "off" or self.spec.is_forked
+        if not needs_none and not may_replace(scaling, self.spec.request.framework):
             notes.append("there are no standby workers: each device, but for GPUs with torch, wants its own process")
         commit, failures = begun.point.commit, self.spec.failures
         left = {"driver restart": begun.restarts_left, "worker failure": failures.max_failures}

@@ -58,7 +58,7 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
                 worker_group.execute(forget_other_slices)
             super().on_start(worker_group, backend_config)
             return
-        platform = "cuda" if backend_config.use_gpu else "cpu"
+        platform = "cuda,cpu" if backend_config.use_gpu else "cpu"  # the first is the default
         size, address = len(worker_group), ""
         if size > 1:
             host, port = worker_group.execute_single(0, get_address_and_port)
@@ -84,6 +84,8 @@ def _join(platform: str, address: str, size: int, rank: int) -> None:
     """Choose the platform, unless the user's ``JAX_PLATFORMS`` does, and join the other processes if there are any."""
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = platform  # read when JAX is imported
+        if "jax" in sys.modules:  # as in a worker that is forked
+            sys.modules["jax"].config.update("jax_platforms", platform)
     if size > 1:
         import jax
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _BOOT_AFTER_SECONDS = 30.0
 _LOOK_SECONDS = 10.0  # between two looks whether they live
 _ANSWER_SECONDS = 1.0  # that workers and standbys may take
-_EXPECTED_BYTES = 2**29  # of a standby; it becomes as large as its worker when that is gone
+_EXPECTED_BYTES = 3 * 2**28  # of a standby, with a torch for CUDA; it becomes as large as its worker when that is gone
 _GROWTH_SECONDS = 60.0  # that a growth waits for its workers to boot
 _BOOTING_SECONDS = 15.0  # that a worker group waits for those of its workers that boot already
 

@@ -103,16 +103,17 @@ def _import_ray(framework: str) -> None:
     gc.freeze()  # what is never collected stays shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that have ended
     if _draw() == _draw():
-        sys.exit("an import has drawn from Ray's generator: workers are not forked")
+        sys.exit("an import has drawn from Ray's generator, or used a GPU: workers are not forked")
 
 
 def _draw() -> bytes:
-    """Return what a child draws."""
+    """Return what a child draws; nothing if it could not use a GPU."""
     from ray._raylet import WorkerID
 
     reader, writer = os.pipe()
     if os.fork() == 0:
-        os.write(writer, WorkerID.from_random().binary())
+        if not (cuda := sys.modules.get("torch.cuda")) or not cuda._is_in_bad_fork():
+            os.write(writer, WorkerID.from_random().binary())
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as stream:

@@ -15,7 +15,7 @@ import pytest
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
-from prefect_elastic_train.supervisor import forked_worker
+from prefect_elastic_train.supervisor import fork_server, forked_worker
 from prefect_elastic_train.supervisor.runtime import LocalCluster
 from tests.support.processes import wait_for
 from tests.unit.support import spec
@@ -133,10 +133,17 @@ def test_why_a_fork_server_has_ended_by_itself_is_told_once_and_one_that_was_kil
     ]
 
 
-def test_only_workers_without_devices_and_an_environment_of_their_own_are_forked() -> None:
+def test_none_is_forked_where_an_import_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fork_server._draw() != b""
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
+    assert fork_server._draw() == b""
+
+
+def test_only_workers_without_tpus_and_an_environment_of_their_own_are_forked() -> None:
     assert spec().is_forked
+    assert spec(scaling=ScalingSettings(accelerator="gpu")).is_forked
     for other in (
-        spec(scaling=ScalingSettings(accelerator="gpu")),
+        spec(scaling=ScalingSettings(accelerator="tpu")),
         spec(cluster=ClusterSettings(address="10.0.0.1:6379")),
         spec(cluster=ClusterSettings(runtime_env={"env_vars": {"A": "b"}})),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -67,5 +68,9 @@ def test_a_worker_alone_gets_its_platform_unless_the_user_names_one_and_keeps_it
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", given)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    config = SimpleNamespace(update=lambda name, value: told.append((name, value)))
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))  # imported before, with another platform
+    told: list[tuple[str, str]] = []
     jax_backend._join("cpu", address="", size=1, rank=0)
+    assert told == ([] if given else [("jax_platforms", "cpu")])
     assert (os.environ["JAX_PLATFORMS"], os.environ["CUDA_VISIBLE_DEVICES"]) == (chosen, "3")
