@@ -236,14 +236,14 @@ def train_loop(config: dict[str, Any]) -> None:
     images, labels = read_split(config["train_path"])
     model = ray.train.torch.prepare_model(build_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
-    state = loop.TorchState(model=model, optimizer=optimizer)
+    device, state = ray.train.torch.get_device(), loop.TorchState(model=model, optimizer=optimizer)
     per_epoch = math.ceil(len(images) / config["batch_size"])
     plan = {"steps": config["epochs"] * per_epoch, "global_batch": config["batch_size"], "seed": config["seed"]}
     with loop.session(state, save_every=per_epoch, **plan) as session:
         for pixels, digits in session.batches((images, labels)):
             random = np.random.default_rng((config["seed"], session.epoch))
             shifts = random.integers(0, 3, size=(len(images), 2))[session.samples]
-            logits = model(shift_images(pixels, shifts, float(images.min())))
+            logits, digits = model(shift_images(pixels, shifts, float(images.min())).to(device)), digits.to(device)
             loss = torch.nn.functional.cross_entropy(logits, digits)
             optimizer.zero_grad()
             (loss * session.weight).backward()  # the workers' gradients are averaged

@@ -32,8 +32,9 @@ from prefect_elastic_train.report.run_report import TOTALS
 from prefect_elastic_train.runs import identity
 from prefect_elastic_train.supervisor.runtime import import_path
 
-#: What a machine with GPUs of any make has at least one of.
-_DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd", "/dev/dri/render*")
+#: What a machine has for each GPU of NVIDIA's; and what it has where Ray has to count: other makes, parts of a GPU.
+_GPUS = "/dev/nvidia[0-9]*"
+_UNCOUNTED = ("/dev/dxg", "/dev/kfd", "/dev/dri/render*", "/dev/nvidia-caps/*cap[3-9]", "/dev/nvidia-caps/*cap[0-9]?*")
 
 FRAMEWORKS = ("torch", "jax", "none")
 #: A pattern that both ways to name a loop match.
@@ -168,13 +169,17 @@ def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSe
     """Refuse workers that no local cluster on this machine can hold; what Ray finds there is the driver's to check."""
     if not cluster.is_local or "RAY_OVERRIDE_RESOURCES" in os.environ:
         return
-    has_devices = any(map(glob.glob, _DEVICES))
-    gpus = math.inf if cluster.num_gpus < 0 and has_devices else max(0, cluster.num_gpus)
+    gpus = gpus_here() if cluster.num_gpus < 0 else cluster.num_gpus
     there = {"CPU": cluster.num_cpus or os.cpu_count() or math.inf, "GPU": gpus}
     wanted = scaling.resources_per_worker or {"CPU": float(scaling.accelerator == "cpu")}
     for name, amount in {**wanted, **({"GPU": wanted.get("GPU", 1)} if scaling.accelerator == "gpu" else {})}.items():
         if amount * scaling.min_workers > there.get(name, math.inf):
             raise ConfigurationError(settings.too_large(scaling, name, amount, there[name]))
+
+
+def gpus_here() -> float:
+    """Return how many GPUs this machine has at most."""
+    return math.inf if any(map(glob.glob, _UNCOUNTED)) else len(glob.glob(_GPUS))
 
 
 def load_given(argument: str, given: GivenBlock) -> TrainingBlock:

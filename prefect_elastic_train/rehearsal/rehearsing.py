@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
@@ -19,7 +20,13 @@ from prefect.context import FlowRunContext
 from prefect_elastic_train.blocks import ElasticScaling
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.request import Payload
-from prefect_elastic_train.orchestration.arguments import GivenBlock, check_arguments, given_blocks, load_given
+from prefect_elastic_train.orchestration.arguments import (
+    GivenBlock,
+    check_arguments,
+    given_blocks,
+    gpus_here,
+    load_given,
+)
 from prefect_elastic_train.rehearsal import judging
 from prefect_elastic_train.rehearsal.certificate import Certificate, Finding
 from prefect_elastic_train.rehearsal.course import Course
@@ -183,5 +190,10 @@ def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
     assert isinstance(block, ElasticScaling)
     if block.accelerator == "tpu":
         raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
+    gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
+    if gpus > gpus_here():
+        raise ConfigurationError(
+            f"{workers} workers, each on a node of its own, need {gpus} GPUs; here are {gpus_here()}"
+        )
     numbers = {"max_workers": workers, "min_workers": min(block.min_workers, workers), "wait_for_max_seconds": 30.0}
     return block.model_copy(update={**numbers, "label_selector": {}, "placement_strategy": "PACK"})

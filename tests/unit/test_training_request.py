@@ -148,17 +148,29 @@ def test_a_storage_is_also_a_directory_or_a_url_which_stays_that_of_the_call(
         ({"min_workers": 8, "max_workers": 8}, {"address": "auto"}, ""),
         ({"min_workers": 2, "max_workers": 2, "resources_per_worker": {"CPU": 1.5}}, {}, "need 3 CPU"),
         ({"resources_per_worker": {"memory": 1e15}}, {}, ""),  # which Ray counts
-        ({"accelerator": "gpu"}, {}, "need 1 GPU, and the local cluster on this machine has 0"),
-        ({"accelerator": "gpu", "resources_per_worker": {"CPU": 1}}, {}, "need 1 GPU"),
+        (
+            {"accelerator": "gpu", "min_workers": 3, "max_workers": 3},
+            {},
+            "need 3 GPU, and the local cluster on this machine has 2",
+        ),
+        (
+            {"accelerator": "gpu", "min_workers": 3, "max_workers": 3, "resources_per_worker": {"CPU": 0.1}},
+            {},
+            "need 3 GPU",
+        ),
+        ({"accelerator": "gpu", "min_workers": 2, "max_workers": 2}, {}, ""),
         ({"accelerator": "gpu", "resources_per_worker": {"GPU": 4}}, {"num_gpus": 2}, "need 4 GPU"),
         ({"accelerator": "gpu"}, {"num_gpus": 1}, ""),
     ],
 )
 def test_workers_that_this_machine_cannot_hold_are_refused_before_a_cluster_is_started(
-    monkeypatch: pytest.MonkeyPatch, scaling: dict[str, Any], cluster: dict[str, Any], says: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scaling: dict[str, Any], cluster: dict[str, Any], says: str
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr(arguments, "_DEVICES", ("/nowhere/nvidia*",))
+    for device in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / device).touch()
+    monkeypatch.setattr(arguments, "_GPUS", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(arguments, "_UNCOUNTED", ())
     given = {"scaling": ElasticScaling(**scaling), "cluster": RayCluster(**cluster)}
     if not says:
         assert arguments.given_blocks(**given) == given
