@@ -4,21 +4,24 @@ Uses ``ray.train.v2._internal``: ``fit()`` hands policies and callbacks to its c
 ``_initialize_and_run_controller``, and has no public parameter for either, nor for the controller's class.
 
 And where a rank notices the end of another sooner than Ray that of its node, the next group is asked for on a node that
-is gone, and Ray's worker group waits a minute for it. It takes any slice whose host 0 is free, also one whose other
-hosts are dead or busy. This one gives up when a node has gone meanwhile, names the slices, and reserves the head of
-each, as Ray does, so that others who look for a slice pass it over. Ray's controller keeps what a lost group held until
-the next one starts; here it gives that back before the next is decided.
+is gone, and Ray's worker group waits a minute for it; if the node goes before its worker is there, it waits for another
+node without an end. It takes any slice whose host 0 is free, also one whose other hosts are dead or busy. This one
+gives up when a node has gone meanwhile, names the slices, and reserves the head of each, as Ray does, so that others
+who look for a slice pass it over. Ray's controller keeps what a lost group held until the next one starts; here it
+gives that back before the next is decided.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 from ray.train import DataConfig
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.v2._internal.callbacks import DatasetsCallback
@@ -80,7 +83,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 except Exception:
                     logger.warning("A worker group that did not start was not ended cleanly", exc_info=True)
                 self._clear_state()
-            if isinstance(error, RayActorError):
+            if isinstance(error, RayActorError | ActorUnschedulableError):
                 raise WorkerGroupStartupFailedError("A worker died while its group started.") from error
             raise
 
@@ -100,7 +103,8 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         taken = standby.take(placement_group, indices, resources_per_worker)
         rest = [index for index in indices if index not in taken]
         try:
-            booted = super()._create_workers(len(rest), placement_group, resources_per_worker, rest) if rest else []
+            with _given_up_without_nodes(placement_group):
+                booted = super()._create_workers(len(rest), placement_group, resources_per_worker, rest) if rest else []
         except BaseException:
             standby.end(worker.actor for worker in taken.values())
             raise
@@ -172,17 +176,41 @@ def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float],
         while not wait(_LOOK_SECONDS):
             if time.monotonic() > deadline:
                 return False
-            try:
-                gone = counted_on - {node.id for node in cluster_nodes() if not node.draining}
-            except Exception:
-                logger.warning("The nodes cannot be seen; the placement is waited for", exc_info=True)
-                continue
-            if gone:
+            if gone := _gone(counted_on):
                 handle.shutdown()
                 raise WorkerGroupStartupFailedError(f"{len(gone)} node(s) went while workers were to be placed")
         return True
 
     return wait_or_give_up
+
+
+@contextmanager
+def _given_up_without_nodes(group: PlacementGroup) -> Iterator[None]:
+    """Remove a placement group, and with it what waits for a place in it, if such a node goes while workers boot."""
+    counted_on, are_there = callbacks.current().counted_on, threading.Event()
+
+    def watch() -> None:
+        while not are_there.wait(_LOOK_SECONDS):
+            if _gone(counted_on):
+                remove_placement_group(group)
+                return
+
+    watching = threading.Thread(target=watch, name="watch nodes", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        are_there.set()
+        watching.join()
+
+
+def _gone(counted_on: frozenset[str]) -> frozenset[str]:
+    """Return which of these nodes are gone, or about to go."""
+    try:
+        return counted_on - {node.id for node in cluster_nodes() if not node.draining}
+    except Exception:
+        logger.warning("The nodes cannot be seen; they are waited for", exc_info=True)
+        return frozenset()
 
 
 def _create_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHandle:

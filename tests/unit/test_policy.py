@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError
 from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller.state import PreemptingState, RunningState
@@ -477,18 +478,20 @@ def test_a_lost_group_gives_back_what_it_holds_before_the_next_is_decided(
     assert (said, state, controller.get_worker_group()) == (["ended", "decided"], "RESTARTING", None)
 
 
-@pytest.mark.parametrize("died", [True, False])
-def test_a_start_that_fails_late_leaves_no_worker_behind(monkeypatch: pytest.MonkeyPatch, died: bool) -> None:
+@pytest.mark.parametrize("error", [RayActorError(), ActorUnschedulableError("no place"), None])
+def test_a_start_that_fails_late_leaves_no_worker_behind(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
     ended: list[str] = []
     group = RunWorkerGroup.__new__(RunWorkerGroup)
     group._worker_group_state = SimpleNamespace(shutdown=lambda: ended.append("workers"))
     group._world_rank_to_ongoing_poll = {}
 
     def fail(self: Any) -> None:
-        raise RayActorError if died else WorkerGroupStartupTimeoutError(2)
+        raise error or WorkerGroupStartupTimeoutError(2)
 
     monkeypatch.setattr(controller.WorkerGroup, "_start", fail)
-    with pytest.raises(WorkerGroupStartupFailedError if died else WorkerGroupStartupTimeoutError):
+    with pytest.raises(WorkerGroupStartupFailedError if error else WorkerGroupStartupTimeoutError):
         group._start()
     assert ended == ["workers"]
     assert not group.has_started()
@@ -509,3 +512,19 @@ def test_a_placement_is_waited_for_only_while_the_nodes_are_there_that_it_was_de
         with pytest.raises(WorkerGroupStartupFailedError, match="1 node"):
             wait(30)
     assert ended == ([] if outcome == "timeout" else ["group"])
+
+
+@pytest.mark.parametrize(("left", "removed"), [(("a", "b"), []), (("a",), ["group"])])
+def test_workers_that_boot_are_given_up_when_a_node_goes(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], removed: list[str]
+) -> None:
+    ended: list[str] = []
+    callback.counted_on = frozenset(("a", "b"))
+    monkeypatch.setattr(controller, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(controller, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
+    monkeypatch.setattr(controller, "remove_placement_group", ended.append)
+    group: Any = "group"
+    with controller._given_up_without_nodes(group):
+        time.sleep(0.2)
+    assert ended == removed
+    assert not [thread for thread in threading.enumerate() if thread.name == "watch nodes"]
