@@ -61,8 +61,12 @@ def open_briefly(text: str) -> Storage:
     """Open a storage (a directory, a URL or a saved block) for a person, who waits less than a training does."""
     settings = storage_at(text)
     if settings is None:
+        from prefect.events.clients import NullEventsClient
+        from prefect.events.worker import EventsWorker
+
         from prefect_elastic_train.blocks import lookup  # it loads Prefect
 
+        EventsWorker.set_client_override(NullEventsClient)  # that a person looks at a block is no event to wait for
         settings = lookup.plain_storage(lookup.load_saved([*lookup.STORAGE_TYPES], text))
     if isinstance(settings, LocalStorageSettings) and not Path(settings.path).is_dir():
         raise ConfigurationError(f"there is no directory {settings.path}")
@@ -78,7 +82,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and their values, one a line; those without a value are left out."""
     for name, value in pairs:
         if value:
-            console().print(f"{name + ':':<14}{clean(value)}", markup=False)
+            console().print(f"{name + ':':<16}{clean(value)}", markup=False)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:

@@ -128,7 +128,7 @@ class RunLog(ev.EventHandler):
 
     def on_cluster_wanted(self, _: ev.ClusterWanted) -> None:
         if not self._attempt:  # later ones find it there
-            self.note("The Ray cluster is started or joined")
+            self.note("Starting or joining the Ray cluster")
 
     def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
         cpus, gpus = event.resources.get("CPU", 0), event.resources.get("GPU", 0)
@@ -147,7 +147,8 @@ class RunLog(ev.EventHandler):
         name, stopped_at, self._stopped_at = loop_name(event.checkpoint), self._stopped_at, 0.0
         again = f" again after {event.at - stopped_at:.1f} s" if stopped_at else ""
         where = f"; checkpoint {name} is offered" if name else ""
-        self.note(f"{event.world_size} workers train{again}{where}")
+        who = "1 worker trains" if event.world_size == 1 else f"{event.world_size} workers train"
+        self.note(f"{who}{again}{where}")
 
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
         self.note(event.message[:1].upper() + event.message[1:], WARNING)

@@ -111,9 +111,10 @@ def _time(account: TimeAccount) -> str:
 
 def _worker_hours(report: RunReport, now: float) -> str:
     since = max(0.0, now - report.tally.mark) if report.is_live else 0.0
-    hours, price = (report.tally.worker_seconds + since * report.tally.workers) / 3600, report.price_per_worker_hour
-    cost = f", which cost {hours * price:,.2f} at {price:g} an hour each" if price else ""
-    return f"Workers were up for {hours:,.2f} hours in all ({plain(report.accelerator or 'cpu')}){cost}."
+    seconds, price = report.tally.worker_seconds + since * report.tally.workers, report.price_per_worker_hour
+    cost = f", which cost {seconds / 3600 * price:,.2f} at {price:g} an hour each" if price else ""
+    spent = f"{seconds / 3600:,.2f} hours" if seconds >= 3600 else duration(seconds)
+    return f"Workers were up for {spent} in all ({plain(report.accelerator or 'cpu')}){cost}."
 
 
 def _checkpoints(report: RunReport, now: float) -> str:
@@ -122,20 +123,14 @@ def _checkpoints(report: RunReport, now: float) -> str:
         return "None yet."
     if best is not None and all(made.name != best.name for made in shown):
         shown.append(best)
-    rows = [
-        (
-            code(loop_name(made.name)),
-            clock(made.at, now),
-            str(made.attempt),
-            metrics_in_words(made.metrics, 4, leave_out=TOTALS),
-            size(made.size_bytes),
-            "**best**" if best is not None and made.name == best.name else "",
-        )
+    lines = [
+        f"- {clock(made.at, now)} {code(loop_name(made.name))}, {size(made.size_bytes)}, by attempt {made.attempt}"
+        + ("; **best**" if best is not None and made.name == best.name else "")
+        + f"  \n  {metrics_in_words(made.metrics, 4, leave_out=TOTALS)}"
         for made in shown
     ]
     more = report.checkpoints_made - len(shown)
-    heads = ["checkpoint", "committed", "attempt", "metrics", "size", ""]
-    return table(heads, rows) + (f"\n\nand {more} earlier ones" if more > 0 else "")
+    return "\n".join(lines) + (f"\n\nand {more} earlier ones" if more > 0 else "")
 
 
 def _places(report: RunReport) -> str:

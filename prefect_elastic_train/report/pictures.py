@@ -51,6 +51,7 @@ def _draw_metrics(curves: dict[str, Curve]) -> Figure:
         if min(ys) > 0 and max(ys) > 10 * min(ys):
             axes.set_yscale("log")
         _style(axes, name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("report", fontsize=8, color=_INK)
     return figure
 
