@@ -169,7 +169,7 @@ class RunLog(ev.EventHandler):
         then = f"{event.gives_up}; {event.reports_lost} reports since the last checkpoint"
         if event.retried:
             where = f"checkpoint {loop_name(self._checkpoint)}" if self._checkpoint else "the beginning"
-            again = f"{event.reports_lost} reports since then are" if event.reports_lost else "nothing is"
+            again = f"{event.reports_lost} reports since then are" if event.reports_lost else "no report is"
             then = f"the worker group is restarted from {where}, {again} done again"
         what = "Preemption" if isinstance(event, ev.WorkersPreempted) else "Worker failure"
         why = "; ".join(ray_output.causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"

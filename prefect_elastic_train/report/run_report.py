@@ -314,7 +314,7 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         sizes = f"from {event.old_size} to {event.new_size} workers"
-        lost = f"{event.reports_lost} reports are" if event.reports_lost else "nothing is"
+        lost = f"{event.reports_lost} reports are" if event.reports_lost else "no report is"
         waited = f"waited {event.waited_seconds:.0f} s for a checkpoint"
         why = waited + (", which did not come" if event.reason == "patience" else "")
         self._tell(event.at, "resize", f"{sizes}; {lost} done again", why)

@@ -108,7 +108,7 @@ IGNORED = ev.LoopWarned(at=T + 60, problem="checkpoint-ignored", message="it nev
         (failed(reports_lost=3), "failure", "restarted; 3 reports are done again", "rank 1: ValueError: nan"),
         (failed(retried=False, gives_up="no"), "failure", "worker failure: no", "rank 1: ValueError: nan"),
         (PREEMPTED, "preemption", "preemption: the workers are restarted; 2 reports", "a node was drained"),
-        (RESIZED, "resize", "from 4 to 6 workers; nothing is done again", "waited 12 s"),
+        (RESIZED, "resize", "from 4 to 6 workers; no report is done again", "waited 12 s"),
         (capacity(60), "capacity", "waiting for capacity", "1 of at least 2 workers fit; lacking: 1 GPU"),
         (
             WAITED,
