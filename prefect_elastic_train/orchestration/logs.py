@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +25,9 @@ _WINDOW_SECONDS = 10.0
 _IN_FULL = 1000.0
 #: Between two lines about checkpoints, unless something happens.
 _COMMITS_SECONDS = 30.0
+#: What a worker group says until its first report, for so long and so many lines at most, is its start.
+_START_SECONDS, _MOST_SAID = 120.0, 2000
+_TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?")
 
 
 class OutputLimits:
@@ -68,6 +73,8 @@ class RunLog(ev.EventHandler):
         #: The newest commit that no line has told of, how many there are besides, and when a line told of one.
         self._commit: ev.CheckpointCommitted | None = None
         self._others, self._commit_told_at, self._best = 0, 0.0, ""
+        #: What worker groups said at the last start and say at this one, until when it is one, and what is left out.
+        self._said_before, self._says, self._starts_until, self._repeated = set[str](), set[str](), math.inf, 0
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
@@ -79,7 +86,9 @@ class RunLog(ev.EventHandler):
             return
         who, rest = self._source(source, text)
         self.note(self._limits.notice())
-        if self._limits.lets_through(who):
+        if not detail and self._is_repeated(who, rest):
+            self._repeated += 1
+        elif self._limits.lets_through(who):
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
             self.note(cut(f"[{tag}] {rest}", _MAX_LINE), DEBUG if detail else INFO)
 
@@ -112,6 +121,11 @@ class RunLog(ev.EventHandler):
         elif isinstance(event, ev.WorkerGroupStarted):
             by_pid = {f":{worker.rpartition(':')[2]}": rank for worker, rank in reversed(event.ranks.items())}
             self._ranks = {**event.ranks, **by_pid}
+            self._starts_until = event.at + _START_SECONDS
+        if isinstance(event, ev.GroupFailed | ev.WorkerGroupResized | ev.AttemptStarted):
+            self._end_start(math.inf)
+        elif isinstance(event, ev.Report) and self._starts_until:
+            self._end_start()
         self._last_at = max(self._last_at, event.at)
         if not told:
             self._best, is_steady = best, isinstance(event, ev.STEADY)
@@ -123,8 +137,24 @@ class RunLog(ev.EventHandler):
 
     def close(self) -> None:
         """Say at the end what was not said, and how many lines were left out."""
+        self._end_start()
         self._tell_commits()
         self.note(self._limits.notice(at_once=True))
+
+    def _is_repeated(self, who: str, text: str) -> bool:
+        """Return whether a worker says at the start of its group what was said at the start before."""
+        if not who.startswith(("rank ", "worker ")) or time.time() > self._starts_until:
+            return False
+        said = _TIME_OF_DAY.sub("", text)
+        if len(self._says) < _MOST_SAID:
+            self._says.add(said)
+        return said in self._said_before
+
+    def _end_start(self, next_until: float = 0.0) -> None:
+        self._said_before, self._says = self._says or self._said_before, set()
+        repeated, self._repeated, self._starts_until = self._repeated, 0, next_until
+        lines = f"{repeated} line{'s' * (repeated > 1)} of output left out"
+        self.note(f"[{lines}: the same as at the start before]" if repeated else "")
 
     def on_cluster_wanted(self, _: ev.ClusterWanted) -> None:
         if not self._attempt:  # later ones find it there

@@ -61,6 +61,39 @@ def test_what_was_left_out_is_a_line_of_the_log_by_source(lines: Lines) -> None:
     assert (len(lines.messages), lines.messages[-1]) == (81, f"[36 lines of output left out: {named}]")
 
 
+def test_what_a_restarted_group_says_as_the_one_before_is_left_out_until_its_first_report(lines: Lines) -> None:
+    log = _log(lines)
+
+    def group_says(*texts: str) -> list[str]:
+        log.event(ev.WorkerGroupStarted(world_size=3, ranks=RANKS))
+        for text in texts:
+            log.line("driver", f"(RayTrainWorker pid=77) {text}")
+        log.event(ev.Report(metrics={}))
+        log.line("driver", "(RayTrainWorker pid=77) banner")  # no longer at the start
+        said = [text for text in lines.messages if "attempt 3" in text or "left out" in text]
+        lines.clear()
+        return [text.partition("] ")[2] or text for text in said]
+
+    assert group_says("banner", "banner", "10:00:00,123 INFO seed 0") == [
+        *["banner"] * 2,
+        "10:00:00,123 INFO seed 0",
+        "banner",
+    ]
+    log.event(ev.WorkerFailed(errors={"0": "gone"}, retried=True))
+    told = "[3 lines of output left out: the same as at the start before]"
+    assert group_says("banner", "10:00:09,456 INFO seed 0", "10:00:09,457 INFO seed 0", "resumed at 20") == [
+        "resumed at 20",
+        told,
+        "banner",
+    ]
+    log.event(ev.WorkerGroupResized(old_size=3, new_size=2))
+    assert group_says("resumed at 20", "resumed at 40") == [
+        "resumed at 40",
+        told.replace("3 lines", "1 line"),
+        "banner",
+    ]
+
+
 def test_events_are_never_left_out(lines: Lines) -> None:
     log = _log(lines, lines_per_second=0.1)
     for number in range(150):
