@@ -220,8 +220,8 @@ def shift_images(images: "torch.Tensor", shifts: "np.ndarray", background: float
 def train_loop(config: dict[str, Any]) -> None:
     """Train the network data-parallel, with a checkpoint after each epoch (a Ray Train loop).
 
-    Interrupted anywhere, it ends with the same weights, bit for bit at the same world size: the session divides each
-    global batch and restores the rest, and how an image is shifted depends on seed, epoch and image alone.
+    Interrupted anywhere, it ends with the same weights, on CPUs bit for bit at the same world size: the session divides
+    each global batch and restores the rest, and how an image is shifted depends on seed, epoch and image alone.
 
     Args:
         config: `train_path` (Parquet file), `epochs` (of this run), `seed`, `batch_size` (images over all workers)

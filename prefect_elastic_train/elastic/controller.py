@@ -32,7 +32,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group import placement_group_handle as handles
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, Payload
@@ -84,7 +84,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
                     logger.warning("A worker group that did not start was not ended cleanly", exc_info=True)
                 self._clear_state()
             if isinstance(error, RayActorError | ActorUnschedulableError):
-                raise WorkerGroupStartupFailedError("A worker died while its group started.") from error
+                raise WorkerGroupStartupFailedError("A worker or its node went while its group started.") from error
             raise
 
     def _create_workers(
@@ -186,12 +186,12 @@ def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float],
 
 @contextmanager
 def _given_up_without_nodes(group: PlacementGroup) -> Iterator[None]:
-    """Remove a placement group, and with it what waits for a place in it, if such a node goes while workers boot."""
-    counted_on, are_there = callbacks.current().counted_on, threading.Event()
+    """Remove a placement group, and with it what waits for a place in it, if a node of it goes while workers boot."""
+    nodes, are_there = frozenset(placement_group_table(group)["bundles_to_node_id"].values()), threading.Event()
 
     def watch() -> None:
         while not are_there.wait(_LOOK_SECONDS):
-            if _gone(counted_on):
+            if _gone(nodes):
                 remove_placement_group(group)
                 return
 
@@ -204,10 +204,10 @@ def _given_up_without_nodes(group: PlacementGroup) -> Iterator[None]:
         watching.join()
 
 
-def _gone(counted_on: frozenset[str]) -> frozenset[str]:
+def _gone(nodes: frozenset[str]) -> frozenset[str]:
     """Return which of these nodes are gone, or about to go."""
     try:
-        return counted_on - {node.id for node in cluster_nodes() if not node.draining}
+        return nodes - {node.id for node in cluster_nodes() if not node.draining}
     except Exception:
         logger.warning("The nodes cannot be seen; they are waited for", exc_info=True)
         return frozenset()

@@ -19,7 +19,9 @@ from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, sha
 _FOLDER = "jax"  # of Orbax's files in a checkpoint
 
 # Orbax says some fifteen lines of each save, in each process, through a logger that is also the loop's.
-logging.getLogger("absl").addFilter(lambda record: record.levelno > logging.INFO or "/orbax/" not in record.pathname)
+logging.getLogger("absl").addFilter(
+    lambda record: record.levelno > logging.INFO or "/orbax/checkpoint/" not in record.pathname
+)
 
 
 class JaxState(ArrayState):

@@ -74,7 +74,7 @@ class RunLog(ev.EventHandler):
         self._commit: ev.CheckpointCommitted | None = None
         self._others, self._commit_told_at, self._best = 0, 0.0, ""
         #: What worker groups said at the last start and say at this one, until when it is one, and what is left out.
-        self._said_before, self._says, self._starts_until, self._repeated = set[str](), set[str](), math.inf, 0
+        self._said_before, self._says, self._starts_until, self._repeated = set[int](), set[int](), math.inf, 0
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
@@ -143,9 +143,11 @@ class RunLog(ev.EventHandler):
 
     def _is_repeated(self, who: str, text: str) -> bool:
         """Return whether a worker says at the start of its group what was said at the start before."""
-        if not who.startswith(("rank ", "worker ")) or time.time() > self._starts_until:
+        if self._starts_until and time.time() > self._starts_until:
+            self._end_start()
+        if not who.startswith(("rank ", "worker ")) or not self._starts_until:
             return False
-        said = _TIME_OF_DAY.sub("", text)
+        said = hash(_TIME_OF_DAY.sub("", text))
         if len(self._says) < _MOST_SAID:
             self._says.add(said)
         return said in self._said_before

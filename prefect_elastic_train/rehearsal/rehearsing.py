@@ -193,7 +193,7 @@ def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
     gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
     if gpus > gpus_here():
         raise ConfigurationError(
-            f"{workers} workers, each on a node of its own, need {gpus} GPUs; here are {gpus_here()}"
+            f"{workers} workers on a node each need {gpus} GPUs, and here are {gpus_here()}; give fewer workers"
         )
     numbers = {"max_workers": workers, "min_workers": min(block.min_workers, workers), "wait_for_max_seconds": 30.0}
     return block.model_copy(update={**numbers, "label_selector": {}, "placement_strategy": "PACK"})

@@ -126,7 +126,7 @@ def _checkpoints(report: RunReport, now: float) -> str:
     lines = [
         f"- {clock(made.at, now)} {code(loop_name(made.name))}, {size(made.size_bytes)}, by attempt {made.attempt}"
         + ("; **best**" if best is not None and made.name == best.name else "")
-        + f"  \n  {metrics_in_words(made.metrics, 4, leave_out=TOTALS)}"
+        + (f"  \n  {words}" if (words := metrics_in_words(made.metrics, 4, leave_out=TOTALS)) else "")
         for made in shown
     ]
     more = report.checkpoints_made - len(shown)

@@ -41,7 +41,7 @@ _REQUEST_SECONDS = 5.0
 def serve(framework: str, threads: str) -> dict[str, Any]:
     """Fork for each request; return what is asked for in the process that it is asked for."""
     environment, is_first = _plain(os.environ), True
-    # Read when torch, numpy or JAX is imported; Ray tells the one its actors, and we the other those without devices.
+    # Read when torch, numpy or JAX is imported; Ray tells the one its actors, and we the others.
     os.environ.setdefault("OMP_NUM_THREADS", threads)
     if framework == "jax":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -81,6 +81,8 @@ def become(request: Mapping[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or None)  # no longer that of the imports
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(request["oom_score_adj"])
     if numpy := sys.modules.get("numpy"):
@@ -112,7 +114,8 @@ def _draw() -> bytes:
 
     reader, writer = os.pipe()
     if os.fork() == 0:
-        if not (cuda := sys.modules.get("torch.cuda")) or not cuda._is_in_bad_fork():
+        devices = [one for name in ("torch.cuda", "torch.xpu") if (one := sys.modules.get(name))]
+        if not any(one._is_in_bad_fork() for one in devices):
             os.write(writer, WorkerID.from_random().binary())
         os._exit(0)
     os.close(writer)

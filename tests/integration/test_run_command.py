@@ -180,6 +180,6 @@ def test_ctrl_c_ends_the_training_and_the_next_command_goes_on_with_it(project: 
     code, out, log = _ended(again, 180)
     assert code == 0, log
     assert len(attempts(run)) == 2
-    assert "metrics:      step=8" in out
+    assert "metrics:        step=8" in out
     assert steps_of(ledger)[-1] == 8
     assert steps_of(ledger)[steps] > 1, "it went on from a checkpoint"

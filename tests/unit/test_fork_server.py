@@ -27,6 +27,7 @@ import numpy
 about = {"imported": [name for name in ("ray", "torch._dynamo") if name in sys.modules], "arguments": sys.argv[1:]}
 about |= {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "folder": os.getcwd(), "main": __name__}
 about |= {"chance": [random.random(), numpy.random.rand()], "path": sys.path, "own": os.environ.get("RAY_OWN", "")}
+about |= {"platforms": sys.modules["jax"].config.jax_platforms if "jax" in sys.modules else "not imported"}
 about |= {"threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0}
 print(json.dumps(about))
 """
@@ -41,8 +42,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def server(environment: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", "torch", "1"]
+def server(
+    environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[subprocess.Popen[bytes]]:
+    framework = getattr(request, "param", "torch")
+    command = [sys.executable, "-m", "prefect_elastic_train.supervisor.fork_server", framework, "1"]
     process = subprocess.Popen(command, env=environment, cwd=tmp_path)
     wait_for(lambda: Path(environment[FORK_SERVER_VARIABLE]).exists(), 60, "the socket")
     yield process
@@ -75,6 +79,14 @@ def test_a_forked_worker_is_as_ray_has_started_it_but_for_what_is_imported(
         assert about["threads"] == 1
     assert not {*one["chance"]} & {*other["chance"]}, "each has its own chance"
     wait_for(lambda: not psutil.Process(server.pid).children(), 30, "the end of both")
+
+
+@pytest.mark.parametrize("server", ["jax"], indirect=True)
+def test_jax_chooses_its_platform_anew_in_a_forked_worker(
+    server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path
+) -> None:
+    about = _worker(environment, tmp_path)
+    assert (about["parent"], about["platforms"]) == (server.pid, None), "as where JAX_PLATFORMS is not set"
 
 
 def test_none_is_forked_for_a_request_that_nobody_waits_for_any_more(

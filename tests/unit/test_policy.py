@@ -515,11 +515,11 @@ def test_a_placement_is_waited_for_only_while_the_nodes_are_there_that_it_was_de
 
 
 @pytest.mark.parametrize(("left", "removed"), [(("a", "b"), []), (("a",), ["group"])])
-def test_workers_that_boot_are_given_up_when_a_node_goes(
-    callback: Callback, monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], removed: list[str]
+def test_workers_that_boot_are_given_up_when_a_node_of_theirs_goes(
+    monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...], removed: list[str]
 ) -> None:
     ended: list[str] = []
-    callback.counted_on = frozenset(("a", "b"))
+    monkeypatch.setattr(controller, "placement_group_table", lambda of: {"bundles_to_node_id": {0: "a", 1: "b"}})
     monkeypatch.setattr(controller, "_LOOK_SECONDS", 0.001)
     monkeypatch.setattr(controller, "cluster_nodes", lambda: [Node(name, {}, {}) for name in left])
     monkeypatch.setattr(controller, "remove_placement_group", ended.append)
