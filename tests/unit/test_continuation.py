@@ -281,4 +281,4 @@ def test_each_night_shows_what_it_started_from_and_names_of_copies_do_not_grow(n
     assert loop_name(details.started_from) == f"{nights.storage.uri}/night-1/from-night-0"
     assert os.path.isfile(f"{details.started_from}/model.pt")
     shown = CliRunner().invoke(app, ["runs", "show", nights.storage.uri, "night-1"]).stdout
-    assert f"started from: {nights.storage.uri}/night-0/checkpoint_0" in shown
+    assert f"started from:   {nights.storage.uri}/night-0/checkpoint_0" in shown

@@ -114,8 +114,8 @@ ATTRIBUTES: dict[str, Any] = {
     "_worker_group": TrainController,
     "_worker_group_state": WorkerGroup,
 }
-#: What Ray has only on instances of classes that it does not show, or as an argument.
-_ELSEWHERE = {"_address", "_verify", "_base_exc", "_traceback_str", "_py_driver_sys_path"}
+#: What Ray has only on instances of classes that it does not show, or as an argument; and what is torch's.
+_ELSEWHERE = {"_address", "_verify", "_base_exc", "_traceback_str", "_py_driver_sys_path", "_is_in_bad_fork"}
 
 
 def test_every_private_attribute_of_ray_in_use_is_listed_and_exists_and_no_other_is() -> None:

@@ -137,7 +137,7 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
 
 
 @pytest.mark.parametrize(
-    ("free", "in_any_case", "fit"), [(10 * GIB, False, 2), (0.6 * GIB, False, 1), (0.4 * GIB, False, 0), (0, True, 2)]
+    ("free", "in_any_case", "fit"), [(10 * GIB, False, 2), (0.8 * GIB, False, 1), (0.6 * GIB, False, 0), (0, True, 2)]
 )
 def test_a_node_gets_as_many_as_it_has_memory_for(
     cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, free: float, in_any_case: bool, fit: int
