@@ -197,7 +197,9 @@ class Episode:
             flow_run_id = flow.flow_run_id
             flow.process.kill()
             flow.process.wait(10)
-            wait_for(lambda: flow.marked() == [], 20, "the processes of a killed flow process to end")
+            wait_for(
+                lambda: flow.marked() == [], 60, "the processes of a killed flow process to end"
+            )  # a guard may boot
             return self._again(flow_run_id), True
         elif kind == GROWTH and nodes is not None:
             if len(self._nodes) >= 4:
