@@ -15,10 +15,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from prefect_elastic_train import ElasticScaling
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.rehearsal import judging, players
+from prefect_elastic_train.rehearsal import judging, players, rehearsing
 from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Played
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.players import Disturber
@@ -370,6 +371,12 @@ def test_a_certificate_is_passed_only_if_every_fault_was_recovered_from_and_noth
 def test_bad_arguments_are_refused_before_anything_starts(arguments: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigurationError, match=part):
         rehearse("json:loads", **arguments)
+
+
+def test_more_gpus_than_there_are_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsing, "gpus_here", lambda: 1)
+    with pytest.raises(ConfigurationError, match="2 workers on a node each need 2 GPUs, and here are 1"):
+        rehearse("json:loads", scaling=ElasticScaling(accelerator="gpu", resources_per_worker={"GPU": 0.5}))
 
 
 def test_the_command_refuses_what_the_function_does_and_knows_the_loop() -> None:
