@@ -107,8 +107,8 @@ def age(at: float | None, now: float) -> str:
 
 def faults(of: Any) -> str:
     """Return what the accounts or the result of a run count."""
-    counts = f"{of.worker_failures} worker failures, {of.preemptions} preemptions, {of.resizes} resizes"
-    return f"{counts}, {of.steps_lost} reports done again"
+    counts = f"worker failures: {of.worker_failures}, preemptions: {of.preemptions}, resizes: {of.resizes}"
+    return f"{counts}, reports done again: {of.steps_lost}"
 
 
 def metrics_in_short(metrics: dict[str, Any], limit: int = 3) -> str:

@@ -190,7 +190,7 @@ class CheckpointSettings(SettingsModel):
     """Which checkpoints are kept. See :class:`CheckpointPolicy`."""
 
     keep: _AtLeastOne | None = None
-    """How many checkpoints to keep, the best or the newest ones. Empty: all."""
+    """How many checkpoints to keep, the newest ones, or the best ones and besides them the newest. Empty: all."""
     score_attribute: str = ""
     """The reported metric that ranks checkpoints. Empty: the newest are the best."""
     score_order: Literal["max", "min"] = "max"

@@ -229,7 +229,8 @@ class Attempt:
         if teller.attempt and not ended.already_finished:
             store = self._patient_enough()
             teller.doing("recording the attempt's end")
-            if ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST):
+            failed = ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
+            if failed and teller.details.content():
                 _within(_LEAVE_SECONDS, teller.write_details)
                 details = f"{store.uri}/{layout.details_name(teller.attempt)}"
                 ended = ended.model_copy(update={"message": f"{ended.message.rstrip('.')}; details: {details}"})

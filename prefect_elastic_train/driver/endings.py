@@ -31,7 +31,8 @@ def end_by_signal(spec: DriverSpec, spec_file: Path) -> AttemptEnded:
     try:
         outcome = Outcome(spec_file.with_name(STOP_FILE).read_text())
     except (OSError, ValueError):
-        return AttemptEnded(outcome=Outcome.DRIVER_LOST, message="the driver was ended by a signal")
+        message = "the driver was ended by a signal, as when its flow process has died"
+        return AttemptEnded(outcome=Outcome.DRIVER_LOST, message=message)
     message = "its time was up" if outcome is Outcome.TIMED_OUT else "the flow run was told to stop"
     return AttemptEnded(outcome=outcome, message=message)
 

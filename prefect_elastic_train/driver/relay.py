@@ -146,7 +146,7 @@ class AttemptTeller:
         self.attempt = 0
         self.history: HistoryWriter | None = None
         self._output = output
-        self._details = details
+        self.details = details
         self._store = store
         self._lock = threading.Lock()
         self._sequence = self._reports = 0
@@ -168,7 +168,7 @@ class AttemptTeller:
                 self.history.add(event)
         if isinstance(event, ev.GroupFailed):
             for rank, error in event.errors.items():
-                self._details.keep(f"[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error}")
+                self.details.keep(f"[{ranks_in_words([int(rank), *event.also.get(rank, [])])}] {error}")
             later = threading.Timer(_DETAILS_SECONDS, self.write_details)
             later.daemon = True
             later.start()
@@ -186,7 +186,7 @@ class AttemptTeller:
     def write_details(self) -> None:
         """Write what Ray has said itself beside the run's records."""
         try:
-            self._store.impatient(1.0).replace(layout.details_name(self.attempt), self._details.content())
+            self._store.impatient(1.0).replace(layout.details_name(self.attempt), self.details.content())
         except OSError as error:
             logger.warning("could not write the details of what failed: %s", error)
 

@@ -188,7 +188,7 @@ def load_given(argument: str, given: GivenBlock) -> TrainingBlock:
     block = lookup.chosen_block(argument, given) if isinstance(given, str) else given
     if not (type(block) in types if argument == "storage" else isinstance(block, *types)):
         names = " or ".join(kind.__name__ for kind in types)
-        raise ConfigurationError(f"{argument}: expected a {names} or the name of one, got {type(given).__name__}")
+        raise ConfigurationError(f"{argument}: expected {names} or the name of one, got {type(given).__name__}")
     for field, value in block:
         text = value.get_secret_value() if isinstance(value, SecretStr) else ""
         if text and not text.strip("*"):

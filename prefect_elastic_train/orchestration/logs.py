@@ -164,7 +164,7 @@ class RunLog(ev.EventHandler):
 
     def on_cluster_connected(self, event: ev.ClusterConnected) -> None:
         cpus, gpus = event.resources.get("CPU", 0), event.resources.get("GPU", 0)
-        self.note(f"Joined the Ray cluster at {event.address} ({cpus:g} CPUs, {gpus:g} GPUs)")
+        self.note(f"The Ray cluster is there, at {event.address} ({cpus:g} CPUs, {gpus:g} GPUs)")
 
     def on_attempt_started(self, event: ev.AttemptStarted) -> None:
         where = f"from checkpoint {loop_name(event.checkpoint)}" if event.checkpoint else "from the beginning"
@@ -192,17 +192,17 @@ class RunLog(ev.EventHandler):
         self.note(event.words)
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
-        lost = f"; {event.reports_lost} reports since the last checkpoint are done again" if event.reports_lost else ""
+        lost = f"; reports that are done again: {event.reports_lost}" if event.reports_lost else ""
         waited = f"{event.waited_seconds:.0f} s after the decision ({event.reason})"
         self.note(f"The worker group is resized from {event.old_size} to {event.new_size} workers, {waited}{lost}")
 
     def on_group_failed(self, event: ev.GroupFailed) -> None:
         """Say in a line what failed and what is done about it, and below it what the loop raised, each error once."""
-        then = f"{event.gives_up}; {event.reports_lost} reports since the last checkpoint"
+        then = f"{event.gives_up}; reports since the last checkpoint: {event.reports_lost}"
         if event.retried:
             where = f"checkpoint {loop_name(self._checkpoint)}" if self._checkpoint else "the beginning"
-            again = f"{event.reports_lost} reports since then are" if event.reports_lost else "no report is"
-            then = f"the worker group is restarted from {where}, {again} done again"
+            again = f"; reports since then, which are done again: {event.reports_lost}" if event.reports_lost else ""
+            then = f"the worker group is restarted from {where}{again}"
         what = "Preemption" if isinstance(event, ev.WorkersPreempted) else "Worker failure"
         why = "; ".join(ray_output.causes(event.errors, event.also, self._named)) or "a node was drained or reclaimed"
         errors = "".join(

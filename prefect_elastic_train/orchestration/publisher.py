@@ -42,7 +42,7 @@ DRIVER_RESTARTED = f"{PREFIX}driver-restarted"
 #: Between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0
 _TURN_SECONDS = 0.5
-#: Between updates in which nothing but the time has changed, and between drawings, which take up to a second each.
+#: Between updates in which nothing but the time has changed, and in the end between drawings, of up to a second each.
 _IDLE_SECONDS = 60.0
 #: Between updates of the progress.
 _PROGRESS_SECONDS = 30.0
@@ -222,6 +222,7 @@ class Publisher:
         self._artifacts: dict[str, uuid.UUID] = {}
         self._pictures: dict[str, str] = {}
         self._next_drawing = self._next_progress = self._written_at = float("-inf")
+        self._drawing_seconds = ARTIFACT_SECONDS
         self._in_trouble = self._abandoned = False
         self._may_draw = True
         self._closing = threading.Event()
@@ -333,7 +334,8 @@ class Publisher:
 
                 if self._may_draw:
                     self._pictures = draw(report, now)
-                    self._next_drawing = time.monotonic() + _IDLE_SECONDS
+                    self._next_drawing = time.monotonic() + self._drawing_seconds
+                    self._drawing_seconds = min(_IDLE_SECONDS, 2 * self._drawing_seconds)
         self._put(client, "markdown", render(report, now, self._pictures), summary)
 
     def _put(self, client: SyncPrefectClient, kind: str, data: Any, description: str) -> None:

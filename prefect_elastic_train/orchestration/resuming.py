@@ -65,14 +65,14 @@ _SUBJECT = f"""{{% if event.event == "{WORKER_FAILED}" %}}Workers failed\
 {{% else %}}{{{{ event.resource["prefect.state-name"] }}}}{{% endif %}}: {{{{ flow_run.name }}}}"""
 _BODY = f"""{{% set told = event.payload %}}\
 {{% if event.event == "{WORKER_FAILED}" %}}Run {{{{ told.run_name }}}}: {{{{ told.reasons | join("; ") }}}}. \
-{{% if told.retried %}}The worker group is restarted, {{{{ told.reports_lost }}}} reports are done again.\
+{{% if told.retried %}}The worker group is restarted; reports that are done again: {{{{ told.reports_lost }}}}.\
 {{% else %}}{{{{ told.gives_up | capitalize }}}}: the attempt ends.{{% endif %}}\
 {{% elif event.event == "{DRIVER_RESTARTED}" %}}Run {{{{ told.run_name }}}}: {{{{ told.reason }}}}. \
 A new driver goes on from {{{{ told.checkpoint or "the beginning" }}}}.\
 {{% else %}}{{{{ event.resource["prefect.state-message"].rstrip(".") }}}}. \
 {{% if event.event.endswith("Crashed") %}}\
 It goes on from the last checkpoint if its automation resumes it, else after a Retry.\
-{{% else %}}It stays so; after a Retry it goes on from the last checkpoint.{{% endif %}}{{% endif %}}"""
+{{% else %}}It stays so; after a Retry it goes on from the last checkpoint, if any.{{% endif %}}{{% endif %}}"""
 #: How long after its beginning a run may crash. Longer than any training.
 _LIFETIME = timedelta(days=366)
 #: The state of a run whose own terminal got Ctrl-C: its user meant that. An async flow ends so if the signal comes
@@ -111,19 +111,18 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
         _set(client, flow_run_id, Crashed(name=LOST, message="It gave no sign of life, as a person has found."))
         yield f"{name} was {state.name} and is {LOST} (Crashed) now"
     if flow_run.deployment_id is None:
-        yield (
-            "It has no deployment, so no runner will take it: execute it with `prefect flow-run retry "
+        raise ConfigurationError(
+            f"flow run {name} has no deployment, so no runner will take it: execute it with `prefect flow-run retry "
             f"{flow_run_id} --entrypoint file.py:flow`, where it was started; that of `elastic-train run` is "
             "prefect_elastic_train.train_flow.train"
         )
-    else:
-        _set(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
-        yield f"{name} is scheduled again: the next free runner of its deployment takes it"
+    _set(client, flow_run_id, AwaitingRetry(message="Resumed with `elastic-train resume`."))
+    yield f"{name} is scheduled again: the next free runner of its deployment takes it"
 
 
 def flow_run_of(client: SyncPrefectClient, run_name: str, storages: Sequence[Storage]) -> UUID:
     """Find the flow run that a run belongs to: that of its newest attempt, or which claimed it; else of that name."""
-    places = ", ".join(storage.uri for storage in storages) or "anywhere that is looked at: say where with --storage"
+    places = ", ".join(storage.uri for storage in storages) or "anywhere that is looked at"
     found = [RunDirectory(storage.run(run_name)).owner for storage in storages if run_name in storage.run_names()]
     owners = {owner.flow_run_id: owner for owner in found if owner is not None}
     if not owners:
@@ -134,7 +133,9 @@ def flow_run_of(client: SyncPrefectClient, run_name: str, storages: Sequence[Sto
             )
         if called:
             return called[0].id
-        raise ConfigurationError(f"there is no flow run {run_name!r}, and no run of this name is in {places}")
+        raise ConfigurationError(
+            f"there is no flow run {run_name!r}, and no run of this name is in {places}: say where with --storage"
+        )
     if len(owners) > 1:
         raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")
     [owner] = owners.values()

@@ -170,7 +170,8 @@ class _Pair:
             remedy += f"order of samples a function of seed and step: {_A_SESSION}"
         elif resumed < 0:
             about, message = "not deterministic", "nothing had happened to either: two undisturbed trainings differ"
-            remedy = "seed the model, the order of the data and every random generator, with the same seed each time"
+            remedy = "seed the model, the order of the data and every random generator, with the same seed each time, "
+            remedy += "and let several workers train one model (torch: prepare_model)"
         else:
             pair = self.one.reports[self.common[resumed]].metrics, self.other.reports[resumed].metrics
             about, message = "forgets a part of its state", _forgotten(*pair)

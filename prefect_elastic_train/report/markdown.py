@@ -130,7 +130,8 @@ def _checkpoints(report: RunReport, now: float) -> str:
         for made in shown
     ]
     more = report.checkpoints_made - len(shown)
-    return "\n".join(lines) + (f"\n\nand {more} earlier ones" if more > 0 else "")
+    earlier = f"\n\nEarlier ones: {more}. The checkpoint policy says which are kept." if more > 0 else ""
+    return "\n".join(lines) + earlier
 
 
 def _places(report: RunReport) -> str:

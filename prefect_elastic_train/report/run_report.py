@@ -296,7 +296,7 @@ class RunReport(BaseModel, ev.EventHandler):
         kind: Kind = "preemption" if isinstance(event, ev.WorkersPreempted) else "failure"
         what = "worker failure" if kind == "failure" else kind
         then = "the workers are restarted" if event.retried else event.gives_up
-        lost = f"; {event.reports_lost} reports are done again" if event.reports_lost else ""
+        lost = f"; reports that are done again: {event.reports_lost}" if event.reports_lost else ""
         why = "; ".join(causes(event.errors, event.also)) or "a node was drained or reclaimed"
         self._tell(event.at, kind, f"{what}: {then}{lost}", why)
         self.broken = event.at, kind
@@ -314,10 +314,10 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         sizes = f"from {event.old_size} to {event.new_size} workers"
-        lost = f"{event.reports_lost} reports are" if event.reports_lost else "no report is"
+        lost = f"; reports that are done again: {event.reports_lost}" if event.reports_lost else ""
         waited = f"waited {event.waited_seconds:.0f} s for a checkpoint"
         why = waited + (", which did not come" if event.reason == "patience" else "")
-        self._tell(event.at, "resize", f"{sizes}; {lost} done again", why)
+        self._tell(event.at, "resize", sizes + lost, why)
         self.broken = event.at, "resize"
         self._set_world(event.at, 0)
         self._set_state("resizing", sizes)

@@ -147,7 +147,7 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
         "attempt 1 starts from the beginning",
         "worker failure",
         "attempt 2",
-        "from 2 to 3 workers; no report is done again",
+        "from 2 to 3 workers",
         "completed",
     ]
     _, failure, restart, resize, _ = [why for _, why in happened]

@@ -16,7 +16,6 @@ FAULTS, SECONDS = 40, 2400
 SEED = 142
 
 
-@pytest.mark.full
 @pytest.mark.timeout(SECONDS + 100)
 def test_random_faults_on_random_trainings_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     limit = ("--faults", str(FAULTS), "--minutes", str(SECONDS / 60))

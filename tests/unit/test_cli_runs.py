@@ -324,7 +324,7 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     text = _done("show", storage.uri, "mnist")
     assert _json("show", storage.uri, "eager-otter") == details, "by the name of its flow run"
     assert re.search("config: +lr=0.1\n", text)
-    for words in ("2 → 1", "1 worker failures, 1 preemptions, 1 resizes, 2 reports done again", "4.5 s"):
+    for words in ("2 → 1", "worker failures: 1, preemptions: 1, resizes: 1, reports done again: 2", "4.5 s"):
         assert words in text
     assert "checkpoint b was dropped: 2 of 2 files are missing" in text
     assert re.search(r"c +2 +epoch=2 loss=0.3 +2 +3 B +latest, best", text)

@@ -189,7 +189,7 @@ def test_a_killed_worker_is_a_line_that_says_who_died_and_from_where_training_go
     log.event(ev.WorkerFailed(errors={"0": broken, "1": died}, also={"0": [2]}, retried=True, reports_lost=3))
     assert lines.messages[-1] == (
         "Worker failure: rank 1 (pid 77, node 10.0.0.12): its process was killed or has crashed; the worker group is "
-        "restarted from checkpoint ckpt-7, 3 reports since then are done again; details: "
+        "restarted from checkpoint ckpt-7; reports since then, which are done again: 3; details: "
         "/runs/mnist/.elastic_train/logs/0003.log"
     )
 
@@ -200,7 +200,7 @@ CAPACITY = {"possible_workers": 1, "min_workers": 2, "resources_per_worker": {"G
 WAITED = {"who": "workers", "tries": 2, "last": "reset"}
 METRICS = {"loss": 0.123456, "step": 7}
 SAID: list[tuple[ev.Event, str]] = [
-    (ev.ClusterConnected(**CLUSTER), "Joined the Ray cluster at 10.0.0.1:6379 (8 CPUs, 2 GPUs)"),
+    (ev.ClusterConnected(**CLUSTER), "The Ray cluster is there, at 10.0.0.1:6379 (8 CPUs, 2 GPUs)"),
     (
         ev.AttemptStarted(**BEGUN),
         "Attempt 2 of run mnist starts from checkpoint ckpt-7; run directory /runs/mnist; its",
