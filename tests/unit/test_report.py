@@ -107,7 +107,7 @@ IGNORED = ev.LoopWarned(at=T + 60, problem="checkpoint-ignored", message="it nev
         (started(), "begin", "attempt 1 starts from the beginning", ""),
         (failed(reports_lost=3), "failure", "restarted; reports that are done again: 3", "rank 1: ValueError: nan"),
         (failed(retried=False, gives_up="no"), "failure", "worker failure: no", "rank 1: ValueError: nan"),
-        (PREEMPTED, "preemption", "preemption: the workers are restarted; reports that are done again: 2", "a node was drained"),
+        (PREEMPTED, "preemption", "preemption: the workers are restarted; reports that are done", "a node was drained"),
         (RESIZED, "resize", "from 4 to 6 workers", "waited 12 s"),
         (capacity(60), "capacity", "waiting for capacity", "1 of at least 2 workers fit; lacking: 1 GPU"),
         (
