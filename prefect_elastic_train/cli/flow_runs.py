@@ -37,7 +37,8 @@ def resume_flow_run(
     """Resume a flow run whose machine was lost, and which looks running ever since.
 
     Refuses while the run shows a sign of life: a process on this machine, or a recent heartbeat to Prefect. A dead
-    Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled.
+    Running run becomes Lost (a Crashed) and is scheduled again; a dead Cancelling run becomes Cancelled. One without a
+    deployment has nobody to execute it: the error says how you do.
     """
     from prefect.client.orchestration import get_client
 

@@ -210,7 +210,8 @@ class RunLog(ev.EventHandler):
             for rank, error in ray_output.own_errors(event.errors).items()
             if "\n" in error.strip()
         )
-        self.note(f"{what}: {why}; {then}; details: {self._run_uri}/{details_name(self._attempt)}{errors}", WARNING)
+        details = f"; details: {self._run_uri}/{details_name(self._attempt)}" if event.errors else ""
+        self.note(f"{what}: {why}; {then}{details}{errors}", WARNING)
 
     def on_waiting_for_capacity(self, event: ev.WaitingForCapacity) -> None:
         seconds = max(0.0, event.at - event.since) if event.since else 0.0

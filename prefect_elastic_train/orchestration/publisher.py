@@ -42,7 +42,7 @@ DRIVER_RESTARTED = f"{PREFIX}driver-restarted"
 #: Between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0
 _TURN_SECONDS = 0.5
-#: Between updates in which nothing but the time has changed, and in the end between drawings, of up to a second each.
+#: Between updates in which nothing but the time has changed, and between drawings (up to a second each) of a long run.
 _IDLE_SECONDS = 60.0
 #: Between updates of the progress.
 _PROGRESS_SECONDS = 30.0

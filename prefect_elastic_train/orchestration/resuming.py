@@ -65,7 +65,8 @@ _SUBJECT = f"""{{% if event.event == "{WORKER_FAILED}" %}}Workers failed\
 {{% else %}}{{{{ event.resource["prefect.state-name"] }}}}{{% endif %}}: {{{{ flow_run.name }}}}"""
 _BODY = f"""{{% set told = event.payload %}}\
 {{% if event.event == "{WORKER_FAILED}" %}}Run {{{{ told.run_name }}}}: {{{{ told.reasons | join("; ") }}}}. \
-{{% if told.retried %}}The worker group is restarted; reports that are done again: {{{{ told.reports_lost }}}}.\
+{{% if told.retried %}}The worker group is restarted\
+{{% if told.reports_lost %}}; reports that are done again: {{{{ told.reports_lost }}}}{{% endif %}}.\
 {{% else %}}{{{{ told.gives_up | capitalize }}}}: the attempt ends.{{% endif %}}\
 {{% elif event.event == "{DRIVER_RESTARTED}" %}}Run {{{{ told.run_name }}}}: {{{{ told.reason }}}}. \
 A new driver goes on from {{{{ told.checkpoint or "the beginning" }}}}.\
@@ -86,6 +87,9 @@ def resume(client: SyncPrefectClient, flow_run_id: UUID, *, force: bool = False)
     A run that looks running becomes Lost, of type Crashed, and one that looks cancelling Cancelled, which is the end
     of it. What has crashed, failed or was cancelled before is scheduled again as by the Retry of Prefect's UI. Unless
     it is forced, one that shows a sign of life is refused.
+
+    Raises:
+        ConfigurationError: It cannot be resumed, or not by us: without a deployment nobody would execute it.
     """
     try:
         flow_run = client.read_flow_run(flow_run_id)
@@ -134,7 +138,8 @@ def flow_run_of(client: SyncPrefectClient, run_name: str, storages: Sequence[Sto
         if called:
             return called[0].id
         raise ConfigurationError(
-            f"there is no flow run {run_name!r}, and no run of this name is in {places}: say where with --storage"
+            f"there is no flow run {run_name!r}, and no run of this name is in {places}: "
+            "name another place with --storage"
         )
     if len(owners) > 1:
         raise ConfigurationError(f"runs of the name {run_name!r} are in several of {places}: give one --storage")

@@ -145,13 +145,12 @@ class Training:
             self._idle += 1
             ended = self._run_driver(self._runtime)
         except BaseException as error:
+            self._log.close()
             if isinstance(error, AttemptFailedError) and error.retryable:
                 if run_count <= retries and self._idle <= self.driver_restarts:
-                    self._log.note(f"{error}; a new driver goes on", WARNING)
-                    self._log.close()
+                    self._log.note(f"A new driver follows: {error}", WARNING)
                     raise
                 error.final = True
-            self._log.close()
             ending = ending_of(error, self._detached, self._is_end_wanted)
             self._end(self._runtime, ending)
             told = self._said_of(error) if isinstance(error, Stop) and error.flow_run_id else error
@@ -160,7 +159,7 @@ class Training:
                 if (transaction := get_transaction()) is not None:  # or what is around it would roll the state back
                     transaction.commit_mode = CommitMode.EAGER
                 why = ending[1] or "its flow process was told to end"
-                then = "`elastic-train resume` goes on from its last checkpoint"
+                then = "a Retry of the flow run goes on from the last checkpoint, if any"
                 return Cancelled(message=f"The training was cancelled: {why}; {then}")
             # Nobody catches for the user of a future, so that one gets what ends the flow directly.
             raise Abort(str(told)) if self.submitted and isinstance(told, SilentEndError) else told  # noqa: B904

@@ -247,7 +247,7 @@ def test_an_alert_tells_of_each_failure_with_its_run_why_what_follows_and_a_link
             _command("automations", "delete", DEPLOYMENT)
     name = client.read_flow_run(run.id).name
     wanted = [
-        (f"Workers failed: {name} |", "rank 1: killed; rank 2: NaN. The worker group is restarted, 7 reports"),
+        (f"Workers failed: {name} |", "rank 1: killed; rank 2: NaN. The worker group is restarted; reports that"),
         (f"A driver was lost: {name} |", "driver_lost: signal 9. A new driver goes on from checkpoint_3."),
         (f"Failed: {name} |", "the loss is not a number. It stays so; after a Retry"),
     ]

@@ -107,7 +107,7 @@ IGNORED = ev.LoopWarned(at=T + 60, problem="checkpoint-ignored", message="it nev
         (started(), "begin", "attempt 1 starts from the beginning", ""),
         (failed(reports_lost=3), "failure", "restarted; reports that are done again: 3", "rank 1: ValueError: nan"),
         (failed(retried=False, gives_up="no"), "failure", "worker failure: no", "rank 1: ValueError: nan"),
-        (PREEMPTED, "preemption", "preemption: the workers are restarted; reports that are done", "a node was drained"),
+        (PREEMPTED, "preemption", "preemption: the workers are restarted; reports that are", "a node was drained"),
         (RESIZED, "resize", "from 4 to 6 workers", "waited 12 s"),
         (capacity(60), "capacity", "waiting for capacity", "1 of at least 2 workers fit; lacking: 1 GPU"),
         (
@@ -123,6 +123,7 @@ def test_what_a_person_wants_to_know_of_is_an_incident(event: ev.Event, kind: st
     incident = report_of(event).incidents[-1]
     assert (incident.kind, incident.at) == (kind, event.at)
     assert (what in incident.what, why in incident.why) == (True, True)
+    assert ("done again" in incident.what) == (getattr(event, "reports_lost", 0) > 0)
 
 
 def test_a_new_driver_says_why_it_had_to_come_and_what_it_has_repaired() -> None:

@@ -9,10 +9,12 @@ from uuid import UUID
 
 import pytest
 from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Crashed, Running
 
 from prefect_elastic_train.core.outcomes import ConfigurationError, Outcome
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings
-from prefect_elastic_train.orchestration.resuming import flow_run_of
+from prefect_elastic_train.orchestration.resuming import flow_run_of, resume
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import end_attempt
 from prefect_elastic_train.runs.model import PRUNER
@@ -40,6 +42,23 @@ def storages() -> Iterator[list[Storage]]:
         found = [open_storage(LocalStorageSettings(path=folder)) for folder in (first, second)]
         begin(found[0].run("mnist"))
         yield found
+
+
+def test_a_flow_run_that_no_runner_takes_is_refused_with_what_to_do_after_it_is_lost() -> None:
+    said: list[str] = []
+    states: list[str | None] = []
+    flow_run = FlowRun(id=UUID(FLOW_RUN), flow_id=UUID(OTHER_FLOW_RUN), name="eager-otter", state=Running())
+    api: Any = SimpleNamespace(
+        read_flow_run=lambda _: flow_run,
+        set_flow_run_state=lambda _, state: states.append(state.name) or SimpleNamespace(state=state),
+    )
+    with pytest.raises(ConfigurationError, match=f"no deployment.* flow-run retry {UUID(FLOW_RUN)}"):
+        said.extend(resume(api, flow_run.id, force=True))
+    assert (states, said) == (["Lost"], ["eager-otter was Running and is Lost (Crashed) now"])
+    flow_run.state = Crashed()
+    with pytest.raises(ConfigurationError, match="no deployment"):
+        said.extend(resume(api, flow_run.id))
+    assert states == ["Lost"]
 
 
 def test_a_run_belongs_to_the_flow_run_of_its_newest_attempt_or_that_which_claimed_it(storages: list[Storage]) -> None:
