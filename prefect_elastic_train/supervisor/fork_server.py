@@ -87,6 +87,8 @@ def become(request: Mapping[str, Any]) -> None:
         file.write(request["oom_score_adj"])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's own generator has a new seed by now
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()  # those of GPUs come later, with the first use of one
     sys.argv = request["arguments"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

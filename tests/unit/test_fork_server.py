@@ -28,6 +28,7 @@ about = {"imported": [name for name in ("ray", "torch._dynamo") if name in sys.m
 about |= {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "folder": os.getcwd(), "main": __name__}
 about |= {"chance": [random.random(), numpy.random.rand()], "path": sys.path, "own": os.environ.get("RAY_OWN", "")}
 about |= {"platforms": sys.modules["jax"].config.jax_platforms if "jax" in sys.modules else "not imported"}
+about["chance"] += [sys.modules["torch"].rand(1).item()] if "torch" in sys.modules else []
 about |= {"threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0}
 print(json.dumps(about))
 """
