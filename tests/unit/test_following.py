@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -304,8 +305,10 @@ def _start(mark: str, *command: str) -> subprocess.Popen[bytes]:
 def _count(mark: str, count: int) -> list[psutil.Process]:
     def look() -> list[psutil.Process]:
         found = marked_processes(mark)
-        settled = not any(_IN_BETWEEN in process.cmdline() for process in found)
-        return found if settled and len(found) == count else []
+        with suppress(psutil.NoSuchProcess):  # one that has just ended: look again
+            settled = not any(_IN_BETWEEN in process.cmdline() for process in found)
+            return found if settled and len(found) == count else []
+        return []
 
     return wait_for(look, 15, f"{count} marked processes")
 
