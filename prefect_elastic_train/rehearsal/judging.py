@@ -171,7 +171,8 @@ class _Pair:
         elif resumed < 0:
             about, message = "not deterministic", "nothing had happened to either: two undisturbed trainings differ"
             remedy = "seed the model, the order of the data and every random generator, with the same seed each time, "
-            remedy += "and let several workers train one model (torch: prepare_model)"
+            remedy += "let several workers train one model (torch: prepare_model), and GPUs add in one order: "
+            remedy += "torch.use_deterministic_algorithms(True), XLA_FLAGS=--xla_gpu_deterministic_ops=true"
         else:
             pair = self.one.reports[self.common[resumed]].metrics, self.other.reports[resumed].metrics
             about, message = "forgets a part of its state", _forgotten(*pair)

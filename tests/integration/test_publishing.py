@@ -178,6 +178,26 @@ def test_many_events_of_many_workers_are_few_writes(make: Make, monkeypatch: pyt
     assert publisher.errors == 0
 
 
+def test_curves_are_drawn_soon_and_then_ever_less_often(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    interval, drawn = 0.5, list[float]()
+
+    def draw(report: RunReport, now: float) -> dict[str, str]:
+        drawn.append(time.monotonic())
+        return {}
+
+    monkeypatch.setattr(pictures, "draw", draw)
+    monkeypatch.setattr(publisher_module, "ARTIFACT_SECONDS", interval)
+    monkeypatch.setattr(publisher_module, "_TURN_SECONDS", 0.05)
+    publisher = _begin(make(interval_seconds=0.05))
+    began = time.monotonic()
+    for index in range(1, 200):
+        publisher.take(_report(index))
+        time.sleep(max(0.0, began + index / 40 - time.monotonic()))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(drawn)]
+    assert len(gaps) >= 2, "the first came at once, others after 1, 2, 4, ... times the interval"
+    assert all(gap >= interval * 2**place for place, gap in enumerate(gaps))
+
+
 def test_nothing_is_drawn_after_the_close(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     drawing = []
 

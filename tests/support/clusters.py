@@ -141,7 +141,11 @@ class ElasticCluster(_Cluster):
         self.environment |= {"RAY_TMPDIR": str(self.folder), FORK_SERVER_VARIABLE: str(self.folder / "fork")}
         self._holders: list[subprocess.Popen[bytes]] = []
         self._process = self._start(*COMMAND, "torch")
-        self._nodes = Nodes(self._process)
+        try:
+            self._nodes = Nodes(self._process)
+        except BaseException:  # as SystemExit at a SIGTERM: nobody has it yet, who would close it
+            self.close()
+            raise
         self.address = self._nodes.address
         self.add, self.drain, self.remove = self._nodes.add, self._nodes.drain, self._nodes.remove
 
