@@ -94,8 +94,9 @@ class Episode:
             "steps": of_epoch * (STEPS // of_epoch),
             "micro_batch": chance.choice([0, 3]) if self._loop is torch_loop else 0,
         }
-        # One save is uploaded while the next steps are done; a bucket in trouble may still hold the commit before it.
-        intervals = 3 if self.arena == "bucket" else 2
+        # One save is uploaded while the next steps are done. Where saves come often, or a bucket is in trouble, the
+        # commit of the one before it, which takes some 0.2 s, may be on its way too.
+        intervals = 3 if self.arena == "bucket" or every in (3, 7) else 2
         self._most_redone = intervals * every + 2 if isinstance(every, int) else STEPS
         self._cluster: ElasticCluster | None = None
         self._bucket: Bucket | None = None
