@@ -364,6 +364,7 @@ def main() -> int:
         moto = stack.enter_context(MotoServer())
         moto.create_bucket(BUCKET)
         while time.monotonic() < until and played.total() < arguments.faults:
+            print(f"# seed {arguments.only or seed}", flush=True)
             line = play(seed if arguments.only is None else arguments.only, f"{api.endpoint_url}/api", api, moto)
             print(json.dumps(line), flush=True)
             played.update(line["faults"])

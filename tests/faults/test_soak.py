@@ -12,7 +12,8 @@ import pytest
 from tests.support.processes import ROOT, end_tree, spawn
 
 FAULTS, SECONDS = 40, 2400
-#: From this seed on, torch and JAX are trained everywhere; and Ray loses no calls, which would take minutes more.
+#: From this seed on, torch and JAX are trained, in all three places; and Ray loses no calls, which would take minutes
+#: more.
 SEED = 142
 
 

@@ -30,12 +30,12 @@ def _where() -> dict[str, Any]:
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
-    context = ray.train.get_context()
+    context, born = ray.train.get_context(), time.time()
     node = ray.get_runtime_context().get_node_id()
     group = broadcast_from_rank_zero(f"{node} {os.getpid()}")
     found = {"rank": context.get_world_rank(), "world": context.get_world_size(), "node": node, "group": group}
     given = {"address": os.environ.get("RAY_ADDRESS"), "runtime_env": dict(ray.get_runtime_context().runtime_env)}
-    return found | given
+    return found | given | {"born": born}
 
 
 def _disturb(config: dict[str, Any], where: dict[str, Any], step: int) -> None:

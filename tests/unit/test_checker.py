@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prefect_elastic_train.rehearsal.checker import calculated, distance, numbers_in, whole_distance
-from tests.support.ledgers import check_ledger
+from tests.support.ledgers import check_ledger, lost_commits
 
 LENGTH, STEPS = 8, 8
 
@@ -50,6 +50,23 @@ def test_each_step_counts_once_with_its_samples_and_no_more_is_redone_than_may_b
     checked = check_ledger(lines, STEPS, LENGTH, most_redone=3)
     assert checked.redone == redone
     assert (problem in " ".join(checked.problems)) if problem else (checked.problems == [])
+
+
+def test_groups_that_train_beside_each_other_are_found() -> None:
+    lines = _lines(range(1, 6)) + _lines(range(5, 9), "b")
+    timed = [{**line, "at": float(place)} for place, line in enumerate(lines)]
+    assert check_ledger(timed, STEPS, LENGTH, most_redone=3).problems == []
+    stale = {**timed[9], "at": 30.0}
+    found = check_ledger([*timed[:14], stale, *timed[14:]], STEPS, LENGTH, most_redone=3).problems
+    assert "group a trained on beside the one after it" in found
+
+
+@pytest.mark.parametrize(("at", "is_lost"), [(5.5, True), (6.5, False)])
+def test_commit_before_a_group_began_behind_it_is_lost(at: float, is_lost: bool) -> None:
+    lines = [{**line, "born": 0.0} for line in _lines(range(1, 6))] + [
+        {**line, "born": 6.0} for line in _lines([5], "b")
+    ]
+    assert bool(lost_commits(lines, [(3.0, 4), (at, 5)])) is is_lost
 
 
 def _write(folder: Path, value: float, kind: str) -> None:
