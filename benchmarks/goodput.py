@@ -55,7 +55,7 @@ class Sample:
         redone: Steps of rank 0 that were done again.
         pause: The longest time without a step that had not been done before, in seconds.
         kills: How many processes were killed.
-        is_right: Whether the weights are those of an undisturbed training.
+        is_right: Whether the weights are those of an undisturbed training, and all workers have done each step.
     """
 
     goodput: float
@@ -111,7 +111,10 @@ def measure(workbench: Workbench, side: Side, steps: int, mean: float, seed: int
             redone=len(lines) - furthest,
             pause=max(gaps[1:]),
             kills=kills,
-            is_right=furthest == steps and bool(last) and is_right(last[-1], steps),
+            is_right=furthest == steps
+            and all(line.world_size == WORKERS for line in lines)
+            and bool(last)
+            and is_right(last[-1], steps),
         )
 
 

@@ -178,7 +178,9 @@ def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSe
 
 
 def gpus_here() -> float:
-    """Return how many GPUs this machine has at most."""
+    """Return how many GPUs this machine has at most, of those that this process may see."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(visible.split(","))
     return math.inf if any(map(glob.glob, _UNCOUNTED)) else len(glob.glob(_GPUS))
 
 

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 
 from prefect_elastic_train.report.markdown import duration, table
 
@@ -79,6 +79,7 @@ class Certificate(BaseModel):
     undisturbed_metrics: dict[str, float] = {}
     samples: str = ""
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
         """Whether every fault asked for was played and recovered from, and nothing is wrong with the loop."""

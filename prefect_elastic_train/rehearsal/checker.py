@@ -11,12 +11,17 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 
 Numbers = dict[str, Any]
 #: Names of numbers that are different each time.
-CLOCK = re.compile(r"time|second|duration|_per_s|speed|throughput|memory|_at$", re.IGNORECASE)
+CLOCK = re.compile(
+    r"(?<![a-z])([a-z]*times?|timestamp|seconds?|secs?|ms|duration|elapsed|latency|speed|throughput|mem(ory)?|util|mfu|"
+    r"[a-z]*flops|fps|eta|clock)(?![a-z])|(per_|/)s(?![a-z])|_at$",
+    re.IGNORECASE,
+)
 
 
 def numbers_in(folder: Path) -> Numbers:
@@ -53,22 +58,25 @@ def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
 
 
 def whole_distance(one: Numbers, other: Numbers) -> float:
-    """Return how far two checkpoints are apart as a whole: the norm of the difference relative to that of the first."""
+    """Return how far two checkpoints are apart as a whole: the norm of the difference relative to that of the first.
+
+    Arrays that are the same, such as what is frozen, are left out.
+    """
     squares = [0.0, 0.0]
     for name in one.keys() & other.keys():
         here, there = (np.asarray(numbers[name], dtype=np.complex128) for numbers in (one, other))
         if here.shape != there.shape:
             return math.inf
         if not np.array_equal(here, there, equal_nan=True):
-            squares[0] += float(np.sum(np.abs(here - there) ** 2))
-        squares[1] += float(np.nansum(np.abs(here) ** 2))
+            apart = np.subtract(here, there, where=here != there, out=np.zeros_like(here))  # of two infinities nothing
+            squares[0] += float(np.sum(np.abs(apart) ** 2))
+            squares[1] += float(np.sum(np.abs(here[np.isfinite(here)]) ** 2))
     return math.sqrt(squares[0] / (squares[1] or 1.0)) if math.isfinite(squares[0]) else math.inf
 
 
 def calculated(numbers: Numbers) -> Numbers:
-    """Return the arrays that are calculated with, else such numbers: times, counts and random states change nothing."""
-    reals = {name: one for name, one in numbers.items() if np.asarray(one).dtype.kind in "fc"}
-    return {name: one for name, one in reals.items() if np.ndim(one)} or reals or numbers
+    """Return the arrays that are calculated with: times, counts and random states are no model."""
+    return {name: one for name, one in numbers.items() if np.ndim(one) and np.asarray(one).dtype.kind in "fc"}
 
 
 def _flat(value: Any, name: str) -> Numbers:
@@ -77,6 +85,10 @@ def _flat(value: Any, name: str) -> Numbers:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
+    if hasattr(value, "state_dict"):
+        value = value.state_dict()
+    if isinstance(value, list) and value and {*map(type, value)} <= {int, float}:
+        value = np.asarray(value, dtype=np.float64)
     if isinstance(value, Mapping | list | tuple):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             found |= _flat(inner, f"{name}.{key}")
@@ -120,6 +132,7 @@ _READERS: dict[str, Callable[[Path], Any]] = {
     ".metadata": _read_distributed,
     "_METADATA": _read_orbax,
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _read_torch),
+    **dict.fromkeys(("", ".tar"), lambda file: _read_torch(file) if is_zipfile(file) else {}),
     **dict.fromkeys((".npz", ".npy"), np.load),  # which refuses pickled objects
     ".safetensors": lambda file: import_module("safetensors.numpy").load_file(file),
     ".json": lambda file: json.loads(file.read_text()),

@@ -11,7 +11,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import plain_metrics
 
 #: What a loop counts its way with, finest first.
-_COUNTERS = ("global_step", "step", "iteration", "epoch")
+COUNTERS = ("global_step", "step", "iteration", "epoch")
 
 
 class Seen(NamedTuple):
@@ -74,7 +74,7 @@ class Course(ev.EventHandler):
 
     def counter(self) -> str:
         """Return the metric that tells how far the loop is; empty if none does, and reports are counted."""
-        for name in _COUNTERS:
+        for name in COUNTERS:
             values = [one.metrics.get(name, math.nan) for one in self.reports]
             if values and all(after > before for before, after in pairwise([-math.inf, *values])):
                 return name

@@ -12,8 +12,8 @@ from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
 from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.rehearsal.certificate import Finding
-from prefect_elastic_train.rehearsal.checker import calculated, distance, numbers_in, whole_distance
-from prefect_elastic_train.rehearsal.course import Course
+from prefect_elastic_train.rehearsal.checker import CLOCK, calculated, distance, numbers_in, whole_distance
+from prefect_elastic_train.rehearsal.course import COUNTERS, Course
 
 #: How far apart, relative to the largest number of an array, is noise of the order in which floats are added: with as
 #: many workers as undisturbed, and soon after there are fewer or more, in a state as a whole and in what is reported.
@@ -37,11 +37,12 @@ class Comparison(NamedTuple):
     undisturbed_metrics: dict[str, float]
 
 
-def of_undisturbed(course: Course, seconds: float) -> list[Finding]:
+def of_undisturbed(course: Course) -> list[Finding]:
     """Return what an undisturbed training shows already."""
     if course.failures:
         return [_stuck(course.failures[0].errors)]
     if not course.commits:
+        seconds = max(course.news, default=course.started_at) - course.started_at
         told = f"{len(course.reports)} reports in {seconds:.0f} s, none with a checkpoint: whatever dies, all is lost"
         remedy = "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes"
         return [_fail(about="never saves", message=told, remedy=remedy)]
@@ -75,6 +76,9 @@ def compare(
     states = [point.gap for point in pair.judged if point.is_state]
     words = words if states else f"no checkpoint of both could be read, so what was reported was compared: {words}"
     metrics = other.reports[last].metrics, one.reports[common[last]].metrics
+    if not states and all(name in COUNTERS or CLOCK.search(name) for name in metrics[0].keys() & metrics[1].keys()):
+        told = "no checkpoint of both could be read, and nothing is reported but how far the loop is"
+        wrong = [_fail(about=_NOTHING, message=told, remedy="report the loss, too")]
     return Comparison(words, findings or wrong, max(states, default=None), *metrics)
 
 
@@ -104,25 +108,29 @@ class _Pair:
 
     def verdict(self) -> tuple[str, list[Finding]]:
         """Return how the two compare, in words, and what is wrong if something is."""
-        sizes, noise, is_same, resumed = [self.one.reports[0].world], 0.0, True, 0
+        sizes, noise, is_same = [self.one.reports[0].world], 0.0, True
         for start, end, size in self._groups():
             inside = [place for place in self.common if start <= place < end]
             sizes, is_same = [*sizes, size], is_same and size == sizes[0]
             for point in self._all_of(inside) if is_same else self._first_of(inside):
                 self.judged.append(point)
-                limit = _NOISE if is_same else self.tolerance if point.is_state else _NOISE_OF_METRICS
+                limit = self.tolerance if point.is_state else max(self.tolerance, _NOISE_OF_METRICS)
+                limit = _NOISE if is_same else limit
                 if point.gap > max(limit, _GROWTH * noise):
                     return self._wrong(point, sizes[1:] if size != sizes[-2] else [], inside[0] if start else -1)
             if inside:
                 noise = self.judged[-1].gap if is_same else self._point(inside[-1]).gap
-            resumed = start
-        if resumed and self.judged[-1].place < next(start for start, *_ in self._groups() if start):
+        resumes = [start for start, *_ in self._groups() if start]
+        beyond = [start for start in resumes if start > self.judged[-1].place]
+        if resumes and resumes == beyond:
             words = "nothing that was reported or saved after a fault is as far as something undisturbed"
             return words, [_fail(about=_NOTHING, message=words, remedy=_ALIKE)]
         worst = max(point.gap for point in self.judged)
         same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
         noisy = "; there the noise of floats that are added in another order had grown" * (worst > NOISE_OF_RESIZES)
-        return f"after {self.judged[-1].place + 1} reports it is {same}{noisy}", []
+        told = f"what the last {len(beyond)} of {len(resumes)} resumes led to is further than anything undisturbed"
+        missing = [Finding(level="warn", about="not all compared", message=told, remedy=_ALIKE)] if beyond else []
+        return f"after {self.judged[-1].place + 1} reports it is {same}{noisy}", missing
 
     def _groups(self) -> Iterator[tuple[int, int, int]]:
         """Yield from which place to which other one the reports of a worker group count, and its size."""
@@ -167,7 +175,8 @@ class _Pair:
             about, before = "depends on the world size", ", then ".join(map(str, resized))
             message = f"it had trained with {before} workers, not {self.one.reports[0].world} throughout"
             remedy = "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
-            remedy += f"order of samples a function of seed and step: {_A_SESSION}"
+            remedy += f"order of samples a function of seed and step: {_A_SESSION}; statistics that each rank takes of "
+            remedy += "its own samples, as torch's BatchNorm does, are others: SyncBatchNorm"
         elif resumed < 0:
             about, message = "not deterministic", "nothing had happened to either: two undisturbed trainings differ"
             remedy = "seed the model, the order of the data and every random generator, with the same seed each time, "
@@ -176,6 +185,11 @@ class _Pair:
         else:
             pair = self.one.reports[self.common[resumed]].metrics, self.other.reports[resumed].metrics
             about, message = "forgets a part of its state", _forgotten(*pair)
+            now = self.one.reports[self.common[point.place]].metrics, self.other.reports[point.place].metrics
+            if point.is_state and max(distance(*pair)[0], distance(*now)[0]) <= _NOISE:
+                message = (
+                    "what was reported is right, so what no report shows is not restored, such as averaged weights"
+                )
             remedy = "save and restore model, optimizer, schedule, random states and the place in the data: "
             remedy += _A_SESSION
         return words, [_fail(about=about, message=f"{words}; {message}", remedy=remedy)]
@@ -196,7 +210,9 @@ def _stuck(errors: dict[str, str]) -> Finding:
     """Say which ranks wait in a report for others that do not, or what else has gone wrong."""
     waiting = [rank for rank, error in errors.items() if "HungLoopError" in error and "in report\n" in error]
     if not waiting:
-        return _fail(about="fails undisturbed", message=cause(next(iter(errors.values()), "no reason was told")))
+        why = cause(next(iter(errors.values()), "no reason was told"))
+        remedy = "report more often, or give more minutes" if "HungLoopError" in why else ""
+        return _fail(about="fails undisturbed", message=why, remedy=remedy)
     message = f"rank {', '.join(waiting)} waited in report() for the others, which did not come to theirs"
     remedy = "have all ranks call ray.train.report() equally often"
     return _fail(about="reports unequally", message=message, remedy=remedy)

@@ -137,7 +137,7 @@ class _Rehearsal:
         course, why = self._stage.train("undisturbed", 0, stall, play)
         if why and not course.failures:
             raise ElasticTrainError(f"the loop fails undisturbed, so there is nothing to rehearse: {why}")
-        self._certificate.add(*judging.of_undisturbed(course, self._share))
+        self._certificate.add(*judging.of_undisturbed(course))
         if not course.commits or course.failures:
             self._certificate.compared = "there was nothing to resume from"
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import uuid
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -78,7 +79,8 @@ class Stage:
         if gpus:
             while first in [self._devices[one] for one in self.nodes.ids]:
                 first += gpus
-            visible = ",".join(map(str, range(first, first + gpus)))
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + gpus)))
+            visible = ",".join(seen.split(",")[first : first + gpus])
             node |= {"num_gpus": gpus, "env_vars": {"CUDA_VISIBLE_DEVICES": visible}}
         self._devices[self.nodes.add(**node, resources=wanted)] = first
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefect_elastic_train.rehearsal.checker import calculated, distance, numbers_in, whole_distance
+from prefect_elastic_train.rehearsal.checker import CLOCK, calculated, distance, numbers_in, whole_distance
 from tests.support.ledgers import check_ledger, lost_commits
 
 LENGTH, STEPS = 8, 8
@@ -77,6 +77,10 @@ def _write(folder: Path, value: float, kind: str) -> None:
     state = {"model": {"weight": torch.tensor([1.0, value])}, "step": 3}
     if kind == "torch":
         torch.save({**state, "at_second": value * 7}, folder / "state.pt")
+    elif kind == "module":
+        layer = torch.nn.Linear(2, 1, bias=False)
+        layer.weight.data = torch.tensor([[1.0, value]])
+        torch.save({"model": layer, "epoch": 3}, folder / "model.pth.tar")
     elif kind == "distributed":
         dcp.save(state, checkpoint_id=folder, no_dist=True)
     elif kind == "session":
@@ -98,7 +102,7 @@ def _write(folder: Path, value: float, kind: str) -> None:
         (folder / "state.json").write_text(json.dumps({"weights": [1.0, value], "name": f"at {value}"}))
 
 
-@pytest.mark.parametrize("kind", ["torch", "distributed", "session", "orbax", "jax", "numpy", "json"])
+@pytest.mark.parametrize("kind", ["torch", "module", "distributed", "session", "orbax", "jax", "numpy", "json"])
 def test_checkpoints_are_as_far_apart_as_their_numbers_whatever_wrote_them(tmp_path: Path, kind: str) -> None:
     for name, value in (("one", 2.0), ("same", 2.0), ("other", 2.2)):
         _write(tmp_path / name, value, kind)
@@ -120,15 +124,33 @@ def test_what_cannot_be_read_or_is_of_another_shape_or_no_number_is_not_the_same
     assert distance({"a": 1.0}, {"b": 2.0}) == (0.0, "")
 
 
+@pytest.mark.parametrize(
+    ("name", "is_clock"),
+    [
+        *(
+            (name, True)
+            for name in ("step_ms", "runtime", "samples/s", "tokens_per_s", "gpu_mem_gb", "trainTime", "mfu")
+        ),
+        *((name, False) for name in ("sentiment_acc", "val/score", "loss", "mse", "items", "remember")),
+    ],
+)
+def test_numbers_of_clocks_and_loads_are_known_by_their_names(name: str, is_clock: bool) -> None:
+    assert bool(CLOCK.search(name)) is is_clock
+
+
 def test_as_a_whole_checkpoints_are_as_far_apart_as_most_of_their_numbers() -> None:
-    many, few = np.ones(10_000), np.array([1e-6])
+    many, few, mask = np.ones(10_000), np.array([1e-6]), np.array([0.0, -math.inf])
     counts = {"flos": 1e12, "seed": np.array([1, 2])}
-    one, other = calculated({"many": many, "few": few, **counts}), calculated({"many": many, "few": -few, **counts})
+    one, other = (
+        calculated({"many": many * factor, "few": sign * few, "mask": mask * factor, **counts})
+        for factor, sign in ((1.0, 1), (1 + 1e-9, -1))
+    )
     assert distance(one, other) == (2.0, "few")
-    assert whole_distance(one, other) == pytest.approx(2e-8)
+    assert whole_distance(one, other) == pytest.approx(2e-8, rel=0.01)
+    frozen = {"few": few, "frozen": 1e6 * many, "mask": mask}
+    assert whole_distance(frozen, {**frozen, "few": 2 * few}) == pytest.approx(1.0), "what is frozen hides nothing"
     assert whole_distance(one, {**one, "many": many * 1.01}) == pytest.approx(0.01)
     assert whole_distance(one, {**one, "many": many[1:]}) == math.inf
     assert whole_distance(one, {**one, "few": np.array([math.nan])}) == math.inf
-    assert calculated({"loss": 2.0, **counts}) == {"loss": 2.0, "flos": 1e12}
-    assert calculated({"seed": few.astype(int)}).keys() == {"seed"}
+    assert calculated({"loss": 2.0, **counts}) == {}
     assert whole_distance({"few": np.array([math.nan])}, {"few": np.array([math.nan])}) == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -186,6 +187,54 @@ def test_what_is_wrong_is_told_by_where_the_two_first_differ(
     assert found.metrics["step"] == found.undisturbed_metrics["step"] == 30
 
 
+@pytest.mark.parametrize(
+    ("file", "losses", "about"),
+    [
+        ("meta.json", _changed(11, 0.5), "forgets a part of its state"),
+        ("meta.json", SAME, "not comparable"),
+        ("model.msgpack", _changed(11, 0.5), "forgets a part of its state"),
+    ],
+)
+def test_a_checkpoint_of_which_only_counts_are_read_is_no_state(
+    tmp_path: Path, file: str, losses: list[float], about: str
+) -> None:
+    courses = []
+    for name, resumes in (("one", {}), ("other", {11: (10, 2)})):
+        course = _course(losses if resumes and losses else LOSSES, resumes)
+        if not losses:
+            course.reports = [one._replace(metrics={"step": one.metrics["step"]}) for one in course.reports]
+        for one in course.reports:
+            if one.checkpoint:
+                (tmp_path / name / one.checkpoint).mkdir(parents=True)
+                (tmp_path / name / one.checkpoint / file).write_text(json.dumps(one.metrics))
+        courses.append(course)
+    found = judging.compare(*courses, tmp_path / "one", tmp_path / "other")
+    assert [one.about for one in found.findings] == [about]
+    assert found.difference is None
+
+
+def test_what_no_report_shows_is_told_as_such(tmp_path: Path) -> None:
+    folders = tmp_path / "one", tmp_path / "other"
+    one, other = _course(LOSSES, {}, folders[0]), _course(LOSSES, {11: (10, 2)}, folders[1], states=_changed(11, 0.5))
+    [found] = judging.compare(one, other, *folders).findings
+    assert "averaged weights" in found.message
+
+
+def test_resumes_beyond_what_the_undisturbed_training_has_done_are_told(tmp_path: Path) -> None:
+    folders = tmp_path / "one", tmp_path / "other"
+    one = _course(LOSSES[:20], {}, folders[0])
+    other = _course(LOSSES, {11: (10, 2), 26: (25, 2)}, folders[1], states=_changed(26, 0.5))
+    [found] = judging.compare(one, other, *folders).findings
+    assert (found.level, found.about) == ("warn", "not all compared")
+    assert "the last 1 of 2 resumes" in found.message
+
+
+def test_a_tolerance_is_for_what_is_reported_too(tmp_path: Path) -> None:
+    one, other = _course(LOSSES), _course(_changed(11, 0.05), {11: (10, 1)})
+    assert judging.compare(one, other, tmp_path, tmp_path).findings
+    assert not judging.compare(one, other, tmp_path, tmp_path, tolerance=0.1).findings
+
+
 def test_a_loop_that_ignores_its_checkpoint_is_told_so_and_nothing_that_follows_from_it(tmp_path: Path) -> None:
     other = _course(_changed(11, 0.5), {11: (10, 2)})
     other.handle(ev.LoopWarned(problem="no-checkpoint", message="never saved"))
@@ -195,14 +244,14 @@ def test_a_loop_that_ignores_its_checkpoint_is_told_so_and_nothing_that_follows_
 
 
 def test_an_undisturbed_training_shows_when_a_loop_saves_too_rarely_never_or_reports_unequally() -> None:
-    assert judging.of_undisturbed(_course(LOSSES), 30.0) == []
-    [never] = judging.of_undisturbed(_course(LOSSES, every=100), 30.0)
+    assert judging.of_undisturbed(_course(LOSSES)) == []
+    [never] = judging.of_undisturbed(_course(LOSSES, every=100))
     assert (never.level, never.about) == ("fail", "never saves")
     rare = Course()
     _begin(rare)
     _report(rare, 600.0, "step-1", step=1)
     rare.handle(ev.CheckpointStalled(seconds=0.5))
-    [rarely] = judging.of_undisturbed(rare, 600.0)
+    [rarely] = judging.of_undisturbed(rare)
     assert (rarely.level, rarely.about) == ("warn", "saves rarely")
     assert "each 600 s" in rarely.message
     assert "each 60 s" in rarely.remedy, "Young and Daly's interval for half a second and one failure an hour"
@@ -210,12 +259,12 @@ def test_an_undisturbed_training_shows_when_a_loop_saves_too_rarely_never_or_rep
     error = 'HungLoopError: no report for 60 s; the rank was here:\n  File "x.py", line 1, in {}\n    self.wait()'
     errors = {"0": error.format("report"), "1": error.format("train")}
     stuck.handle(ev.WorkerFailed(errors=errors, retried=True))
-    [unequal] = judging.of_undisturbed(stuck, 30.0)
+    [unequal] = judging.of_undisturbed(stuck)
     assert unequal.about == "reports unequally"
     assert unequal.message.startswith("rank 0 waited")
     broken = _course(LOSSES)
     broken.handle(ev.WorkerFailed(errors={"0": "ValueError: nan"}, retried=True))
-    assert [(one.about, one.message) for one in judging.of_undisturbed(broken, 30.0)] == [
+    assert [(one.about, one.message) for one in judging.of_undisturbed(broken)] == [
         ("fails undisturbed", "ValueError: nan")
     ]
 
@@ -352,6 +401,7 @@ def test_a_certificate_is_passed_only_if_every_fault_was_recovered_from_and_noth
     assert "| worker | rank 1 is killed | 1 worker went on after 1.5 s, 1 report done again |" in good.markdown()
     assert "*To do:* more often" in good.markdown()
     good.save(tmp_path)
+    assert json.loads((tmp_path / "rehearsal-loops-train-7.json").read_text())["passed"] is True
     assert Certificate.model_validate_json((tmp_path / "rehearsal-loops-train-7.json").read_text()) == good
     assert "<td>rank 1 is killed</td>" in (tmp_path / "rehearsal-loops-train-7.html").read_text()
     bad[1].save(tmp_path)

@@ -171,12 +171,18 @@ def test_workers_that_this_machine_cannot_hold_are_refused_before_a_cluster_is_s
         (tmp_path / device).touch()
     monkeypatch.setattr(arguments, "_GPUS", f"{tmp_path}/nvidia[0-9]*")
     monkeypatch.setattr(arguments, "_UNCOUNTED", ())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = {"scaling": ElasticScaling(**scaling), "cluster": RayCluster(**cluster)}
     if not says:
         assert arguments.given_blocks(**given) == given
         return
     with pytest.raises(ConfigurationError, match=says):
         arguments.given_blocks(**given)
+
+
+def test_gpus_that_this_process_may_not_see_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert arguments.gpus_here() == 2
 
 
 @pytest.mark.parametrize(("restarts", "forgiving", "retries"), [(4, 0, 4), (0, 60, 0), (4, 60, 1_000_000)])
