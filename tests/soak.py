@@ -163,7 +163,7 @@ class Episode:
         with contextlib.suppress(AssertionError):
             flow.living_driver()
         if self._was_full:  # which a flow process may have met only now
-            flow.wait(300)
+            flow.wait(900)
             flow = self._after_full_disk(flow)
         result = flow.completed(900)  # for a lost call costs a worker group, and other trainings have the machine too
         return [*self._wrong(flow), *([] if result["checkpoint_uri"] else ["no checkpoint in the end"])]
