@@ -27,7 +27,7 @@ CLOCK = re.compile(
 def numbers_in(folder: Path) -> Numbers:
     """Return all arrays and numbers of a checkpoint by name; of files that nothing here reads, nothing.
 
-    Read are what torch has saved, also distributed; Orbax's stores; numpy's and JSON files; safetensors.
+    Read are what torch has saved, also distributed; Orbax's stores; numpy's files; safetensors.
     """
     found: Numbers = {}
     for file in sorted(folder.rglob("*")):
@@ -87,8 +87,6 @@ def _flat(value: Any, name: str) -> Numbers:
         value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
     if hasattr(value, "state_dict"):
         value = value.state_dict()
-    if isinstance(value, list) and value and {*map(type, value)} <= {int, float}:
-        value = np.asarray(value, dtype=np.float64)
     if isinstance(value, Mapping | list | tuple):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             found |= _flat(inner, f"{name}.{key}")
@@ -135,5 +133,4 @@ _READERS: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys(("", ".tar"), lambda file: _read_torch(file) if is_zipfile(file) else {}),
     **dict.fromkeys((".npz", ".npy"), np.load),  # which refuses pickled objects
     ".safetensors": lambda file: import_module("safetensors.numpy").load_file(file),
-    ".json": lambda file: json.loads(file.read_text()),
 }

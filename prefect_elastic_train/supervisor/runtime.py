@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
+from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, MARK_VARIABLE, PRINT_PATCH
 from prefect_elastic_train.driver.spare import SPARE
@@ -114,7 +115,10 @@ class Runtime:
         spare = self._take_spare(environment)
         has_spares = spec.scaling.standby != "off" and self.driver_command == _DRIVER
         self._spare_start = ([*_DRIVER, SPARE, spec.request.framework] if has_spares else []), environment
-        return self.follow(ChildDriver(self, environment, spec, folder, cluster, spare))
+        ended = self.follow(ChildDriver(self, environment, spec, folder, cluster, spare))
+        if cluster is not None:
+            cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST
+        return ended
 
     def wait(self, seconds: float) -> None:
         """Wait, and look after everything meanwhile."""
@@ -261,6 +265,8 @@ class LocalCluster:
         threads = max(1, int(spec.scaling.resources_per_worker.get("CPU", 1)))
         self._fork_arguments = [spec.request.framework, str(threads)]
         self._log = self.folder / "r0.log"
+        #: Whether a driver has found it lost, though its head lives: another one would, too.
+        self.is_lost = False
         self._process: subprocess.Popen[bytes] | None = None
         self._port = free_port()
         #: Nothing listens there before it is up.
@@ -309,8 +315,8 @@ class LocalCluster:
             self._forking = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
 
     def is_dead(self) -> bool:
-        """Whether the head node was started and is not there any more."""
-        return self._process is not None and self._process.poll() is not None
+        """Whether the head node was started and is not there any more, or of no use."""
+        return self.is_lost or (self._process is not None and self._process.poll() is not None)
 
     def last_words(self, on_line: Callable[[str, str], None]) -> str:
         """Return which of its processes the head node saw go, else what it said last; each line is a detail, too."""

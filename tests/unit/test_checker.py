@@ -98,11 +98,9 @@ def _write(folder: Path, value: float, kind: str) -> None:
         JaxState(weight=np.array([1.0, value])).stage(str(folder))()
     elif kind == "numpy":
         np.savez(folder / "state.npz", weight=[1.0, value])
-    elif kind == "json":
-        (folder / "state.json").write_text(json.dumps({"weights": [1.0, value], "name": f"at {value}"}))
 
 
-@pytest.mark.parametrize("kind", ["torch", "module", "distributed", "session", "orbax", "jax", "numpy", "json"])
+@pytest.mark.parametrize("kind", ["torch", "module", "distributed", "session", "orbax", "jax", "numpy"])
 def test_checkpoints_are_as_far_apart_as_their_numbers_whatever_wrote_them(tmp_path: Path, kind: str) -> None:
     for name, value in (("one", 2.0), ("same", 2.0), ("other", 2.2)):
         _write(tmp_path / name, value, kind)

@@ -241,7 +241,8 @@ while True:
 print("joined", address, flush=True)
 if Path("lingers").exists():
     time.sleep(60)
-last = AttemptEnded(sequence=2, outcome="completed", result={})
+outcome = "cluster_lost" if Path("is lost").exists() else "completed"
+last = AttemptEnded(sequence=2, outcome=outcome, result={})
 print(EVENT_TAG + encode_event(last), flush=True)
 """
 
@@ -267,6 +268,14 @@ def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_
         assert runtime.run_attempt(wanted).outcome is Outcome.COMPLETED
         assert lines[-1][1].startswith("joined 127.0.0.1:")
         assert lines[-1] != lines[0]
+        second = lines[-1]
+        Path("is lost").touch()
+        assert runtime.run_attempt(wanted).outcome is Outcome.CLUSTER_LOST
+        assert lines[-1] == second
+        Path("is lost").unlink()
+        assert runtime.run_attempt(wanted).outcome is Outcome.COMPLETED
+        assert lines[-1] != second, "the head had not died, but was of no use"
+        assert len([one for one in psutil.Process().children() if _HEAD in one.cmdline()]) == 1
     finally:
         runtime.close()
     assert not [one for one in psutil.Process().children(recursive=True) if _HEAD in " ".join(one.cmdline())]
