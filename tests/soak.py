@@ -94,9 +94,10 @@ class Episode:
             "steps": of_epoch * (STEPS // of_epoch),
             "micro_batch": chance.choice([0, 3]) if self._loop is torch_loop else 0,
         }
-        # One save is uploaded while the next steps are done. Where saves come often, or a bucket is in trouble, the
-        # commit of the one before it, which takes some 0.2 s, may be on its way too.
-        intervals = 3 if self.arena == "bucket" or every in (3, 7) else 2
+        # One save is uploaded while the next steps are done. Where saves come often the report of the one before may
+        # still wait for the controller, which looks each 0.1 s; a bucket in trouble keeps that with the commit of a
+        # third one.
+        intervals = 4 if self.arena == "bucket" else 3 if every in (3, 7) else 2
         self._most_redone = intervals * every + 2 if isinstance(every, int) else STEPS
         self._cluster: ElasticCluster | None = None
         self._bucket: Bucket | None = None

@@ -128,9 +128,8 @@ class _Pair:
         worst = max(point.gap for point in self.judged)
         same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
         noisy = "; there the noise of floats that are added in another order had grown" * (worst > NOISE_OF_RESIZES)
-        told = f"what the last {len(beyond)} of {len(resumes)} resumes led to is further than anything undisturbed"
-        missing = [Finding(level="warn", about="not all compared", message=told, remedy=_ALIKE)] if beyond else []
-        return f"after {self.judged[-1].place + 1} reports it is {same}{noisy}", missing
+        further = f"; not compared: what the last {len(beyond)} of {len(resumes)} resumes led to, which is further"
+        return f"after {self.judged[-1].place + 1} reports it is {same}{noisy}{further if beyond else ''}", []
 
     def _groups(self) -> Iterator[tuple[int, int, int]]:
         """Yield from which place to which other one the reports of a worker group count, and its size."""
