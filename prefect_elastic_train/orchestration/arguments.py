@@ -179,9 +179,9 @@ def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSe
 
 def gpus_here() -> float:
     """Return how many GPUs this machine has at most, of those that this process may see."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return len(visible.split(","))
-    return math.inf if any(map(glob.glob, _UNCOUNTED)) else len(glob.glob(_GPUS))
+    count = math.inf if any(map(glob.glob, _UNCOUNTED)) else len(glob.glob(_GPUS))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count if visible is None else min(count, len([one for one in visible.split(",") if one not in ("", "-1")]))
 
 
 def load_given(argument: str, given: GivenBlock) -> TrainingBlock:

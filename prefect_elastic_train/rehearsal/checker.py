@@ -16,11 +16,10 @@ from zipfile import is_zipfile
 import numpy as np
 
 Numbers = dict[str, Any]
-#: Names of numbers that are different each time.
-CLOCK = re.compile(
-    r"(?<![a-z])([a-z]*times?|timestamp|seconds?|secs?|ms|duration|elapsed|latency|speed|throughput|mem(ory)?|util|mfu|"
-    r"[a-z]*flops|fps|eta|clock)(?![a-z])|(per_|/)s(?![a-z])|_at$",
-    re.IGNORECASE,
+#: Words of names of numbers that are different each time.
+_CLOCK = re.compile(
+    r"(?<![a-z])([a-z]*times?|timestamps?|[a-z]*seconds?|secs?|duration|elapsed|latency|speed(up)?|throughputs?|"
+    r"mem(ory)?|util(ization)?|mfu|[a-z]*flops|fps|tps|[a-z]*clock)(?![a-z])|(per_|/)s(?![a-z])|_at$|[_/.](ms|msec|eta)$"
 )
 
 
@@ -38,12 +37,17 @@ def numbers_in(folder: Path) -> Numbers:
     return found
 
 
+def is_clock(name: str) -> bool:
+    """Whether a number is different each time, by its name."""
+    return bool(_CLOCK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+
+
 def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
     """Return how far two checkpoints are apart at most, relative to the largest number of an array, and where."""
     worst, where = 0.0, ""
     for name in sorted(one.keys() & other.keys()):
         here, there = np.asarray(one[name]), np.asarray(other[name])
-        if (not here.ndim and CLOCK.search(name)) or (here.shape == there.shape and np.array_equal(here, there)):
+        if (not here.ndim and is_clock(name)) or (here.shape == there.shape and np.array_equal(here, there)):
             continue
         if here.shape != there.shape:
             return math.inf, name
@@ -68,7 +72,8 @@ def whole_distance(one: Numbers, other: Numbers) -> float:
         if here.shape != there.shape:
             return math.inf
         if not np.array_equal(here, there, equal_nan=True):
-            apart = np.subtract(here, there, where=here != there, out=np.zeros_like(here))  # of two infinities nothing
+            differ = (here != there) & ~(np.isnan(here) & np.isnan(there))  # two infinities do not
+            apart = np.subtract(here, there, where=differ, out=np.zeros_like(here))
             squares[0] += float(np.sum(np.abs(apart) ** 2))
             squares[1] += float(np.sum(np.abs(here[np.isfinite(here)]) ** 2))
     return math.sqrt(squares[0] / (squares[1] or 1.0)) if math.isfinite(squares[0]) else math.inf
@@ -85,8 +90,9 @@ def _flat(value: Any, name: str) -> Numbers:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
-    if hasattr(value, "state_dict"):
-        value = value.state_dict()
+    if hasattr(value, "state_dict") and not isinstance(value, type):
+        with suppress(Exception):  # of a class that is not to be asked here
+            value = value.state_dict()
     if isinstance(value, Mapping | list | tuple):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             found |= _flat(inner, f"{name}.{key}")

@@ -12,8 +12,8 @@ from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.loop.cadence import best_interval
 from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.rehearsal.certificate import Finding
-from prefect_elastic_train.rehearsal.checker import CLOCK, calculated, distance, numbers_in, whole_distance
-from prefect_elastic_train.rehearsal.course import COUNTERS, Course
+from prefect_elastic_train.rehearsal.checker import calculated, distance, is_clock, numbers_in, whole_distance
+from prefect_elastic_train.rehearsal.course import COUNTERS, Course, Seen
 
 #: How far apart, relative to the largest number of an array, is noise of the order in which floats are added: with as
 #: many workers as undisturbed, and soon after there are fewer or more, in a state as a whole and in what is reported.
@@ -76,9 +76,9 @@ def compare(
     states = [point.gap for point in pair.judged if point.is_state]
     words = words if states else f"no checkpoint of both could be read, so what was reported was compared: {words}"
     metrics = other.reports[last].metrics, one.reports[common[last]].metrics
-    if not states and all(name in COUNTERS or CLOCK.search(name) for name in metrics[0].keys() & metrics[1].keys()):
-        told = "no checkpoint of both could be read, and nothing is reported but how far the loop is"
-        wrong = [_fail(about=_NOTHING, message=told, remedy="report the loss, too")]
+    if not states and not any(_tell(one.reports[mine], other.reports[its]) for its, mine in common.items()):
+        told = "no array of both checkpoints could be read, and nothing is reported but how far the loop is"
+        wrong = wrong or [_fail(about=_NOTHING, message=told, remedy="report the loss, too")]
     return Comparison(words, findings or wrong, max(states, default=None), *metrics)
 
 
@@ -182,16 +182,22 @@ class _Pair:
             remedy += "let several workers train one model (torch: prepare_model), and GPUs add in one order: "
             remedy += "torch.use_deterministic_algorithms(True), XLA_FLAGS=--xla_gpu_deterministic_ops=true"
         else:
-            pair = self.one.reports[self.common[resumed]].metrics, self.other.reports[resumed].metrics
-            about, message = "forgets a part of its state", _forgotten(*pair)
-            now = self.one.reports[self.common[point.place]].metrics, self.other.reports[point.place].metrics
-            if point.is_state and max(distance(*pair)[0], distance(*now)[0]) <= _NOISE:
+            pair = self.one.reports[self.common[resumed]], self.other.reports[resumed]
+            about, message = "forgets a part of its state", _forgotten(pair[0].metrics, pair[1].metrics)
+            now = self.one.reports[self.common[point.place]], self.other.reports[point.place]
+            gaps = [distance(mine.metrics, its.metrics)[0] for mine, its in (pair, now)]
+            if point.is_state and point.place > resumed and _tell(*now) and max(gaps) <= _NOISE:
                 message = (
                     "what was reported is right, so what no report shows is not restored, such as averaged weights"
                 )
             remedy = "save and restore model, optimizer, schedule, random states and the place in the data: "
             remedy += _A_SESSION
         return words, [_fail(about=about, message=f"{words}; {message}", remedy=remedy)]
+
+
+def _tell(mine: Seen, its: Seen) -> bool:
+    """Whether two reports have something in common beside how far they are and what was different each time."""
+    return not all(name in COUNTERS or is_clock(name) for name in mine.metrics.keys() & its.metrics.keys())
 
 
 def _forgotten(mine: dict[str, float], its: dict[str, float]) -> str:

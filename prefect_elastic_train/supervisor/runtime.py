@@ -117,7 +117,7 @@ class Runtime:
         self._spare_start = ([*_DRIVER, SPARE, spec.request.framework] if has_spares else []), environment
         ended = self.follow(ChildDriver(self, environment, spec, folder, cluster, spare))
         if cluster is not None:
-            cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST
+            cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST and not ended.attempt
         return ended
 
     def wait(self, seconds: float) -> None:
@@ -265,7 +265,7 @@ class LocalCluster:
         threads = max(1, int(spec.scaling.resources_per_worker.get("CPU", 1)))
         self._fork_arguments = [spec.request.framework, str(threads)]
         self._log = self.folder / "r0.log"
-        #: Whether a driver has found it lost, though its head lives: another one would, too.
+        #: Whether a driver could not join it, though its head lives: another one could not, either.
         self.is_lost = False
         self._process: subprocess.Popen[bytes] | None = None
         self._port = free_port()

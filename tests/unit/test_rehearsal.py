@@ -220,6 +220,14 @@ def test_what_no_report_shows_is_told_as_such(tmp_path: Path) -> None:
     assert "averaged weights" in found.message
 
 
+def test_a_wrong_state_right_after_a_resume_is_not_taken_for_what_no_report_shows(tmp_path: Path) -> None:
+    folders, losses = (tmp_path / "one", tmp_path / "other"), _changed(12, 0.5)
+    one = _course(LOSSES, {}, folders[0], every=1)
+    other = _course(losses, {11: (10, 2)}, folders[1], every=1, states=_changed(11, 0.5))
+    [found] = judging.compare(one, other, *folders).findings
+    assert "optimizer's state" in found.message
+
+
 def test_resumes_beyond_what_the_undisturbed_training_has_done_are_told(tmp_path: Path) -> None:
     folders = tmp_path / "one", tmp_path / "other"
     one = _course(LOSSES[:20], {}, folders[0])

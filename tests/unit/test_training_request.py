@@ -180,9 +180,16 @@ def test_workers_that_this_machine_cannot_hold_are_refused_before_a_cluster_is_s
         arguments.given_blocks(**given)
 
 
-def test_gpus_that_this_process_may_not_see_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert arguments.gpus_here() == 2
+@pytest.mark.parametrize(("visible", "count"), [("2,3", 2), ("0,1,2,3,4", 4), ("", 0), ("-1", 0)])
+def test_gpus_that_this_process_may_not_see_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, count: int
+) -> None:
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+    monkeypatch.setattr(arguments, "_GPUS", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(arguments, "_UNCOUNTED", ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert arguments.gpus_here() == count
 
 
 @pytest.mark.parametrize(("restarts", "forgiving", "retries"), [(4, 0, 4), (0, 60, 0), (4, 60, 1_000_000)])
