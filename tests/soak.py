@@ -97,7 +97,7 @@ class Episode:
         # One save is uploaded while the next steps are done. Where saves come often the report of the one before may
         # still wait for the controller, which looks each 0.1 s; a bucket in trouble keeps that with the commit of a
         # third one.
-        intervals = 4 if self.arena == "bucket" else 3 if every in (3, 7) else 2
+        intervals = 2 + (every in (3, 7)) + (self.arena == "bucket")
         self._most_redone = intervals * every + 2 if isinstance(every, int) else STEPS
         self._cluster: ElasticCluster | None = None
         self._bucket: Bucket | None = None
@@ -365,8 +365,9 @@ def main() -> int:
         moto = stack.enter_context(MotoServer())
         moto.create_bucket(BUCKET)
         while time.monotonic() < until and played.total() < arguments.faults:
-            print(f"# seed {arguments.only or seed}", flush=True)
-            line = play(seed if arguments.only is None else arguments.only, f"{api.endpoint_url}/api", api, moto)
+            played_seed = seed if arguments.only is None else arguments.only
+            print(f"# seed {played_seed}", flush=True)
+            line = play(played_seed, f"{api.endpoint_url}/api", api, moto)
             print(json.dumps(line), flush=True)
             played.update(line["faults"])
             wrong += bool(line["problems"])
