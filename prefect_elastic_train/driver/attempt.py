@@ -115,6 +115,7 @@ class Attempt:
             failures=begun.attempt - 1 + self._past.worker_failures + self._past.preemptions,
             trained_seconds=self._past.account().productive_seconds,
             ends_at=spec.ends_at,
+            score_attribute=spec.checkpoints.score_attribute,
         )
         from prefect_elastic_train.elastic.controller import make_trainer
 

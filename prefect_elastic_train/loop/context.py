@@ -25,6 +25,7 @@ class RunContext:
         failures: How often workers, nodes and drivers of the run had failed when this worker started.
         trained_seconds: How long the run had trained when the attempt began.
         ends_at: When ``timeout_seconds`` are over, in seconds since the epoch; 0 without.
+        score_attribute: Name of the metric that ranks checkpoints (``CheckpointPolicy``), empty without.
     """
 
     run_name: str
@@ -39,6 +40,7 @@ class RunContext:
     failures: int = 0
     trained_seconds: float = 0.0
     ends_at: float = 0.0
+    score_attribute: str = ""
 
 
 current: RunContext | None = None  # of this worker process, which works for one training; None outside of one

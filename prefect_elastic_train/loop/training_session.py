@@ -6,8 +6,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +30,8 @@ SESSION_FILE = "loop.json"
 #: The shortest and longest time between two reports without a checkpoint, and as many times what the last one took: it
 #: waits for Ray Train's controller. And how long a save may wait for the one before it to be uploaded.
 _REPORT_SECONDS, _REPORT_TIMES, _WRITE_SECONDS = (5.0, 100.0), 200.0, 3600.0
+
+_LONE_SCORE_SECONDS = 30.0  # for which a rank waits for the others, to save a score, before it warns
 
 current: Session | None = None  # of this process, for those who look on from outside
 
@@ -61,11 +63,18 @@ class Session(AbstractContextManager["Session"]):
             and the cost of a save make worthwhile. Besides, a loop saves before each restart that is announced, before
             the training's ``timeout_seconds`` are over, and at its end.
         save_within: The shortest and the longest interval that ``"auto"`` may choose, in seconds.
+        means: Names of the metrics that are reported as their mean over the steps since the last report. All others,
+            such as learning rates, counters and evaluations, are reported by their last value.
+        save_scored: Whether a step that reports the score (``CheckpointPolicy.score_attribute``) is saved, so that
+            the score is that of the checkpoint's weights. A score that is reported at each step saves nothing.
+        mesh: The torch ``DeviceMesh`` of the ranks that differ in their data, such as ``mesh["dp"]`` beside a tensor
+            parallel dimension. Default: all ranks.
 
     Attributes:
         done, end: Optimizer steps that are done, by all worker groups of the run, and that are when the loop ends.
         rank, world_size: This worker's rank, and how many there are.
-        weight: What this rank's mean over the current batch counts: multiply the loss by it.
+        weight: The weight of this rank's mean over the current batch. Means that are multiplied by it, summed over the
+            batches of a step (or of :meth:`once`) and averaged over the ranks, are the mean over all samples.
         samples: The indices of the current batch's samples.
         is_last_part: Whether the current batch is the last of its step.
         cadence: What decides when to save.
@@ -74,7 +83,8 @@ class Session(AbstractContextManager["Session"]):
         ValueError: An argument is out of range.
         TypeError: The dataset is a stream, in which no position is found again.
         StateMismatchError: The checkpoint is of another model.
-        LoopError: The ranks are not at the same step, a batch had no step, or the dataset has changed.
+        LoopError: The ranks are not at the same step, a batch had no step, the dataset has changed, or the loop has had
+            a session before: each position in a training belongs to one.
     """
 
     def __init__(
@@ -86,6 +96,9 @@ class Session(AbstractContextManager["Session"]):
         seed: int = 0,
         save_every: int | str = "auto",
         save_within: tuple[float, float] = (10.0, 3600.0),
+        means: Collection[str] = ("loss",),
+        save_scored: bool = True,
+        mesh: Any = None,
     ) -> None:
         global current
         context, known = train_context(), run.current
@@ -97,8 +110,17 @@ class Session(AbstractContextManager["Session"]):
         for name, value in (("steps", steps), ("global_batch", global_batch)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a whole number from 1 on")
-        if global_batch < self.world_size:
-            what = f"global_batch={global_batch} is below the {self.world_size} workers, each of which needs a sample"
+        if isinstance(means, str):
+            raise ValueError(f"means={means!r}: must be a collection of names, such as means=[{means!r}]")
+        if self._ray is not None and current is not None and current._ray is not None:
+            more = "give one session the steps of all phases, and choose the phase by session.done"
+            raise LoopError(f"this loop has had a session, and its checkpoints have one position: {more}")
+        data_ranks = [*range(self.world_size)] if mesh is None else mesh.mesh.flatten().tolist()
+        #: Number of this rank's share of the data, and how many there are; and whether it counts the share's samples.
+        self._share = self.rank if mesh is None else data_ranks.index(mesh.get_rank()), len(data_ranks)
+        self._counts = 0 in data_ranks
+        if global_batch < len(data_ranks):
+            what = f"global_batch={global_batch} is below the {len(data_ranks)} workers, each of which needs a sample"
             raise ValueError(f"{what} of every step. Make it larger, or train with max_workers={global_batch}")
         self._state, self._seed, self._global_batch = state, int(seed), int(global_batch)
         self._order: SampleOrder | None = None
@@ -106,8 +128,15 @@ class Session(AbstractContextManager["Session"]):
         self._about: dict[str, Any] = {"run": of, "began_at": 0, "seen": 0}  # said in checkpoints
         self.done, self.weight, self.samples, self.is_last_part = 0, 1.0, np.zeros(0, dtype=np.int64), True
         self._ledger, self._taken, self._writing = Ledger(), list[Indices](), threading.Lock()
-        #: Since the last report: sum and number of each metric, 0 for what is no number; and what was reported then.
-        self._metrics, self._told = dict[str, tuple[Any, int]](), dict[str, Any]()
+        #: Sum and number of each metric since the last report, 0 for what is no number; and the metrics of that report.
+        self._metrics, self._reported = dict[str, tuple[Any, int]](), dict[str, Any]()
+        self._score = known.score_attribute if known is not None else ""
+        self._score_names = {self._score, self._score.partition("/")[0]} - {""}  # Ray flattens nested metrics
+        self._means, self._save_scored = frozenset(means) - self._score_names, save_scored
+        self._scored_at = self._reported_at = 0  # the steps of the last score and report
+        #: Whether the step just done is still to be saved or reported, must be saved, and has a score that the step
+        #: before has not; and whether the loop computes with a batch.
+        self._is_open = self._must_save = self._has_score = self._in_batches = False
         remove_left_folders()
         seed_everything(seed, 0, self.rank)
         if self._ray is not None and (checkpoint := self._ray.get_checkpoint()) is not None:
@@ -121,6 +150,7 @@ class Session(AbstractContextManager["Session"]):
     def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
         """Save what is not saved yet; all ranks must come here after the same step."""
         if error is None and self._ray is not None:
+            self._must_save = self._must_save or self.done > self._saved
             self._act(together=True, at_end=True)
 
     @property
@@ -132,6 +162,9 @@ class Session(AbstractContextManager["Session"]):
         self, dataset: Any, *, shuffle: bool = True, drop_last: bool = False, micro_batch: int = 0, **loader: Any
     ) -> Iterator[Any]:
         """Yield this rank's share of each step's samples, until the loop ends; call :meth:`step` after each.
+
+        A step is saved and reported when the next batch is asked for, or the session ends: an evaluation between
+        :meth:`step` and the next batch belongs to the step, and a kill meanwhile does not lose it.
 
         Args:
             dataset: Anything with ``__len__`` and ``__getitem__``: a map-style torch dataset, a random access source of
@@ -146,65 +179,105 @@ class Session(AbstractContextManager["Session"]):
         if before != order:
             changed = f"the checkpoint was written with {before}, and this is {order}"
             raise LoopError(f"{changed}: which samples were seen cannot be told. Give the same, or begin another run")
+        self._close_step()
         self._order, self._about["order"], self._taken = order, asdict(order), []
-        sampler = StepBatches(order, range(self.done, self.end), self.rank, self.world_size, micro_batch)
+        sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch)
         for (step, part, parts), (samples, batch) in zip(sampler.places(), load(dataset, sampler, loader), strict=True):
             if self.done != step:
                 found = f"rank {self.rank} asks for the batch of step {step}, and has done {self.done} steps"
                 raise LoopError(f"{found}: call session.step() once for each batch, after the optimizer's step")
             self.samples, self.is_last_part = samples, part == parts - 1
-            self.weight = order.weight(step, self.rank, self.world_size, part, parts)
-            self._taken.append(samples if self.weight else samples[:0])
-            yield batch
+            self.weight = order.weight(step, *self._share, part, parts)
+            self._taken.append(samples if self.weight and self._counts else samples[:0])
+            self._in_batches = True
+            try:
+                yield batch
+            finally:
+                self._in_batches = False
+            self._close_step()
 
     def once(self, dataset: Any, batch: int, **loader: Any) -> Iterator[Any]:
-        """Yield this rank's share of a whole dataset, for an evaluation; :attr:`weight` may be 0 in the last batch."""
+        """Yield this rank's share of a whole dataset, for an evaluation, in batches of so many samples over all ranks.
+
+        ``sum(mean(batch) * session.weight for batch in session.once(...))``, averaged over the ranks, is the mean over
+        the dataset. The weight is 0 where the last batch has fewer samples than there are ranks.
+        """
         order = SampleOrder(length_of(dataset), batch, shuffle=False)
-        sampler = StepBatches(order, range(order.steps_per_epoch), self.rank, self.world_size)
+        sampler = StepBatches(order, range(order.steps_per_epoch), *self._share)
         for step, (self.samples, found) in enumerate(load(dataset, sampler, loader)):
-            self.weight = order.weight(step, self.rank, self.world_size)
+            begin, end = order.bounds(step, *self._share)
+            self.weight = (end - begin) * self._share[1] / order.length
             yield found
 
-    def step(self, metrics: dict[str, Any] | None = None) -> None:
-        """Note that an optimizer step is done: report, and save if it is time.
+    def step(self, metrics: dict[str, Any] | None = None, save: bool = False) -> None:
+        """Note that an optimizer step is done, which is saved if it is time, and reported now and then.
 
         Args:
-            metrics: What is reported besides; rank 0's counts. Numbers, of tensors too, are reported as their mean over
-                the steps since the last report; ``step``, ``total_steps``, ``epoch`` and ``samples`` are added.
+            metrics: Values to report; those of rank 0 count. ``step``, ``total_steps``, ``epoch`` and ``samples`` are
+                added. The score's name must be in those of all ranks or of none, as saving is done by all.
+            save: Whether to save this step in any case; the same on all ranks.
         """
+        self._close_step()
         self._about["seen"] += self._order.size(self.done) if self._order is not None else self._global_batch
-        for name, value in (metrics or {}).items():
-            if hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool):
-                wide = value.detach() if hasattr(value, "detach") else value
-                if getattr(value, "itemsize", 8) < 4:  # half precision would not hold the sum of many
-                    wide = wide.float() if hasattr(wide, "float") else wide.astype("float32")
-                total, count = self._metrics.get(name, (0.0, 0))
-                self._metrics[name] = total + wide if count else wide, count + 1
-            else:
-                self._metrics[name] = value, 0
         taken, self._taken = self._taken, []
         self.done += 1
         if self._ray is not None:
             self._ledger.add(np.concatenate([self.samples[:0], *taken]), self.done - 1)
-            self._act(together=bool(self.cadence.steps and self.done % self.cadence.steps == 0))
+        self._note(metrics, save)
+        if not self._in_batches:
+            self._close_step()
+
+    def save(self, metrics: dict[str, Any] | None = None) -> None:
+        """Save now, with more metrics of the step just done, such as an evaluation's; all ranks must call this."""
+        self._note(metrics, save=True)
+        self._close_step()
+
+    def _note(self, metrics: dict[str, Any] | None, save: bool) -> None:
+        for name, value in (metrics or {}).items():
+            if name in self._score_names:
+                self._has_score = self._has_score or self._scored_at < self.done - 1
+                self._scored_at = self.done
+            if hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool):
+                wide = value.detach().clone() if hasattr(value, "detach") else value  # the loop may overwrite its own
+                if getattr(value, "itemsize", 8) < 4:  # half precision would not hold the sum of many
+                    wide = wide.float() if hasattr(wide, "float") else wide.astype("float32")
+                total, count = self._metrics.get(name, (0.0, 0)) if name in self._means else (0.0, 0)
+                self._metrics[name] = total + wide if count else wide, count + 1
+            else:
+                self._metrics[name] = value, 0
+        self._is_open, self._must_save = True, self._must_save or save
+
+    def _close_step(self) -> None:
+        """Save or report the step just done, unless that has happened."""
+        if self._is_open and self._ray is not None:
+            is_due = bool(self.cadence.steps and self.done % self.cadence.steps == 0)
+            self._must_save = self._must_save or (self._has_score and self._save_scored)
+            self._act(together=is_due or self._must_save or self._has_score)
+        self._is_open = False
 
     def _act(self, together: bool, at_end: bool = False) -> None:
-        """Save or report, if rank 0 says so; that it is asked before each save keeps a rank from waiting in one."""
-        restart, decided = ask(self._decide, together)
-        saves, reports, where = decided or (False, False, self.done)
-        if where != self.done:
-            found = f"rank {self.rank} has done {self.done} steps, and rank 0 {where}"
-            raise LoopError(f"{found}: all must call session.step() equally often, and leave the loop after the same")
-        if self.done > self._saved if at_end else saves or restart:
+        """Save or report if rank 0 decides so; it is asked before each save, so that no rank waits in one."""
+        with _warning_of_a_lone_score(self._score, self.done) if self._has_score else nullcontext():
+            restart, decided = ask(self._decide, together)
+        saves, reports, at = decided or (False, False, self.done)
+        if at != self.done:
+            problem = f"rank {self.rank} has done {self.done} steps, and rank 0 {at}"
+            how = "call session.step() and session.save() equally often, report the score on all ranks or none"
+            raise LoopError(f"{problem}: all must {how}, and leave the loop after the same step")
+        if saves or (restart and not at_end):
             self._save(restart)
         elif reports:
             self._report()
+        self._is_open = self._must_save = self._has_score = False
 
     def _decide(self) -> tuple[bool, bool, int]:
-        """Return, on rank 0, whether it is time to save and to report, and where it is."""
+        """Return, on rank 0, whether it is time to save and to report, and the steps that it has done."""
         idle, late = not self._writing.locked(), time.monotonic() >= self._report_at
-        is_due = self.cadence.due(self.done) and self.done > self._saved
-        return is_due and (idle or self.cadence.steps > 0), idle and late, self.done
+        is_due = self.cadence.due(self.done) and self.done > self._saved and (idle or self.cadence.steps > 0)
+        saves = is_due or self._must_save
+        if self._has_score and not saves:
+            logger.warning("%s of step %d ranks no checkpoint: save_scored=False", self._score, self.done)
+        return saves, (idle and late) or self._has_score, self.done
 
     def _save(self, announced: bool = False) -> None:
         began = time.monotonic()
@@ -215,6 +288,7 @@ class Session(AbstractContextManager["Session"]):
         own = {"random": np.array(random_state().encode()), **self._ledger.close(self.done)}
         about = {**self._about, "step": self.done, "epoch": self.epoch, "world_size": self.world_size}
         about |= {"trained": self.cadence.trained(), "failures": self.cadence.failures, "announced": announced}
+        about["scored_at"] = self._scored_at
         about["cost"] = self.cadence.blocked, self.cadence.background
 
         context, staged_at, written = self._ray.get_context(), time.monotonic(), threading.Event()
@@ -239,7 +313,11 @@ class Session(AbstractContextManager["Session"]):
 
     def _report(self, checkpoint: Any = None, upload: Callable[..., Any] | None = None, now: bool = False) -> None:
         metrics = {name: float(total / count) if count else total for name, (total, count) in self._metrics.items()}
-        self._told = metrics = metrics or self._told  # a save right after a report has its metrics, too
+        if not metrics or self._reported_at == self.done:  # a save right after a report has its metrics, too
+            metrics = self._reported | metrics
+        if self._scored_at != self.done:  # the score is that of other weights
+            metrics = {name: value for name, value in metrics.items() if name not in self._score_names}
+        self._reported, self._reported_at = metrics, self.done
         counts = {"step": self.done, "total_steps": self.end, "samples": self._about["seen"], "epoch": self.epoch}
         began, self._metrics = time.monotonic(), {}
         # Until a restart that waits for this checkpoint there is nothing to do beside its upload.
@@ -252,7 +330,7 @@ class Session(AbstractContextManager["Session"]):
         with checkpoint.as_directory() as directory:
             about = read_about(directory)
             self._state.read(directory)
-            self.done = about["step"]
+            self.done, self._scored_at = about["step"], about["scored_at"]
             self.cadence.blocked, self.cadence.background = about["cost"]
             if about["world_size"] == self.world_size:
                 with np.load(rank_file(directory, self.rank), allow_pickle=False) as own:
@@ -270,6 +348,22 @@ class Session(AbstractContextManager["Session"]):
             for rank in range(about["world_size"]) if self.rank == 0 else ():
                 with np.load(rank_file(directory, rank), allow_pickle=False) as own:
                     self._ledger.total = combine([self._ledger.total, own["total"], *own["steps"]])
+
+
+@contextmanager
+def _warning_of_a_lone_score(score: str, step: int) -> Iterator[None]:
+    """Warn if the other ranks do not come to save a score within half a minute."""
+    message = (
+        "The other ranks have not come within %.0f s to save step %d with its score %r. If only this rank reports it, "
+        "give it to session.step() on all ranks, where its value may be None"
+    )
+    timer = threading.Timer(_LONE_SCORE_SECONDS, logger.warning, (message, _LONE_SCORE_SECONDS, step, score))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 session = Session

@@ -168,9 +168,11 @@ def same_weights(one: str | Path, other: str | Path, relative: float = 0.0) -> b
 def misusing_loop(config: dict[str, Any]) -> None:
     """Use sessions wrongly in several ways on two workers, one after the other, and write what each rank is told.
 
-    In the end one rank leaves early.
+    In the end one rank leaves early. Each but the second session begins as in a new worker process.
     """
     import ray.train
+
+    from prefect_elastic_train.loop import training_session
 
     rank = ray.train.get_context().get_world_rank()
 
@@ -182,7 +184,8 @@ def misusing_loop(config: dict[str, Any]) -> None:
             found = f"{type(error).__name__}: {error}"
         write_ledger(config["ledger"], what=what, rank=rank, found=found)
 
-    def train(length: int = 20, steps: int = 4, until: int = 100, **more: Any) -> None:
+    def train(length: int = 20, steps: int = 4, until: int = 100, again: bool = False, **more: Any) -> None:
+        training_session.current = training_session.current if again else None
         state = loop.TorchState(weights=torch.nn.Linear(1, 1))
         with loop.session(state, steps=steps, **{"global_batch": 4, "save_every": 100, **more}) as session:
             for _ in session.batches(np.arange(length)):
@@ -200,4 +203,5 @@ def misusing_loop(config: dict[str, Any]) -> None:
     told("another length", lambda: train(length=21))
     told("another order", lambda: train(seed=1))
     told("all as before", lambda: train(steps=5))
+    told("a second session", lambda: train(again=True))
     train(steps=9, until=7 if rank else 100)

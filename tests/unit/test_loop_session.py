@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,12 @@ from prefect_elastic_train.loop import scratch, training_session
 from prefect_elastic_train.loop.ledger import Ledger, combine
 from prefect_elastic_train.loop.order import SampleOrder
 from prefect_elastic_train.loop.state import random_state, restore_random_state, seed_everything
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No session has been in this process, as in that of a worker."""
+    monkeypatch.setattr(training_session, "current", None)
 
 
 class NoState:
@@ -113,6 +120,148 @@ def test_a_mixture_has_each_dataset_in_its_share_and_whole() -> None:
     assert sorted(batches) == sorted(found)
     with pytest.raises(ValueError, match="give each a weight above 0"):
         loop.Mixture([np.arange(3)], [0])
+
+
+@pytest.mark.parametrize(("length", "world"), [(257, 2), (300, 2), (1000, 3), (10, 4)])
+def test_an_evaluation_weighed_and_averaged_over_ranks_is_the_mean_over_the_dataset(length: int, world: int) -> None:
+    right = np.ones(length)
+    right[length - length % 256 - 1 :] = 0.0  # where a batch is smaller than the others
+    means = []
+    for rank in range(world):
+        session = loop.Session(NoState(), steps=1, global_batch=4)
+        session._share = rank, world
+        means.append(sum(batch.mean() * session.weight for batch in session.once(right, 256)))
+    assert np.mean(means) == pytest.approx(right.mean(), abs=1e-12)
+
+
+def test_ranks_of_a_tensor_parallel_group_share_their_samples_and_are_counted_once() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    shares, counted = [], []
+    for rank in range(4):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
+            with loop.session(NoState(), steps=1, global_batch=8, mesh=mesh) as session:
+                [batch] = session.batches(np.arange(8))
+                assert session.weight == 1.0
+                shares.append(batch.tolist())
+                counted += session._taken[0].tolist()
+                session.step()
+        finally:
+            torch.distributed.destroy_process_group()
+    assert shares[0] == shares[1] != shares[2] == shares[3]
+    assert sorted(shares[0] + shares[2]) == sorted(counted) == [*range(8)]
+
+
+# What it reports and saves
+
+
+class Recorder:
+    """Stands where Ray Train is: keeps the metrics of each report, and the weights that were uploaded with it."""
+
+    CheckpointUploadMode = SimpleNamespace(ASYNC=None, SYNC=None)
+    Checkpoint = SimpleNamespace(from_directory=str)
+
+    def __init__(self, session: loop.Session) -> None:
+        self.reports: list[tuple[dict[str, Any], float | None]] = []
+        session._ray = self
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, **how: Any) -> None:
+        upload = how["checkpoint_upload_fn"]
+        self.reports.append((metrics, upload(checkpoint, "") if upload else None))
+
+    def get_context(self) -> Any:
+        return SimpleNamespace(get_storage=lambda: self)
+
+    def persist_current_checkpoint(self, folder: str, name: str) -> float:
+        with np.load(f"{folder}/arrays.npz") as saved:
+            return float(saved["weights"])
+
+    @property
+    def scored(self) -> list[tuple[float, float]]:
+        """Score and weights of each checkpoint that has a score."""
+        return [(one["val_loss"], of) for one, of in self.reports if of is not None and "val_loss" in one]
+
+
+@pytest.fixture
+def scored_run() -> Iterator[None]:
+    with loop.use_run_context(loop.RunContext("run", "id", 1, "/", "/run", score_attribute="val_loss")):
+        yield
+
+
+def _train(evaluate: Any, **options: Any) -> Recorder:
+    """Train 100 steps whose weights are the number of the step; ``evaluate`` returns the metrics of one."""
+    state = loop.ArrayState(weights=0.0)
+    with loop.session(state, steps=100, global_batch=4, **options) as session:
+        recorder = Recorder(session)
+        for _ in session.batches(np.arange(40)):
+            state.weights += 1
+            session.step({"loss": float(state.weights), **evaluate(int(state.weights))})
+    return recorder
+
+
+@pytest.mark.parametrize("save_every", [12, "auto"])
+@pytest.mark.usefixtures("scored_run")
+def test_a_score_is_that_of_the_checkpoints_own_weights(save_every: Any) -> None:
+    def evaluate(step: int) -> dict[str, float]:
+        return {"val_loss": abs(step - 30) / 100 + 0.1} if step % 10 == 0 else {}
+
+    recorder = _train(evaluate, save_every=save_every)
+    assert [weights for _, weights in recorder.scored] == [*range(10, 101, 10)]
+    assert all(score == abs(weights - 30) / 100 + 0.1 for score, weights in recorder.scored)
+    assert min(recorder.scored) == (0.1, 30.0)
+    saved = [weights for _, weights in recorder.reports if weights is not None]
+    assert saved == sorted({*range(10, 101, 10)} | ({*range(12, 101, 12)} if save_every == 12 else set()))
+
+
+@pytest.mark.usefixtures("scored_run")
+def test_a_score_of_each_step_saves_nothing_and_counts_where_a_step_is_saved() -> None:
+    recorder = _train(lambda step: {"val_loss": 1.0 / step}, save_every=30, means=["loss", "val_loss"])
+    assert recorder.scored == [(1.0 / step, step) for step in (30, 60, 90, 100)]
+
+
+@pytest.mark.usefixtures("scored_run")
+def test_a_score_that_saves_nothing_is_reported_at_its_step_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = _train(lambda step: {"val_loss": 0.5} if step % 40 == 0 else {}, save_every=30, save_scored=False)
+    assert recorder.scored == []
+    assert [one["step"] for one, _ in recorder.reports if "val_loss" in one] == [40, 80]
+    assert "val_loss of step 40 ranks no checkpoint: save_scored=False" in caplog.text
+
+
+def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
+    def evaluate(step: int) -> dict[str, Any]:
+        return {"rate": torch.tensor(0.1 * step), "count": step, "accuracy": step / 100, "phase": f"of {step}"}
+
+    recorder = _train(evaluate, save_every=50, means=["accuracy"])
+    [(first, weights)] = [one for one in recorder.reports if one[1] == 50.0]
+    assert weights == first["loss"] == first["count"] == first["step"] == 50
+    assert first["rate"] == pytest.approx(5.0)
+    assert first["phase"] == "of 50"
+    since = recorder.reports[0][0]["step"]  # the first report
+    assert first["accuracy"] == pytest.approx((since + 1 + 50) / 2 / 100)
+    with pytest.raises(ValueError, match=r"such as means=\['loss'\]"):
+        loop.Session(NoState(), steps=1, global_batch=1, means="loss")
+
+
+@pytest.mark.parametrize("calls_save", [True, False])
+@pytest.mark.usefixtures("scored_run")
+def test_an_evaluation_after_a_step_belongs_to_it_and_comes_before_its_save(calls_save: bool) -> None:
+    state, events = loop.ArrayState(weights=0.0), list[str]()
+    with loop.session(state, steps=20, global_batch=4, save_every=5) as session:
+        recorder = Recorder(session)
+        for _ in session.batches(np.arange(40)):
+            state.weights += 1
+            session.step({"loss": 0.0}, save=not calls_save and session.done == 6)
+            if session.done % 5 == 0:
+                events.append(f"evaluated {session.done}, saved {sum(of is not None for _, of in recorder.reports)}")
+                if calls_save:
+                    session.save({"val_loss": 0.1 * session.done})
+    kept = [int(of) for _, of in recorder.reports if of is not None]
+    assert kept == ([5, 10, 15, 20] if calls_save else [5, 7, 10, 15, 20])
+    assert events[0] == "evaluated 5, saved 0", "a kill in between loses no evaluation: the step is done again"
+    assert recorder.scored == ([(0.1 * step, step) for step in (5, 10, 15, 20)] if calls_save else [])
 
 
 # What it refuses
@@ -268,6 +417,7 @@ def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_succes
             state.weights += 1
             session.step({"loss": None if session.done == 2 else torch.tensor(session.done, dtype=torch.float16)})
             if session.done == 2:
+                session.save()
                 (_, checkpoint, upload) = reports[-1]
                 state.weights += 10
                 with pytest.raises(OSError, match="SLOW_DOWN"):
