@@ -10,12 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
+from prefect_elastic_train import TrainingResult, loop
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.samples import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
-from tests.support.processes import FlowProcess, Start, read_ledger
-from tests.support.session_loops import jax_loop, problems, same_weights, torch_loop
+from tests.support.processes import FlowProcess, Start, commits, read_ledger
+from tests.support.session_loops import jax_loop, problems, same_weights, score_of, torch_loop
 
 STEPS = 800
 
@@ -23,8 +24,8 @@ STEPS = 800
 class Training:
     """A training with a session, slow until it is let go."""
 
-    def __init__(self, start: Start, cluster: ElasticCluster, folder: Path, loop: str, **config: Any) -> None:
-        self._loop = {"torch_loop": torch_loop, "jax_loop": jax_loop}[loop]
+    def __init__(self, start: Start, cluster: ElasticCluster, folder: Path, name: str, **config: Any) -> None:
+        self._loop = {"torch_loop": torch_loop, "jax_loop": jax_loop}[name]
         self.ledger, self.weights, self._slow = (folder / name for name in ("ledger.jsonl", "weights.npz", "slow"))
         self._slow.touch()
         self.config = {"length": 200, "global_batch": 20, "save_every": 25, **config}
@@ -34,9 +35,9 @@ class Training:
         files = {"ledger": str(self.ledger), "weights": str(self.weights), "slow": str(self._slow), "sleep": 0.1}
         resources = {"accelerator": "gpu", "resources_per_worker": {"GPU": 1}, "max_workers": 4, "standby": "auto"}
         self.flow: FlowProcess = start(
-            loop=f"tests.support.session_loops:{loop}",
-            framework=loop.partition("_")[0],
-            torch_backend="gloo" if loop == "torch_loop" else None,  # the GPUs are pretended ones
+            loop=f"tests.support.session_loops:{name}",
+            framework=name.partition("_")[0],
+            torch_backend="gloo" if name == "torch_loop" else None,  # the GPUs are pretended ones
             config={**self.config, **files},
             scaling={**resources, "resize_check_interval_seconds": 1, "stability_delay_seconds": 1},
             failures={**dict.fromkeys(("driver_restarts", "max_attempts_without_progress"), 10), "max_failures": -1},
@@ -102,12 +103,12 @@ def test_every_sample_counts_once_whatever_the_number_of_workers_and_whoever_die
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("loop", "config"), [("torch_loop", {"fsdp": True}), ("jax_loop", {})])
+@pytest.mark.parametrize(("name", "config"), [("torch_loop", {"fsdp": True}), ("jax_loop", {})])
 def test_shards_of_two_workers_go_on_with_one_and_with_two_again(
-    start: Start, cluster: ElasticCluster, tmp_path: Path, loop: str, config: dict[str, Any]
+    start: Start, cluster: ElasticCluster, tmp_path: Path, name: str, config: dict[str, Any]
 ) -> None:
     nodes = [cluster.add_gpu(), cluster.add_gpu()]
-    training = Training(start, cluster, tmp_path, loop, **config)
+    training = Training(start, cluster, tmp_path, name, **config)
     lost = training.wait_for_group(2)[1]["node"]
     assert lost in nodes
     cluster.remove(lost)
@@ -116,3 +117,29 @@ def test_shards_of_two_workers_go_on_with_one_and_with_two_again(
     training.wait_for_group(2)
     result = training.end()
     assert [change["size"] for change in result["world_sizes"]] == [2, 1, 2]
+
+
+def test_scores_are_those_of_their_checkpoints_weights_and_a_killed_evaluation_is_done_again(
+    start: Start, ledger: str
+) -> None:
+    config = {"steps": 100, "save_every": 12, "ledger": ledger, "dies": [[30, 0], [60, 0]]}
+    policy = {"score_attribute": "val_loss", "score_order": "min"}
+    flow = start(
+        loop="tests.support.session_loops:evaluating_loop", framework="none", config=config, checkpoints=policy
+    )
+    result = TrainingResult.model_validate(flow.completed(180))
+    assert result.worker_failures == 2
+    table = result.metrics_dataframe().dropna(subset="val_loss")
+    assert sorted(set(table["step"])) == [*range(10, 101, 10)], "no evaluation is lost"
+    [newest] = commits(flow.run)[-1:]
+    found = {}
+    for made in newest["snapshot"]["checkpoint_results"]:
+        weights = loop.ArrayState(weights=0.0)
+        weights.read(flow.run / made["checkpoint_dir_name"])
+        found[float(weights.weights)] = made["metrics"].get("val_loss")
+    assert found == {
+        step: score_of(step) if step % 10 == 0 else None for step in {*range(10, 101, 10), *range(12, 100, 12)}
+    }
+    with result.checkpoint_directory(best=True) as folder:
+        weights.read(folder)
+    assert weights.weights == 30

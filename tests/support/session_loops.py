@@ -205,3 +205,28 @@ def misusing_loop(config: dict[str, Any]) -> None:
     told("all as before", lambda: train(steps=5))
     told("a second session", lambda: train(again=True))
     train(steps=9, until=7 if rank else 100)
+
+
+def score_of(weights: float) -> float:
+    """The score that an evaluation finds: the best one is of step 30."""
+    return abs(weights - 30) / 100 + 0.1
+
+
+def evaluating_loop(config: dict[str, Any]) -> None:
+    """Train weights that are the number of their step, and evaluate them after each tenth step.
+
+    Config: ``steps``; ``save_every``; ``dies`` (pairs of step and rank that dies while it evaluates, once); ``ledger``.
+    """
+    import ray.train
+
+    where = {"rank": ray.train.get_context().get_world_rank()}
+    state = loop.ArrayState(weights=0.0)
+    with loop.session(state, steps=config["steps"], global_batch=4, save_every=config["save_every"]) as session:
+        for _ in session.batches(np.arange(40)):
+            state.weights += 1
+            time.sleep(0.02)
+            session.step({"loss": 1.0})
+            write_ledger(config["ledger"], **where, step=session.done)
+            if session.done % 10 == 0:
+                _disturb(config, where, session.done)
+                session.save({"val_loss": score_of(float(state.weights))})
