@@ -24,15 +24,14 @@ class Mixture:
             raise ValueError(f"Mixture of {len(datasets)} datasets: give each a weight above 0, not {list(weights)}")
         self.datasets, self._lengths = list(datasets), [length_of(one) for one in datasets]
         times = max(length / weight for length, weight in zip(self._lengths, weights, strict=True))
-        self._ends = np.cumsum([max(1, round(weight * times)) for weight in weights])
+        self._begins = np.cumsum([0, *(max(1, round(weight * times)) for weight in weights)])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._begins[-1])
 
     def __getitem__(self, index: int) -> Any:
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        inside = (index - int(self._ends[which - 1] if which else 0)) % self._lengths[which]
-        return _read(self.datasets[which], int(inside))
+        which = np.searchsorted(self._begins, index, side="right") - 1
+        return _read(self.datasets[which], int(index - self._begins[which]) % self._lengths[which])
 
 
 def length_of(dataset: Any) -> int:
@@ -49,18 +48,15 @@ def length_of(dataset: Any) -> int:
         return lengths.pop()
     kind = type(dataset).__name__
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        if hasattr(dataset, "dataset"):
-            raise TypeError(f"{kind} is a loader: give loader.dataset, and options such as num_workers to batches()")
         raise TypeError(
-            f"{kind} has no __len__ and __getitem__: in Ray Data's shards and other streams no "
-            "position is found again. Load the samples by their index (Parquet files by memory map, for instance), or "
-            "keep to ray.train.get_dataset_shard and accept that a restart begins its epoch again"
+            f"{kind} has no __len__ and __getitem__ (of a DataLoader, give loader.dataset): in Ray Data's shards and "
+            "other streams no position is found again. Load the samples by their index (Parquet files by memory map, "
+            "for instance), or keep to ray.train.get_dataset_shard and accept that a restart begins its epoch again"
         )
-    inner = getattr(dataset, "dataset", None) if kind == "Subset" else dataset
-    is_labelled = hasattr(inner, "iloc") and inner is not dataset  # a torch Subset indexes it with []
-    if is_labelled or hasattr(inner, "nnz") or isinstance(inner, Mapping | str):
-        what = f"the samples of {type(inner).__name__} in {kind}" if is_labelled else f"the samples of {kind}"
-        raise TypeError(f"{what} are not read by position: give an array (.to_numpy(), .toarray()) or a list of them")
+    is_labelled = kind == "Subset" and hasattr(dataset.dataset, "iloc")  # torch indexes that with []
+    if is_labelled or hasattr(dataset, "nnz") or isinstance(dataset, Mapping | str):
+        what = f"the samples of {kind} are not read by position"
+        raise TypeError(f"{what}: give an array of them (such as .to_numpy() or .toarray() returns) or a list")
     return len(dataset)
 
 
@@ -83,30 +79,29 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
             yield samples, _read(dataset, samples)
 
 
-def _read(dataset: Any, at: int | Indices) -> Any:
+def _read(dataset: Any, at: Any) -> Any:
     """Return the sample at a position, or the batch of those at several; labels such as those of pandas are ignored."""
     if isinstance(dataset, Mapping):
         return {name: _read(part, at) for name, part in dataset.items()}
     if isinstance(dataset, tuple):
         return tuple(_read(part, at) for part in dataset)
-    library = type(dataset).__module__.partition(".")[0]
+    is_one, library = isinstance(at, int), type(dataset).__module__.partition(".")[0]
     if library == "pyarrow":  # where [] takes columns of a table
-        return dataset.take([at]).to_pylist()[0] if isinstance(at, int) else dataset.take(at)
+        return dataset.take([at]).to_pylist()[0] if is_one else dataset.take(at)
     if hasattr(dataset, "iloc"):  # pandas and the like, where [] takes labels. Parts of a batch must not meet by them.
-        return dataset.iloc[at] if isinstance(at, int) else dataset.iloc[at].reset_index(drop=True)
-    if isinstance(at, int) or library == "polars" or hasattr(dataset, "__dlpack__"):  # an array in memory
+        return dataset.iloc[at] if is_one else dataset.iloc[at].reset_index(drop=True)
+    if is_one or library == "polars" or hasattr(dataset, "__dlpack__"):  # an array in memory
         return dataset[at]
     return _stack([dataset[index] for index in at.tolist()])
 
 
-def _stack(items: list[Any]) -> Any:
+def _stack(items: Sequence[Any]) -> Any:
     if isinstance(items[0], Mapping):
         return {name: _stack([item[name] for item in items]) for name in items[0]}
     if isinstance(items[0], tuple):
-        return tuple(_stack(list(parts)) for parts in zip(*items, strict=True))
-    torch = sys.modules.get("torch")
-    if torch is not None and any(isinstance(item, torch.Tensor) for item in items):
-        return torch.stack([torch.as_tensor(item) for item in items])
+        return tuple(_stack(parts) for parts in zip(*items, strict=True))
+    if hasattr(items[0], "detach"):  # a tensor
+        return sys.modules["torch"].stack(items)
     is_masked = any(isinstance(item, np.ma.MaskedArray) for item in items)
     return np.ma.stack(items) if is_masked else np.stack([np.asarray(item) for item in items])
 

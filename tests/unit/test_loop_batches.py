@@ -136,8 +136,11 @@ def test_a_mixtures_masked_samples_stay_masked() -> None:
         (({5: 1.0, 0: 2.0}, X[:2]), "the samples of dict are not read by position"),
         ("text", "the samples of str are not read by position"),
         (sparse.csr_array(np.eye(3)), r"the samples of csr_array are not read by position.*\.toarray\(\)"),
-        (torch.utils.data.Subset(FRAME["y"], [3, 4]), r"of Series in Subset are not read by position.*\.to_numpy\(\)"),
-        (torch.utils.data.DataLoader(Own(X)), r"DataLoader is a loader: give loader\.dataset"),
+        (
+            torch.utils.data.Subset(FRAME["y"], [3, 4]),
+            r"the samples of Subset are not read by position.*\.to_numpy\(\)",
+        ),
+        (torch.utils.data.DataLoader(Own(X)), r"DataLoader has no .* \(of a DataLoader, give loader\.dataset\)"),
         (({"x": X, "y": X}, X[:2]), r"one length, not \[2, 10\]"),
     ],
 )
