@@ -94,7 +94,10 @@ def verify_runs(
     runs: RunArguments = None,
     as_json: Json = False,
     samples: Annotated[
-        bool, typer.Option("--samples", help="Also whether each step saw exactly its samples; of loops with a session.")
+        bool,
+        typer.Option(
+            "--samples", help="Also check the indices of the samples that each step saw; of loops with a session."
+        ),
     ] = False,
 ) -> None:
     """Check checkpoints and records, and say what a resume would do. Writes nothing.

@@ -1,10 +1,10 @@
-"""Loading the samples of each step: by torch's ``DataLoader`` for its datasets, else by their indices."""
+"""Loading the samples of each step by their positions: with torch's ``DataLoader``, or without."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,68 +24,86 @@ class Mixture:
             raise ValueError(f"Mixture of {len(datasets)} datasets: give each a weight above 0, not {list(weights)}")
         self.datasets, self._lengths = list(datasets), [length_of(one) for one in datasets]
         times = max(length / weight for length, weight in zip(self._lengths, weights, strict=True))
-        self._ends = np.cumsum([max(1, round(weight * times)) for weight in weights])
+        self._begins = np.cumsum([0, *(max(1, round(weight * times)) for weight in weights)])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._begins[-1])
 
     def __getitem__(self, index: int) -> Any:
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        inside = (index - int(self._ends[which - 1] if which else 0)) % self._lengths[which]
-        dataset = self.datasets[which]
-        if isinstance(dataset, dict):
-            return {name: part[inside] for name, part in dataset.items()}
-        return tuple(part[inside] for part in dataset) if isinstance(dataset, tuple) else dataset[inside]
+        which = np.searchsorted(self._begins, index, side="right") - 1
+        return _read(self.datasets[which], int(index - self._begins[which]) % self._lengths[which])
 
 
 def length_of(dataset: Any) -> int:
-    """Return how many samples a dataset has; a TypeError if it is a stream."""
-    parts = dataset.values() if isinstance(dataset, dict) else dataset if isinstance(dataset, tuple) else [dataset]
-    if not all(hasattr(part, "__len__") and hasattr(part, "__getitem__") for part in parts):
+    """Return the number of samples of a dataset.
+
+    Raises:
+        TypeError: Its samples cannot be read by their positions, as those of a stream; or its parts differ in length.
+    """
+    has_columns = isinstance(dataset, Mapping) and all(isinstance(name, str) for name in dataset)
+    if has_columns or isinstance(dataset, tuple):
+        lengths = {length_of(part) for part in (dataset.values() if has_columns else dataset)}
+        if len(lengths) != 1:
+            raise TypeError(f"the arrays of a dataset have one length, not {sorted(lengths)}")
+        return lengths.pop()
+    kind = type(dataset).__name__
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
-            f"{type(dataset).__name__} has no __len__ and __getitem__: in Ray Data's shards and other streams no "
-            "position is found again. Load the samples by their index (Parquet files by memory map, for instance), or "
-            "keep to ray.train.get_dataset_shard and accept that a restart begins its epoch again"
+            f"{kind} has no __len__ and __getitem__ (of a DataLoader, give loader.dataset): in Ray Data's shards and "
+            "other streams no position is found again. Load the samples by their index (Parquet files by memory map, "
+            "for instance), or keep to ray.train.get_dataset_shard and accept that a restart begins its epoch again"
         )
-    if len(lengths := {len(part) for part in parts}) != 1:
-        raise TypeError(f"the arrays of a dataset have one length, not {sorted(lengths)}")
-    return lengths.pop()
+    is_labelled = kind == "Subset" and hasattr(dataset.dataset, "iloc")  # torch indexes that with []
+    if is_labelled or hasattr(dataset, "nnz") or isinstance(dataset, Mapping | str):
+        what = f"the samples of {kind} are not read by position"
+        raise TypeError(f"{what}: give an array of them (such as .to_numpy() or .toarray() returns) or a list")
+    return len(dataset)
 
 
 def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterator[tuple[Indices, Any]]:
     """Yield the samples that were loaded for each batch, and the batch of them."""
     torch = sys.modules.get("torch")
-    first = dataset.datasets[0] if isinstance(dataset, Mixture) else dataset
-    if torch is not None and isinstance(first, torch.utils.data.Dataset):
-        indexed = _Indexed(dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
+    parts = dataset.datasets if isinstance(dataset, Mixture) else [dataset]
+    if torch is not None and (options or any(isinstance(part, torch.utils.data.Dataset) for part in parts)):
         # Its workers' seed is not drawn from the loop's generator, whose state would then depend on restarts.
         seeds = np.random.SeedSequence([sampler.order.seed % 2**64, sampler.steps.start, sampler.rank])
         options = {"generator": torch.Generator().manual_seed(int(seeds.generate_state(1)[0])), **options}
+        indexed = _Indexed(dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
         own = {"batch_sampler": sampler, "collate_fn": indexed.collate, "in_order": True}
         yield from torch.utils.data.DataLoader(indexed, **own, **options)
     elif options:
         what = f"batches({type(dataset).__name__}, {next(iter(options))}=...)"
-        raise TypeError(f"{what}: options are those of torch's DataLoader, which loads a torch.utils.data.Dataset")
+        raise TypeError(f"{what}: options are those of torch's DataLoader; import torch to use them")
     else:
         for samples in sampler.arrays():
-            yield samples, _take(dataset, samples)
+            yield samples, _read(dataset, samples)
 
 
-def _take(dataset: Any, samples: Indices) -> Any:
-    """Return samples of arrays, of a tuple or dict of arrays, or of a sequence, stacked."""
-    if isinstance(dataset, dict):
-        return {name: _take(part, samples) for name, part in dataset.items()}
+def _read(dataset: Any, at: Any) -> Any:
+    """Return the sample at a position, or the batch of those at several; labels such as those of pandas are ignored."""
+    if isinstance(dataset, Mapping):
+        return {name: _read(part, at) for name, part in dataset.items()}
     if isinstance(dataset, tuple):
-        return tuple(_take(part, samples) for part in dataset)
-    return dataset[samples] if hasattr(dataset, "shape") else _stack([dataset[int(index)] for index in samples])
+        return tuple(_read(part, at) for part in dataset)
+    is_one, library = isinstance(at, int), type(dataset).__module__.partition(".")[0]
+    if library == "pyarrow":  # where [] takes columns of a table
+        return dataset.take([at]).to_pylist()[0] if is_one else dataset.take(at)
+    if hasattr(dataset, "iloc"):  # pandas and the like, where [] takes labels. Parts of a batch must not meet by them.
+        return dataset.iloc[at] if is_one else dataset.iloc[at].reset_index(drop=True)
+    if is_one or library == "polars" or hasattr(dataset, "__dlpack__"):  # an array in memory
+        return dataset[at]
+    return _stack([dataset[index] for index in at.tolist()])
 
 
-def _stack(items: list[Any]) -> Any:
-    if isinstance(items[0], dict):
+def _stack(items: Sequence[Any]) -> Any:
+    if isinstance(items[0], Mapping):
         return {name: _stack([item[name] for item in items]) for name in items[0]}
     if isinstance(items[0], tuple):
-        return tuple(_stack(list(parts)) for parts in zip(*items, strict=True))
-    return np.stack([np.asarray(item) for item in items])
+        return tuple(_stack(parts) for parts in zip(*items, strict=True))
+    if hasattr(items[0], "detach"):  # a tensor
+        return sys.modules["torch"].stack(items)
+    is_masked = any(isinstance(item, np.ma.MaskedArray) for item in items)
+    return np.ma.stack(items) if is_masked else np.stack([np.asarray(item) for item in items])
 
 
 class _Indexed:
@@ -95,7 +113,7 @@ class _Indexed:
         self._dataset, self._collate = dataset, collate
 
     def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, self._dataset[index]
+        return index, _read(self._dataset, index)
 
     def collate(self, items: list[tuple[int, Any]]) -> tuple[Indices, Any]:
         return np.array([index for index, _ in items], dtype=np.int64), self._collate([item for _, item in items])

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, shapes
+from prefect_elastic_train.loop.state import ArrayState, StateMismatchError, restored, shapes
 
 _FOLDER = "jax"  # of Orbax's files in a checkpoint
 
@@ -30,24 +30,17 @@ class JaxState(ArrayState):
     ``JaxState(params=params, key=jax.random.key(0))`` has ``params`` and ``key``. Leaves are arrays of JAX and
     numpy, keys of ``jax.random``, and numbers. Each process writes with `Orbax` the shards that are its own; of what is
     not sharded over the processes, it is the first one's value that is kept. A checkpoint is read at any number of
-    processes, into the shardings, types and dtypes that the attributes have then.
+    processes, into the shardings and types that the attributes have then. Dtypes are those that were saved, but for
+    JAX arrays of floating point: these get the dtype that the attributes have then.
 
     Raises:
         ValueError: A leaf is of another type, or an empty array; or a part has a method's name.
     """
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        for name, leaf in self._leaves().items():
-            if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) or not np.size(leaf):
-                what = f"JaxState: {'.'.join(name)} is {leaf!r:.40}"
-                raise ValueError(f"{what}; give numbers, keys and arrays with elements")
-
     def stage(self, directory: str) -> Callable[[], None]:
         """Begin to write this process's shards from a copy in main memory, and return what waits until that is done."""
         (folder := epath.Path(directory, _FOLDER)).mkdir()
-        values = {name: _data(leaf) for name, leaf in self._leaves().items()}
-        tree = {name: value if _is_shared(value) else np.asarray(value) for name, value in values.items()}
+        tree = {name: one if _is_shared(one) else np.asarray(one) for name, one in self._copies().items()}
         args = ocp.args.PyTreeSave(ocp.tree.from_flat_dict(tree))
         # The handler and not a Checkpointer, whose barriers are collectives that would meet the training's.
         writing = asyncio.run(_handler().async_save(folder, args=args))
@@ -57,8 +50,7 @@ class JaxState(ArrayState):
         """Put a state back that was written by all processes, of however many there were; see :class:`ArrayState`."""
         if not (parts := Path(directory, _FOLDER)).is_dir():
             raise StateMismatchError(f"{directory} has no folder {_FOLDER}: is it the checkpoint of another framework?")
-        leaves = self._leaves()
-        here = {name: _data(leaf) for name, leaf in leaves.items()}
+        leaves, here = self._leaves(), self._copies()
         with tempfile.TemporaryDirectory(prefix="loop-jax-") as whole:
             # Orbax's last step of saving, which makes one store of those of the processes: in links, as the
             # checkpoint itself is left as it is, and others read it at the same time.
@@ -73,6 +65,16 @@ class JaxState(ArrayState):
             values = ocp.tree.to_flat_dict(handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted)))
         restored = [_like(leaf, values[name]) for name, leaf in leaves.items()]
         vars(self).update(jax.tree.unflatten(jax.tree.structure(vars(self)), restored))
+
+    def _copies(self) -> dict[Any, Any]:
+        """Return the data of each leaf; a ValueError if one cannot be restored exactly."""
+        leaves = self._leaves()
+        for name, leaf in leaves.items():
+            is_number = isinstance(leaf, jax.Array | np.generic | int | float | complex)
+            if not (is_number or type(leaf) is np.ndarray) or not np.size(leaf):
+                what = f"JaxState: {'.'.join(name)} is {leaf!r:.40} ({type(leaf).__name__})"
+                raise ValueError(f"{what}; give numbers, keys and arrays with elements")
+        return {name: _data(leaf) for name, leaf in leaves.items()}
 
     def _leaves(self) -> dict[tuple[str, ...], Any]:
         paths = jax.tree.leaves_with_path(vars(self))
@@ -99,9 +101,10 @@ def _is_shared(data: Any) -> bool:
 
 def _restore_args(data: Any) -> Any:
     # What is not committed to a device must not be so afterwards: a jitted function would refuse it beside others.
+    dtype = data.dtype if isinstance(data, jax.Array) and jax.dtypes.issubdtype(data.dtype, np.inexact) else None
     if _is_shared(data) and data.committed:
-        return ocp.ArrayRestoreArgs(sharding=data.sharding, dtype=data.dtype)
-    return ocp.RestoreArgs(restore_type=np.ndarray, dtype=getattr(data, "dtype", None))
+        return ocp.ArrayRestoreArgs(sharding=data.sharding, dtype=dtype)
+    return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
 
 
 def _like(leaf: Any, value: Any) -> Any:
@@ -110,4 +113,4 @@ def _like(leaf: Any, value: Any) -> Any:
         return jax.random.wrap_key_data(_like(data, value), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
         return jax.device_put(value, leaf.sharding if leaf.committed else None)
-    return value if isinstance(leaf, np.ndarray) else type(leaf)(value.item())
+    return restored(leaf, value)

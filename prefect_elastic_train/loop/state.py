@@ -48,16 +48,22 @@ class State(Protocol):
 
 
 def random_state() -> str:
-    """Return the states of python's, numpy's and torch's random generators in this process, as JSON."""
+    """Return the states of python's, numpy's and torch's global random generators in this process, as JSON.
+
+    The states of GPUs begin with that of the current device, which has another index after a restart elsewhere.
+    Generators that a loop makes itself (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not
+    among them: seed those with the seed and ``session.done``, or keep their states in the session's state.
+    """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
         of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # else it would be by that
-        state |= {"torch": torch.get_rng_state(), "cuda": of_devices}
+        current = torch.cuda.current_device() if of_devices else 0
+        state |= {"torch": torch.get_rng_state(), "cuda": of_devices[current:] + of_devices[:current]}
     return json.dumps(state, default=lambda array: array.tolist())
 
 
 def restore_random_state(saved: str) -> None:
-    """Put random states back that :func:`random_state` returned."""
+    """Put random states back that :func:`random_state` returned; those of GPUs from the current device on."""
     state = json.loads(saved)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -65,8 +71,10 @@ def restore_random_state(saved: str) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and "torch" in state:
         torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-        of_devices = state["cuda"][: torch.cuda.device_count()]
-        torch.cuda.set_rng_state_all([torch.tensor(one, dtype=torch.uint8) for one in of_devices])
+        count = torch.cuda.device_count()
+        current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        for distance, one in enumerate(state["cuda"][:count]):
+            torch.cuda.set_rng_state(torch.tensor(one, dtype=torch.uint8), (current + distance) % count)
 
 
 def seed_everything(*key: int) -> None:
@@ -84,15 +92,20 @@ def rank_file(directory: str | Path, rank: int) -> Path:
 
 
 class ArrayState(State):
-    """What a loop of numpy needs to go on: arrays and numbers, the same on all ranks.
+    """The state of a loop of numpy: arrays, masked arrays, numbers, texts and tensors, the same on all ranks.
 
-    Each is an attribute that the loop reads and sets: ``ArrayState(weights=np.zeros(3))`` has ``weights``.
+    Each is an attribute that the loop reads and sets: ``ArrayState(weights=np.zeros(3))`` has ``weights``. It is
+    restored with the values and the dtype that were saved, a tensor in place.
+
+    Raises:
+        ValueError: A part is of a type that would not be restored exactly, or has a method's name.
     """
 
     def __init__(self, **parts: Any) -> None:
         if taken := [name for name in parts if hasattr(type(self), name)]:
             raise ValueError(f"{type(self).__name__}({taken[0]}=...): this is a method's name; give the part another")
         vars(self).update(parts)
+        self._copies()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no {name}, only {', '.join(vars(self))}: give all at first")
@@ -102,10 +115,20 @@ class ArrayState(State):
 
     def stage(self, directory: str) -> Callable[[], None]:
         """Copy the arrays, and return what writes them into a directory."""
-        copies: dict[str, Any] = {name: np.array(value) for name, value in vars(self).items()}
-        if others := [name for name, copy in copies.items() if copy.dtype == object]:
-            raise ValueError(f"{type(self).__name__}: {', '.join(others)} must be arrays or numbers, each of its own")
+        copies = self._copies()
         return lambda: np.savez(Path(directory, "arrays.npz"), **copies)
+
+    def _copies(self) -> dict[Any, Any]:
+        """Return a copy of each part; a ValueError if one cannot be restored exactly."""
+        copies: dict[Any, Any] = {}
+        for name, part in vars(self).items():
+            try:
+                copies[name] = _copy(part)
+            except (TypeError, ValueError) as error:
+                what = f"{type(self).__name__}({name}={type(part).__name__}) would not be restored exactly: {error}"
+                others = "modules and optimizers belong into a TorchState, and arrays of JAX into a JaxState"
+                raise ValueError(f"{what}. Give arrays of numpy and numbers, each of its own; {others}") from None
+        return copies
 
     def read(self, directory: str | Path, only_these: bool = False) -> None:
         """Put the arrays back, or raise a :class:`StateMismatchError`; there may be others too if ``only_these``."""
@@ -113,7 +136,30 @@ class ArrayState(State):
             there = {name: saved[name] for name in saved if not only_these or name in vars(self)}
         StateMismatchError.check(shapes(vars(self)), shapes(there))
         for name, one in vars(self).items():
-            vars(self)[name] = there[name] if isinstance(one, np.ndarray) else type(one)(there[name])
+            vars(self)[name] = restored(one, there[name])
+
+
+def _copy(part: Any) -> Any:
+    """Return a copy as an array; a TypeError or ValueError if the part cannot be made of that again."""
+    part = part.detach().cpu().numpy() if hasattr(part, "detach") else part
+    copy = part.toflex() if isinstance(part, np.ma.MaskedArray) else np.array(part)
+    is_foreign = copy.dtype.hasobject or copy.dtype.isbuiltin == 2  # registered by another library, such as bfloat16
+    if is_foreign or type(restored(part, copy)) is not type(part):
+        raise TypeError(f"numpy keeps it as an array of {copy.dtype}")
+    return copy
+
+
+def restored(part: Any, saved: Any) -> Any:
+    """Return a saved array as what the part is; a tensor itself, since an optimizer may hold it."""
+    if hasattr(part, "detach"):
+        part.data = sys.modules["torch"].as_tensor(saved, device=part.device)
+        return part
+    if saved.dtype.names == ("_data", "_mask"):
+        fill_value = getattr(part, "fill_value", None)
+        return np.ma.MaskedArray(saved["_data"], saved["_mask"], copy=True, fill_value=fill_value)
+    if isinstance(part, np.ndarray):
+        return saved
+    return saved[()] if isinstance(part, np.generic) else saved.item()
 
 
 def shapes(values: Mapping[str, Any]) -> dict[str, Any]:

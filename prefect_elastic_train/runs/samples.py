@@ -1,4 +1,7 @@
-"""Whether the steps of a run have seen exactly their samples, by the digests that its checkpoints carry."""
+"""Check the samples that the steps of a run have seen: their indices, by the digests that its checkpoints carry.
+
+What the dataset returned for an index is not known.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class SampleCheck(BaseModel, frozen=True):
             return self.unknown
         seen = f"steps {self.began_at} to {self.steps - 1} saw {self.samples:,} samples"
         if self.exact and not self.wrong:
-            return f"{seen}: exactly theirs"
+            return f"{seen}: exactly theirs, by index"
         known = ", ".join(map(str, self.wrong[:_TOLD_STEPS])) + (", ..." if len(self.wrong) > _TOLD_STEPS else "")
         where = f"steps {known}" if self.wrong else "steps before the oldest checkpoint that is kept"
         return f"{seen}, and NOT exactly theirs: {where}"

@@ -659,7 +659,7 @@ def _of_session(step: int, since: int, spoilt: int, instead: list[int]) -> dict[
 @pytest.mark.parametrize(
     ("spoilt", "instead", "says"),
     [
-        (-1, [], "steps 0 to 19 saw 148 samples: exactly theirs"),
+        (-1, [], "steps 0 to 19 saw 148 samples: exactly theirs, by index"),
         (15, [], "saw 147 samples, and NOT exactly theirs: steps 15"),
         (15, [49], "saw 148 samples, and NOT exactly theirs: steps 15"),
         (3, [], "saw 147 samples, and NOT exactly theirs: steps before the oldest checkpoint that is kept"),

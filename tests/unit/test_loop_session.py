@@ -294,13 +294,14 @@ def test_a_loop_that_does_not_step_once_for_each_batch_is_told() -> None:
             pass
 
 
-def test_a_stream_is_refused_with_what_works_instead() -> None:
+def test_a_stream_is_refused_with_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     with loop.session(NoState(), steps=3, global_batch=2) as session:
         with pytest.raises(TypeError, match=r"no position is found again. Load the samples by their index"):
             next(session.batches(iter(range(9))))
         with pytest.raises(TypeError, match=r"one length, not \[8, 9\]"):
             next(session.batches((np.arange(8), np.arange(9))))
-        with pytest.raises(TypeError, match="options are those of torch's DataLoader"):
+        monkeypatch.delitem(sys.modules, "torch")
+        with pytest.raises(TypeError, match="options are those of torch's DataLoader; import torch to use them"):
             next(session.batches(np.arange(8), num_workers=2))
 
 

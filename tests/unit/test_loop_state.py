@@ -1,0 +1,237 @@
+"""Parts of a state come back as what they were; random states come back to where a rank computes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from prefect_elastic_train import loop
+from prefect_elastic_train.loop.state import random_state, restore_random_state
+
+
+def _again(state: type, directory: Path, saved: Any, then: Any) -> Any:
+    """A part that was saved, in a state that has another value at its place."""
+    state(part=saved).stage(str(directory))()
+    after = state(part=then)
+    after.read(str(directory))
+    return after.part
+
+
+NUMBERS = [
+    True,
+    2**53 + 1,
+    2**63 + 5,
+    0.1,
+    1 + 2j,
+    np.float16(0.1),
+    np.float32(0.1),
+    np.float64(0.1),
+    np.bool_(True),
+    np.int64(2**53 + 1),
+    np.uint64(2**63 + 5),
+    np.complex64(1 + 2j),
+]
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, np.longdouble(1) / 3, "text"], ids=repr)
+def test_numbers_come_back_as_what_they_were(value: Any, tmp_path: Path) -> None:
+    after = _again(loop.ArrayState, tmp_path, value, type(value)("" if isinstance(value, str) else 0))
+    assert (type(after), after) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([0.1]),
+        np.array(0.1),
+        np.array([0.1], dtype=np.float16),
+        np.array([2**53 + 1]),
+        np.array([True, False]),
+        np.array([(1, 0.1)], dtype=[("a", "i8"), ("b", "f4")]),
+        np.array([1, 2], dtype=">i4"),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.ma.array([0.1, 2.0], mask=[False, True], fill_value=7.0),
+        np.ma.array([1, 2]),
+    ],
+    ids=repr,
+)
+def test_arrays_come_back_as_what_they_were(value: Any, tmp_path: Path) -> None:
+    after = _again(loop.ArrayState, tmp_path, value, value.copy())
+    assert (type(after), after.dtype, after.shape) == (type(value), value.dtype, value.shape)
+    assert np.ma.getdata(after).tolist() == np.ma.getdata(value).tolist()
+    assert np.ma.getmaskarray(after).tolist() == np.ma.getmaskarray(value).tolist()
+    assert after.flags.f_contiguous == value.flags.f_contiguous
+    if isinstance(value, np.ma.MaskedArray):
+        assert after.filled().tolist() == value.filled().tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "requires_grad"),
+    [(torch.float64, True), (torch.float16, False), (torch.int64, False), (torch.bool, False), (torch.complex64, True)],
+)
+def test_tensors_are_filled_in_place_and_stay_what_they_were(
+    dtype: torch.dtype, requires_grad: bool, tmp_path: Path
+) -> None:
+    value = torch.tensor([0.1, 2**53 + 1], dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
+    then = torch.zeros(2, dtype=dtype, requires_grad=requires_grad)
+    after = _again(loop.ArrayState, tmp_path, value, then)
+    assert after is then, "which an optimizer may hold"
+    assert (after.dtype, after.requires_grad, after.tolist()) == (dtype, requires_grad, value.tolist())
+    after.detach().fill_(0)  # is writable
+    parameter = _again(loop.ArrayState, tmp_path, value, torch.nn.Parameter(then.detach(), requires_grad))
+    assert (type(parameter), parameter.tolist()) == (torch.nn.Parameter, value.tolist())
+
+
+@pytest.mark.parametrize(
+    ("saved", "then"),
+    [
+        (2.5, 0),
+        (np.array([0.1]), np.zeros(1, np.float32)),
+        (np.array([0.1]), np.zeros(1, np.int64)),
+        (np.float64(0.1), np.float32(0)),
+        (torch.tensor([0.1], dtype=torch.float64), torch.zeros(1)),
+        (np.ma.array([0.1, 0.2], mask=[True, False]), np.zeros(2)),
+    ],
+    ids=repr,
+)
+def test_a_part_whose_dtype_has_changed_before_it_was_saved_keeps_what_it_was_trained_with(
+    saved: Any, then: Any, tmp_path: Path
+) -> None:
+    after = _again(loop.ArrayState, tmp_path, saved, then)
+    assert getattr(after, "dtype", type(after)) == getattr(saved, "dtype", type(saved))
+    assert repr(after) == repr(saved)
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (torch.zeros(2, dtype=torch.bfloat16), "part=Tensor.*BFloat16.*TorchState"),
+        (torch.eye(2).to_sparse(), "part=Tensor.*[Ss]parse"),
+        ([1.0, 2.0], "part=list"),
+        ([1.0], "part=list"),
+        ([[1.0], [1.0, 2.0]], "part=list"),
+        ({"a": 1}, "part=dict.*array of object"),
+        (None, "part=NoneType"),
+        (2**70, "part=int.*array of object"),
+        (np.array(["a", None]), "part=ndarray.*array of object"),
+        (np.ma.array([None, 1]), "part=MaskedArray.*O"),
+        (np.matrix([[1.0, 2.0]]), "part=matrix"),
+        (pd.Series([1.0, 2.0]), "part=Series"),
+        (np.random.default_rng(0), "part=Generator"),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_what_would_not_come_back_exactly_is_refused_by_type_at_once(part: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=rf"ArrayState\({says}"):
+        loop.ArrayState(part=part)
+    state = loop.ArrayState(part=0)
+    state.part = part
+    with pytest.raises(ValueError, match=rf"ArrayState\({says}"):
+        state.stage("nowhere")
+
+
+def test_dtypes_of_jax_that_numpy_does_not_keep_are_refused_too(tmp_path: Path) -> None:
+    jax: Any = pytest.importorskip("jax")
+    for part in (np.zeros(2, jax.numpy.bfloat16), jax.numpy.bfloat16(1), jax.numpy.zeros(2), jax.random.key(0)):
+        with pytest.raises(ValueError, match="arrays of JAX into a JaxState"):
+            loop.ArrayState(part=part)
+
+
+def test_a_jax_states_leaves_come_back_as_what_they_were(tmp_path: Path) -> None:
+    jax: Any = pytest.importorskip("jax")
+    half = jax.numpy.bfloat16
+    values = [*NUMBERS, np.array([0.1]), np.array([2**53 + 1]), np.array([1.5], half), np.zeros(1, half)[0] + half(1.5)]
+    values += [jax.numpy.ones(2, half), jax.numpy.array(True), jax.random.key(3), jax.random.PRNGKey(3)]
+    after = _again(
+        loop.JaxState, tmp_path, values, [value * 0 if value is not values[-2] else value for value in values]
+    )
+    for one, value in zip(after, values, strict=True):
+        same = one == value
+        assert (type(one), getattr(one, "dtype", ""), bool(np.all(same))) == (
+            type(value),
+            getattr(value, "dtype", ""),
+            True,
+        )
+
+
+def test_a_jax_states_dtypes_are_those_that_were_trained_with_but_for_another_precision(tmp_path: Path) -> None:
+    jax: Any = pytest.importorskip("jax")
+    jnp = jax.numpy
+    saved = {"count": 2.5, "host": np.array([0.5]), "steps": jnp.array([2.5]), "flag": True, "params": jnp.ones(2)}
+    then = {"count": 0, "host": np.array([0]), "steps": jnp.array([0]), "flag": 0, "params": jnp.zeros(2, jnp.bfloat16)}
+    after = _again(loop.JaxState, tmp_path, saved, then)
+    assert (after["count"], after["host"].tolist(), after["steps"].tolist()) == (2.5, [0.5], [2.5])
+    assert (after["flag"], after["params"].dtype, after["params"].tolist()) == (True, jnp.bfloat16, [1, 1])
+    for part in (np.ma.array([1.0], mask=[True]), np.matrix([[1.0]])):
+        with pytest.raises(ValueError, match=re.escape(f"({type(part).__name__}); give numbers, keys and arrays")):
+            loop.JaxState(inner=[part])
+
+
+class Gpus:
+    """Pretended GPUs of a process, at torch's functions: there is none here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, current: int, initialized: bool = True) -> None:
+        self.states = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(number)}
+        for name, replacement in {
+            "is_initialized": lambda: initialized,
+            "device_count": lambda: number,
+            "current_device": lambda: current,
+            "get_rng_state": lambda device=current: self.states[device],
+            "get_rng_state_all": lambda: [self.states[index] for index in range(number)],
+            "set_rng_state": lambda state, device=current: self.states.update({device: state}),
+            "set_rng_state_all": lambda states: self.states.update(enumerate(states)),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+
+    def set(self, *states: int) -> None:
+        self.states = {index: torch.full((16,), state, dtype=torch.uint8) for index, state in enumerate(states)}
+
+    def get(self) -> list[int]:
+        return [int(self.states[index][0]) for index in sorted(self.states)]
+
+
+@pytest.mark.parametrize(
+    ("before", "current", "states", "after", "then", "restored"),
+    [
+        (1, 0, [7], 2, 1, [0, 7]),
+        (4, 3, [4, 5, 6, 7], 1, 0, [7]),
+        (4, 2, [4, 5, 6, 7], 4, 1, [5, 6, 7, 4]),
+        (2, 0, [6, 7], 4, 1, [0, 6, 7, 3]),
+        (2, 1, [6, 7], 2, 1, [6, 7]),
+        (2, 1, [6, 7], 0, 0, []),
+    ],
+)
+def test_a_ranks_gpu_has_its_random_state_again_whatever_index_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+    before: int,
+    current: int,
+    states: list[int],
+    after: int,
+    then: int,
+    restored: list[int],
+) -> None:
+    Gpus(monkeypatch, before, current).set(*states)
+    saved = random_state()
+    gpus = Gpus(monkeypatch, after, then)
+    restore_random_state(saved)
+    assert gpus.get() == restored
+
+
+def test_a_process_that_has_not_used_a_gpu_is_not_made_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("this would initialize CUDA")
+
+    Gpus(monkeypatch, 2, 0).set(6, 7)
+    saved = random_state()
+    gpus = Gpus(monkeypatch, 2, 0, initialized=False)
+    for name in ("current_device", "get_rng_state", "get_rng_state_all"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    assert '"cuda": []' in random_state()
+    restore_random_state(saved)
+    assert gpus.get() == [6, 7], "torch keeps these until it initializes CUDA"
