@@ -122,7 +122,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def tell(self, event: ev.Event) -> None:
         """Send an event to the driver."""
         if self._sender is not None:
-            self._sender.put(event)
+            self._sender.put(event.model_copy(update={"step": self._loops.step}))
 
     def passed(self, part: str) -> None:
         """Note that a part of the next worker group's start is over; an empty one begins anew."""

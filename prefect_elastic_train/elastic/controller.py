@@ -40,7 +40,7 @@ from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, standby
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
-from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
+from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback, RayTrainWorker
 from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy, requester_id
 from prefect_elastic_train.elastic.sending import Receiving
 from prefect_elastic_train.elastic.sizing import Demand, Slice, head_resource, slices_of
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """Starts on nodes that are there, and on slices that are whole and free, or not at all."""
+
+    _worker_cls = RayTrainWorker
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
         """Poll the workers, and look at what they report before any callback handles it."""

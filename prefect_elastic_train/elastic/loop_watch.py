@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
@@ -25,7 +25,7 @@ from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
 from prefect_elastic_train.core.bounds import plain_metrics
-from prefect_elastic_train.core.events import Event, LoopWarned
+from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS
 from prefect_elastic_train.storage.retries import Waits, take_waits
@@ -107,6 +107,25 @@ def take_news() -> tuple[Waits, float, str]:
     return take_waits(), stalled, _new_plan()
 
 
+class Position(NamedTuple):
+    """The progress of a worker's session: the age of its first step in seconds, and optimizer steps before it and now.
+
+    The age is taken by the worker's own clock, which may differ from the controller's.
+    """
+
+    age: float
+    began_from: int
+    done: int
+
+
+def position() -> Position | None:
+    """Return how far this worker's session is, None before its first step or without a session."""
+    session = _session()
+    if session is None or not session.began_at:
+        return None
+    return Position(time.time() - session.began_at, session.began_from, session.done)
+
+
 def stacks() -> str:
     """Return how far this worker's session is, if it has one, and the stacks of all threads but this one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -163,6 +182,7 @@ class LoopWatch:
 
     Attributes:
         ignored: Whether the last loop of which that is known has ignored its checkpoint.
+        step: Optimizer steps that the session of the current worker group has done, at the last poll; 0 without one.
     """
 
     def __init__(self, fails: bool, tell: Callable[[Event], None], hangs_after_seconds: float = 0.0) -> None:
@@ -177,11 +197,13 @@ class LoopWatch:
         self._has_saved = self._has_saved or bool(checkpoint)
         self._began = self._quiet_since = time.monotonic()
         self._reports, self._was_polled = 0, False
+        self.step, self._has_begun = 0, False
 
     def look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
         """Look at each rank's status before Ray Train does; return what the worker group fails of, if it does."""
         now = time.monotonic()
         failure: WorkerGroupError | None = None
+        self._note_positions([found for status in statuses if (found := getattr(status, "position", None))], statuses)
         reports = [status.training_report for status in statuses if status.training_report is not None]
         if reports or not self._was_polled:
             self._was_polled, self._quiet_since = True, now
@@ -198,6 +220,14 @@ class LoopWatch:
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
             failure = self._hung()
         return failure
+
+    def _note_positions(self, positions: Sequence[Position], statuses: Sequence[Any]) -> None:
+        """Note the steps that are done, and publish the first one once it has begun on all ranks."""
+        if not self._has_begun and positions and len(positions) == len(statuses):
+            self._has_begun, self.step = True, positions[0].began_from
+            began_at = time.time() - min(found.age for found in positions)
+            self._tell(FirstStep(at=began_at, world_size=len(statuses)))
+        self.step = max([self.step, *(found.done for found in positions)])
 
     def _hung(self) -> WorkerGroupError:
         said = ask(self._workers, stacks, _STACKS_SECONDS)

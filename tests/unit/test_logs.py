@@ -134,13 +134,17 @@ def test_a_restart_says_how_long_nobody_trained(lines: Lines) -> None:
     t = time.time() + 100
     log.event(ev.WorkerFailed(at=t, errors={"0": "gone"}, retried=True))
     log.event(ev.WorkerGroupStarted(at=t + 1.84, world_size=2, checkpoint="a"))
+    log.event(ev.ControllerAlive(at=t + 5, doing="", seconds=1))
+    assert lines.messages[1:] == ["2 workers start the loop; checkpoint a is offered"], "nobody trains yet"
+    log.event(ev.FirstStep(at=t + 13.81, world_size=2))
+    log.event(ev.Reported(at=t + 14, metrics={}, world_size=2))
     log.event(ev.ControllerAlive(at=t + 50, doing="", seconds=1))
     log.event(ev.AttemptStarted(**BEGUN, at=t + 60, driver_started_at=t + 59))
-    log.event(ev.WorkerGroupStarted(at=t + 68, world_size=2, checkpoint="a"))
-    started = [text for text in lines.messages if "workers train" in text]
-    assert [text.partition(";")[0] for text in started] == [
-        "2 workers train again after 1.8 s",
-        "2 workers train again after 18.0 s",
+    log.event(ev.WorkerGroupStarted(at=t + 68, world_size=1, checkpoint="a"))
+    log.event(ev.Reported(at=t + 70, metrics={}, world_size=1))
+    assert [text for text in lines.messages if "train again" in text] == [
+        "2 workers train again after 13.8 s",
+        "1 worker trains again after 20.0 s",
     ]
 
 
