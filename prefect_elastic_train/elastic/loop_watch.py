@@ -23,16 +23,21 @@ import ray
 import ray.exceptions
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.execution.context import get_train_context
 
 from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
-from prefect_elastic_train.core.outcomes import StorageFaultError
+from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
+from prefect_elastic_train.core.ray_output import is_consequence
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS
 from prefect_elastic_train.storage.retries import Waits, take_waits
 
 #: How long the ranks may take to say what their loops have asked for, and where those hang.
 _ANSWER_SECONDS = 5.0
 _STACKS_SECONDS = 10.0
+#: How long the cause of broken collectives is waited for; a rank that has not answered by then counts as dead.
+CAUSE_SECONDS = 10.0
+_LOOK_SECONDS = 0.1
 #: A loop without any checkpoint is told of after so many reports, if they took so long or its workers end.
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
@@ -64,6 +69,34 @@ def why_never_again(failures: Iterable[Exception]) -> str:
     if isinstance(cause, IgnoredCheckpointError):
         return "the training ends, as ignored_checkpoint='fail' asks for"
     return "the storage refuses for good" if cause is not None and cause.permanent else ""
+
+
+class Cause(NamedTuple):
+    """Whose fault a failure of the worker group is, None as long as that is not known, and the reason in words."""
+
+    outcome: Outcome | None
+    reason: str
+
+
+def cause_of(failures: Mapping[int, Exception], workers: int = 0, waited_seconds: float = math.inf) -> Cause:
+    """Return the cause of what the ranks of a group of `workers` failed of, `waited_seconds` after the first of it.
+
+    A collective that has lost its peer fails before Ray knows the peer's process or node to be dead, and before a peer
+    that has closed it while its own exception was on the way has raised that. So as long as nothing else has failed,
+    the ranks without a failure are waited for, up to `CAUSE_SECONDS`.
+    """
+    if any(map(is_death, failures.values())):
+        return Cause(Outcome.CLUSTER_LOST, "workers died")
+    if not all(is_consequence(in_full(failure)) for failure in failures.values()):
+        return Cause(Outcome.USER_ERROR, "the train loop failed")
+    if failures and len(failures) < workers and waited_seconds < CAUSE_SECONDS:
+        return Cause(None, "collectives have lost a peer, and its end is not known yet")
+    return Cause(Outcome.CLUSTER_LOST, "connections between living workers broke")
+
+
+def in_full(failure: Exception) -> str:
+    """Return the traceback of a failure, or what there is of it."""
+    return getattr(failure, "_traceback_str", "") or f"{type(failure).__name__}: {failure}"
 
 
 def is_death(failure: Exception) -> bool:
@@ -124,6 +157,12 @@ def position() -> Position | None:
     if session is None or not session.began_at:
         return None
     return Position(time.time() - session.began_at, session.began_from, session.done)
+
+
+def loop_error() -> Exception | None:
+    """Return what this worker's loop has raised. Unlike Ray's poll, this takes no report out of its queue."""
+    error: Exception | None = get_train_context().execution_context.training_thread_runner.get_error()
+    return error
 
 
 def stacks() -> str:
@@ -203,6 +242,7 @@ class LoopWatch:
         """Look at each rank's status before Ray Train does; return what the worker group fails of, if it does."""
         now = time.monotonic()
         failure: WorkerGroupError | None = None
+        self._await_cause(statuses)
         self._note_positions([found for status in statuses if (found := getattr(status, "position", None))], statuses)
         reports = [status.training_report for status in statuses if status.training_report is not None]
         if reports or not self._was_polled:
@@ -220,6 +260,28 @@ class LoopWatch:
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
             failure = self._hung()
         return failure
+
+    def _await_cause(self, statuses: Sequence[Any]) -> None:
+        """Wait for the cause of broken collectives, and put it into the statuses of its ranks."""
+        began, asked, living = time.monotonic(), dict[Any, int](), set[int]()
+        failures = {rank: status.error for rank, status in enumerate(statuses) if status.error is not None}
+        while cause_of(failures, len(statuses), time.monotonic() - began).outcome is None:
+            idle = {*range(len(statuses))} - {*failures, *asked.values()}
+            asked |= {self._workers[rank].execute_async(loop_error): rank for rank in idle}
+            for reference in ray.wait([*asked], num_returns=len(asked), timeout=_LOOK_SECONDS)[0]:
+                rank = asked.pop(reference)
+                try:
+                    error = ray.get(reference, timeout=_LOOK_SECONDS)
+                    living.add(rank)
+                except Exception as problem:  # noqa: BLE001 - as Ray's own poll has it
+                    error = WorkerHealthCheckFailedError("A worker health check failed.", problem)
+                if error is not None:
+                    failures[rank] = statuses[rank].error = error
+            time.sleep(_LOOK_SECONDS)
+        waited = time.monotonic() - began
+        for rank in {*asked.values()} - living if waited >= CAUSE_SECONDS else ():
+            silent = f"The rank has not answered for {waited:.0f} s, and others have lost their connection to it."
+            statuses[rank].error = WorkerHealthCheckFailedError(silent, TimeoutError())
 
     def _note_positions(self, positions: Sequence[Position], statuses: Sequence[Any]) -> None:
         """Note the steps that are done, and publish the first one once it has begun on all ranks."""

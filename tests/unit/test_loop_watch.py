@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 from prefect_elastic_train import loop
+from prefect_elastic_train.core import ray_output
 from prefect_elastic_train.core.events import Event, LoopWarned
+from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError, LoopWatch
 
@@ -159,3 +163,60 @@ def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a
         assert loop_watch.stacks().startswith("session.step() was called up to step 1 of 5")
     with loop.session(loop.ArrayState(count=0), steps=5, global_batch=1, save_every=50):
         assert plan() == "each 50 steps, as asked for"
+
+
+_DEAD = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
+_GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection {} by peer [127.0.0.1]:33421"
+_RESET, _CLOSED = RuntimeError(_GLOO.format("reset")), RuntimeError(_GLOO.format("closed"))
+_NAN = ValueError("the loss is not a number")
+_WRAPPED = UserExceptionWithTraceback(
+    KeyError("gradients"), f"Traceback (most recent call last):\nRuntimeError: {_RESET}\n\nKeyError: 'gradients'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("failures", "waited", "outcome"),
+    [
+        ({0: _RESET}, 0.0, None),
+        ({0: _WRAPPED}, 0.0, None),
+        ({0: _RESET}, 9.0, None),
+        ({0: _RESET}, 10.0, Outcome.CLUSTER_LOST),
+        ({0: _RESET, 1: _CLOSED}, 0.0, Outcome.CLUSTER_LOST),  # there is nobody to wait for
+        ({0: _RESET, 1: _DEAD}, 0.0, Outcome.CLUSTER_LOST),
+        ({0: _NAN, 1: _DEAD}, 0.0, Outcome.CLUSTER_LOST),  # some collectives raise what only their users know
+        ({0: _RESET, 1: _NAN}, 0.0, Outcome.USER_ERROR),
+        ({1: _NAN}, 0.0, Outcome.USER_ERROR),
+        ({1: ConnectionResetError(104, "Connection reset by peer")}, 0.0, Outcome.USER_ERROR),  # a request of the loop
+    ],
+)
+def test_broken_collectives_wait_for_their_cause_within_a_bound_and_nothing_else_does(
+    failures: dict[int, Exception], waited: float, outcome: Outcome | None
+) -> None:
+    assert loop_watch.cause_of(failures, workers=2, waited_seconds=waited).outcome is outcome
+    assert loop_watch.cause_of(failures).outcome is not None, "a driver cannot wait"
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "is_consequence"),
+    [
+        ("RuntimeError", "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1", True),
+        ("RuntimeError", "[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", True),
+        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error", True),
+        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:5, unhandled system error (run with NCCL_DEBUG=INFO)", True),
+        ("DistBackendError", "NCCL communicator was aborted on rank 1.", True),
+        ("DistNetworkError", "The client socket has timed out after 300000ms while trying to connect", True),
+        ("DistStoreError", "Socket Timeout", True),
+        ("JaxRuntimeError", "UNAVAILABLE: Failed to send RPC to coordination service", True),
+        ("JaxRuntimeError", "INTERNAL: Gloo AllReduce failed: Connection reset by peer", True),
+        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:5, invalid usage. Duplicate GPU detected", False),
+        ("RuntimeError", "ProcessGroupNCCL is only supported with GPUs, no GPUs found!", False),
+        ("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.", False),
+        ("RuntimeError", "CUDA out of memory", False),
+        ("ValueError", "mat1 and mat2 shapes cannot be multiplied", False),
+        ("ConnectionError", "Connection reset by peer", False),
+    ],
+)
+def test_the_errors_of_collectives_that_lost_a_peer_are_told_from_those_of_the_loop(
+    name: str, message: str, is_consequence: bool
+) -> None:
+    assert ray_output.is_consequence(f"{name}: {message}") is is_consequence

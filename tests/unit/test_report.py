@@ -399,7 +399,7 @@ def test_pictures_are_svg_without_a_ground_of_their_own_whatever_metrics_are_cal
     names = ("loss", "a|b", "$x^2$", "<&>\"'", "a--b-->", "\\frac{$", "a\x1b[31mb\x00\uffff\n", "\ud800")
     values = ([0.5], [0.0, 0.0], [1e300, -1e300, 5e-324], [math.inf, 1.0], [2**70], [1, 2], [3, 2, 1], [-1, 0])
     said = [reported(30, **{name: value}) for name, found in zip(names, values, strict=True) for value in found]
-    report = report_of(started(), group(20), *said, failed(85), group(90))
+    report = report_of(started(), group(20), *said, failed(85), group(90), reported(91))
     assert len(report.curves) == len(names)
     pictures = draw(report, T + 200)
     assert set(pictures) == {"metrics", "workers", "recoveries"}
