@@ -56,10 +56,10 @@ _DEATH = re.compile(
 )
 #: What the survivors' collectives raise when a rank is lost; Python's own ConnectionError is no collective's.
 _CONSEQUENCE = re.compile(
-    r"(?:Runtime|Dist\w*|Internal|Unavailable)Error: .*(?:(?:closed|reset) by (?:remote )?peer|connection (?:closed|reset)"
-    r"|broken pipe|remote (?:peer|process)|coordination serv|heartbeat|watchdog|nccl(?:Remote|System)Error"
-    r"|unhandled system error|communicator was aborted|(?:gloo|nccl|socket|store|barrier|collective|client).*time[d ]*-?out"
-    r"|timed out waiting|wait timeout)",
+    r"(?:Runtime|Dist\w*)Error: .*(?:(?:closed|reset) by (?:remote )?peer|connection (?:closed|reset)|broken pipe"
+    r"|remote (?:peer|process)|coordination serv|heartbeat|watchdog|nccl(?:Remote|System)Error|unhandled system error"
+    r"|communicator was aborted|(?:gloo|nccl|socket|store|barrier|collective).*time[d ]*-?out|timed out waiting"
+    r"|wait timeout)",
     re.I,
 )
 #: What Ray Train says of a worker that does not answer begins with this, whatever else it holds.

@@ -23,7 +23,6 @@ import ray
 import ray.exceptions
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
-from ray.train.v2._internal.execution.context import get_train_context
 
 from prefect_elastic_train.core.bounds import plain_metrics
 from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
@@ -35,9 +34,8 @@ from prefect_elastic_train.storage.retries import Waits, take_waits
 #: How long the ranks may take to say what their loops have asked for, and where those hang.
 _ANSWER_SECONDS = 5.0
 _STACKS_SECONDS = 10.0
-#: How long the cause of broken collectives is waited for; a rank that has not answered by then counts as dead.
-CAUSE_SECONDS = 10.0
-_LOOK_SECONDS = 0.1
+#: How long the cause of broken collectives is waited for; and how long a rank may leave a poll unanswered meanwhile.
+_CAUSE_SECONDS, SILENT_SECONDS = 10.0, 5.0
 #: A loop without any checkpoint is told of after so many reports, if they took so long or its workers end.
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
@@ -83,13 +81,13 @@ def cause_of(failures: Mapping[int, Exception], workers: int = 0, waited_seconds
 
     A collective that has lost its peer fails before Ray knows the peer's process or node to be dead, and before a peer
     that has closed it while its own exception was on the way has raised that. So as long as nothing else has failed,
-    the ranks without a failure are waited for, up to `CAUSE_SECONDS`.
+    the ranks without a failure are waited for, up to `_CAUSE_SECONDS`.
     """
     if any(map(is_death, failures.values())):
         return Cause(Outcome.CLUSTER_LOST, "workers died")
     if not all(is_consequence(in_full(failure)) for failure in failures.values()):
         return Cause(Outcome.USER_ERROR, "the train loop failed")
-    if failures and len(failures) < workers and waited_seconds < CAUSE_SECONDS:
+    if failures and len(failures) < workers and waited_seconds < _CAUSE_SECONDS:
         return Cause(None, "collectives have lost a peer, and its end is not known yet")
     return Cause(Outcome.CLUSTER_LOST, "connections between living workers broke")
 
@@ -157,12 +155,6 @@ def position() -> Position | None:
     if session is None or not session.began_at:
         return None
     return Position(time.time() - session.began_at, session.began_from, session.done)
-
-
-def loop_error() -> Exception | None:
-    """Return what this worker's loop has raised. Unlike Ray's poll, this takes no report out of its queue."""
-    error: Exception | None = get_train_context().execution_context.training_thread_runner.get_error()
-    return error
 
 
 def stacks() -> str:
@@ -242,8 +234,12 @@ class LoopWatch:
         """Look at each rank's status before Ray Train does; return what the worker group fails of, if it does."""
         now = time.monotonic()
         failure: WorkerGroupError | None = None
-        self._await_cause(statuses)
-        self._note_positions([found for status in statuses if (found := getattr(status, "position", None))], statuses)
+        positions = [found for status in statuses if (found := getattr(status, "position", None))]
+        if len(positions) == len(statuses) and not self._has_begun:
+            self._has_begun, self.step = True, positions[0].began_from
+            began_at = time.time() - min(found.age for found in positions)
+            self._tell(FirstStep(at=began_at, world_size=len(statuses)))
+        self.step = max([self.step, *(found.done for found in positions)])
         reports = [status.training_report for status in statuses if status.training_report is not None]
         if reports or not self._was_polled:
             self._was_polled, self._quiet_since = True, now
@@ -260,36 +256,6 @@ class LoopWatch:
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
             failure = self._hung()
         return failure
-
-    def _await_cause(self, statuses: Sequence[Any]) -> None:
-        """Wait for the cause of broken collectives, and put it into the statuses of its ranks."""
-        began, asked, living = time.monotonic(), dict[Any, int](), set[int]()
-        failures = {rank: status.error for rank, status in enumerate(statuses) if status.error is not None}
-        while cause_of(failures, len(statuses), time.monotonic() - began).outcome is None:
-            idle = {*range(len(statuses))} - {*failures, *asked.values()}
-            asked |= {self._workers[rank].execute_async(loop_error): rank for rank in idle}
-            for reference in ray.wait([*asked], num_returns=len(asked), timeout=_LOOK_SECONDS)[0]:
-                rank = asked.pop(reference)
-                try:
-                    error = ray.get(reference, timeout=_LOOK_SECONDS)
-                    living.add(rank)
-                except Exception as problem:  # noqa: BLE001 - as Ray's own poll has it
-                    error = WorkerHealthCheckFailedError("A worker health check failed.", problem)
-                if error is not None:
-                    failures[rank] = statuses[rank].error = error
-            time.sleep(_LOOK_SECONDS)
-        waited = time.monotonic() - began
-        for rank in {*asked.values()} - living if waited >= CAUSE_SECONDS else ():
-            silent = f"The rank has not answered for {waited:.0f} s, and others have lost their connection to it."
-            statuses[rank].error = WorkerHealthCheckFailedError(silent, TimeoutError())
-
-    def _note_positions(self, positions: Sequence[Position], statuses: Sequence[Any]) -> None:
-        """Note the steps that are done, and publish the first one once it has begun on all ranks."""
-        if not self._has_begun and positions and len(positions) == len(statuses):
-            self._has_begun, self.step = True, positions[0].began_from
-            began_at = time.time() - min(found.age for found in positions)
-            self._tell(FirstStep(at=began_at, world_size=len(statuses)))
-        self.step = max([self.step, *(found.done for found in positions)])
 
     def _hung(self) -> WorkerGroupError:
         said = ask(self._workers, stacks, _STACKS_SECONDS)

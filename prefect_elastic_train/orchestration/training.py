@@ -107,10 +107,9 @@ class Training:
     timeout_seconds: float | None = None
     #: Before a new driver, if the one before has committed nothing; doubled for each more of those in a row.
     restart_delay_seconds: float = 0.0
-    #: How many attempts in a row may commit nothing; and whether no more may follow in all, as attempts never stop
-    #: counting.
+    #: How many attempts in a row may commit nothing; and whether training makes up for earlier attempts.
     driver_restarts: int = 0
-    restarts_count_for_good: bool = False
+    forgives: bool = False
     #: Its caller holds a future.
     submitted: bool = False
 
@@ -182,11 +181,9 @@ class Training:
         """
         if self._task is None:
             return False
-        left = max(self._left, not self._idle) if self._idle <= self.driver_restarts else 0
+        left = max(self._left, self.forgives and not self._idle)
         self._task.retries = self._retried + left
-        if self.restarts_count_for_good:  # also those on no record, which failed before they began
-            self._task.retries = min(self._task.retries, self.driver_restarts)
-        return self._retried < self._task.retries
+        return left > 0 and self._idle <= self.driver_restarts
 
     def end(self, error: BaseException | None = None) -> None:
         """End what was kept for an attempt that did not come, as when a signal came between two."""

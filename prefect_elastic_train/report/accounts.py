@@ -49,9 +49,9 @@ class Tally(Counts, ev.EventHandler):
     interval: float | None = None
     unsettled: int = 0
     typical: float | None = None  # seconds between two reports of an earlier group
-    #: Optimizer steps done, as far as is known, and those that a commit keeps; None while the group has no session.
+    #: Optimizer steps that a session has done, as far as is known, and those that a commit keeps.
     step: int = 0
-    step_kept: int | None = None
+    step_kept: int = 0
 
     @property
     def position(self) -> int:
@@ -107,7 +107,6 @@ class Tally(Counts, ev.EventHandler):
         self.phase, self.workers = "first", event.world_size
         self.seconds_at_start, self.reports_at_start = self.productive, self.position
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
-        self.step_kept = None
 
     def on_first_step(self, event: ev.FirstStep) -> None:
         """Count the steps that are done again. What came before the step was setting up, and nothing is estimated."""
@@ -131,7 +130,7 @@ class Tally(Counts, ev.EventHandler):
         self.on_report(event)
         self.kept = event.index
         later, saved = 0.0, event.metrics.get("step")
-        if self.step_kept is not None and isinstance(saved, int) and self.step_kept < saved <= event.step:
+        if isinstance(saved, int) and self.step_kept < saved <= event.step:
             # What was trained while the checkpoint was uploaded is not in it.
             later = self.pending * (event.step - saved) / (event.step - self.step_kept)
             self.step_kept = saved

@@ -273,8 +273,7 @@ class RunReport(BaseModel, ev.EventHandler):
             return
         (since, kind), self.broken = self.broken, None
         before = {"until it was begun": max(0.0, started.at - since - sum(started.parts.values()))}
-        first = "loop, to its first step" if isinstance(event, ev.FirstStep) else "loop, to its first report"
-        parts = before | started.parts | {first: max(0.0, event.at - started.at)}
+        parts = before | started.parts | {"loop, to its first step or report": max(0.0, event.at - started.at)}
         self.recoveries = [*self.recoveries, Recovery(at=since, kind=kind, parts=parts)][-_MAX_RECOVERIES:]
         for last in [one for one in self.incidents if one.kind == kind][-1:]:
             last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"

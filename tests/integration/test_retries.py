@@ -29,11 +29,15 @@ def _loop() -> None:
         ("submit", 3600, [(2, False), (1, False), (0, False)], ["1/2", "2/2"]),
         ("async", 3600, [(2, False), (1, False), (0, False)], ["1/2", "2/2"]),
         ("call", 3600, [(1, True), (0, False)], ["1/1"]),  # of a resumed flow run, which has used one before
-        ("call", 3600, [(2, True), (1, True), (1, True), (0, False)], ["1/2", "2/2", "3/3"]),  # one does not count any more
+        (
+            "call",
+            3600,
+            [(2, True), (1, True), (1, True), (0, False)],
+            ["1/2", "2/2", "3/3"],
+        ),  # one does not count any more
         ("call", 3600, [(2, True), (None, False), (1, False), (0, False)], ["1/2", "2/3", "3/3"]),
         ("call", 3600, [(2, True), (1, True), (0, True), ("used up", False)], ["1/2", "2/2", "3/3"]),
         ("call", 0, [(2, True), (1, True), (0, False)], ["1/2", "2/2"]),
-        ("call", 0, [(2, True), (None, False), (1, False)], ["1/2", "2/2"]),  # one on no record spends a retry, too
     ],
 )
 def test_prefect_counts_the_retries_that_the_budget_has_left_and_goes_on_as_long(

@@ -266,7 +266,14 @@ def test_a_run_with_a_failure_a_resize_and_a_lost_driver() -> None:
             ended(240),
         ]
     )
-    counts = {"attempts": 2, "worker_failures": 1, "preemptions": 1, "resizes": 1, "reports_lost": 2 + 0 + 1, "steps_redone": 0}
+    counts = {
+        "attempts": 2,
+        "worker_failures": 1,
+        "preemptions": 1,
+        "resizes": 1,
+        "reports_lost": 2 + 0 + 1,
+        "steps_redone": 0,
+    }
     counts |= {
         "left": {"worker failure": 3, "driver restart": 2},
         "storage_wait_seconds": 4.5,
@@ -285,9 +292,9 @@ def first_step(at: float, step: int = 0) -> ev.FirstStep:
 def _of_sessions(
     interval: float, prepares: float, trains: float, groups: int, attempts: bool
 ) -> tuple[list[ev.Event], float]:
-    """Groups that prepare, train ten steps a second, report at times, save at the end and fail 5 s after; and the truth.
+    """Groups that prepare, train ten steps a second, report at times, save at the end and fail 5 s after.
 
-    A save is uploaded for 3 s. With `attempts` every other group ends with its driver.
+    With the true seconds of training that was kept. A save is uploaded for 3 s. With `attempts` every other group ends with its driver.
     """
     events: list[ev.Event] = [started(0, 0)]
     attempt, name, kept, now = 1, "", 0, 0.0

@@ -199,9 +199,17 @@ def test_broken_collectives_wait_for_their_cause_within_a_bound_and_nothing_else
 @pytest.mark.parametrize(
     ("name", "message", "is_consequence"),
     [
-        ("RuntimeError", "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1", True),
+        (
+            "RuntimeError",
+            "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1",
+            True,
+        ),
         ("RuntimeError", "[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", True),
-        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error", True),
+        (
+            "DistBackendError",
+            "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error",
+            True,
+        ),
         ("DistBackendError", "NCCL error in: NCCLUtils.hpp:5, unhandled system error (run with NCCL_DEBUG=INFO)", True),
         ("DistBackendError", "NCCL communicator was aborted on rank 1.", True),
         ("DistNetworkError", "The client socket has timed out after 300000ms while trying to connect", True),
