@@ -35,7 +35,7 @@ def _lose_node(flow: FlowProcess, cluster: ElasticCluster, folder: Path, number:
         new = [line for line in read_ledger(folder / "ledger.jsonl") if line["pid"] not in seen and line["rank"] == 1]
         return new[20:]
 
-    line = flow.wait_for(trains, 120, f"the worker group after {number} losses")[-1]
+    line = flow.wait_for(trains, 300, f"the worker group after {number} losses")[-1]
     time.sleep(0.013 * number)  # at another moment of the step each time
     cluster.remove(line["node"])
     cluster.add_gpu()
@@ -54,7 +54,9 @@ def test_a_lost_node_is_a_lost_cluster_for_a_new_driver_whatever_its_peers_colle
     flow = _train(start, tmp_path, budget, scaling=GPUS, cluster=cluster.block)
     for number in range(LOSSES):
         _lose_node(flow, cluster, tmp_path, number)
-        wait_for(lambda: flow.process.poll() is not None or len(attempts(flow.run)) > number + 1, 90, "an end", of=flow)
+        wait_for(
+            lambda: flow.process.poll() is not None or len(attempts(flow.run)) > number + 1, 180, "an end", of=flow
+        )
         (ended,) = flow.run.glob(f".elastic_train/ended/{number + 1:04d}.json") if flow.run else ()
         record = json.loads(ended.read_text())
         assert (record["outcome"], flow.process.poll()) == ("cluster_lost", None), record["message"]
@@ -68,7 +70,7 @@ def test_a_lost_node_is_one_failure_of_the_budget(start: Start, cluster: Elastic
     flow = _train(start, tmp_path, {"max_failures": 1, "driver_restarts": 0}, scaling=GPUS, cluster=cluster.block)
     _lose_node(flow, cluster, tmp_path, 0)
     before = {line["pid"] for line in read_ledger(tmp_path / "ledger.jsonl")}
-    flow.wait_for(lambda: {line["pid"] for line in read_ledger(tmp_path / "ledger.jsonl")} - before, 90, "to go on")
+    flow.wait_for(lambda: {line["pid"] for line in read_ledger(tmp_path / "ledger.jsonl")} - before, 180, "to go on")
     (failed,) = _failures(flow)
     assert (type(failed), failed.left) == (ev.WorkerFailed, 0)
 
@@ -78,9 +80,9 @@ def test_a_killed_rank_is_a_death_and_one_that_raises_is_the_users_error_althoug
 ) -> None:
     budget, scaling = {"max_failures": 0, "driver_restarts": 1}, {"min_workers": 2, "max_workers": 2}
     flow = _train(start, tmp_path, budget, raises=[300, 1], scaling=scaling)
-    flow.wait_for(lambda: len(read_ledger(tmp_path / "ledger.jsonl")) > 60, 120, "steps")
+    flow.wait_for(lambda: len(read_ledger(tmp_path / "ledger.jsonl")) > 60, 300, "steps")
     psutil.Process([line for line in read_ledger(tmp_path / "ledger.jsonl") if line["rank"] == 1][-1]["pid"]).kill()
-    error = flow.wait(120)["error"]
+    error = flow.wait(240)["error"]
     raised = [line["at"] for line in read_ledger(tmp_path / "ledger.jsonl") if line["step"] == 300]
     killed, by_user = _failures(flow)
     assert [record["outcome"] for record in _ended(flow)] == ["cluster_lost", "user_error"]

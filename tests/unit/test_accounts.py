@@ -294,7 +294,8 @@ def _of_sessions(
 ) -> tuple[list[ev.Event], float]:
     """Groups that prepare, train ten steps a second, report at times, save at the end and fail 5 s after.
 
-    With the true seconds of training that was kept. A save is uploaded for 3 s. With `attempts` every other group ends with its driver.
+    With the true seconds of training that was kept. A save is uploaded for 3 s. With `attempts` every other group ends
+    with its driver.
     """
     events: list[ev.Event] = [started(0, 0)]
     attempt, name, kept, now = 1, "", 0, 0.0
