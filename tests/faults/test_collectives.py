@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
-from tests.support.processes import FlowProcess, Start, attempts, read_ledger, records, wait_for
+from tests.support.processes import FlowProcess, Start, read_ledger, records
 
 GPUS = {"accelerator": "gpu", "resources_per_worker": {"GPU": 1}, "min_workers": 2, "max_workers": 2}
 LOSSES = 5
@@ -46,6 +45,10 @@ def _failures(flow: FlowProcess) -> list[ev.Event]:
     return [event for event in read_history(LocalRunStore(str(flow.run))) if isinstance(event, ev.GroupFailed)]
 
 
+def _ended(flow: FlowProcess) -> list[dict[str, Any]]:
+    return records(flow.run, "ended")
+
+
 def test_a_lost_node_is_a_lost_cluster_for_a_new_driver_whatever_its_peers_collectives_say(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:
@@ -54,11 +57,7 @@ def test_a_lost_node_is_a_lost_cluster_for_a_new_driver_whatever_its_peers_colle
     flow = _train(start, tmp_path, budget, scaling=GPUS, cluster=cluster.block)
     for number in range(LOSSES):
         _lose_node(flow, cluster, tmp_path, number)
-        wait_for(
-            lambda: flow.process.poll() is not None or len(attempts(flow.run)) > number + 1, 180, "an end", of=flow
-        )
-        (ended,) = flow.run.glob(f".elastic_train/ended/{number + 1:04d}.json") if flow.run else ()
-        record = json.loads(ended.read_text())
+        record = flow.wait_for(lambda: _ended(flow)[number:], 180, "the end of the attempt")[0]
         assert (record["outcome"], flow.process.poll()) == ("cluster_lost", None), record["message"]
         assert record["message"].startswith("workers died more often than max_failures allows: rank 1: ")
     assert len(_failures(flow)) == LOSSES
@@ -89,7 +88,3 @@ def test_a_killed_rank_is_a_death_and_one_that_raises_is_the_users_error_althoug
     assert "rank 1: ValueError: step 300 has no gradient" in error
     assert by_user.at - max(raised) < 5, "nothing is waited for once a rank has raised"
     assert killed.errors
-
-
-def _ended(flow: FlowProcess) -> list[dict[str, Any]]:
-    return records(flow.run, "ended")
