@@ -87,7 +87,7 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
         why = "; ".join(causes(texts, also))
         outcome, reason = cause_of(error.worker_failures)
         assert outcome is not None  # the controller has waited
-        return outcome, f"{reason} more often than max_failures allows: {why}"
+        return outcome, f"{reason}: {why}"
     if isinstance(error, PreemptionError):
         return Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}"
     if isinstance(error, TypeError) and "serialize" in str(error):

@@ -70,7 +70,7 @@ def why_never_again(failures: Iterable[Exception]) -> str:
 
 
 class Cause(NamedTuple):
-    """Whose fault a failure of the worker group is, None as long as that is not known, and the reason in words."""
+    """The outcome of an attempt that ends by a failure of its worker group, None while it is not known, and the reason."""
 
     outcome: Outcome | None
     reason: str
@@ -84,12 +84,12 @@ def cause_of(failures: Mapping[int, Exception], workers: int = 0, waited_seconds
     the ranks without a failure are waited for, up to `_CAUSE_SECONDS`.
     """
     if any(map(is_death, failures.values())):
-        return Cause(Outcome.CLUSTER_LOST, "workers died")
+        return Cause(Outcome.CLUSTER_LOST, "workers died more often than max_failures allows")
     if not all(is_consequence(in_full(failure)) for failure in failures.values()):
-        return Cause(Outcome.USER_ERROR, "the train loop failed")
+        return Cause(Outcome.USER_ERROR, "the train loop failed more often than max_failures allows")
     if failures and len(failures) < workers and waited_seconds < _CAUSE_SECONDS:
         return Cause(None, "collectives have lost a peer, and its end is not known yet")
-    return Cause(Outcome.CLUSTER_LOST, "connections between living workers broke")
+    return Cause(Outcome.CLUSTER_LOST, "connections between living workers broke more often than max_failures allows")
 
 
 def in_full(failure: Exception) -> str:

@@ -22,7 +22,7 @@ def _train(start: Start, folder: Path, failures: dict[str, Any], raises: Any = N
     config = {"steps": 100_000, "sleep": 0.02, "ledger": str(folder / "ledger.jsonl"), "raises": raises}
     failures = {"driver_restart_delay_seconds": 0, **failures}
     loop = "tests.support.loops:gloo_loop"
-    return start(loop=loop, config=config, torch_backend="gloo", failures=failures, **more)
+    return start(loop=loop, framework="torch", config=config, torch_backend="gloo", failures=failures, **more)
 
 
 def _lose_node(flow: FlowProcess, cluster: ElasticCluster, folder: Path, number: int) -> None:
