@@ -70,7 +70,7 @@ def why_never_again(failures: Iterable[Exception]) -> str:
 
 
 class Cause(NamedTuple):
-    """The outcome of an attempt that ends by a failure of its worker group, None while it is not known, and the reason."""
+    """The outcome of an attempt that ends by a failure of its workers, None while it is not known, and the reason."""
 
     outcome: Outcome | None
     reason: str
