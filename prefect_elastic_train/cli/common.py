@@ -108,7 +108,7 @@ def age(at: float | None, now: float) -> str:
 def faults(of: Any) -> str:
     """Return what the accounts or the result of a run count."""
     counts = f"worker failures: {of.worker_failures}, preemptions: {of.preemptions}, resizes: {of.resizes}"
-    return f"{counts}, reports done again: {of.steps_lost}"
+    return f"{counts}, reports done again: {of.reports_lost}, steps: {of.steps_redone}"
 
 
 def metrics_in_short(metrics: dict[str, Any], limit: int = 3) -> str:

@@ -35,6 +35,8 @@ class Event(BaseModel, extra="ignore", frozen=True, ser_json_inf_nan="constants"
     sequence: int = 0
     at: float = Field(default_factory=time.time)
     attempt: int = 0
+    #: Optimizer steps that the worker group's session had done when the controller polled it last; 0: none, or unknown.
+    step: int = 0
     #: Whether the event may be dropped when a channel is full.
     droppable: ClassVar[bool] = False
 
@@ -104,6 +106,12 @@ class WorkerGroupStarted(Event):
     checkpoint: str = ""
     ranks: dict[str, int] = Field(default_factory=dict)
     parts: dict[str, float] = Field(default_factory=dict)
+
+
+class FirstStep(Event):
+    """The first step of a worker group's session began on all ranks. ``step`` counts the steps done before it."""
+
+    world_size: int = 0
 
 
 class LoopWarned(Event):

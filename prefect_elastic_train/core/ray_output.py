@@ -54,9 +54,12 @@ _OF_CORE = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,.]+ [EFC] \d+ \d+\] (?:\(\S+\) )?
 _DEATH = re.compile(
     r"actor (?:is dead|died)|worker (?:is )?died|node \S+ (?:is dead|died)|Worker unexpectedly exits", re.I
 )
-#: What the survivors' collectives say when a rank is gone.
+#: What the survivors' collectives raise when a rank is lost; Python's own ConnectionError is no collective's.
 _CONSEQUENCE = re.compile(
-    r"gloo|NCCL|ProcessGroup|DistBackendError|(?:closed|reset) by peer|connection (?:closed|reset)|coordination serv",
+    r"(?:Runtime|Dist\w*)Error: .*(?:(?:closed|reset) by (?:remote )?peer|connection (?:closed|reset)|broken pipe"
+    r"|remote (?:peer|process)|coordination serv|heartbeat|watchdog|nccl(?:Remote|System)Error|unhandled system error"
+    r"|communicator was aborted|(?:gloo|nccl|socket|store|barrier|collective).*time[d ]*-?out|timed out waiting"
+    r"|wait timeout)",
     re.I,
 )
 #: What Ray Train says of a worker that does not answer begins with this, whatever else it holds.
@@ -151,7 +154,12 @@ def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[
 def _leading(errors: Mapping[str, str]) -> list[tuple[int, str, bool]]:
     """Return rank, cause, and whether it is a death, of what the others follow from: what is no broken collective."""
     found = sorted((int(rank), *_cause(text)) for rank, text in errors.items())
-    return [error for error in found if error[2] or not _CONSEQUENCE.search(error[1])] or found
+    return [error for error in found if error[2] or not is_consequence(error[1])] or found
+
+
+def is_consequence(text: str) -> bool:
+    """Return whether an error is that of a collective whose peer or connection was lost."""
+    return _CONSEQUENCE.search(text) is not None
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -61,7 +61,8 @@ class Counts(BaseModel):
     worker_failures: int = 0
     preemptions: int = 0
     resizes: int = 0
-    steps_lost: int = 0
+    reports_lost: int = 0
+    steps_redone: int = 0
     storage_wait_seconds: float = 0.0
 
 
@@ -87,7 +88,8 @@ class RunResult(Counts, frozen=True, ser_json_inf_nan="constants"):
         preemptions: Preemptions that were recovered in the cluster.
         resizes: Healthy worker groups that were restarted with another size.
         world_sizes: Size of each worker group and when it started.
-        steps_lost: Reports that were done again, because a fault came before their checkpoint or the loop ignored it.
+        reports_lost: Reports that were done again, because a fault came before their checkpoint or the loop ignored it.
+        steps_redone: Optimizer steps that were done again, as far as the controller knew of them; 0 without a session.
         goodput: Share of the wall time, 0 to 1, in which workers trained and their work was kept.
         time: What the wall time went into, in seconds.
         storage_wait_seconds: Time in which the controller or a rank waited for a storage that did not answer.

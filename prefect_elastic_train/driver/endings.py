@@ -70,7 +70,7 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
 
-    from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, decisive, is_death
+    from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, cause_of, decisive
 
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
@@ -85,10 +85,9 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
             return Outcome.USER_ERROR, f"{found} (FailureBudget.ignored_checkpoint is 'fail')"
         texts, also = distinct({rank: f"{type(e).__name__}: {e}" for rank, e in error.worker_failures.items()})
         why = "; ".join(causes(texts, also))
-        # When a rank dies, the others fail in their collectives: then its death is the cause.
-        if not any(is_death(failure) for failure in error.worker_failures.values()):
-            return Outcome.USER_ERROR, f"the train loop failed more often than max_failures allows: {why}"
-        return Outcome.CLUSTER_LOST, f"workers died more often than max_failures allows: {why}"
+        outcome, reason = cause_of(error.worker_failures)
+        assert outcome is not None  # the controller has waited
+        return outcome, f"{reason}: {why}"
     if isinstance(error, PreemptionError):
         return Outcome.CLUSTER_LOST, f"preempted more often than max_preemption_failures allows: {error}"
     if isinstance(error, TypeError) and "serialize" in str(error):

@@ -29,7 +29,7 @@ from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.ray_output import distinct, mark_told
 from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.elastic.budget import Forgiveness
-from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, take_news, why_never_again
+from prefect_elastic_train.elastic.loop_watch import LoopWatch, ask, in_full, take_news, why_never_again
 from prefect_elastic_train.elastic.sending import EventSender, Receiving
 from prefect_elastic_train.runs import commits
 from prefect_elastic_train.runs.model import SEED_COMMIT, RunDirectory
@@ -122,7 +122,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def tell(self, event: ev.Event) -> None:
         """Send an event to the driver."""
         if self._sender is not None:
-            self._sender.put(event)
+            self._sender.put(event.model_copy(update={"step": self._loops.step}))
 
     def passed(self, part: str) -> None:
         """Note that a part of the next worker group's start is over; an empty one begins anew."""
@@ -292,7 +292,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self.group_failures += 1
         self.passed("")
         is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
-        errors, also = distinct({rank: _text(failure) for rank, failure in failures.items()})
+        errors, also = distinct({rank: in_full(failure) for rank, failure in failures.items()})
         event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
         failed = event_type(
             errors=errors,
@@ -323,7 +323,3 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
                 self._tell_waits("controller", [take_waits()])
                 doing, seconds = self._state, time.time() - self._state_since
             self.tell(ev.ControllerAlive(doing=doing, seconds=seconds))
-
-
-def _text(failure: Exception) -> str:
-    return getattr(failure, "_traceback_str", "") or f"{type(failure).__name__}: {failure}"

@@ -37,10 +37,10 @@ from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, standby
+from prefect_elastic_train.elastic import callbacks, loop_watch, standby
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
-from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
+from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback, RayTrainWorker
 from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy, requester_id
 from prefect_elastic_train.elastic.sending import Receiving
 from prefect_elastic_train.elastic.sizing import Demand, Slice, head_resource, slices_of
@@ -50,6 +50,7 @@ from prefect_elastic_train.storage.store import RunStore
 _RELEASE_SECONDS = 15.0  # for slices that the group before has just given back to become free
 _HEAD_SECONDS = 10.0  # for the head of a slice that was free a moment ago
 _LOOK_SECONDS = 0.5  # between two looks at the nodes
+_POLL_SECONDS = 0.1  # between two polls for the cause of broken collectives
 #: Seconds from a poll that has found a report to the next one; of so many workers at most, since each costs time.
 _SHORTEST_INTERVAL, _MANY = 0.01, 32
 
@@ -59,9 +60,22 @@ logger = logging.getLogger(__name__)
 class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """Starts on nodes that are there, and on slices that are whole and free, or not at all."""
 
+    _worker_cls = RayTrainWorker
+
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[Any]:
-        """Poll the workers, and look at what they report before any callback handles it."""
+        """Poll the workers, and look at what they report before any callback handles it.
+
+        While collectives have lost a peer and nobody has the cause yet, poll again, so that all who decide by the
+        failures have the cause among them.
+        """
         statuses: list[Any] = super()._poll_workers_and_collect_errors(timeout)
+        began = time.monotonic()
+        while loop_watch.cause_of(_failures(statuses), len(statuses), time.monotonic() - began).outcome is None:
+            self._worker_health_check_timeout_s = loop_watch.SILENT_SECONDS  # of this group, which has failed
+            time.sleep(_POLL_SECONDS)
+            before, statuses = statuses, super()._poll_workers_and_collect_errors(timeout)
+            for earlier, status in zip(before, statuses, strict=True):
+                status.training_report = earlier.training_report or status.training_report
         callbacks.current().look_at_reports(statuses)
         return statuses
 
@@ -165,6 +179,10 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
                 logger.warning("A lost worker group was not ended cleanly", exc_info=True)
                 self._worker_group = None
         return super()._make_and_handle_scaling_decision_for_non_running_worker_group(controller_state)
+
+
+def _failures(statuses: list[Any]) -> dict[int, Exception]:
+    return {rank: status.error for rank, status in enumerate(statuses) if status.error is not None}
 
 
 def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float], bool]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ray.train.v2._internal.execution.callback import TrainContextCallback, WorkerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker as RaysTrainWorker
 
 from prefect_elastic_train.core.ray_output import silence_ray_train
 from prefect_elastic_train.elastic import callbacks, loop_watch
@@ -89,6 +90,15 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         yield
         if self._reporting == threading.get_ident():
             loop_watch.state.stalled += time.monotonic() - began
+
+
+class RayTrainWorker(RaysTrainWorker):  # type: ignore[misc]
+    """Ray's worker, which adds the position of the loop's session to each poll. Named as Ray's, for titles and logs."""
+
+    def poll_status(self) -> Any:
+        status = super().poll_status()
+        status.position = loop_watch.position()
+        return status
 
 
 class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
@@ -25,14 +25,17 @@ from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
 from prefect_elastic_train.core.bounds import plain_metrics
-from prefect_elastic_train.core.events import Event, LoopWarned
-from prefect_elastic_train.core.outcomes import StorageFaultError
+from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
+from prefect_elastic_train.core.outcomes import Outcome, StorageFaultError
+from prefect_elastic_train.core.ray_output import is_consequence
 from prefect_elastic_train.loop.cadence import PRIOR_SECONDS
 from prefect_elastic_train.storage.retries import Waits, take_waits
 
 #: How long the ranks may take to say what their loops have asked for, and where those hang.
 _ANSWER_SECONDS = 5.0
 _STACKS_SECONDS = 10.0
+#: How long the cause of broken collectives is waited for; and how long a rank may leave a poll unanswered meanwhile.
+_CAUSE_SECONDS, SILENT_SECONDS = 10.0, 5.0
 #: A loop without any checkpoint is told of after so many reports, if they took so long or its workers end.
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
@@ -64,6 +67,34 @@ def why_never_again(failures: Iterable[Exception]) -> str:
     if isinstance(cause, IgnoredCheckpointError):
         return "the training ends, as ignored_checkpoint='fail' asks for"
     return "the storage refuses for good" if cause is not None and cause.permanent else ""
+
+
+class Cause(NamedTuple):
+    """The outcome of an attempt that ends by a failure of its workers, None while it is not known, and the reason."""
+
+    outcome: Outcome | None
+    reason: str
+
+
+def cause_of(failures: Mapping[int, Exception], workers: int = 0, waited_seconds: float = math.inf) -> Cause:
+    """Return the cause of what the ranks of a group of `workers` failed of, `waited_seconds` after the first of it.
+
+    A collective that has lost its peer fails before Ray knows the peer's process or node to be dead, and before a peer
+    that has closed it while its own exception was on the way has raised that. So as long as nothing else has failed,
+    the ranks without a failure are waited for, up to `_CAUSE_SECONDS`.
+    """
+    if any(map(is_death, failures.values())):
+        return Cause(Outcome.CLUSTER_LOST, "workers died more often than max_failures allows")
+    if not all(is_consequence(in_full(failure)) for failure in failures.values()):
+        return Cause(Outcome.USER_ERROR, "the train loop failed more often than max_failures allows")
+    if failures and len(failures) < workers and waited_seconds < _CAUSE_SECONDS:
+        return Cause(None, "collectives have lost a peer, and its end is not known yet")
+    return Cause(Outcome.CLUSTER_LOST, "connections between living workers broke more often than max_failures allows")
+
+
+def in_full(failure: Exception) -> str:
+    """Return the traceback of a failure, or what there is of it."""
+    return getattr(failure, "_traceback_str", "") or f"{type(failure).__name__}: {failure}"
 
 
 def is_death(failure: Exception) -> bool:
@@ -105,6 +136,25 @@ def take_news() -> tuple[Waits, float, str]:
     """Return what this worker has waited for since this was asked last, and how often it saves if that is new."""
     stalled, state.stalled = state.stalled, 0.0
     return take_waits(), stalled, _new_plan()
+
+
+class Position(NamedTuple):
+    """The progress of a worker's session: the age of its first step in seconds, and optimizer steps before it and now.
+
+    The age is taken by the worker's own clock, which may differ from the controller's.
+    """
+
+    age: float
+    began_from: int
+    done: int
+
+
+def position() -> Position | None:
+    """Return how far this worker's session is, None before its first step or without a session."""
+    session = _session()
+    if session is None or not session.began_at:
+        return None
+    return Position(time.time() - session.began_at, session.began_from, session.done)
 
 
 def stacks() -> str:
@@ -163,6 +213,7 @@ class LoopWatch:
 
     Attributes:
         ignored: Whether the last loop of which that is known has ignored its checkpoint.
+        step: Optimizer steps that the session of the current worker group has done, at the last poll; 0 without one.
     """
 
     def __init__(self, fails: bool, tell: Callable[[Event], None], hangs_after_seconds: float = 0.0) -> None:
@@ -177,11 +228,18 @@ class LoopWatch:
         self._has_saved = self._has_saved or bool(checkpoint)
         self._began = self._quiet_since = time.monotonic()
         self._reports, self._was_polled = 0, False
+        self.step, self._has_begun = 0, False
 
     def look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
         """Look at each rank's status before Ray Train does; return what the worker group fails of, if it does."""
         now = time.monotonic()
         failure: WorkerGroupError | None = None
+        positions = [found for status in statuses if (found := getattr(status, "position", None))]
+        if len(positions) == len(statuses) and not self._has_begun:
+            self._has_begun, self.step = True, positions[0].began_from
+            began_at = time.time() - min(found.age for found in positions)
+            self._tell(FirstStep(at=began_at, world_size=len(statuses)))
+        self.step = max([self.step, *(found.done for found in positions)])
         reports = [status.training_report for status in statuses if status.training_report is not None]
         if reports or not self._was_polled:
             self._was_polled, self._quiet_since = True, now

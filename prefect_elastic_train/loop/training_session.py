@@ -77,6 +77,9 @@ class Session(AbstractContextManager["Session"]):
             batches of a step (or of :meth:`once`) and averaged over the ranks, are the mean over all samples.
         samples: The indices of the current batch's samples.
         is_last_part: Whether the current batch is the last of its step.
+        began_at: When this worker's first step began, in seconds since the epoch; 0.0 before. That is when the first
+            batch was handed out; without :meth:`batches` when the session was entered, known from the first step on.
+        began_from: Optimizer steps that were done before that.
         cadence: What decides when to save.
 
     Raises:
@@ -141,6 +144,7 @@ class Session(AbstractContextManager["Session"]):
         seed_everything(seed, 0, self.rank)
         if self._ray is not None and (checkpoint := self._ray.get_checkpoint()) is not None:
             self._restore(checkpoint)
+        self.began_at, self.began_from, self._entered_at = 0.0, self.done, time.time()
         self._saved, self.end, self._report_at = self.done, self._about["began_at"] + int(steps), time.monotonic()
         if state.warning and self.rank == 0:
             logger.warning("%s", state.warning)
@@ -189,6 +193,7 @@ class Session(AbstractContextManager["Session"]):
             self.samples, self.is_last_part = samples, part == parts - 1
             self.weight = order.weight(step, *self._share, part, parts)
             self._taken.append(samples if self.weight and self._counts else samples[:0])
+            self.began_at = self.began_at or time.time()
             self._in_batches = True
             try:
                 yield batch
@@ -220,6 +225,7 @@ class Session(AbstractContextManager["Session"]):
         self._close_step()
         self._about["seen"] += self._order.size(self.done) if self._order is not None else self._global_batch
         taken, self._taken = self._taken, []
+        self.began_at = self.began_at or self._entered_at
         self.done += 1
         if self._ray is not None:
             self._ledger.add(np.concatenate([self.samples[:0], *taken]), self.done - 1)

@@ -126,11 +126,16 @@ class RunLog(ev.EventHandler):
             self._end_start(math.inf)
         elif isinstance(event, ev.Report) and self._starts_until:
             self._end_start()
+        again = ""
+        if isinstance(event, ev.FirstStep | ev.Report) and self._stopped_at:
+            who = "1 worker trains" if event.world_size == 1 else f"{event.world_size} workers train"
+            again, self._stopped_at = f"{who} again after {event.at - self._stopped_at:.1f} s", 0.0
         self._last_at = max(self._last_at, event.at)
         if not told:
             self._best, is_steady = best, isinstance(event, ev.STEADY)
             if not is_steady:
                 self._tell_commits()
+            self.note(again)
             self.handle(event)
             if is_steady and event.at - self._commit_told_at >= _COMMITS_SECONDS:
                 self._tell_commits(event.at)
@@ -176,11 +181,9 @@ class RunLog(ev.EventHandler):
             self.note(f"Run {event.run_name}: {note}", WARNING)
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        name, stopped_at, self._stopped_at = loop_name(event.checkpoint), self._stopped_at, 0.0
-        again = f" again after {event.at - stopped_at:.1f} s" if stopped_at else ""
-        where = f"; checkpoint {name} is offered" if name else ""
-        who = "1 worker trains" if event.world_size == 1 else f"{event.world_size} workers train"
-        self.note(f"{who}{again}{where}")
+        where = f"; checkpoint {loop_name(event.checkpoint)} is offered" if event.checkpoint else ""
+        who = "1 worker starts" if event.world_size == 1 else f"{event.world_size} workers start"
+        self.note(f"{who} the loop{where}")
 
     def on_loop_warned(self, event: ev.LoopWarned) -> None:
         self.note(event.message[:1].upper() + event.message[1:], WARNING)

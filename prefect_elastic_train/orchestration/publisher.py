@@ -29,6 +29,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.ray_output import causes
+from prefect_elastic_train.core.result import Counts
 from prefect_elastic_train.report.markdown import render, summary_line
 from prefect_elastic_train.report.run_report import WORTH_TELLING_SECONDS, RunReport
 
@@ -169,7 +170,7 @@ def ending(report: RunReport, name: str, at: float, message: str, storage_block:
             "checkpoint_uri": f"{report.run_uri}/{newest.name}" if newest else "",
             "best_checkpoint_uri": f"{report.run_uri}/{report.best.name}" if report.best else "",
             "metrics": _plain(report.metrics),
-            **report.tally.model_dump(include={"attempts", "worker_failures", "preemptions", "resizes", "steps_lost"}),
+            **report.tally.model_dump(include={*Counts.model_fields} - {"storage_wait_seconds"}),
             "driver_restarts": report.driver_restarts,
             "goodput": account.goodput,
             "time": account.model_dump(),

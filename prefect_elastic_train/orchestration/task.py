@@ -40,7 +40,6 @@ from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.orchestration.training import SilentEndError, Training
 
 TrainLoop = Callable[..., Any] | str
-_MAX_RETRIES = 1_000_000
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -179,15 +178,15 @@ async def aelastic_train(train_loop: TrainLoop, **arguments: Any) -> TrainingRes
 
 
 def _with_budget(template: Any, training: Training) -> Any:
-    """Return the task with the retries that the failure budget asks for; Prefect fixes them before it runs."""
+    """Return the task with the retries of the failure budget, which the training keeps in step with what is left."""
     failures = load_given("failures", training.blocks["failures"])
     assert isinstance(failures, FailureBudget)
     training.restart_delay_seconds = failures.driver_restart_delay_seconds
     training.driver_restarts = failures.driver_restarts
     # In Prefect's delay, which may have a default in its settings, nobody would look after the cluster.
-    # The budget ends them, since failures are forgiven; what has made no progress is given up earlier.
-    retries = _MAX_RETRIES if failures.forgive_after_seconds and failures.driver_restarts else failures.driver_restarts
-    return template.with_options(task_run_name=training.request.run_name, retries=retries, retry_delay_seconds=0)
+    training.forgives = failures.forgive_after_seconds > 0
+    how = {"task_run_name": training.request.run_name, "retries": failures.driver_restarts, "retry_delay_seconds": 0}
+    return template.with_options(**how)
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)

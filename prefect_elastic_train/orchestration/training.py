@@ -21,10 +21,11 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
 from prefect.states import Cancelled
+from prefect.tasks import Task
 from prefect.transactions import CommitMode, get_transaction
 from prefect.utilities.urls import url_for
 
-from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted, Event
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
@@ -106,8 +107,9 @@ class Training:
     timeout_seconds: float | None = None
     #: Before a new driver, if the one before has committed nothing; doubled for each more of those in a row.
     restart_delay_seconds: float = 0.0
-    #: How many attempts in a row may commit nothing.
+    #: How many attempts in a row may commit nothing; and whether training makes up for earlier attempts.
     driver_restarts: int = 0
+    forgives: bool = False
     #: Its caller holds a future.
     submitted: bool = False
 
@@ -122,6 +124,10 @@ class Training:
         self._watch: flow_runs.FlowRunWatch
         self._log: RunLog
         self._publisher: Publisher | None = None
+        #: Prefect's task of the attempt, and how often it was retried before.
+        self._task: Task[..., Any] | None = None
+        self._retried = 0
+        self._left = 0  # attempts that may follow by the run's records
         self._detached = False  # the attempt has left its job to another process
         self._idle = 0  # attempts in a row that have committed nothing
 
@@ -135,19 +141,20 @@ class Training:
     def attempt(self) -> TrainingResult | State[Any]:
         """Run one attempt, and keep what the next one needs if it may follow; a state if the training is cancelled."""
         context = TaskRunContext.get()
-        run_count, retries = (context.task_run.run_count, context.task.retries) if context is not None else (1, 0)
+        self._task, self._retried = (context.task, context.task_run.run_count - 1) if context is not None else (None, 0)
         self._flows, self._detached = list(flow_runs.flows_around()), False
         if self._runtime is None:
+            self._left = self.driver_restarts
             self._runtime = self._begin(in_task=context is not None)
         try:
-            if run_count > 1 and self._idle:
+            if self._retried and self._idle:
                 self._pause(self._runtime)
             self._idle += 1
             ended = self._run_driver(self._runtime)
         except BaseException as error:
             self._log.close()
             if isinstance(error, AttemptFailedError) and error.retryable:
-                if run_count <= retries and self._idle <= self.driver_restarts:
+                if self._may_retry():
                     self._log.note(f"A new driver follows: {error}", WARNING)
                     raise
                 error.final = True
@@ -166,6 +173,17 @@ class Training:
         self._log.close()
         self._end(self._runtime, (End.COMPLETED, ""), told=ended.already_finished)
         return TrainingResult.model_validate(ended.result)
+
+    def _may_retry(self) -> bool:
+        """Return whether another attempt may follow, and set the retries by which Prefect decides, to be the same.
+
+        After a commit an earlier attempt may no longer count, which the next driver finds in the run directory.
+        """
+        if self._task is None:
+            return False
+        left = max(self._left, self.forgives and not self._idle)
+        self._task.retries = self._retried + left
+        return left > 0 and self._idle <= self.driver_restarts
 
     def end(self, error: BaseException | None = None) -> None:
         """End what was kept for an attempt that did not come, as when a signal came between two."""
@@ -254,6 +272,8 @@ class Training:
         """Take in an event; one that was told is of a job from before it was followed."""
         if isinstance(event, CheckpointCommitted):
             self._idle = 0
+        elif isinstance(event, AttemptStarted):
+            self._left = event.left.get("driver restart", self._left)
         if self._publisher is not None:
             self._publisher.take(event, told)
         best = self._publisher.report.best if self._publisher is not None else None

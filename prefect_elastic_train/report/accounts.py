@@ -49,11 +49,14 @@ class Tally(Counts, ev.EventHandler):
     interval: float | None = None
     unsettled: int = 0
     typical: float | None = None  # seconds between two reports of an earlier group
+    #: Optimizer steps that a session has done, as far as is known, and those that a commit keeps.
+    step: int = 0
+    step_kept: int = 0
 
     @property
     def position(self) -> int:
         """Number of the last report, counted without those that were done again."""
-        return self.before + self.index - self.steps_lost
+        return self.before + self.index - self.reports_lost
 
     def take(self, event: ev.Event) -> None:
         """Take the next event in."""
@@ -62,6 +65,7 @@ class Tally(Counts, ev.EventHandler):
                 return
             self._advance((event.since or event.at) if isinstance(event, ev.WaitingForCapacity) else event.at)
         self.handle(event)
+        self.step = max(self.step, event.step)
 
     def account(self, now: float | None = None) -> TimeAccount:
         """Return where the time went, up to `now` (seconds since the epoch) if the run still lives."""
@@ -104,6 +108,15 @@ class Tally(Counts, ev.EventHandler):
         self.seconds_at_start, self.reports_at_start = self.productive, self.position
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
 
+    def on_first_step(self, event: ev.FirstStep) -> None:
+        """Count the steps that are done again. What came before the step was setting up, and nothing is estimated."""
+        self.steps_redone += max(0, self.step - event.step)
+        self.step = self.step_kept = event.step
+        if self.phase == "first" and self.first is not None:
+            first, self.first, self.phase = self.first, None, "training"
+            self.pending = min(first, self.mark - event.at)
+            self._spend(self.setup, first - self.pending)
+
     def on_report(self, event: ev.Report) -> None:
         self.index = event.index  # which counts those that have been dropped on the way, too
         if self.phase == "first":
@@ -116,7 +129,14 @@ class Tally(Counts, ev.EventHandler):
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         self.on_report(event)
         self.kept = event.index
+        later, saved = 0.0, event.metrics.get("step")
+        if isinstance(saved, int) and self.step_kept < saved <= event.step:
+            # What was trained while the checkpoint was uploaded is not in it.
+            later = self.pending * (event.step - saved) / (event.step - self.step_kept)
+            self.step_kept = saved
+        self.pending -= later
         self._preserve(event.checkpoint)
+        self.pending = later
 
     def on_checkpoint_stalled(self, event: ev.CheckpointStalled) -> None:
         """Move the time in which the loop stood still for a checkpoint out of its training, or of what comes of it."""
@@ -134,7 +154,7 @@ class Tally(Counts, ev.EventHandler):
         if event.problem != "checkpoint-ignored":
             return
         seconds = min(self.productive, self.seconds_at_start)
-        self.steps_lost += self.reports_at_start
+        self.reports_lost += self.reports_at_start
         self.productive -= seconds
         self._spend("lost", seconds)
         self.commits = [(name, max(0.0, productive - seconds)) for name, productive in self.commits]
@@ -199,7 +219,7 @@ class Tally(Counts, ev.EventHandler):
 
     def _lose_reports(self) -> None:
         """Count reports that no commit keeps, now that somebody does them again."""
-        self.steps_lost += max(0, self.index - self.kept)
+        self.reports_lost += max(0, self.index - self.kept)
         self.kept = self.index
 
     def _settle(self) -> None:

@@ -147,6 +147,7 @@ class RunReport(BaseModel, ev.EventHandler):
     incidents: list[Incident] = Field(default_factory=list)
     recoveries: list[Recovery] = Field(default_factory=list)
     broken: tuple[float, Kind] | None = None  # since when no workers train that did, or will again, and why
+    started: ev.WorkerGroupStarted | None = None  # the worker group, until its first step or report
     checkpoints: list[Checkpoint] = Field(default_factory=list)
     checkpoints_made: int = 0
     best: Checkpoint | None = None
@@ -261,18 +262,24 @@ class RunReport(BaseModel, ev.EventHandler):
         self._set_state("waiting for capacity", why)
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        self.paced_from, self.rates = None, {}
-        if self.broken is not None:
-            (since, kind), self.broken = self.broken, None
-            before = {"until it was begun": max(0.0, event.at - since - sum(event.parts.values()))}
-            recovery = Recovery(at=since, kind=kind, parts=before | event.parts)
-            self.recoveries = [*self.recoveries, recovery][-_MAX_RECOVERIES:]
-            for last in [one for one in self.incidents if one.kind == kind][-1:]:
-                last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"
+        self.paced_from, self.rates, self.started = None, {}, event
         self._set_world(event.at, event.world_size)
         self._set_state("training")
 
+    def on_first_step(self, event: ev.FirstStep | ev.Report) -> None:
+        """Take in that the worker group trains: by a session's first step, else by its first report."""
+        started, self.started = self.started, None
+        if started is None or self.broken is None:
+            return
+        (since, kind), self.broken = self.broken, None
+        before = {"until it was begun": max(0.0, started.at - since - sum(started.parts.values()))}
+        parts = before | started.parts | {"loop, to its first step or report": max(0.0, event.at - started.at)}
+        self.recoveries = [*self.recoveries, Recovery(at=since, kind=kind, parts=parts)][-_MAX_RECOVERIES:]
+        for last in [one for one in self.incidents if one.kind == kind][-1:]:
+            last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"
+
     def on_report(self, event: ev.Report) -> None:
+        self.on_first_step(event)
         self.reports += 1
         self.metrics = _bounded(event.metrics, 4 * _MAX_METRICS)
         links = self.links | {name[:_MAX_NAME]: one for name, one in event.metrics.items() if is_link(one)}

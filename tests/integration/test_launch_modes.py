@@ -78,7 +78,7 @@ def test_closure_of_a_flow_trains_and_gives_a_json_safe_result(
     assert list(frame["step"]) == [1, 2, 3, 4, 5, 6]
     assert set(frame["_world_size"]) == {2}
     assert 0 < result.goodput <= 1
-    assert result.steps_lost == 0
+    assert result.reports_lost == 0
 
     def log(part: str) -> list[str]:
         return sorted(line for line in flow_run_log(client, flow_run_id) if part in line)

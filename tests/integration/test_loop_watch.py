@@ -98,7 +98,7 @@ def test_each_loop_is_told_what_is_wrong_with_it_and_only_that(tmp_path: Path, j
     results = trains()
     strict = results.pop("strict")
     told = {habit: _warnings(result.run_uri) for habit, result in results.items()}
-    found = {habit: ([one["problem"] for one in told[habit]], results[habit].steps_lost) for habit in results}
+    found = {habit: ([one["problem"] for one in told[habit]], results[habit].reports_lost) for habit in results}
     assert found == HABITS
     assert results["never asks"].metrics["step"] == STEPS
     assert results["never asks"].time.lost_seconds > 8 * 0.05

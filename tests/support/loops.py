@@ -259,3 +259,32 @@ def habitual_loop(config: dict[str, Any]) -> None:
             time.sleep(1)  # until the checkpoint is committed
             open(config["died"], "w").close()
             os._exit(1)
+
+
+def gloo_loop(config: dict[str, Any]) -> None:
+    """All-reduce, report and write each step into the ledger, as a loop in DistributedDataParallel; saves each ten.
+
+    Config: ``steps``; ``sleep`` (seconds a step); ``ledger`` (file); ``raises`` (step and rank that raises after it).
+    """
+    import ray.train
+    import torch
+
+    context, step = ray.train.get_context(), 0
+    rank, world = context.get_world_rank(), context.get_world_size()
+    node = ray.get_runtime_context().get_node_id()
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            step = _saved_state(folder)
+    while step < config["steps"]:
+        time.sleep(config["sleep"])
+        torch.distributed.all_reduce(torch.ones(1000))
+        step += 1
+        write_ledger(config["ledger"], step=step, rank=rank, world=world, node=node)
+        if [step, rank] == config.get("raises"):
+            torch.distributed.destroy_process_group()  # the peers fail before this rank has raised
+            time.sleep(1)
+            raise ValueError(f"step {step} has no gradient")
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "state.json").write_text(json.dumps(step))
+            checkpoint = ray.train.Checkpoint.from_directory(folder) if step % 10 == 0 else None
+            ray.train.report({"step": step}, checkpoint=checkpoint)

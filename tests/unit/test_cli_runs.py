@@ -315,7 +315,7 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     assert (first["number"], first["ended"]["outcome"], first["record"]["base"]) == (1, "driver_lost", None)
     assert (last["ended"]["outcome"], last["record"]["base"], last["record"]["dropped"]) == ("completed", [1, 2], ["b"])
     accounts = details["accounts"]
-    counted = ("worker_failures", "preemptions", "resizes", "steps_lost", "storage_wait_seconds")
+    counted = ("worker_failures", "preemptions", "resizes", "reports_lost", "storage_wait_seconds")
     assert [accounts[name] for name in counted] == [1, 1, 1, 2, 4.5]
     assert [world["size"] for world in accounts["world_sizes"]] == [2, 1]
     assert details["goodput"] == pytest.approx(10 / accounts["time"]["wall_seconds"], rel=0.01)

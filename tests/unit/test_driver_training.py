@@ -158,6 +158,8 @@ ENDS: list[tuple[Exception, Outcome, str]] = [
     (WorkerGroupError("boom", {0: ValueError("user"), 1: ConnectionError("peer closed")}), Outcome.USER_ERROR, ""),
     (WorkerGroupError("[Rank 1] …\n", {1: ValueError("nan\n3")}), Outcome.USER_ERROR, ": rank 1: ValueError: nan"),
     (WorkerGroupError("boom", {0: _PEER_LOST, 1: _DIED}), Outcome.CLUSTER_LOST, ""),
+    (WorkerGroupError("boom", {0: _PEER_LOST}), Outcome.CLUSTER_LOST, "0: RuntimeError: Connection closed by peer"),
+    (WorkerGroupError("boom", {0: _PEER_LOST, 1: ValueError("nan")}), Outcome.USER_ERROR, " rank 1: ValueError: nan"),
     (WorkerGroupError("boom", {0: WorkerHealthCheckTimeoutError("a worker hangs")}), Outcome.CLUSTER_LOST, ""),
     (ControllerError(FencedOffError("attempt 1 was taken over by attempt 2")), Outcome.INVALID, ""),
     (ControllerError(RuntimeError("FencedOffError: attempt 1 was taken over")), Outcome.INVALID, ""),

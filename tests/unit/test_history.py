@@ -148,14 +148,14 @@ def test_the_result_of_a_run_is_of_its_newest_commit(store: LocalRunStore) -> No
     training.report("a", {"loss": 0.5})
     training.report("b", {"loss": 0.25})
     spent = TimeAccount(wall_seconds=10, productive_seconds=5, lost_seconds=5)
-    accounts = Accounts(attempts=2, steps_lost=3, time=spent, last_metrics={"loss": 9})
+    accounts = Accounts(attempts=2, reports_lost=3, time=spent, last_metrics={"loss": 9})
     result = _result(store, accounts, storage_block="training-storage-directory/shared")
     assert (result.checkpoint_uri, result.metrics) == (f"{store.path}/b", {"loss": 0.25})
     assert [(best.uri, best.metrics) for best in result.best_checkpoints] == [
         (f"{store.path}/a", {"loss": 0.5}),
         (f"{store.path}/b", {"loss": 0.25}),
     ]
-    assert (result.attempts, result.steps_lost, result.goodput, result.time) == (2, 3, 0.5, spent)
+    assert (result.attempts, result.reports_lost, result.goodput, result.time) == (2, 3, 0.5, spent)
     where = (result.run_name, result.run_uri, result.storage_block)
     assert where == ("mnist", store.path, "training-storage-directory/shared")
     assert TrainingResult.model_validate_json(result.model_dump_json()) == result

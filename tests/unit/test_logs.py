@@ -116,17 +116,17 @@ def test_checkpoints_are_told_of_every_half_minute_and_when_something_else_is(li
     assert lines.messages == said
     log.event(ev.CheckpointCommitted(at=1062, checkpoint="c1062", size_bytes=1, metrics={"loss": 1}), best="c1062")
     log.event(ev.CheckpointCommitted(at=1064, checkpoint="c1064", size_bytes=1, metrics={"loss": 0.5}), best="c1064")
-    log.event(ev.WorkerGroupResized(old_size=1, new_size=2), best="c1064")
+    log.event(ev.WorkerGroupResized(at=1065, old_size=1, new_size=2), best="c1064")
     assert (
         lines.messages[3]
         == "Checkpoint c1064 is committed (1 B): loss=0.5; 1 more since the last line; the best so far"
     )
-    log.event(ev.CheckpointCommitted(at=1066, checkpoint="c1066", size_bytes=1, metrics={}))
+    log.event(ev.CheckpointCommitted(at=1066, checkpoint="c1066", size_bytes=1, metrics={}, world_size=2))
     log.event(ev.ControllerAlive(at=1070, doing="", seconds=1))
-    assert len(lines.messages) == 5
+    assert lines.messages[5:] == ["2 workers train again after 1.0 s"]
     log.event(ev.ControllerAlive(at=1094, doing="", seconds=1))
     log.close()
-    assert lines.messages[5:] == ["Checkpoint c1066 is committed (1 B)"]
+    assert lines.messages[6:] == ["Checkpoint c1066 is committed (1 B)"]
 
 
 def test_a_restart_says_how_long_nobody_trained(lines: Lines) -> None:
@@ -134,13 +134,17 @@ def test_a_restart_says_how_long_nobody_trained(lines: Lines) -> None:
     t = time.time() + 100
     log.event(ev.WorkerFailed(at=t, errors={"0": "gone"}, retried=True))
     log.event(ev.WorkerGroupStarted(at=t + 1.84, world_size=2, checkpoint="a"))
+    log.event(ev.ControllerAlive(at=t + 5, doing="", seconds=1))
+    assert lines.messages[1:] == ["2 workers start the loop; checkpoint a is offered"], "nobody trains yet"
+    log.event(ev.FirstStep(at=t + 13.81, world_size=2))
+    log.event(ev.Reported(at=t + 14, metrics={}, world_size=2))
     log.event(ev.ControllerAlive(at=t + 50, doing="", seconds=1))
     log.event(ev.AttemptStarted(**BEGUN, at=t + 60, driver_started_at=t + 59))
-    log.event(ev.WorkerGroupStarted(at=t + 68, world_size=2, checkpoint="a"))
-    started = [text for text in lines.messages if "workers train" in text]
-    assert [text.partition(";")[0] for text in started] == [
-        "2 workers train again after 1.8 s",
-        "2 workers train again after 18.0 s",
+    log.event(ev.WorkerGroupStarted(at=t + 68, world_size=1, checkpoint="a"))
+    log.event(ev.Reported(at=t + 70, metrics={}, world_size=1))
+    assert [text for text in lines.messages if "again after" in text] == [
+        "2 workers train again after 13.8 s",
+        "1 worker trains again after 20.0 s",
     ]
 
 
@@ -205,7 +209,7 @@ SAID: list[tuple[ev.Event, str]] = [
         ev.AttemptStarted(**BEGUN),
         "Attempt 2 of run mnist starts from checkpoint ckpt-7; run directory /runs/mnist; its",
     ),
-    (ev.WorkerGroupStarted(world_size=4, checkpoint="a"), "4 workers train; checkpoint a is offered"),
+    (ev.WorkerGroupStarted(world_size=4, checkpoint="a"), "4 workers start the loop; checkpoint a is offered"),
     (ev.LoopWarned(problem="no-checkpoint", message="the loop never saves"), "! The loop never saves"),
     (ev.WorkerGroupResized(old_size=2, new_size=4), "resized from 2 to 4"),
     (ev.WorkersPreempted(errors={}, retried=False), "! Preemption: a node was drained or reclaimed; "),

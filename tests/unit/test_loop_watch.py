@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 from prefect_elastic_train import loop
-from prefect_elastic_train.core.events import Event, LoopWarned
-from prefect_elastic_train.elastic import loop_watch
+from prefect_elastic_train.core import ray_output
+from prefect_elastic_train.core.events import Event, FirstStep, LoopWarned
+from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.elastic import controller, loop_watch
 from prefect_elastic_train.elastic.loop_watch import IgnoredCheckpointError, LoopWatch
 
 NEVER, OPENED = False, True
@@ -159,3 +164,140 @@ def test_how_often_a_session_saves_is_told_with_its_reason_when_it_changes_and_a
         assert loop_watch.stacks().startswith("session.step() was called up to step 1 of 5")
     with loop.session(loop.ArrayState(count=0), steps=5, global_batch=1, save_every=50):
         assert plan() == "each 50 steps, as asked for"
+
+
+_DEAD = WorkerHealthCheckFailedError("A worker health check failed.", ActorDiedError())
+_GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection {} by peer [127.0.0.1]:33421"
+_RESET, _CLOSED = RuntimeError(_GLOO.format("reset")), RuntimeError(_GLOO.format("closed"))
+_NAN = ValueError("the loss is not a number")
+_WRAPPED = UserExceptionWithTraceback(
+    KeyError("gradients"), f"Traceback (most recent call last):\nRuntimeError: {_RESET}\n\nKeyError: 'gradients'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("failures", "waited", "outcome"),
+    [
+        ({0: _RESET}, 0.0, None),
+        ({0: _WRAPPED}, 0.0, None),
+        ({0: _RESET}, 9.0, None),
+        ({0: _RESET}, 10.0, Outcome.CLUSTER_LOST),
+        ({0: _RESET, 1: _CLOSED}, 0.0, Outcome.CLUSTER_LOST),  # there is nobody to wait for
+        ({0: _RESET, 1: _DEAD}, 0.0, Outcome.CLUSTER_LOST),
+        ({0: _NAN, 1: _DEAD}, 0.0, Outcome.CLUSTER_LOST),  # some collectives raise what only their users know
+        ({0: _RESET, 1: _NAN}, 0.0, Outcome.USER_ERROR),
+        ({1: _NAN}, 0.0, Outcome.USER_ERROR),
+        ({1: ConnectionResetError(104, "Connection reset by peer")}, 0.0, Outcome.USER_ERROR),  # a request of the loop
+    ],
+)
+def test_broken_collectives_wait_for_their_cause_within_a_bound_and_nothing_else_does(
+    failures: dict[int, Exception], waited: float, outcome: Outcome | None
+) -> None:
+    assert loop_watch.cause_of(failures, workers=2, waited_seconds=waited).outcome is outcome
+    assert loop_watch.cause_of(failures).outcome is not None, "a driver cannot wait"
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "is_consequence"),
+    [
+        (
+            "RuntimeError",
+            "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1",
+            True,
+        ),
+        ("RuntimeError", "[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", True),
+        (
+            "DistBackendError",
+            "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error",
+            True,
+        ),
+        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:5, unhandled system error (run with NCCL_DEBUG=INFO)", True),
+        ("DistBackendError", "NCCL communicator was aborted on rank 1.", True),
+        ("DistNetworkError", "The client socket has timed out after 300000ms while trying to connect", True),
+        ("DistStoreError", "Socket Timeout", True),
+        ("JaxRuntimeError", "UNAVAILABLE: Failed to send RPC to coordination service", True),
+        ("JaxRuntimeError", "INTERNAL: Gloo AllReduce failed: Connection reset by peer", True),
+        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:5, invalid usage. Duplicate GPU detected", False),
+        ("RuntimeError", "ProcessGroupNCCL is only supported with GPUs, no GPUs found!", False),
+        ("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.", False),
+        ("RuntimeError", "CUDA out of memory", False),
+        ("ValueError", "mat1 and mat2 shapes cannot be multiplied", False),
+        ("ConnectionError", "Connection reset by peer", False),
+    ],
+)
+def test_the_errors_of_collectives_that_lost_a_peer_are_told_from_those_of_the_loop(
+    name: str, message: str, is_consequence: bool
+) -> None:
+    assert ray_output.is_consequence(f"{name}: {message}") is is_consequence
+
+
+def _poll_until_known(monkeypatch: pytest.MonkeyPatch, *polls: list[WorkerStatus]) -> tuple[list[WorkerStatus], float]:
+    """What callbacks get to see of polls that follow each other, the last one again and again, and after what time."""
+    coming, now = list(polls), [0.0]
+    monkeypatch.setattr(controller.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(controller.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    poll = lambda self, timeout: coming.pop(0) if coming[1:] else coming[0]  # noqa: E731
+    monkeypatch.setattr(controller.WorkerGroup, "_poll_workers_and_collect_errors", poll)
+    seen: list[list[WorkerStatus]] = []
+    monkeypatch.setattr(controller.callbacks, "current", lambda: SimpleNamespace(look_at_reports=seen.append))
+    group: Any = controller.RunWorkerGroup.__new__(controller.RunWorkerGroup)
+    statuses: list[WorkerStatus] = group._poll_workers_and_collect_errors(0.1)
+    assert seen == [statuses], "callbacks and policies see the last poll, once"
+    return statuses, now[0]
+
+
+def _fails(error: Exception, report: Any = None) -> WorkerStatus:
+    return WorkerStatus(False, error, report)
+
+
+def test_all_who_decide_by_a_failure_see_its_cause_with_it_and_no_report_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = _TrainingReport(CHECKPOINT, {"step": 7}, False)
+    dead = [_fails(_RESET), _fails(_DEAD)]
+    first = [_fails(_RESET, report), WorkerStatus(True, None, report)]
+    statuses, seconds = _poll_until_known(monkeypatch, first, [_fails(_RESET), *RUNNING], dead)
+    assert [status.error for status in statuses] == [_RESET, _DEAD]
+    assert [status.training_report for status in statuses] == [report, report]
+    assert seconds < 1
+
+
+@pytest.mark.parametrize(
+    ("failed", "least", "most"),
+    [
+        ([_RESET, None], 10, 11),  # the other one lives, and says nothing
+        ([_RESET, _CLOSED], 0, 0),
+        ([_NAN, None], 0, 0),
+        ([None, None], 0, 0),
+    ],
+)
+def test_the_wait_for_a_cause_is_bounded_and_only_for_collectives(
+    monkeypatch: pytest.MonkeyPatch, failed: list[Exception | None], least: float, most: float
+) -> None:
+    statuses, seconds = _poll_until_known(monkeypatch, [WorkerStatus(error is None, error, None) for error in failed])
+    assert [status.error for status in statuses] == failed
+    assert least <= seconds <= most
+
+
+def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_steps_are_those_of_the_foremost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = Watched(monkeypatch)
+    monkeypatch.setattr(loop_watch.time, "time", lambda: 5000.0)
+
+    def look(*positions: loop_watch.Position | None) -> None:
+        statuses = [WorkerStatus(True, None, None) for _ in positions]
+        for status, position in zip(statuses, positions, strict=True):
+            status.position = position  # type: ignore[attr-defined]
+        watched.watch.look(statuses)
+
+    look(None, None)
+    look(loop_watch.Position(0.3, 300, 302), None)
+    assert watched.events == []
+    look(loop_watch.Position(0.6, 300, 305), loop_watch.Position(0.25, 300, 302))
+    look(loop_watch.Position(0.9, 300, 309), loop_watch.Position(0.5, 300, 306))
+    (first,) = watched.events
+    assert isinstance(first, FirstStep)
+    assert (first.at, first.world_size, watched.watch.step) == (5000.0 - 0.25, 2, 309)
+    watched.watch.begin(["in loop.py"], "", {})
+    assert watched.watch.step == 0, "the next group's session has begun no step"

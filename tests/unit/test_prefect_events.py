@@ -183,7 +183,7 @@ def test_the_end_tells_what_there_was() -> None:
         "preemptions": 0,
         "resizes": 0,
         "driver_restarts": 0,
-        "steps_lost": 2,
+        "reports_lost": 2,
         "goodput": account.goodput,
         "time": account.model_dump(),
     }

@@ -353,7 +353,8 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
         "loss 0.0625",
         "last checkpoint 29 s ago",
         "1 worker failure · goodput",
-        "worker failure: the workers are restarted; reports that are done again: 3; 4 workers train after 5.0 s**  \n  "
+        "worker failure: the workers are restarted; reports that are done again: 3; 4 workers train after 15.0 s**"
+        "  \n  "
         "rank 1: ValueError: nan\n",
         "restarts after failures",
         "`ckpt-51`",
@@ -368,16 +369,29 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
     assert "![" not in text
 
 
+LOOP = "loop, to its first step or report"
+
+
 def test_each_recovery_is_kept_with_what_its_seconds_went_to() -> None:
     again = group(90).model_copy(update={"parts": {"decision": 1.0, "workers": 3.0}})
     by_a_new_driver = group(130).model_copy(update={"parts": {"the controller's process": 8.0}})
-    report = report_of(started(), group(20), failed(85), again, started(2, 120), by_a_new_driver)
+    unfinished = report_of(started(), group(20), failed(85), again)
+    assert "train after" not in unfinished.incidents[-1].what, "its loop has not begun a step"
+    first = ev.FirstStep(at=T + 97, world_size=4)
+    events = [started(), group(20), failed(85), again, first, reported(98), started(2, 120), by_a_new_driver]
+    report = report_of(*events, reported(137, world_size=4))
     assert [(one.at - T, one.kind, one.parts) for one in report.recoveries] == [
-        (85, "failure", {"until it was begun": 1.0, "decision": 1.0, "workers": 3.0}),
-        (110, "driver", {"until it was begun": 12.0, "the controller's process": 8.0}),
+        (85, "failure", {"until it was begun": 1.0, "decision": 1.0, "workers": 3.0, LOOP: 7.0}),
+        (
+            110,
+            "driver",
+            {"until it was begun": 12.0, "the controller's process": 8.0, LOOP: 7.0},
+        ),
     ]
-    assert "4 workers train after 20.0 s" in report.incidents[-1].what
-    again_and_again = report_of(started(), *(event for at in range(30, 90, 2) for event in (failed(at), group(at + 1))))
+    assert "4 workers train after 27.0 s" in report.incidents[-1].what
+    again_and_again = report_of(
+        started(), *(event for at in range(30, 90, 2) for event in (failed(at), group(at + 1), reported(at + 1)))
+    )
     assert len(again_and_again.recoveries) == 12
 
 
@@ -395,7 +409,7 @@ def test_pictures_are_svg_without_a_ground_of_their_own_whatever_metrics_are_cal
     names = ("loss", "a|b", "$x^2$", "<&>\"'", "a--b-->", "\\frac{$", "a\x1b[31mb\x00\uffff\n", "\ud800")
     values = ([0.5], [0.0, 0.0], [1e300, -1e300, 5e-324], [math.inf, 1.0], [2**70], [1, 2], [3, 2, 1], [-1, 0])
     said = [reported(30, **{name: value}) for name, found in zip(names, values, strict=True) for value in found]
-    report = report_of(started(), group(20), *said, failed(85), group(90))
+    report = report_of(started(), group(20), *said, failed(85), group(90), reported(91))
     assert len(report.curves) == len(names)
     pictures = draw(report, T + 200)
     assert set(pictures) == {"metrics", "workers", "recoveries"}

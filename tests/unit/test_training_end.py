@@ -127,7 +127,7 @@ def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_onc
 
     runtime.run_attempt, runtime.wait = run_attempt, waits.append
     training = _waiting(runtime)
-    training.restart_delay_seconds, training.driver_restarts = 40, 3
+    training.restart_delay_seconds, training.driver_restarts, training._left = 40, 3, 3
     _show(training, RunReport(run_name="mnist"))
     monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
 
@@ -161,6 +161,7 @@ def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_sti
     monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
     task = SimpleNamespace(task_run=SimpleNamespace(run_count=2), task=SimpleNamespace(retries=1000))
     monkeypatch.setattr(training_of.TaskRunContext, "get", lambda: task)
+    training._left = 1000
     while commits:
         with pytest.raises(AttemptFailedError) as lost:
             training.attempt()
