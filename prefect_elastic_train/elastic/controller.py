@@ -157,6 +157,14 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
         self._health_check_interval_s = min(interval, self._longest_interval)
         return status
 
+    def _relax_collectives_during_preemption(self, preemption_info: Any) -> None:
+        """Let the surviving ranks commit without the others, unless a checkpoint needs the parts of all."""
+        if self._run_config.failure_config.relax_collectives_on_preemption:
+            if callbacks.current().needs_all_ranks():
+                logger.info("relax_collectives_on_preemption is ignored: a session's checkpoint needs all ranks")
+            else:
+                super()._relax_collectives_during_preemption(preemption_info)
+
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:
         if self.get_worker_group() is not None:
             try:

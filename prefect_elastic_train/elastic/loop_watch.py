@@ -107,6 +107,11 @@ def take_news() -> tuple[Waits, float, str]:
     return take_waits(), stalled, _new_plan()
 
 
+def has_session() -> bool:
+    """Return whether this worker's loop trains in a session."""
+    return _session() is not None
+
+
 def stacks() -> str:
     """Return how far this worker's session is, if it has one, and the stacks of all threads but this one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -198,6 +203,11 @@ class LoopWatch:
         if self._hangs_after and not has_ended and now - self._quiet_since > self._hangs_after:
             failure = self._hung()
         return failure
+
+    def needs_all_ranks(self) -> bool:
+        """Return whether a checkpoint of the loop needs the parts of all ranks, or no rank has answered."""
+        answers = ask(self._workers, has_session, _ANSWER_SECONDS)
+        return any(answers.values()) or not answers
 
     def _hung(self) -> WorkerGroupError:
         said = ask(self._workers, stacks, _STACKS_SECONDS)
