@@ -143,10 +143,14 @@ def start_process(
     output: int | IO[bytes],
     errors: IO[bytes] | None = None,
     cwd: Path | None = None,
+    inherited: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own; standard output and standard error are both ``output`` unless told."""
+    """Start a process in a session of its own; standard output and standard error are both ``output`` unless told.
+
+    It inherits the file descriptors ``inherited`` besides.
+    """
     streams: Any = {"stdin": stdin, "stdout": output, "stderr": output if errors is None else errors}
-    return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **streams)
+    return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, pass_fds=inherited, **streams)
 
 
 class ChildDriver(Driver):
@@ -198,6 +202,10 @@ class ChildDriver(Driver):
     def look(self) -> ev.AttemptEnded | None:
         """How the attempt ended: the driver has gone, hangs, or has lost its cluster."""
         now = time.monotonic()
+        if self._cluster is not None and self._cluster.failure is not None:
+            return self.lost(str(self._cluster.failure), self._cluster.failure.outcome)
+        if self._cluster is not None and self._cluster.is_waiting:
+            self._alive_at = now
         if self._process.poll() is not None:
             self._gone_at = min(self._gone_at, now)
         # A process that a dead driver has left behind may still hold its output.
@@ -222,7 +230,7 @@ class ChildDriver(Driver):
         """Hand an event on, and start the local cluster once it is wanted."""
         super().tell(event)
         if isinstance(event, ev.ClusterWanted) and self._cluster is not None:
-            self._cluster.start()
+            self._cluster.start(self.follower.on_note)
         elif isinstance(event, ev.WorkerGroupStarted):
             self.follower.want_spare()
 

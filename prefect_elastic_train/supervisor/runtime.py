@@ -17,16 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
-from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, MARK_VARIABLE, PRINT_PATCH
+from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, HEAD_LOG, MARK_VARIABLE, PRINT_PATCH
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
+from prefect_elastic_train.supervisor.devices import DeviceClaims
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 from prefect_elastic_train.supervisor.nodes import free_port
 
@@ -59,7 +61,7 @@ class Runtime:
         on_event: Called with each event of the driver.
         on_line: Called with each other line of output: where it came from, and the text.
         check_stop: Called several times a second; what it raises ends the driver and passes on.
-        on_note: Called with what this machine has to say of a driver.
+        on_note: Called with a message about the processes on this machine, and its level unless that is INFO.
         on_past_event: Called with each event of a job from before it was followed.
         detaches: Whether a job shall go on without us after what `check_stop` raised, or was raised in this thread.
         followed_until: Up to when the flow run has told of a job that is found running, in seconds since the epoch.
@@ -69,7 +71,7 @@ class Runtime:
     on_event: Callable[[Event], None]
     on_line: Callable[[str, str], None]
     check_stop: Callable[[], None] = lambda: None
-    on_note: Callable[[str], None] = lambda text: None
+    on_note: Callable[..., None] = lambda text, level=INFO: None
     on_past_event: Callable[[Event], None] = lambda event: None
     detaches: Callable[[BaseException], bool] = lambda reason: False
     followed_until: Callable[[], float] = time.time
@@ -80,6 +82,8 @@ class Runtime:
     _folder: Path | None = field(default=None, init=False)
     _guard: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _cluster: LocalCluster | None = field(default=None, init=False)
+    #: They outlast a cluster that has died, so that its successor has them.
+    _claims: DeviceClaims = field(default_factory=DeviceClaims, init=False)
     _spare: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _spare_is_due: float = field(default=float("inf"), init=False)
     _had_spare: bool = field(default=False, init=False)
@@ -105,7 +109,7 @@ class Runtime:
             if self._cluster is not None and self._cluster.is_dead():
                 end_marked(str(folder), _END_SECONDS)
                 self._cluster = None
-            cluster = self._cluster = self._cluster or LocalCluster(spec, folder, environment)
+            cluster = self._cluster = self._cluster or LocalCluster(spec, folder, environment, self._claims)
             cluster.admit(environment)
             patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             settings = spec.cluster.model_copy(update=patience)
@@ -151,8 +155,7 @@ class Runtime:
         self.check_stop()
         self.keep_guarded()
         if self._cluster is not None:
-            with suppress(OSError):  # workers boot by themselves
-                self._cluster.keep_forking(self.on_note)
+            self._cluster.keep_running(self.on_note)
         if time.monotonic() > self._spare_is_due:
             self._spare_is_due = float("inf")
             command, environment = self._spare_start
@@ -192,6 +195,7 @@ class Runtime:
         if self._folder is None:
             return
         end_marked(str(self._folder), _END_SECONDS)
+        self._claims.release()
         self._end_spare()
         if self._guard is not None:
             with suppress(subprocess.TimeoutExpired):
@@ -244,10 +248,20 @@ class LocalCluster:
 
     The spec is that of the first attempt, and the environment that of the training's processes, with their mark. The
     path of the training's private folder is short, since sockets are made below it.
+
+    Attributes:
+        is_lost: Whether a driver could not join it, though its head lives: another one could not, either.
+        failure: Why the head cannot start; None while it may.
     """
 
-    def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims | None = None
+    ) -> None:
         self.folder = folder
+        self._spec, self._claims = spec, claims or DeviceClaims()
+        self.failure: AttemptFailedError | None = None
+        self._wanted_at: float | None = None
+        self._message = ""  # the last one that was logged
         self._settings = spec.cluster
         # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
         # the limits of a container.
@@ -264,8 +278,8 @@ class LocalCluster:
         self._forked = self._forked if spec.is_forked else {}
         threads = max(1, int(spec.scaling.resources_per_worker.get("CPU", 1)))
         self._fork_arguments = [spec.request.framework, str(threads)]
-        self._log = self.folder / "r0.log"
-        #: Whether a driver could not join it, though its head lives: another one could not, either.
+        self._log = self.folder / HEAD_LOG
+        self._log.unlink(missing_ok=True)
         self.is_lost = False
         self._process: subprocess.Popen[bytes] | None = None
         self._port = free_port()
@@ -285,15 +299,53 @@ class LocalCluster:
         # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
         environment.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
-    def start(self) -> None:
-        """Start the head node, unless that was done; one that is to be given up is ended by its mark."""
-        if self._process is not None:
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the head is to start, and waits for GPUs that other trainings use."""
+        return self._process is None and self._wanted_at is not None
+
+    def start(self, tell: Callable[..., None]) -> None:
+        """Start the head node once its GPUs are free, unless that was done; it is ended by its mark."""
+        self._wanted_at = self._wanted_at or time.monotonic()
+        self.keep_running(tell)
+
+    def keep_running(self, tell: Callable[..., None]) -> None:
+        """Start what is wanted and does not run: the head, if its GPUs are free by now, and its fork server."""
+        if self.is_waiting and self.failure is None:
+            try:
+                self._start_head(tell)
+            except AttemptFailedError as error:
+                self.failure = error
+        with suppress(OSError):  # workers boot by themselves
+            self.keep_forking(tell)
+
+    def _start_head(self, tell: Callable[..., None]) -> None:
+        may_start, message = self._claims.take(self._spec)
+        if message and message != self._message:
+            self._message = message
+            tell(message)
+        if not may_start:
+            limit = self._spec.scaling.capacity_timeout_seconds
+            if limit and time.monotonic() - (self._wanted_at or 0.0) > limit:
+                why = f"capacity_timeout_seconds ({limit:g} s) have passed: {self._message}"
+                raise AttemptFailedError(why, outcome=Outcome.TIMED_OUT)
             return
+        if self._claims.gpus:
+            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._claims.gpus)
+        if crowding := self._claims.crowding():
+            tell(crowding, WARNING)
         session_folder = self.folder / "r0"
         shutil.rmtree(session_folder, ignore_errors=True)
         command = self._command(self._port, session_folder)
         with self._log.open("wb") as stream:
-            self._process = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
+            self._process = start_process(
+                command,
+                self._environment,
+                subprocess.DEVNULL,
+                stream,
+                cwd=self.folder,
+                inherited=self._claims.descriptors,
+            )
 
     def keep_forking(self, tell: Callable[[str], None]) -> None:
         """Start the fork server of a head that was started, or another one if it was killed.
@@ -338,6 +390,6 @@ class LocalCluster:
         ]
         if self._num_cpus:
             command.append(f"--num-cpus={self._num_cpus}")
-        if self._settings.num_gpus >= 0:
-            command.append(f"--num-gpus={self._settings.num_gpus}")
+        if self._claims.gpus or self._settings.num_gpus >= 0:
+            command.append(f"--num-gpus={len(self._claims.gpus) or self._settings.num_gpus}")
         return command
