@@ -29,7 +29,6 @@ MARK_VARIABLE = "PREFECT_ELASTIC_TRAIN_PROCESS_MARK"
 FORK_SERVER_VARIABLE = "PREFECT_ELASTIC_TRAIN_FORK_SERVER"
 #: Of Ray Train in the workers: whether it shows what they print once more, beside what it shows of all processes.
 PRINT_PATCH = "RAY_TRAIN_ENABLE_PRINT_PATCH"
-HEAD_LOG = "r0.log"  # in the training's private folder, from when the head of its local cluster starts
 STOP_FILE = "stop"  # beside the spec; the supervisor makes it before it ends a driver on purpose
 #: What cloudpickle sends by value is the process's: two trainings in two threads would take it from one another.
 _PICKLING = threading.Lock()

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
-from prefect_elastic_train.core.request import HEAD_LOG, MARK_VARIABLE, DriverSpec, Payload
+from prefect_elastic_train.core.request import DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings, too_large
 
 logger = logging.getLogger("prefect_elastic_train.driver")
@@ -125,8 +125,6 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
         AttemptFailedError: Nothing answers, or it does not let us in.
     """
     address = _cluster_address(spec)
-    while spec.cluster.is_local and not os.path.exists(os.path.join(os.environ.get(MARK_VARIABLE, ""), HEAD_LOG)):
-        time.sleep(0.05)  # until its GPUs are free; the supervisor ends this process if it waits for too long
     _check_head(address, spec.cluster.connect_timeout_seconds)
     import ray
 

@@ -119,10 +119,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         committed, self._has_committed = self._has_committed, False
         return committed
 
-    def needs_all_ranks(self) -> bool:
-        """Return whether the loop's checkpoints need the parts of all ranks, also of those whose node is drained."""
-        return self._loops.needs_all_ranks()
-
     def tell(self, event: ev.Event) -> None:
         """Send an event to the driver."""
         if self._sender is not None:

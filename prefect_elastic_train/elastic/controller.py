@@ -37,7 +37,7 @@ from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, standby
+from prefect_elastic_train.elastic import callbacks, loop_watch, standby
 from prefect_elastic_train.elastic.checkpoints import run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback
@@ -50,6 +50,7 @@ from prefect_elastic_train.storage.store import RunStore
 _RELEASE_SECONDS = 15.0  # for slices that the group before has just given back to become free
 _HEAD_SECONDS = 10.0  # for the head of a slice that was free a moment ago
 _LOOK_SECONDS = 0.5  # between two looks at the nodes
+_ANSWER_SECONDS = 5.0  # for the ranks to say whether their loops train in a session
 #: Seconds from a poll that has found a report to the next one; of so many workers at most, since each costs time.
 _SHORTEST_INTERVAL, _MANY = 0.01, 32
 
@@ -158,11 +159,10 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
         return status
 
     def _relax_collectives_during_preemption(self, preemption_info: Any) -> None:
-        """Let the surviving ranks commit without the others, unless a checkpoint needs the parts of all."""
+        """Let the surviving ranks commit without the others, unless they train in a session or do not answer."""
         if self._run_config.failure_config.relax_collectives_on_preemption:
-            if callbacks.current().needs_all_ranks():
-                logger.info("relax_collectives_on_preemption is ignored: a session's checkpoint needs all ranks")
-            else:
+            answers = loop_watch.ask(self.get_worker_group().get_workers(), loop_watch.has_session, _ANSWER_SECONDS)
+            if answers and not any(answers.values()):
                 super()._relax_collectives_during_preemption(preemption_info)
 
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:

@@ -204,11 +204,6 @@ class LoopWatch:
             failure = self._hung()
         return failure
 
-    def needs_all_ranks(self) -> bool:
-        """Return whether a checkpoint of the loop needs the parts of all ranks, or no rank has answered."""
-        answers = ask(self._workers, has_session, _ANSWER_SECONDS)
-        return any(answers.values()) or not answers
-
     def _hung(self) -> WorkerGroupError:
         said = ask(self._workers, stacks, _STACKS_SECONDS)
         why = f"no report for {self._hangs_after:g} s; the rank was here:\n"

@@ -202,10 +202,6 @@ class ChildDriver(Driver):
     def look(self) -> ev.AttemptEnded | None:
         """How the attempt ended: the driver has gone, hangs, or has lost its cluster."""
         now = time.monotonic()
-        if self._cluster is not None and self._cluster.failure is not None:
-            return self.lost(str(self._cluster.failure), self._cluster.failure.outcome)
-        if self._cluster is not None and self._cluster.is_waiting:
-            self._alive_at = now
         if self._process.poll() is not None:
             self._gone_at = min(self._gone_at, now)
         # A process that a dead driver has left behind may still hold its output.
@@ -230,7 +226,7 @@ class ChildDriver(Driver):
         """Hand an event on, and start the local cluster once it is wanted."""
         super().tell(event)
         if isinstance(event, ev.ClusterWanted) and self._cluster is not None:
-            self._cluster.start(self.follower.on_note)
+            self._cluster.start()
         elif isinstance(event, ev.WorkerGroupStarted):
             self.follower.want_spare()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from logging import INFO, WARNING
+from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
-from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, HEAD_LOG, MARK_VARIABLE, PRINT_PATCH
+from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, MARK_VARIABLE, PRINT_PATCH
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
 from prefect_elastic_train.supervisor.devices import DeviceClaims
@@ -94,7 +94,7 @@ class Runtime:
         """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
 
         Raises:
-            AttemptFailedError: The cluster cannot be reached.
+            AttemptFailedError: The cluster cannot be reached, or GPUs for a local one are not free for too long.
         """
         folder, environment = self._prepare()
         if spec.cluster.address != "auto":
@@ -109,7 +109,10 @@ class Runtime:
             if self._cluster is not None and self._cluster.is_dead():
                 end_marked(str(folder), _END_SECONDS)
                 self._cluster = None
-            cluster = self._cluster = self._cluster or LocalCluster(spec, folder, environment, self._claims)
+            if self._cluster is None:
+                self._wait_for_devices(spec)
+                self._cluster = LocalCluster(spec, folder, environment, self._claims)
+            cluster = self._cluster
             cluster.admit(environment)
             patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             settings = spec.cluster.model_copy(update=patience)
@@ -130,6 +133,18 @@ class Runtime:
         while time.monotonic() < deadline:
             self.turn()
             time.sleep(TURN_SECONDS)
+
+    def _wait_for_devices(self, spec: DriverSpec) -> None:
+        """Claim the GPUs of a local cluster, once they are free."""
+        limit, began, before = spec.scaling.capacity_timeout_seconds, time.monotonic(), ""
+        while reason := self._claims.take(spec, self.on_note):
+            if reason != before:
+                self.on_note(reason)
+            if limit and time.monotonic() - began > limit:
+                message = f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}"
+                raise AttemptFailedError(message, outcome=Outcome.TIMED_OUT)
+            before = reason
+            self.wait(TURN_SECONDS)
 
     def follow(self, driver: Driver) -> AttemptEnded:
         """Follow a driver to its end, or until it is given up, and return how the attempt ended."""
@@ -155,7 +170,8 @@ class Runtime:
         self.check_stop()
         self.keep_guarded()
         if self._cluster is not None:
-            self._cluster.keep_running(self.on_note)
+            with suppress(OSError):  # workers boot by themselves
+                self._cluster.keep_forking(self.on_note)
         if time.monotonic() > self._spare_is_due:
             self._spare_is_due = float("inf")
             command, environment = self._spare_start
@@ -248,20 +264,13 @@ class LocalCluster:
 
     The spec is that of the first attempt, and the environment that of the training's processes, with their mark. The
     path of the training's private folder is short, since sockets are made below it.
-
-    Attributes:
-        is_lost: Whether a driver could not join it, though its head lives: another one could not, either.
-        failure: Why the head cannot start; None while it may.
     """
 
     def __init__(
         self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims | None = None
     ) -> None:
         self.folder = folder
-        self._spec, self._claims = spec, claims or DeviceClaims()
-        self.failure: AttemptFailedError | None = None
-        self._wanted_at: float | None = None
-        self._message = ""  # the last one that was logged
+        self._claims = claims or DeviceClaims()
         self._settings = spec.cluster
         # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
         # the limits of a container.
@@ -278,8 +287,8 @@ class LocalCluster:
         self._forked = self._forked if spec.is_forked else {}
         threads = max(1, int(spec.scaling.resources_per_worker.get("CPU", 1)))
         self._fork_arguments = [spec.request.framework, str(threads)]
-        self._log = self.folder / HEAD_LOG
-        self._log.unlink(missing_ok=True)
+        self._log = self.folder / "r0.log"
+        #: Whether a driver could not join it, though its head lives: another one could not, either.
         self.is_lost = False
         self._process: subprocess.Popen[bytes] | None = None
         self._port = free_port()
@@ -291,6 +300,9 @@ class LocalCluster:
         own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address}
         self._environment = {PRINT_PATCH: "0", **environment, **own}
         self.admit(self._environment)
+        if gpus := self._claims.gpus:
+            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            self._settings = spec.cluster.model_copy(update={"num_gpus": len(gpus)})
 
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
@@ -299,52 +311,17 @@ class LocalCluster:
         # Nobody drains a node of a cluster that lives on this machine, so no worker group waits for a watcher.
         environment.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the head is to start, and waits for GPUs that other trainings use."""
-        return self._process is None and self._wanted_at is not None
-
-    def start(self, tell: Callable[..., None]) -> None:
-        """Start the head node once its GPUs are free, unless that was done; it is ended by its mark."""
-        self._wanted_at = self._wanted_at or time.monotonic()
-        self.keep_running(tell)
-
-    def keep_running(self, tell: Callable[..., None]) -> None:
-        """Start what is wanted and does not run: the head, if its GPUs are free by now, and its fork server."""
-        if self.is_waiting and self.failure is None:
-            try:
-                self._start_head(tell)
-            except AttemptFailedError as error:
-                self.failure = error
-        with suppress(OSError):  # workers boot by themselves
-            self.keep_forking(tell)
-
-    def _start_head(self, tell: Callable[..., None]) -> None:
-        may_start, message = self._claims.take(self._spec)
-        if message and message != self._message:
-            self._message = message
-            tell(message)
-        if not may_start:
-            limit = self._spec.scaling.capacity_timeout_seconds
-            if limit and time.monotonic() - (self._wanted_at or 0.0) > limit:
-                why = f"capacity_timeout_seconds ({limit:g} s) have passed: {self._message}"
-                raise AttemptFailedError(why, outcome=Outcome.TIMED_OUT)
+    def start(self) -> None:
+        """Start the head node, unless that was done; one that is to be given up is ended by its mark."""
+        if self._process is not None:
             return
-        if self._claims.gpus:
-            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._claims.gpus)
-        if crowding := self._claims.crowding():
-            tell(crowding, WARNING)
         session_folder = self.folder / "r0"
         shutil.rmtree(session_folder, ignore_errors=True)
         command = self._command(self._port, session_folder)
         with self._log.open("wb") as stream:
+            inherited = [one.fileno() for one in self._claims.sockets]
             self._process = start_process(
-                command,
-                self._environment,
-                subprocess.DEVNULL,
-                stream,
-                cwd=self.folder,
-                inherited=self._claims.descriptors,
+                command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder, inherited=inherited
             )
 
     def keep_forking(self, tell: Callable[[str], None]) -> None:
@@ -390,6 +367,6 @@ class LocalCluster:
         ]
         if self._num_cpus:
             command.append(f"--num-cpus={self._num_cpus}")
-        if self._claims.gpus or self._settings.num_gpus >= 0:
-            command.append(f"--num-gpus={len(self._claims.gpus) or self._settings.num_gpus}")
+        if self._settings.num_gpus >= 0:
+            command.append(f"--num-gpus={self._settings.num_gpus}")
         return command

@@ -16,6 +16,7 @@ import pytest
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
+from prefect_elastic_train.supervisor import devices
 from prefect_elastic_train.supervisor.devices import DeviceClaims
 from tests.support.processes import wait_for
 from tests.unit.support import REPOSITORY, claim, spec
@@ -28,7 +29,7 @@ from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor.devices import DeviceClaims
 from tests.unit.support import spec
 claims = DeviceClaims()
-print(claims.take(spec(cluster=ClusterSettings(num_gpus=1))), claims.gpus, flush=True)
+print(claims.take(spec(cluster=ClusterSettings(num_gpus=1)), print), claims.gpus, flush=True)
 time.sleep(100)
 """
 
@@ -61,37 +62,36 @@ def _of(name: str = "mnist", *, gpus: int = -1, cpus: int = 0, **scaling: Any) -
     return spec(request, **settings)
 
 
+def _take(claims: DeviceClaims, wanted: DriverSpec, told: list[str] | None = None) -> str:
+    return claims.take(wanted, lambda text, level=0: None if told is None else told.append(text))
+
+
 def test_each_gpu_is_claimed_by_one_cluster_and_the_next_one_waits_until_it_is_given_back(
     gpus: list[str], make: Make
 ) -> None:
-    first, second, third = make(), make(), make()
-    assert first.take(_of("first", gpus=1)) == (True, "")
-    may_start, message = second.take(_of("second", gpus=1))
-    assert (may_start, first.gpus + second.gpus) == (True, gpus)
-    assert (
-        message == f"GPU {gpus[0]} is used by training 'first' (pid {os.getpid()}); the local cluster has GPU {gpus[1]}"
-    )
-    may_start, message = third.take(_of("third", gpus=1))
-    assert (may_start, third.gpus) == (False, [])
-    assert message.endswith(
-        f"GPU {gpus[1]} is used by training 'second' (pid {os.getpid()}); the local cluster waits for 1 GPU"
-    )
-    assert first.take(_of("first", gpus=1)) == (True, ""), "it keeps what it has"
+    first, second, third, told = make(), make(), make(), list[str]()
+    assert (_take(first, _of("first", gpus=1), told), told) == ("", [])
+    assert _take(second, _of("second", gpus=1), told) == ""
+    by_first = f"GPU {gpus[0]} is used by training 'first' (pid {os.getpid()})"
+    assert (first.gpus + second.gpus, told) == (gpus, [f"{by_first}; the local cluster has GPU {gpus[1]}"])
+    by_second = f"GPU {gpus[1]} is used by training 'second' (pid {os.getpid()})"
+    assert _take(third, _of("third", gpus=1)) == f"{by_first}; {by_second}; the local cluster waits for 1 GPU"
+    assert _take(first, _of("first", gpus=1)) == "", "it keeps what it has"
     first.release()
-    assert third.take(_of("third", gpus=1))[0]
+    assert _take(third, _of("third", gpus=1)) == ""
     assert third.gpus == gpus[:1]
 
 
 def test_without_a_number_a_cluster_takes_what_its_workers_can_use_and_what_is_free(
     gpus: list[str], make: Make
 ) -> None:
-    shared, rest, too_many = make(), make(), make()
-    assert shared.take(_of(accelerator="gpu", max_workers=2, resources_per_worker={"GPU": 0.5}))[0]
-    assert rest.take(_of(accelerator="gpu", max_workers=2))[0]
-    assert [shared.gpus, rest.gpus] == [gpus[:1], gpus[1:]]
-    assert make().take(_of(accelerator="cpu"))[0], "it needs none"
+    shared, rest, none = make(), make(), make()
+    assert _take(shared, _of(accelerator="gpu", max_workers=2, resources_per_worker={"GPU": 0.5})) == ""
+    assert _take(rest, _of(accelerator="gpu", max_workers=2)) == ""
+    assert _take(none, _of(accelerator="cpu")) == ""
+    assert [shared.gpus, rest.gpus, none.gpus] == [gpus[:1], gpus[1:], []]
     with pytest.raises(AttemptFailedError, match="needs 3 GPUs, and this process may use 2") as caught:
-        too_many.take(_of(gpus=3))
+        _take(make(), _of(gpus=3))
     assert caught.value.outcome is Outcome.INVALID
 
 
@@ -100,13 +100,11 @@ def test_the_claims_of_a_process_that_was_killed_are_free_at_once(gpus: list[str
     holder = subprocess.Popen([sys.executable, "-c", _HOLDER], env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == f"(True, '') ['{gpus[0]}']\n"
-        claims = make()
-        may_start, message = claims.take(_of(gpus=2))
-        assert (may_start, f"is used by training 'mnist' (pid {holder.pid})" in message) == (False, True)
+        wait_for(lambda: gpus[0] in str(holder.stdout and holder.stdout.readline()), 60, "the claim")
+        assert f"is used by training 'mnist' (pid {holder.pid})" in _take(make(), _of(gpus=2))
         holder.kill()
         holder.wait(10)
-        assert claims.take(_of(gpus=2)) == (True, "")
+        assert _take(make(), _of(gpus=2)) == ""
     finally:
         holder.kill()
         holder.communicate()
@@ -116,17 +114,17 @@ def test_the_head_that_inherits_a_claim_keeps_it_and_a_process_that_is_forked_do
     gpus: list[str], make: Make
 ) -> None:
     first, second = make(), make()
-    assert first.take(_of(gpus=2))[0]
+    assert _take(first, _of(gpus=2)) == ""
     forked = os.fork()
     if forked == 0:
         signal.pause()
-    head = subprocess.Popen(["sleep", "100"], pass_fds=first.descriptors)
+    head = subprocess.Popen(["sleep", "100"], pass_fds=[one.fileno() for one in first.sockets])
     try:
         first.release()
-        assert not second.take(_of(gpus=2))[0]
+        assert "waits for 2 GPUs" in _take(second, _of(gpus=2))
         head.kill()
         head.wait(10)
-        assert second.take(_of(gpus=2))[0], "only the head had them"
+        assert _take(second, _of(gpus=2)) == "", "only the head had them"
     finally:
         os.kill(forked, signal.SIGKILL)
         os.waitpid(forked, 0)
@@ -138,40 +136,36 @@ def test_an_index_that_means_another_gpu_to_another_process_is_another_gpu(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi, uuids = tmp_path / "nvidia-smi", [f"GPU-{secrets.token_hex(8)}" for _ in range(2)]
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
-    def of_job(number: int, visible: str) -> DeviceClaims:
+    def of_job(number: int, visible: str) -> tuple[str, list[str]]:
         smi.write_text(f"#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: {uuids[number]})'\n")
         smi.chmod(0o755)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        return make()
+        devices._uuids.cache_clear()
+        claims = make()
+        return _take(claims, _of(gpus=1)), claims.gpus
 
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    first, second = of_job(0, "0"), None
-    assert first.take(_of(gpus=1))[0]
-    second = of_job(1, "0")
-    assert second.take(_of(gpus=1))[0], "as two jobs of Slurm"
-    assert (first.gpus, second.gpus) == (["0"], ["0"])
-    assert not of_job(0, uuids[0][:12]).take(_of(gpus=1))[0], "another name of the first"
+    try:
+        assert of_job(0, "0") == ("", ["0"])
+        assert of_job(1, "0") == ("", ["0"]), "as two jobs of Slurm"
+        waits, _ = of_job(0, uuids[0])
+        assert waits.startswith(f"GPU {uuids[0]} is used by"), "another name of the first"
+    finally:
+        devices._uuids.cache_clear()
 
 
 def test_clusters_whose_workers_may_use_more_cpus_than_the_machine_has_are_warned_of(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = len(os.sched_getaffinity(0))
-    first, second = make(), make()
-    first.take(_of("first", cpus=there, max_workers=there))
-    second.take(_of("second"))
-    warning = second.crowding()
+    there, told = len(os.sched_getaffinity(0)), list[str]()
+    _take(make(), _of("first", cpus=there, max_workers=there))
+    _take(make(), _of("second"), told)
+    (warning,) = told
     assert f"and it has {os.cpu_count()}: they slow each other down" in warning
-    assert f"training 'first' (pid {os.getpid()}) {there}" in warning
+    assert f"training 'first' (pid {os.getpid()})" in warning
     assert "'second'" not in warning
     monkeypatch.setattr(os, "cpu_count", lambda: 10_000)
-    assert second.crowding() == ""
-
-
-def test_a_claim_is_seen_by_all_processes_of_the_machine_and_gone_with_its_owner(gpus: list[str], make: Make) -> None:
-    claims = make()
-    claims.take(_of("seen", gpus=1))
-    assert f"@elastic-train gpu {gpus[0]} {os.getpid()}-" in Path("/proc/net/unix").read_text()
-    claims.release()
-    wait_for(lambda: gpus[0] not in Path("/proc/net/unix").read_text(), 5, "the end of the claim")
+    told.clear()
+    _take(make(), _of("third"), told)
+    assert told == []
