@@ -175,7 +175,7 @@ class FailureSettings(SettingsModel):
     preemption_grace_seconds: NonNegativeFloat = 0.0
     """How long the surviving workers may go on past a preemption deadline."""
     relax_collectives_on_preemption: bool = False
-    """Let healthy ranks commit a just-in-time checkpoint without the ranks being preempted."""
+    """Let the ranks that stay commit a checkpoint without those being preempted. Ignored in a session."""
     max_attempts_without_progress: _AtLeastOne = 2
     """Driver attempts in a row without a new checkpoint after which the training gives up."""
     forgive_after_seconds: NonNegativeFloat = 3600.0
@@ -226,7 +226,7 @@ class ClusterSettings(SettingsModel, hide_input_in_errors=True):
     num_cpus: int = Field(0, ge=0, title="CPUs")
     """CPUs of the local cluster. 0: all of this machine."""
     num_gpus: int = Field(-1, ge=-1, title="GPUs")
-    """GPUs of the local cluster. -1: all of this machine."""
+    """GPUs of the local cluster, which no other local cluster has. -1: as many as max_workers can use."""
     working_dir: str = Field("", title="Working Directory")
     """Directory with the code of the train loop, sent to every node. Empty: nothing is sent."""
     connect_timeout_seconds: PositiveFloat = 20.0

@@ -51,6 +51,7 @@ _RELEASE_SECONDS = 15.0  # for slices that the group before has just given back 
 _HEAD_SECONDS = 10.0  # for the head of a slice that was free a moment ago
 _LOOK_SECONDS = 0.5  # between two looks at the nodes
 _POLL_SECONDS = 0.1  # between two polls for the cause of broken collectives
+_ANSWER_SECONDS = 5.0  # for the ranks to say whether their loops train in a session
 #: Seconds from a poll that has found a report to the next one; of so many workers at most, since each costs time.
 _SHORTEST_INTERVAL, _MANY = 0.01, 32
 
@@ -170,6 +171,13 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
         interval = _SHORTEST_INTERVAL if has_reports else 1.5 * self._health_check_interval_s
         self._health_check_interval_s = min(interval, self._longest_interval)
         return status
+
+    def _relax_collectives_during_preemption(self, preemption_info: Any) -> None:
+        """Let the surviving ranks commit without the others, unless they train in a session or do not answer."""
+        if self._run_config.failure_config.relax_collectives_on_preemption:
+            answers = loop_watch.ask(self.get_worker_group().get_workers(), loop_watch.has_session, _ANSWER_SECONDS)
+            if answers and not any(answers.values()):
+                super()._relax_collectives_during_preemption(preemption_info)
 
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:
         if self.get_worker_group() is not None:

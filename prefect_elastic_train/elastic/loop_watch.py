@@ -157,6 +157,11 @@ def position() -> Position | None:
     return Position(time.time() - session.began_at, session.began_from, session.done)
 
 
+def has_session() -> bool:
+    """Return whether this worker's loop trains in a session."""
+    return _session() is not None
+
+
 def stacks() -> str:
     """Return how far this worker's session is, if it has one, and the stacks of all threads but this one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -86,11 +86,6 @@ def seed_everything(*key: int) -> None:
         torch.manual_seed(torch_seed % 2**63)
 
 
-def rank_file(directory: str | Path, rank: int) -> Path:
-    """Return where a rank keeps what is its own in a checkpoint."""
-    return Path(directory) / f"rank-{rank:05}.npz"
-
-
 class ArrayState(State):
     """The state of a loop of numpy: arrays, masked arrays, numbers, texts and tensors, the same on all ranks.
 

@@ -21,8 +21,9 @@ from prefect_elastic_train.loop.cadence import Cadence
 from prefect_elastic_train.loop.ledger import Ledger, combine
 from prefect_elastic_train.loop.notice import ask, train_context
 from prefect_elastic_train.loop.order import Indices, SampleOrder, StepBatches
+from prefect_elastic_train.loop.parts import rank_file
 from prefect_elastic_train.loop.scratch import ScratchFolder, remove_left_folders
-from prefect_elastic_train.loop.state import State, random_state, rank_file, restore_random_state, seed_everything
+from prefect_elastic_train.loop.state import State, random_state, restore_random_state, seed_everything
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,10 @@ def read_about(directory: str | Path) -> dict[str, Any]:
     if not (file := Path(directory, SESSION_FILE)).exists():
         raise LoopError(f"the checkpoint {directory} is no session's: it has no {SESSION_FILE}")
     about: dict[str, Any] = json.loads(file.read_text())
+    for rank in range(about["world_size"]):
+        if not (part := rank_file(directory, rank, about["world_size"])).exists():
+            found = f"the checkpoint {directory} is incomplete, or of an earlier version of this package"
+            raise LoopError(f"{found}: it has no {part.name}. Start from another one, or train under a new run_name")
     return about
 
 
@@ -301,10 +306,10 @@ class Session(AbstractContextManager["Session"]):
 
         def upload(checkpoint: Any, name: str) -> Any:
             if not written.is_set():  # Ray Train may repeat an upload, on this rank alone
-                np.savez(rank_file(folder.path, self.rank), **own)
                 if self.rank == 0:
                     Path(folder.path, SESSION_FILE).write_text(json.dumps(about))
                 write_state()
+                np.savez(rank_file(folder.path, self.rank, self.world_size), **own)
                 written.set()
             uploaded = context.get_storage().persist_current_checkpoint(checkpoint, name)
             folder.remove()
@@ -339,7 +344,7 @@ class Session(AbstractContextManager["Session"]):
             self.done, self._scored_at = about["step"], about["scored_at"]
             self.cadence.blocked, self.cadence.background = about["cost"]
             if about["world_size"] == self.world_size:
-                with np.load(rank_file(directory, self.rank), allow_pickle=False) as own:
+                with np.load(rank_file(directory, self.rank, self.world_size), allow_pickle=False) as own:
                     restore_random_state(own["random"].item())
             else:
                 seed_everything(self._seed, self.done, self.rank)
@@ -352,7 +357,7 @@ class Session(AbstractContextManager["Session"]):
                 self.cadence.failures = about["failures"] + (not about["announced"])
             self._about = {name: about[name] for name in ("run", "began_at", "seen", "order") if name in about}
             for rank in range(about["world_size"]) if self.rank == 0 else ():
-                with np.load(rank_file(directory, rank), allow_pickle=False) as own:
+                with np.load(rank_file(directory, rank, about["world_size"]), allow_pickle=False) as own:
                     self._ledger.total = combine([self._ledger.total, own["total"], *own["steps"]])
 
 

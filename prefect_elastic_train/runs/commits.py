@@ -19,6 +19,7 @@ from typing import Any
 from prefect_elastic_train.core.checkpoint_names import written_by
 from prefect_elastic_train.core.outcomes import ElasticTrainError, StorageFaultError
 from prefect_elastic_train.core.records import CommitRecord, encode
+from prefect_elastic_train.loop.parts import missing_parts
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.model import RunDirectory, all_commits, newest_attempt
 from prefect_elastic_train.runs.snapshots import checkpoint_names, parse_snapshot
@@ -80,7 +81,7 @@ class CommitLog:
 
         Raises:
             FencedOffError: Another attempt has taken over; a commit that was already written counts for nothing.
-            ElasticTrainError: The snapshot is torn, or a checkpoint that it names is not there.
+            ElasticTrainError: The snapshot is torn, or a checkpoint that it names is not there or incomplete.
         """
         snapshot = parse_snapshot(data)
         if snapshot is None:
@@ -113,5 +114,9 @@ class CommitLog:
             files = known[name] if is_final and name in known else self._store.file_sizes(name)
             if files is None:
                 raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
+            if missing := missing_parts(files):
+                raise ElasticTrainError(
+                    f"checkpoint {name} in {self._store.uri} is incomplete, not committed: {missing}"
+                )
             manifest[name] = files
         return manifest

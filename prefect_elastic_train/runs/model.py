@@ -19,6 +19,7 @@ from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.events import CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, EndedRecord, Owner, RunRecord, decode
+from prefect_elastic_train.loop.parts import missing_parts
 from prefect_elastic_train.runs import layout, snapshots
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.storage.store import RunStore
@@ -249,6 +250,8 @@ class RunDirectory:
 
     def damage_of(self, checkpoint: str, manifest: dict[str, int]) -> str:
         """What is wrong with a checkpoint's files, of which the manifest has paths and sizes; empty for nothing."""
+        if incomplete := missing_parts(manifest):
+            return incomplete
         files = self.file_sizes(checkpoint) or {}
         missing = sorted(manifest.keys() - files.keys())
         if missing:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.loop.ledger import Digest, Ledger, combine
 from prefect_elastic_train.loop.order import SampleOrder, StepBatches
-from prefect_elastic_train.loop.state import rank_file
+from prefect_elastic_train.loop.parts import rank_file
 from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.snapshots import checkpoint_names
@@ -102,14 +102,14 @@ def _read(run: RunDirectory, folder: str) -> tuple[dict[str, Any], list[dict[str
     if "order" not in about:
         why = "only a loop that takes its batches from prefect_elastic_train.loop.session notes them"
         raise _NotKnownError(f"checkpoint {loop_name(folder)} does not say, as {why}")
-    return about, [_part(run, folder, rank) for rank in range(about["world_size"])]
+    return about, [_part(run, folder, rank, about["world_size"]) for rank in range(about["world_size"])]
 
 
-def _part(run: RunDirectory, folder: str, rank: int) -> dict[str, Digest]:
-    content = run.store.read(str(rank_file(folder, rank))) or b""
+def _part(run: RunDirectory, folder: str, rank: int, world_size: int) -> dict[str, Digest]:
+    content = run.store.read(str(rank_file(folder, rank, world_size))) or b""
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as part:
             return {name: part[name] for name in ("since", "total", "steps")}
     except (EOFError, KeyError, ValueError, BadZipFile) as error:
-        what = f"{rank_file('', rank)} of checkpoint {loop_name(folder)} is missing or damaged"
+        what = f"{rank_file('', rank, world_size)} of checkpoint {loop_name(folder)} is missing or damaged"
         raise _NotKnownError(f"{what} ({type(error).__name__})") from error

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from typing_extensions import Self
 
+from prefect_elastic_train.loop.parts import is_rank_file
 from prefect_elastic_train.storage.retries import Retries
 
 Item = TypeVar("Item")
@@ -124,13 +125,17 @@ class RunStore(abc.ABC):
     def upload(self, source: str, name: str) -> None:
         """Copy a file, or all files below a folder, of this machine's disk into the run directory; durable on return.
 
+        A session's rank file, which shows that the rank has stored all others, is copied last.
+
         Raises:
             ValueError: Something in it is neither a file nor a folder.
         """
         if os.path.isfile(source):
             self._upload_files([(source, name)])
         elif files := [(path, f"{name}/{os.path.relpath(path, source)}") for path in _files_below(source)]:
-            self._upload_files(files)
+            last = [file for file in files if is_rank_file(os.path.relpath(file[0], source))]
+            self._upload_files([file for file in files if file not in last])
+            self._upload_files(last)
         else:
             self.replace(f"{name}/{NOTHING}", b"")
 

@@ -143,10 +143,14 @@ def start_process(
     output: int | IO[bytes],
     errors: IO[bytes] | None = None,
     cwd: Path | None = None,
+    inherited: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own; standard output and standard error are both ``output`` unless told."""
+    """Start a process in a session of its own; standard output and standard error are both ``output`` unless told.
+
+    It inherits the file descriptors ``inherited`` besides.
+    """
     streams: Any = {"stdin": stdin, "stdout": output, "stderr": output if errors is None else errors}
-    return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **streams)
+    return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, pass_fds=inherited, **streams)
 
 
 class ChildDriver(Driver):

@@ -17,16 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
 from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, MARK_VARIABLE, PRINT_PATCH
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
+from prefect_elastic_train.supervisor.devices import DeviceClaims
 from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 from prefect_elastic_train.supervisor.nodes import free_port
 
@@ -59,7 +61,7 @@ class Runtime:
         on_event: Called with each event of the driver.
         on_line: Called with each other line of output: where it came from, and the text.
         check_stop: Called several times a second; what it raises ends the driver and passes on.
-        on_note: Called with what this machine has to say of a driver.
+        on_note: Called with a message about the processes on this machine, and its level unless that is INFO.
         on_past_event: Called with each event of a job from before it was followed.
         detaches: Whether a job shall go on without us after what `check_stop` raised, or was raised in this thread.
         followed_until: Up to when the flow run has told of a job that is found running, in seconds since the epoch.
@@ -69,7 +71,7 @@ class Runtime:
     on_event: Callable[[Event], None]
     on_line: Callable[[str, str], None]
     check_stop: Callable[[], None] = lambda: None
-    on_note: Callable[[str], None] = lambda text: None
+    on_note: Callable[..., None] = lambda text, level=INFO: None
     on_past_event: Callable[[Event], None] = lambda event: None
     detaches: Callable[[BaseException], bool] = lambda reason: False
     followed_until: Callable[[], float] = time.time
@@ -80,6 +82,8 @@ class Runtime:
     _folder: Path | None = field(default=None, init=False)
     _guard: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _cluster: LocalCluster | None = field(default=None, init=False)
+    #: They outlast a cluster that has died, so that its successor has them.
+    _claims: DeviceClaims = field(default_factory=DeviceClaims, init=False)
     _spare: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _spare_is_due: float = field(default=float("inf"), init=False)
     _had_spare: bool = field(default=False, init=False)
@@ -90,7 +94,7 @@ class Runtime:
         """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
 
         Raises:
-            AttemptFailedError: The cluster cannot be reached.
+            AttemptFailedError: The cluster cannot be reached, or GPUs for a local one are not free for too long.
         """
         folder, environment = self._prepare()
         if spec.cluster.address != "auto":
@@ -105,7 +109,10 @@ class Runtime:
             if self._cluster is not None and self._cluster.is_dead():
                 end_marked(str(folder), _END_SECONDS)
                 self._cluster = None
-            cluster = self._cluster = self._cluster or LocalCluster(spec, folder, environment)
+            if self._cluster is None:
+                self._wait_for_devices(spec)
+                self._cluster = LocalCluster(spec, folder, environment, self._claims)
+            cluster = self._cluster
             cluster.admit(environment)
             patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
             settings = spec.cluster.model_copy(update=patience)
@@ -126,6 +133,18 @@ class Runtime:
         while time.monotonic() < deadline:
             self.turn()
             time.sleep(TURN_SECONDS)
+
+    def _wait_for_devices(self, spec: DriverSpec) -> None:
+        """Claim the GPUs of a local cluster, once they are free."""
+        limit, began, before = spec.scaling.capacity_timeout_seconds, time.monotonic(), ""
+        while reason := self._claims.take(spec, self.on_note):
+            if reason != before:
+                self.on_note(reason)
+            if limit and time.monotonic() - began > limit:
+                message = f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}"
+                raise AttemptFailedError(message, outcome=Outcome.TIMED_OUT)
+            before = reason
+            self.wait(TURN_SECONDS)
 
     def follow(self, driver: Driver) -> AttemptEnded:
         """Follow a driver to its end, or until it is given up, and return how the attempt ended."""
@@ -192,6 +211,7 @@ class Runtime:
         if self._folder is None:
             return
         end_marked(str(self._folder), _END_SECONDS)
+        self._claims.release()
         self._end_spare()
         if self._guard is not None:
             with suppress(subprocess.TimeoutExpired):
@@ -246,8 +266,11 @@ class LocalCluster:
     path of the training's private folder is short, since sockets are made below it.
     """
 
-    def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims | None = None
+    ) -> None:
         self.folder = folder
+        self._claims = claims or DeviceClaims()
         self._settings = spec.cluster
         # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
         # the limits of a container.
@@ -277,6 +300,9 @@ class LocalCluster:
         own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address}
         self._environment = {PRINT_PATCH: "0", **environment, **own}
         self.admit(self._environment)
+        if gpus := self._claims.gpus:
+            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            self._settings = spec.cluster.model_copy(update={"num_gpus": len(gpus)})
 
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
@@ -293,7 +319,10 @@ class LocalCluster:
         shutil.rmtree(session_folder, ignore_errors=True)
         command = self._command(self._port, session_folder)
         with self._log.open("wb") as stream:
-            self._process = start_process(command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder)
+            inherited = [one.fileno() for one in self._claims.sockets]
+            self._process = start_process(
+                command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder, inherited=inherited
+            )
 
     def keep_forking(self, tell: Callable[[str], None]) -> None:
         """Start the fork server of a head that was started, or another one if it was killed.

@@ -15,8 +15,8 @@ from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.samples import check_samples
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.clusters import ElasticCluster
-from tests.support.processes import FlowProcess, Start, commits, read_ledger
-from tests.support.session_loops import jax_loop, problems, same_weights, score_of, torch_loop
+from tests.support.processes import FlowProcess, Start, commits, read_ledger, repeated, steps_of
+from tests.support.session_loops import array_loop, jax_loop, problems, same_weights, score_of, torch_loop
 
 STEPS = 800
 
@@ -143,3 +143,40 @@ def test_scores_are_those_of_their_checkpoints_weights_and_a_killed_evaluation_i
     with result.checkpoint_directory(best=True) as folder:
         weights.read(folder)
     assert weights.weights == 30
+
+
+@pytest.mark.parametrize(("relax", "dies"), [(True, False), (False, False), (True, True)])
+def test_a_drain_commits_the_parts_of_all_ranks_or_nothing_also_if_the_drained_rank_is_slower_to_store_its_own(
+    start: Start, cluster: ElasticCluster, tmp_path: Path, relax: bool, dies: bool
+) -> None:
+    cluster.add_gpu()
+    cluster.add_gpu()
+    ledger, weights, undisturbed = (tmp_path / name for name in ("ledger.jsonl", "weights.npz", "undisturbed.npz"))
+    config = {"steps": 150, "save_every": 40, "weights": str(weights)}
+    disturbed = {"ledger": str(ledger), "sleep": 0.05, "upload_seconds": 2.0, "dies": dies}
+    flow: FlowProcess = start(
+        loop="tests.support.session_loops:array_loop",
+        config={**config, **disturbed},
+        scaling={"accelerator": "gpu", "max_workers": 2, "resize_check_interval_seconds": 1},
+        failures={"max_failures": 0, "driver_restarts": 0, "relax_collectives_on_preemption": relax},
+        checkpoints={"keep": 1},
+        cluster=cluster.block,
+    )
+    flow.wait_for(lambda: len(steps_of(ledger)) > 60 and commits(flow.run), 240, "a commit of two ranks")
+    newest = [line for line in read_ledger(ledger) if line["rank"] == 1][-1]
+    assert newest["world"] == 2
+    cluster.drain(newest["node"], 10)
+    result = flow.completed(240)
+    assert (result["attempts"], result["worker_failures"], result["preemptions"]) == (1, 0, 1)
+    assert [change["size"] for change in result["world_sizes"]] == [2, 1]
+    assert repeated(steps_of(ledger)) <= (40 if dies else 0)
+    for commit in commits(flow.run):
+        for files in commit["manifest"].values():
+            sizes = {int(file.partition("-of-")[2][:5]) for file in files if "-of-" in file}
+            assert [sum("-of-" in file for file in files)] == list(sizes), files
+    array_loop({**config, "weights": str(undisturbed)})
+    assert same_weights(weights, undisturbed)
+    run = RunDirectory(LocalRunStore(str(flow.run)))
+    check = check_samples(run)
+    assert check is not None
+    assert (run.resume_point.repairs, check.wrong, check.exact) == ([], [], True)

@@ -33,6 +33,16 @@ def _saved_state(folder: str) -> Any:
     return json.loads(Path(folder, "state.json").read_text())
 
 
+def seeing_loop(config: dict[str, Any]) -> None:
+    """Write which GPUs this worker may use, at its begin and a second later."""
+    import ray.train
+
+    for at in ("begin", "end"):
+        write_ledger(config["ledger"], what=at, gpu=os.environ["CUDA_VISIBLE_DEVICES"])
+        time.sleep(1)
+    ray.train.report({"done": 1})
+
+
 def next_hash(state: str, step: int) -> str:
     """The state after a step of the hashing loop."""
     import hashlib

@@ -145,6 +145,46 @@ def jax_loop(config: dict[str, Any]) -> None:
         np.savez(config["weights"], **{name: np.asarray(value) for name, value in state.weights.items()})
 
 
+def array_loop(config: dict[str, Any]) -> None:
+    """Add up the samples of each step, the same on all ranks; a plain function without Ray, too.
+
+    Config: ``steps``, ``save_every``, ``weights`` and ``ledger`` as those of :func:`torch_loop`; ``sleep`` (seconds of
+    a step); ``upload_seconds`` (how much longer the other ranks than the first take to store a checkpoint once their
+    node is drained); ``dies`` (whether they die in the middle of that instead).
+    """
+    where = _where() if "ledger" in config else {"rank": 0}
+    if where["rank"]:
+        _upload_slowly(config["upload_seconds"], config["dies"])
+    (values, _), order = data(64), loop.SampleOrder(64, 8, 1)
+    state = loop.ArrayState(weights=np.zeros(INPUTS))
+    with loop.session(state, steps=config["steps"], global_batch=8, seed=1, save_every=config["save_every"]) as session:
+        for _ in session.batches(values):
+            # Of all ranks' samples, so that nothing need be sent to the others.
+            state.weights = state.weights * 0.99 + values[order.indices(session.done)].sum(0)
+            if "ledger" in config:
+                write_ledger(config["ledger"], **where, step=session.done + 1, seen=session.samples.tolist())
+                time.sleep(config["sleep"])
+            session.step()
+    if where["rank"] == 0:
+        np.savez(config["weights"], weights=state.weights)
+
+
+def _upload_slowly(seconds: float, dies: bool) -> None:
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    context = get_train_context()
+    persist = context.storage_context.persist_current_checkpoint
+
+    def slowly(checkpoint: Any, name: str) -> Any:
+        if context.preemption_context.preemption_info is not None:
+            time.sleep(seconds)
+            if dies:
+                os._exit(1)
+        return persist(checkpoint, name)
+
+    context.storage_context.persist_current_checkpoint = slowly
+
+
 def what_counts(ledger: str) -> dict[int, list[dict[str, Any]]]:
     """The lines of each step by those ranks that did it last."""
     lines: dict[int, list[dict[str, Any]]] = defaultdict(list)

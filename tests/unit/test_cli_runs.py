@@ -29,7 +29,7 @@ from prefect_elastic_train.core.records import Heartbeat, RunRecord, encode
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, S3StorageSettings
 from prefect_elastic_train.loop.ledger import Ledger
 from prefect_elastic_train.loop.order import SampleOrder
-from prefect_elastic_train.loop.state import rank_file
+from prefect_elastic_train.loop.parts import rank_file
 from prefect_elastic_train.loop.training_session import SESSION_FILE
 from prefect_elastic_train.report.accounts import add_up
 from prefect_elastic_train.runs import layout
@@ -652,7 +652,7 @@ def _of_session(step: int, since: int, spoilt: int, instead: list[int]) -> dict[
             if number == since - 1:
                 ledger.close(since)
         np.savez(content, **ledger.close(step))
-        files[str(rank_file("", rank))] = content.getvalue()
+        files[str(rank_file("", rank, 2))] = content.getvalue()
     return files
 
 
@@ -682,7 +682,10 @@ def test_whether_each_step_saw_exactly_its_samples_is_told(
     assert result.exit_code == int(spoilt >= 0), "of a loop without a session nothing is known"
     assert _run("verify", storage.uri, "other", "--samples").exit_code == 1, "which is told who asks for it"
     assert "not known: checkpoint a does not say" in result.stdout
-    (rank,) = Path(store.path).glob("b*/rank-00001.npz")
+    (rank,) = Path(store.path).glob("b*/rank-00001-of-00002.npz")
     rank.write_bytes(rank.read_bytes()[:-20])
     result = _run("verify", storage.uri, "mnist", "--samples")
-    assert (result.exit_code, "rank-00001.npz of checkpoint b is missing or damaged" in result.stdout) == (1, True)
+    assert (result.exit_code, "rank-00001-of-00002.npz of checkpoint b is missing or damaged" in result.stdout) == (
+        1,
+        True,
+    )

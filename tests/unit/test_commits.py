@@ -62,6 +62,22 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_name_and_nothing_is_writte
     assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
 
 
+def test_a_checkpoint_of_a_session_without_the_part_of_a_rank_is_refused_and_never_whole(store: RunStore) -> None:
+    training = support.Training(store, support.begin(store).attempt)
+    parts = {f"rank-{rank:05}-of-00002.npz": b"1" for rank in range(2)}
+    training.upload("a", {"arrays.npz": b"123", **parts})
+    training.commit("a")
+    before = store.read(layout.SNAPSHOT)
+    training.upload("b", {"arrays.npz": b"123", **dict([*parts.items()][:1])})
+    lacking = "1 of 2 ranks did not store their part, first rank-00001-of-00002.npz"
+    with pytest.raises(ElasticTrainError, match=f"checkpoint b in {store.uri} is incomplete, not committed: {lacking}"):
+        training.commit("b")
+    assert (all_commits(store), store.read(layout.SNAPSHOT)) == ([(1, 1)], before)
+    run = RunDirectory(store)
+    assert run.damage_of("b", run.file_sizes("b") or {}) == lacking
+    assert (run.resume_point.checkpoint, run.damage_of("a", run.file_sizes("a") or {})) == ("a", "")
+
+
 def test_a_fenced_off_attempt_is_refused_with_the_name_of_the_holder(store: RunStore) -> None:
     old = support.Training(store, support.begin(store).attempt)
     old.report("a")

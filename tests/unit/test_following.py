@@ -4,7 +4,9 @@ and ending what a run has started, also by its guard; and the head of a local cl
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,9 +23,9 @@ import pytest
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import MARK_VARIABLE, write_spec
-from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
 from prefect_elastic_train.supervisor import attempt
 from prefect_elastic_train.supervisor import runtime as runtime_module
 from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
@@ -279,6 +281,47 @@ def test_a_cluster_is_started_once_outlives_its_drivers_and_is_replaced_when_it_
     finally:
         runtime.close()
     assert not [one for one in psutil.Process().children(recursive=True) if _HEAD in " ".join(one.cmdline())]
+
+
+def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = secrets.token_hex(4)  # pretended, of no other test
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
+    heads = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[2], flush=True)\n" + _HEAD
+    monkeypatch.setattr(
+        LocalCluster,
+        "_command",
+        lambda self, port, folder: [sys.executable, "-c", heads, str(port), str(len(self._claims.gpus))],
+    )
+    first, second, notes = supervisor.runtime(_JOINING), supervisor.runtime(_JOINING), list[str]()
+    second.on_note = lambda text, level=logging.INFO: notes.append(text)
+    scaling = ScalingSettings(accelerator="gpu", capacity_timeout_seconds=1.5)
+    limited, patient = spec(scaling=scaling), spec(scaling=ScalingSettings(accelerator="gpu"))
+    try:
+        assert first.run_attempt(limited).outcome is Outcome.COMPLETED
+        in_use = f"GPU {gpu} is used by training 'mnist' (pid {os.getpid()}); the local cluster waits for 1 GPU"
+        with pytest.raises(AttemptFailedError) as caught:
+            second.run_attempt(limited)
+        assert caught.value.outcome is Outcome.TIMED_OUT
+        assert str(caught.value) == f"capacity_timeout_seconds (1.5 s) have passed: {in_use}"
+        assert [note for note in notes if "GPU" in note] == [in_use]
+        second.close()
+        closing = threading.Thread(target=first.close)
+
+        def let_go(text: str, level: int = logging.INFO) -> None:
+            if text == in_use:
+                closing.start()
+
+        second.on_note = let_go
+        assert second.run_attempt(patient).outcome is Outcome.COMPLETED
+        closing.join()
+        folder = second._folder
+        assert folder is not None
+        assert (folder / "r0.log").read_text().splitlines()[0] == f"{gpu} 1"
+    finally:
+        first.close()
+        second.close()
 
 
 #: Starts a child that starts a grandchild in a session of its own; the child ends, so the grandchild is nobody's.

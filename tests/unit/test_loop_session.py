@@ -390,6 +390,17 @@ def test_a_torch_state_is_as_it_was_over_many_restarts_whatever_its_parts_hold(t
         first = second
 
 
+@pytest.mark.parametrize(
+    "left", ["rank-00000-of-00002.npz", "rank-00000.npz"], ids=["cut off", "of an earlier version"]
+)
+def test_a_checkpoint_without_the_parts_of_all_ranks_is_refused_by_name(tmp_path: Path, left: str) -> None:
+    (tmp_path / training_session.SESSION_FILE).write_text('{"step": 1, "world_size": 2}')
+    np.savez(tmp_path / left, random=1)
+    lacking = f"rank-0000{int('of' in left)}-of-00002.npz"
+    with pytest.raises(loop.LoopError, match=f"is incomplete, or of an earlier version .* it has no {lacking}. Start"):
+        loop.read_about(tmp_path)
+
+
 def test_a_save_keeps_its_step_however_often_its_upload_is_repeated_and_a_successor_goes_on_there(
     tmp_path: Path,
 ) -> None:

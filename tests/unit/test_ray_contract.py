@@ -8,6 +8,7 @@ import inspect
 import os
 import textwrap
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 from ray.job_config import JobConfig
 from ray.runtime_env import RuntimeEnv
-from ray.train import Checkpoint, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal import constants
@@ -99,9 +100,11 @@ ATTRIBUTES: dict[str, Any] = {
     "_poll_workers": TrainController,
     "_poll_workers_and_collect_errors": WorkerGroup,
     "_private": ray,
+    "_relax_collectives_during_preemption": TrainController,
     "_requester_id": scaling_policy.ScalingPolicy,
     "_resources_per_worker_not_none": ScalingConfig,
     "_send_resource_request": scaling_policy.ScalingPolicy,
+    "_run_config": TrainController,
     "_shutdown_worker_group": TrainController,
     "_start": WorkerGroup,
     "_state_type": TrainControllerState,
@@ -264,6 +267,29 @@ def test_workers_need_no_runtime_environment_but_for_what_ray_train_propagates()
     assert PRINT_PATCH in constants.ENV_VARS_TO_PROPAGATE
     assert WorkerGroup._get_worker_runtime_env({}) == {"env_vars": {}}
     assert RuntimeEnv(env_vars={}).serialize() == RuntimeEnv().serialize() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "answers", "relaxes"),
+    [
+        (True, {0: False, 1: False}, True),
+        (True, {0: True}, False),
+        (True, {}, False),
+        (False, {0: False}, False),
+    ],
+)
+def test_survivors_commit_alone_only_if_no_loop_trains_in_a_session(
+    monkeypatch: pytest.MonkeyPatch, asked: bool, answers: dict[int, bool], relaxes: bool
+) -> None:
+    rays, relaxed = controller.RaysTrainController, list[Any]()
+    monkeypatch.setattr(rays, "__init__", lambda self: None)
+    monkeypatch.setattr(rays, "_relax_collectives_during_preemption", lambda self, info: relaxed.append(info))
+    monkeypatch.setattr(controller.loop_watch, "ask", lambda workers, question, seconds: answers)
+    made = controller.TrainController()
+    made._run_config = RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=asked))
+    made._worker_group = SimpleNamespace(get_workers=list)
+    made._relax_collectives_during_preemption("a drain")
+    assert relaxed == ["a drain"] * relaxes
 
 
 def test_the_controller_does_not_wait_long_for_ranks_that_hang_to_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,3 +230,29 @@ def test_a_link_whose_answer_was_lost_counts_for_its_creator_and_for_nobody_else
     monkeypatch.setattr(os, "link", exists_since_a_moment)
     assert not store.create("attempts/0002.json", b"mine")
     assert store.read("attempts/0002.json") == b"theirs"
+
+
+def test_what_shows_that_a_rank_has_stored_its_part_is_stored_after_all_the_rest(
+    store: LocalRunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, replace, order = tmp_path / "checkpoint", os.replace, list[str]()
+    (folder / "jax" / "ocdbt").mkdir(parents=True)
+    files = [".metadata", "__1_0.distcp", "jax/ocdbt/manifest", "rank-00001-of-00002.npz", "zero.npz"]
+    for name in files:
+        (folder / name).write_bytes(b"x")
+
+    def note(source: Any, target: Any) -> None:
+        order.append(os.path.relpath(target, Path(store.path, "ckpt")))
+        if order[-1] == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", note)
+    failing = "zero.npz"
+    with pytest.raises(OSError, match="No space"):
+        store.upload(str(folder), "ckpt")
+    assert "rank-00001-of-00002.npz" not in (store.file_sizes("ckpt") or {})
+    failing = ""
+    order.clear()
+    store.upload(str(folder), "ckpt")
+    assert (sorted(order), order[-1]) == (sorted(files), "rank-00001-of-00002.npz")

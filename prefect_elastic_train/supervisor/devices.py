@@ -1,0 +1,119 @@
+"""Claims of local clusters on the GPUs and CPUs of their machine, so that a GPU is used by one cluster at a time.
+
+A claim is an abstract Unix socket whose name says what is claimed and by whom. The kernel lists all names in
+``/proc/net/unix``, for all users of the machine, and removes a name when the last process that holds the socket has
+exited, however it ended. There is no file that could be left behind, deleted or unreadable. The flow process and the
+head of the cluster hold the sockets. Containers with a network of their own do not see each other's claims, nor are
+processes seen that are no local clusters of this package.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from logging import WARNING
+from pathlib import Path
+
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.request import DriverSpec
+
+#: Kind, GPU's UUID or number of CPUs, process id of the flow, and run name; before that a random part.
+_CLAIM = re.compile("@elastic-train [0-9a-f]+ (gpu|cpu) (.+?) ([0-9]+) (.*)")
+_SMI_SECONDS = 20.0
+
+
+class DeviceClaims:
+    """The claims of one training's local clusters, kept until :meth:`release`.
+
+    Attributes:
+        gpus: The claimed GPUs, as CUDA_VISIBLE_DEVICES names them. Empty where the GPUs of the machine are not known.
+    """
+
+    def __init__(self) -> None:
+        self.gpus: list[str] = []
+        self.sockets: list[socket.socket] = []
+        os.register_at_fork(after_in_child=self.release)  # or a forked process would keep them
+
+    def take(self, spec: DriverSpec, tell: Callable[..., None]) -> str:
+        """Claim what a local cluster needs, unless that was done; return why it must wait, empty if it need not.
+
+        Raises:
+            AttemptFailedError: It needs more GPUs than this process may use.
+        """
+        if self.sockets:
+            return ""
+        scaling, cluster = spec.scaling, spec.cluster
+        each = scaling.resources_per_worker.get("GPU", float(scaling.accelerator == "gpu"))
+        least, most = math.ceil(each * scaling.min_workers), math.ceil(each * scaling.max_workers)
+        if cluster.num_gpus >= 0:
+            least = most = cluster.num_gpus
+        gpus = _visible_gpus() if least else {}
+        if gpus and least > len(gpus):
+            what = f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: {', '.join(gpus)}"
+            raise AttemptFailedError(f"{what}. Lower min_workers or num_gpus", outcome=Outcome.INVALID)
+        cpus = float(cluster.num_cpus or len(os.sched_getaffinity(0)))
+        if spec.is_alone:
+            cpus = min(cpus, scaling.max_workers * max(1.0, scaling.resources_per_worker.get("CPU", 1)))
+        elif cluster.num_gpus < 0:
+            most = len(gpus)  # what datasets need is not known
+        try:
+            with _bind("lock"):  # one process at a time looks and claims
+                claims = _CLAIM.findall(Path("/proc/net/unix").read_text(errors="replace"))
+                users = {what: f"training {run!r} (pid {pid})" for kind, what, pid, run in claims if kind == "gpu"}
+                in_use = "; ".join(f"GPU {name} is used by {users[gpu]}" for name, gpu in gpus.items() if gpu in users)
+                free = [name for name, gpu in gpus.items() if gpu not in users]
+                if gpus and len(free) < least:
+                    return f"{in_use}; the local cluster waits for {least} GPU{'s' * (least > 1)}"
+                self.gpus = free[:most]
+                for what in [f"cpu {cpus:g}", *(f"gpu {gpus[name]}" for name in self.gpus)]:
+                    name = f"{secrets.token_hex(3)} {what} {os.getpid()} {spec.request.run_name}"
+                    self.sockets.append(_bind(name))
+        except OSError as error:  # where there is no such socket, nothing is divided
+            return "another local cluster claims its GPUs" if error.errno == errno.EADDRINUSE else ""
+        if in_use:
+            tell(f"{in_use}; the local cluster has GPU {', '.join(self.gpus)}")
+        others = {f"training {run!r} (pid {pid})": float(what) for kind, what, pid, run in claims if kind == "cpu"}
+        total, there = cpus + sum(others.values()), os.cpu_count() or math.inf
+        if others and total > there:
+            tell(
+                f"The workers of the local clusters on this machine may use {total:g} CPUs together, and it has "
+                f"{there:g}: they slow each other down. Besides this training, {', '.join(others)}. Run fewer at a "
+                "time, or have them join one Ray cluster, in which each waits for free CPUs",
+                WARNING,
+            )
+        return ""
+
+    def release(self) -> None:
+        """Give all claims back."""
+        for one in self.sockets:
+            one.close()
+        self.sockets, self.gpus = [], []
+
+
+def _bind(name: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(f"\0elastic-train {name}".encode()[:107])  # the longest name
+    return made
+
+
+@cache
+def _uuids() -> dict[str, str]:
+    """Return the UUIDs of NVIDIA's GPUs by index. An index may mean another GPU to another process, as in Slurm."""
+    listed = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SMI_SECONDS).stdout
+    return dict(re.findall(r"^GPU (\d+):.*UUID: (.+)\)", listed, re.MULTILINE))
+
+
+def _visible_gpus() -> dict[str, str]:
+    """Return the GPUs that this process may use, by name in CUDA_VISIBLE_DEVICES: UUID, else that; empty if unknown."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(_uuids())).split(",")
+    return {name: _uuids().get(name, name) for name in names if name not in ("", "-1")}
