@@ -191,7 +191,10 @@ class Attempt:
         self.teller.recall(self.spec)
         message = "the run was finished before, and its result is given back"
         result = finished.result or self._result().model_dump(mode="json")
-        return AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message, result=result)
+        trained_with = RunDirectory(self.store).fingerprint
+        warning = trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else ""
+        ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message, result=result)
+        return ended.model_copy(update={"warning": warning})
 
     def _result(self, *more: AttemptEnded) -> RunResult:
         from prefect_elastic_train.report.accounts import add_up

@@ -89,8 +89,14 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last is not None and last.ended is None:
             end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
-        if differences := run.record.fingerprint.differences(request.fingerprint):
+        before = run.fingerprint or run.record.fingerprint
+        if differences := before.differences(request.fingerprint):
             notes.append("the run has another configuration than before: " + "; ".join(differences))
+        is_other_call = last is not None and (
+            last.record is None or last.record.owner.supervisor != request.owner.supervisor
+        )
+        if is_other_call and (warning := before.uncompared(request.fingerprint)):
+            notes.append(warning)
         notes += point.repairs + restore_snapshot(store, point)
         return Begun(attempt, point, counted + 1, restarts_left, notes, run.record.id)
     raise refusal(
@@ -125,13 +131,12 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
             "give it a new run_name"
         )
     finished = last.ended if is_own and last is not None and last.outcome == Outcome.COMPLETED.value else None
-    if request.resume and last is not None:  # which trains on, unless it was the same that has finished
-        before = last.record.fingerprint if last.record is not None else None
-        finished = finished if before is not None and not before.differences(request.fingerprint) else None
-    differences = record.fingerprint.differences(request.fingerprint) if record is not None else []
+    differences = run.fingerprint.differences(request.fingerprint) if run.fingerprint is not None else []
+    if request.resume and (differences or run.fingerprint is None):  # trains on, unless the same training has finished
+        finished = None
     if differences and not request.resume and (finished is not None or not request.named):
         raise refusal(
-            f"run {name!r} was begun with another configuration: {'; '.join(differences)}. If this flow trains several "
+            f"run {name!r} was trained with another configuration: {'; '.join(differences)}. If this flow trains several "
             f"models, give each its own run_name; to continue this run with the new configuration, give "
             f"run_name={name!r}, and resume=True if it is finished"
         )

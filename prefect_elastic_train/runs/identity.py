@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import datetime
+import functools
 import hashlib
 import json
 import re
+import sys
+import types
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, SecretBytes, SecretStr
+
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.records import Fingerprint
+from prefect_elastic_train.core.records import DIGEST_VERSION, Fingerprint
 
 LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
@@ -23,6 +36,10 @@ _SECRET_NAME = re.compile(
 )
 _PLAIN = re.compile(r"[A-Za-z]?[a-z]{0,20}\d{0,4}|[A-Z]{1,10}\d{0,4}|\d{1,8}[a-z]?")
 _MAX_WORDS = 80
+#: Types whose repr is the value, and modules whose values are arrays or have such a repr, as dtypes have.
+_BY_REPR = (bytes, bytearray, complex, range, Decimal, Fraction, uuid.UUID)
+_BY_REPR += (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
+_ARRAY_MODULES = ("numpy", "numpy.dtypes", "torch", "jaxlib._jax", "jaxlib.xla_extension")
 
 
 class Call(NamedTuple):
@@ -88,16 +105,19 @@ def loop_name(train_loop: Callable[..., Any] | str) -> str:
 
 def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Mapping[str, Any] | None) -> Fingerprint:
     """Return what makes a training the same: its loop's name, framework and config; the code may have been mended."""
-    if isinstance(train_loop, str):
-        path = train_loop
-    else:  # a script's, or of a flow's file that Prefect has loaded, is imported from nowhere
-        module, name = getattr(train_loop, "__module__", None) or "", _qualified_name(train_loop)
-        is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
-        path = "" if is_by_value else f"{module}:{name}"
     named = {str(key): value for key, value in (config or {}).items()}
-    digests = {name: _digest(value) for name, value in named.items()}
-    values = {name: words for name, value in named.items() if (words := _in_words(name, value))}
-    return Fingerprint(loop=loop_name(train_loop), path=path, framework=framework, config=digests, values=values)
+    opaque: dict[str, str] = {}
+    digests = {name: _digest(name, value, opaque) for name, value in named.items()}
+    texts = {name: _in_words(name, value) for name, value in named.items() if name not in opaque}
+    return Fingerprint(
+        loop=loop_name(train_loop),
+        path=train_loop if isinstance(train_loop, str) else _import_path(train_loop),
+        framework=framework,
+        config=digests,
+        values={name: text for name, text in texts.items() if text},
+        opaque=opaque,
+        digest_version=DIGEST_VERSION,
+    )
 
 
 def _in_words(name: str, value: Any, depth: int = 0) -> str:
@@ -125,13 +145,79 @@ def _qualified_name(train_loop: Callable[..., Any]) -> str:
     return str(getattr(train_loop, "__qualname__", type(train_loop).__qualname__))
 
 
-def _digest(value: Any) -> str:
-    def type_only(value: Any) -> str:
-        """Stand in for a value without a stable text form, such as an object with an address in its repr."""
-        return f"<{type(value).__module__}.{type(value).__qualname__}>"
+def _import_path(value: Any) -> str:
+    """Return ``<module>:<name>`` of a function or class; empty if other processes cannot import it by that."""
+    module, name = getattr(value, "__module__", None) or "", _qualified_name(value)
+    # A script's, or of a flow's file that Prefect has loaded, is imported from nowhere.
+    is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
+    return "" if is_by_value else f"{module}:{name}"
 
+
+def _type_name(value: Any) -> str:
+    return _import_path(type(value)) or type(value).__qualname__
+
+
+def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
+    """Return the digest of a named value; of types without a stable value it holds the names, also put in `opaque`."""
+    unstable: set[str] = set()
     try:
-        text = json.dumps(value, sort_keys=True, default=type_only)
-    except (TypeError, ValueError):
-        text = type_only(value)
+        text = json.dumps(_stable(value, unstable), sort_keys=True)
+    except Exception:  # noqa: BLE001 - of the user's classes, and of values that contain themselves
+        text = _type_name(value)
+        unstable = {text}
+    if unstable:
+        opaque[name] = ", ".join(sorted(unstable))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stable(value: Any, unstable: set[str]) -> Any:
+    """Return a value as JSON that is the same in every process, with the names of types that have no such form."""
+    stable = functools.partial(_stable, unstable=unstable)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    kind, content = _type_name(value), None
+    if isinstance(value, Mapping):
+        content = {key if isinstance(key, str) else json.dumps(stable(key)): stable(one) for key, one in value.items()}
+        if len(content) == len(value):  # no keys such as 1 and "1"
+            return content
+        content = None
+    elif isinstance(value, Set):
+        content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
+    elif isinstance(value, list | tuple | deque) or (isinstance(value, Sequence) and kind.startswith("omegaconf.")):
+        return [stable(one) for one in value]
+    else:
+        content = _content(value)
+    if content is None:
+        unstable.add(kind)
+        return kind
+    return {kind: stable(content)}
+
+
+def _content(value: Any) -> Any:
+    """Return what tells a value from others of its type; None if only its address does, or that is not known."""
+    module = type(value).__module__
+    if module in _ARRAY_MODULES and hasattr(value, "__array__"):
+        array = sys.modules["numpy"].asarray(value)
+        data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
+        return [str(array.dtype), array.shape, data]
+    if isinstance(value, _BY_REPR) or module in _ARRAY_MODULES:
+        text = repr(value)
+    elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and value.__module__:
+        text = _import_path(value) or value.__qualname__
+    elif isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    elif isinstance(value, Enum):
+        return value.name or value.value
+    elif isinstance(value, SecretStr | SecretBytes):
+        return value.get_secret_value()
+    elif isinstance(value, BaseModel):
+        return dict(value)
+    elif dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return vars(value)
+    else:
+        return None
+    return None if " at 0x" in text or "<l" in text else text

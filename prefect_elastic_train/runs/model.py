@@ -18,7 +18,15 @@ from pydantic import BaseModel
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.events import CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, EndedRecord, Owner, RunRecord, decode
+from prefect_elastic_train.core.records import (
+    AttemptRecord,
+    CommitRecord,
+    EndedRecord,
+    Fingerprint,
+    Owner,
+    RunRecord,
+    decode,
+)
 from prefect_elastic_train.runs import layout, snapshots
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.storage.store import RunStore
@@ -122,10 +130,20 @@ class RunDirectory:
     @property
     def owner(self) -> Owner | None:
         """Whose run it is: of the newest attempt that can be read, else its creator; None if nothing tells."""
-        for number in reversed(self.numbers):
-            if (record := self.attempt_record(number)) is not None:
-                return record.owner
+        if self.newest_record is not None:
+            return self.newest_record.owner
         return self.record.creator if self.record is not None else None
+
+    @property
+    def newest_record(self) -> AttemptRecord | None:
+        """The record of the newest attempt that has one which can be read."""
+        return next(filter(None, map(self.attempt_record, reversed(self.numbers))), None)
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """The configuration of the newest attempt, else that with which the run was created; None if both are lost."""
+        newest = self.newest_record.fingerprint if self.newest_record is not None else None
+        return newest or (self.record.fingerprint if self.record is not None else None)
 
     @property
     def started_from(self) -> str:
