@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from prefect_elastic_train.core.bounds import as_json
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
+from prefect_elastic_train.core.settings import CheckpointSettings
 
 SCHEMA_VERSION = 2  # what this version of the package writes; what an older one has written is refused
 DIGEST_VERSION = 2  # how this version digests the values of a configuration; version 1 digested most types, not values
@@ -128,6 +129,8 @@ class AttemptRecord(_Record):
     dropped: list[str] = Field(default_factory=list)
     repairs: list[str] = Field(default_factory=list)
     versions: dict[str, str] = Field(default_factory=dict)
+    #: How it ranks checkpoints; None if an older version has written the record.
+    checkpoints: CheckpointSettings | None = None
 
 
 class EndedRecord(_Record):

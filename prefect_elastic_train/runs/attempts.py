@@ -80,6 +80,7 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
             dropped=point.dropped,
             repairs=point.repairs,
             versions=_VERSIONS,
+            checkpoints=spec.checkpoints,
         )
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # somebody else began this attempt: look again at who holds the run

@@ -27,6 +27,7 @@ from prefect_elastic_train.core.records import (
     RunRecord,
     decode,
 )
+from prefect_elastic_train.core.settings import CheckpointSettings
 from prefect_elastic_train.runs import layout, snapshots
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.storage.store import RunStore
@@ -146,6 +147,11 @@ class RunDirectory:
         return newest or (self.record.fingerprint if self.record is not None else None)
 
     @property
+    def policy(self) -> CheckpointSettings | None:
+        """How the newest attempt ranks checkpoints; None if that is not known."""
+        return self.newest_record.checkpoints if self.newest_record is not None else None
+
+    @property
     def started_from(self) -> str:
         """URI of the checkpoint of another run that it started from, empty for none. It may be gone by now."""
         source = (self.record.source if self.record is not None else "") or ""
@@ -196,16 +202,18 @@ class RunDirectory:
     def lineage(self) -> Iterator[tuple[int, int]]:
         """The commits that count, newest first: the newest attempt's, those up to its confirmed base, and so on."""
         upto: tuple[float, float] = (math.inf, math.inf)
+        known = self.commits
         # An attempt's record may have been removed by hand; its commits still tell that it was there.
-        for attempt in sorted({*self.numbers, *(number for number, _ in self.commits)}, reverse=True):
+        for attempt in sorted({*self.numbers, *(number for number, _ in known)}, reverse=True):
             if attempt > upto[0]:
                 continue
-            yield from (commit for commit in reversed(self.commits) if commit[0] == attempt and commit <= upto)
+            yield from (commit for commit in reversed(known) if commit[0] == attempt and commit <= upto)
             record = self.attempt_record(attempt)
             if record is not None and record.confirmed:
                 if record.base is None:
                     return
                 upto = record.base
+                known = sorted({*known, record.base})  # a listing may be behind
 
     @property
     def newest_commit(self) -> CommitRecord | None:
@@ -220,8 +228,7 @@ class RunDirectory:
             AttemptFailedError: There are checkpoints that only torn or lost commits could name; outcome ``invalid``.
         """
         point = self.look_back(whole=True)
-        torn = [number for number in self.lineage if self.commit(number) is None]
-        if point.commit is None and (torn or not any(self.commit(number) for number in self.commits)):
+        if point.commit is None:
             self._check_nothing_is_given_up()
         return point
 
@@ -275,11 +282,17 @@ class RunDirectory:
         return f"{wrong[0]} has {files[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
 
     def look_back(self, *, whole: bool) -> ResumePoint:
-        """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files."""
+        """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files.
+
+        If none of these is whole, an overtaken attempt has committed on and deleted what the others began from: its mount
+        shows listings late. Then its newest whole commit is returned.
+        """
         lost: set[str] = set()
         dropped: list[str] = []
         repairs: list[str] = []
-        for number in self.lineage:
+        counting = [*self.lineage]
+        overtaken = [number for number in reversed(self.commits) if number not in counting] if whole and counting else []
+        for number in [*counting, *overtaken]:
             later = [self.attempt_record(attempt) for attempt in self.numbers if attempt > number[0]]
             lost.update(name for record in later if record is not None for name in record.dropped)
             commit, label = self.commit(number), layout.commit_label(number)
@@ -296,6 +309,8 @@ class RunDirectory:
             if snapshot is not None:
                 manifest = {name: files for name, files in commit.manifest.items() if name not in lost}
                 usable = commit.model_copy(update={"snapshot": snapshot, "manifest": manifest})
+                if number in overtaken:
+                    repairs.append(f"commit {label}, which an overtaken attempt wrote, is the newest whole one and is used")
                 return ResumePoint(usable, dropped, repairs)
             repairs.append(f"commit {label} has no whole checkpoint left and was passed over")
         return ResumePoint(None, dropped, repairs)
