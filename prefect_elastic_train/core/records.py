@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field, ValidationError
 
 from prefect_elastic_train.core.bounds import as_json
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.settings import CheckpointSettings
 
 SCHEMA_VERSION = 2  # what this version of the package writes; what an older one has written is refused
 DIGEST_VERSION = 2  # how this version digests the values of a configuration; version 1 digested most types, not values
@@ -83,11 +82,11 @@ class Fingerprint(_Record):
 
     def uncompared(self, other: Fingerprint) -> str:
         """Return a warning that names the values of which nobody can say that ``other`` has the same; else nothing."""
-        reasons = {key: f"of type {kinds}" for key, kinds in {**self.opaque, **other.opaque}.items()}
+        known = self.opaque | other.opaque
         if self.digest_version != other.digest_version:
-            reasons = dict.fromkeys(self.config, "recorded by another version of this package")
-            reasons = {key: reason for key, reason in reasons.items() if self.config[key] != other.config.get(key)}
-        named = [f"train_loop_config[{key!r}] ({why})" for key, why in sorted(reasons.items()) if key in other.config]
+            changed = [key for key, digest in self.config.items() if digest != other.config.get(key)]
+            known = dict.fromkeys(changed, "recorded by another version of this package")
+        named = [f"train_loop_config[{key!r}] ({why})" for key, why in sorted(known.items()) if key in other.config]
         advice = "cannot be compared with what the run was trained with; if they changed, give another run_name"
         return f"{', '.join(named)} {advice}" if named else ""
 
@@ -129,8 +128,8 @@ class AttemptRecord(_Record):
     dropped: list[str] = Field(default_factory=list)
     repairs: list[str] = Field(default_factory=list)
     versions: dict[str, str] = Field(default_factory=dict)
-    #: How it ranks checkpoints; None if an older version has written the record.
-    checkpoints: CheckpointSettings | None = None
+    #: The metric by which it ranks checkpoints, the best last in its commits; empty for the newest.
+    score_attribute: str = ""
 
 
 class EndedRecord(_Record):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
+
+_MAX_SCORE = 1e300  # above it a number is none that Ray Train could compare or write
 
 
 def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
@@ -16,13 +17,10 @@ def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
     value, (outer, _, inner) = metrics.get(attribute), attribute.partition("/")
     if value is None and inner and isinstance(metrics.get(outer), Mapping):
         return score_of(metrics[outer], inner)
-    try:
-        return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if isinstance(value, numbers.Real) and abs(value) < _MAX_SCORE else None
 
 
 def rank_of(metrics: Mapping[str, Any], attribute: str, order: str) -> tuple[bool, float]:
     """Return what checkpoints are compared by, the best is highest; one without a score is below all that have one."""
-    score = score_of(metrics, attribute) if attribute else None
+    score = score_of(metrics, attribute)
     return score is not None, (score or 0.0) * (1 if order == "max" else -1)

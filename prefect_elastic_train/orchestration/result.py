@@ -28,7 +28,7 @@ class TrainingResult(RunResult):
         """Return the newest checkpoint as Ray's type. It can be read wherever its storage can be reached.
 
         Args:
-            best: The best of the kept ones instead, by the score of the checkpoint policy; the newest if that names none.
+            best: The best of the kept ones instead, by the score of the checkpoint policy; the newest without one there.
             storage: The storage block, or the name of one. Default: :attr:`storage_block`; for a storage that was
                 given inline, its URI with the ambient credentials.
 
@@ -56,7 +56,7 @@ class TrainingResult(RunResult):
         if best and not self.best_checkpoint_uri:
             raise FileNotFoundError(
                 f"run {self.run_name!r} has no best checkpoint: none of those it kept has the score_attribute of its "
-                "CheckpointPolicy as a number. Report that with the checkpoint, or read the newest one without best=True"
+                "CheckpointPolicy as a number. Report it with a checkpoint, or read the newest one without best=True"
             )
         return self.best_checkpoint_uri if best else self.checkpoint_uri
 

@@ -24,7 +24,7 @@ from prefect.states import Cancelled
 from prefect.transactions import CommitMode, get_transaction
 from prefect.utilities.urls import url_for
 
-from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted, Event
+from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
@@ -124,6 +124,7 @@ class Training:
         self._publisher: Publisher | None = None
         self._detached = False  # the attempt has left its job to another process
         self._idle = 0  # attempts in a row that have committed nothing
+        self._has_begun: bool | None = None  # an attempt; None if that is not known yet
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Training, tuple(getattr(self, field.name) for field in fields(self))
@@ -241,6 +242,9 @@ class Training:
         name, publisher = self.request.run_name, self._publisher
         try:
             spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
+            if self._has_begun is None:
+                self._has_begun = self.request.resumed and self._began_earlier()
+            spec = replace(spec, request=replace(spec.request, begun=self._has_begun))
             left = self.timeout_seconds and self.timeout_seconds - (time.monotonic() - self._asked_at)
             return replace(spec, ends_at=time.time() + left if left else 0.0)
         except ConfigurationError:
@@ -252,6 +256,8 @@ class Training:
 
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""
+        if isinstance(event, AttemptStarted):
+            self._has_begun = True
         if isinstance(event, CheckpointCommitted):
             self._idle = 0
         if self._publisher is not None:
@@ -293,6 +299,11 @@ class Training:
             return True
         runs = flow_runs.ask_prefect(lambda client: [client.read_flow_run(UUID(one)) for one in ids], _STATE_SECONDS)
         return any(flow_runs.wants_an_end(run.state) for run in runs or ())
+
+    def _began_earlier(self) -> bool:
+        """Return whether an attempt began in an earlier execution of the flow run; true if Prefect cannot say."""
+        look = partial(flow_runs.has_begun, run_name=self.request.run_name, flow_run_id=self.request.owner.flow_run_id)
+        return not get_settings().reporting or flow_runs.ask_prefect(look, _STATE_SECONDS) is not False
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""

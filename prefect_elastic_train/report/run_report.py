@@ -348,7 +348,7 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def _offer(self, name: str, at: float, metrics: dict[str, Any], is_best: bool = False) -> Checkpoint:
         """Return a checkpoint, which is the best from now on if its score says so, or if it has one and `is_best`."""
-        score = score_of(metrics, self.score_attribute) if self.score_attribute else None
+        score = score_of(metrics, self.score_attribute)
         made = Checkpoint(name=name[:200], at=at, metrics=_bounded(metrics, _MAX_METRICS), score=score)
         if not is_best:
             self._compare(made)

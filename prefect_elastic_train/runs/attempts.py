@@ -80,7 +80,7 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
             dropped=point.dropped,
             repairs=point.repairs,
             versions=_VERSIONS,
-            checkpoints=spec.checkpoints,
+            score_attribute=spec.checkpoints.score_attribute,
         )
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # somebody else began this attempt: look again at who holds the run
@@ -118,6 +118,13 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
     """Return how the flow run's own run was finished; None if there is something to do. Refuse what may not be done."""
     record, last, owner, name = run.record, run.newest_attempt, run.owner, request.run_name
     is_own = owner is not None and owner.flow_run_id == request.owner.flow_run_id
+    if request.begun and not (run.numbers or run.commits):
+        raise refusal(
+            f"attempts of run {name!r} have begun, and {run.uri} holds none of them: the storage is not mounted here, "
+            "is another one than before, or the run was deleted. Nothing was written. Make the storage available and "
+            "retry the flow run; to begin again without it, start a new flow run, or give another run_name",
+            Outcome.STORAGE_ERROR,
+        )
     if record is None and last is None:
         if run.is_foreign and not request.resume:
             raise refusal(
@@ -133,8 +140,8 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
         )
     finished = last.ended if is_own and last is not None and last.outcome == Outcome.COMPLETED.value else None
     differences = run.fingerprint.differences(request.fingerprint) if run.fingerprint is not None else []
-    if request.resume and (differences or run.fingerprint is None):  # trains on, unless the same training has finished
-        finished = None
+    if request.resume and (differences or run.fingerprint is None):
+        finished = None  # it trains on
     if differences and not request.resume and (finished is not None or not request.named):
         raise refusal(
             f"run {name!r} was trained with another configuration: {'; '.join(differences)}. If this flow trains several "

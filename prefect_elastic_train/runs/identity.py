@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -14,13 +13,11 @@ import types
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, SecretBytes, SecretStr
+from pydantic import BaseModel, SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.records import DIGEST_VERSION, Fingerprint
@@ -36,10 +33,10 @@ _SECRET_NAME = re.compile(
 )
 _PLAIN = re.compile(r"[A-Za-z]?[a-z]{0,20}\d{0,4}|[A-Z]{1,10}\d{0,4}|\d{1,8}[a-z]?")
 _MAX_WORDS = 80
-#: Types whose repr is the value, and modules whose values are arrays or have such a repr, as dtypes have.
-_BY_REPR = (bytes, bytearray, complex, range, Decimal, Fraction, uuid.UUID)
-_BY_REPR += (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
-_ARRAY_MODULES = ("numpy", "numpy.dtypes", "torch", "jaxlib._jax", "jaxlib.xla_extension")
+#: Modules whose types are arrays, or have a repr that is the value; addresses in it show which have not.
+_ARRAY_MODULES = ("numpy", "torch", "jaxlib._jax", "jaxlib.xla_extension")
+_REPR_MODULES = {*sys.stdlib_module_names, *_ARRAY_MODULES, "numpy.dtypes"}
+_NO_VALUE = re.compile(" at 0x|<locals>|<lambda>")
 
 
 class Call(NamedTuple):
@@ -107,14 +104,12 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
     """Return what makes a training the same: its loop's name, framework and config; the code may have been mended."""
     named = {str(key): value for key, value in (config or {}).items()}
     opaque: dict[str, str] = {}
-    digests = {name: _digest(name, value, opaque) for name, value in named.items()}
-    texts = {name: _in_words(name, value) for name, value in named.items() if name not in opaque}
     return Fingerprint(
         loop=loop_name(train_loop),
         path=train_loop if isinstance(train_loop, str) else _import_path(train_loop),
         framework=framework,
-        config=digests,
-        values={name: text for name, text in texts.items() if text},
+        config={name: _digest(name, value, opaque) for name, value in named.items()},
+        values={name: text for name, value in named.items() if name not in opaque and (text := _in_words(name, value))},
         opaque=opaque,
         digest_version=DIGEST_VERSION,
     )
@@ -158,7 +153,7 @@ def _type_name(value: Any) -> str:
 
 
 def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
-    """Return the digest of a named value; of types without a stable value it holds the names, also put in `opaque`."""
+    """Return the digest of a named value, and put the types in it that are digested by their names into `opaque`."""
     unstable: set[str] = set()
     try:
         text = json.dumps(_stable(value, unstable), sort_keys=True)
@@ -173,51 +168,53 @@ def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
 def _stable(value: Any, unstable: set[str]) -> Any:
     """Return a value as JSON that is the same in every process, with the names of types that have no such form."""
     stable = functools.partial(_stable, unstable=unstable)
+    kind, module = _type_name(value), type(value).__module__
+    content: Any = None
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, PurePath):
         return str(value)
-    kind, content = _type_name(value), None
     if isinstance(value, Mapping):
-        content = {key if isinstance(key, str) else json.dumps(stable(key)): stable(one) for key, one in value.items()}
-        if len(content) == len(value):  # no keys such as 1 and "1"
-            return content
-        content = None
-    elif isinstance(value, Set):
-        content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
-    elif isinstance(value, list | tuple | deque) or (isinstance(value, Sequence) and kind.startswith("omegaconf.")):
+        pairs = {key if isinstance(key, str) else json.dumps(stable(key)): stable(one) for key, one in value.items()}
+        assert len(pairs) == len(value), "keys such as 1 and '1'"
+        return pairs
+    if isinstance(value, list | tuple | deque) or kind.startswith("omegaconf.listconfig:"):
         return [stable(one) for one in value]
-    else:
-        content = _content(value)
-    if content is None:
+    if isinstance(value, Set):
+        content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
+    elif isinstance(value, type | types.FunctionType):
+        content = _import_path(value) or value.__qualname__
+    elif isinstance(value, functools.partial):
+        content = [value.func, value.args, value.keywords]
+    elif isinstance(value, Enum):
+        content = value.name
+    elif isinstance(value, SecretStr):
+        content = value.get_secret_value()
+    elif isinstance(value, BaseModel):
+        content = dict(value)
+    elif dataclasses.is_dataclass(value):
+        content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        content = vars(value)
+    elif module in _ARRAY_MODULES and hasattr(value, "__array__"):
+        array = sys.modules["numpy"].asarray(value)
+        data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
+        content = [str(array.dtype), array.shape, data]
+    elif module in _REPR_MODULES:
+        content = repr(value)
+    if content is None or (isinstance(content, str) and _NO_VALUE.search(content)):
         unstable.add(kind)
         return kind
     return {kind: stable(content)}
 
 
-def _content(value: Any) -> Any:
-    """Return what tells a value from others of its type; None if only its address does, or that is not known."""
-    module = type(value).__module__
-    if module in _ARRAY_MODULES and hasattr(value, "__array__"):
-        array = sys.modules["numpy"].asarray(value)
-        data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
-        return [str(array.dtype), array.shape, data]
-    if isinstance(value, _BY_REPR) or module in _ARRAY_MODULES:
-        text = repr(value)
-    elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and value.__module__:
-        text = _import_path(value) or value.__qualname__
-    elif isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    elif isinstance(value, Enum):
-        return value.name or value.value
-    elif isinstance(value, SecretStr | SecretBytes):
-        return value.get_secret_value()
-    elif isinstance(value, BaseModel):
-        return dict(value)
-    elif dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        return vars(value)
-    else:
-        return None
-    return None if " at 0x" in text or "<l" in text else text
+def _import_path(value: Any) -> str:
+    """Return ``<module>:<name>`` of a function or class; empty if other processes cannot import it by that."""
+    module, name = getattr(value, "__module__", None) or "", _qualified_name(value)
+    # A script's, or of a flow's file that Prefect has loaded, is imported from nowhere.
+    is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
+    return "" if is_by_value else f"{module}:{name}"
+
+
+def _type_name(value: Any) -> str:
+    return _import_path(type(value)) or type(value).__qualname__

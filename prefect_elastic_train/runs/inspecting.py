@@ -16,7 +16,7 @@ from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.runs.layout import commit_label
 from prefect_elastic_train.runs.liveness import Life, look_for_life
 from prefect_elastic_train.runs.model import Attempt, RunDirectory
-from prefect_elastic_train.runs.snapshots import best_checkpoint, latest_checkpoint, ranked
+from prefect_elastic_train.runs.snapshots import latest_checkpoint
 from prefect_elastic_train.storage.store import RunStore
 
 
@@ -134,7 +134,7 @@ def describe(run: RunDirectory) -> RunDetails | None:
     if (summary := summarize(run)) is None:
         return None
     accounts, commit = add_up(read_history(run.store)), run.newest_commit
-    best = best_checkpoint(commit.snapshot, run.policy) if commit is not None else None
+    best = run.best_checkpoint(commit)
     return RunDetails(
         summary=summary,
         run=run.record,
@@ -164,12 +164,11 @@ def verify(run: RunDirectory) -> Verification | None:
 def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", score: str = "") -> RunResult:
     """The result of a run from its newest whole commit and what its history adds up to, in a bounded size."""
     run = RunDirectory(store)
-    snapshot = run.look_back(whole=True).snapshot
-    latest, best = latest_checkpoint(snapshot), best_checkpoint(snapshot, run.policy)
-    kept = [
-        BestCheckpoint(uri=f"{store.uri}/{one['checkpoint_dir_name']}", metrics=one["metrics"])
-        for one in ranked(snapshot, run.policy)
-    ]
+    point = run.look_back(whole=True)
+    snapshot = point.snapshot or {}
+    latest, best = latest_checkpoint(snapshot), run.best_checkpoint(point.commit)
+    results = snapshot.get("checkpoint_results", [])
+    kept = [BestCheckpoint(uri=f"{store.uri}/{one['checkpoint_dir_name']}", metrics=one["metrics"]) for one in results]
     left_out = accounts.reports - len(accounts.history)
     result = RunResult(
         **accounts.model_dump(exclude={"attempts", "time"}),

@@ -27,7 +27,7 @@ from prefect_elastic_train.core.records import (
     RunRecord,
     decode,
 )
-from prefect_elastic_train.core.settings import CheckpointSettings
+from prefect_elastic_train.core.scores import score_of
 from prefect_elastic_train.runs import layout, snapshots
 from prefect_elastic_train.runs.history import read_history
 from prefect_elastic_train.storage.store import RunStore
@@ -145,11 +145,6 @@ class RunDirectory:
         """The configuration of the newest attempt, else that with which the run was created; None if both are lost."""
         newest = self.newest_record.fingerprint if self.newest_record is not None else None
         return newest or (self.record.fingerprint if self.record is not None else None)
-
-    @property
-    def policy(self) -> CheckpointSettings | None:
-        """How the newest attempt ranks checkpoints; None if that is not known."""
-        return self.newest_record.checkpoints if self.newest_record is not None else None
 
     @property
     def started_from(self) -> str:
@@ -281,17 +276,31 @@ class RunDirectory:
         wrong = [name for name, size in sorted(manifest.items()) if files[name] != size]
         return f"{wrong[0]} has {files[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
 
+    def score_attribute(self, commit: CommitRecord) -> str:
+        """Return the metric by which the checkpoints of a commit are ranked, empty for none."""
+        record = self.attempt_record(commit.attempt)
+        return record.score_attribute if record is not None else ""
+
+    def best_checkpoint(self, commit: CommitRecord | None) -> dict[str, Any] | None:
+        """Return the result of the best checkpoint of a commit, Ray's last; None if no checkpoint has the score."""
+        if commit is None:
+            return None
+        best, attribute = commit.snapshot["checkpoint_results"][-1], self.score_attribute(commit)
+        return best if not attribute or score_of(best["metrics"] or {}, attribute) is not None else None
+
     def look_back(self, *, whole: bool) -> ResumePoint:
         """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files.
 
-        If none of these is whole, an overtaken attempt has committed on and deleted what the others began from: its mount
-        shows listings late. Then its newest whole commit is returned.
+        If none of these is whole, an overtaken attempt, whose mount shows listings late, may have committed and deleted
+        what the others began from. Then its newest whole commit is returned.
         """
         lost: set[str] = set()
         dropped: list[str] = []
         repairs: list[str] = []
         counting = [*self.lineage]
-        overtaken = [number for number in reversed(self.commits) if number not in counting] if whole and counting else []
+        overtaken = (
+            [number for number in reversed(self.commits) if number not in counting] if whole and counting else []
+        )
         for number in [*counting, *overtaken]:
             later = [self.attempt_record(attempt) for attempt in self.numbers if attempt > number[0]]
             lost.update(name for record in later if record is not None for name in record.dropped)
@@ -310,7 +319,9 @@ class RunDirectory:
                 manifest = {name: files for name, files in commit.manifest.items() if name not in lost}
                 usable = commit.model_copy(update={"snapshot": snapshot, "manifest": manifest})
                 if number in overtaken:
-                    repairs.append(f"commit {label}, which an overtaken attempt wrote, is the newest whole one and is used")
+                    repairs.append(
+                        f"commit {label}, which an overtaken attempt wrote, is the newest whole one and is used"
+                    )
                 return ResumePoint(usable, dropped, repairs)
             repairs.append(f"commit {label} has no whole checkpoint left and was passed over")
         return ResumePoint(None, dropped, repairs)

@@ -21,7 +21,7 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import check_fence
 from prefect_elastic_train.runs.identity import LATEST_RUN, check_run_name
 from prefect_elastic_train.runs.model import SEED_COMMIT, ResumePoint, RunDirectory, refusal
-from prefect_elastic_train.runs.snapshots import best_checkpoint, checkpoint_names, seed_snapshot, without_checkpoints
+from prefect_elastic_train.runs.snapshots import checkpoint_names, seed_snapshot, without_checkpoints
 from prefect_elastic_train.storage.opening import Storage
 from prefect_elastic_train.storage.store import RunStore
 
@@ -191,7 +191,7 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
     results: list[dict[str, Any]] = point.commit.snapshot["checkpoint_results"]
     folders = [result["checkpoint_dir_name"] for result in results]
     notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
-    best, score = best_checkpoint(point.snapshot, run.policy), run.policy.score_attribute if run.policy else ""
+    best, score = run.best_checkpoint(point.commit), run.score_attribute(point.commit)
     alike = [folder for folder in folders if choice in (folder, loop_name(folder))]
     if choice in ("best", "") and best is not None:
         alike = [best["checkpoint_dir_name"]]

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from functools import partial
 from typing import Any
-
-from prefect_elastic_train.core.scores import rank_of, score_of
-from prefect_elastic_train.core.settings import CheckpointSettings
 
 _LISTS = (
     "validated_checkpoint_dir_names",
@@ -54,24 +50,6 @@ def latest_checkpoint(snapshot: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the result that a restart resumes from: ``checkpoint_dir_name`` and ``metrics``."""
     latest = snapshot.get("latest_checkpoint_result") if snapshot else None
     return latest if isinstance(latest, dict) else None
-
-
-def ranked(snapshot: dict[str, Any] | None, policy: CheckpointSettings | None) -> list[dict[str, Any]]:
-    """Return the results of the checkpoints, the best last; of equal ones, and without scores, the newest."""
-    if snapshot is None:
-        return []
-    if policy is None:  # as Ray Train ranked them
-        return list(snapshot["checkpoint_results"])
-    rank = partial(rank_of, attribute=policy.score_attribute, order=policy.score_order)
-    return [result for _, result in sorted(reported(snapshot), key=lambda one: (rank(one[1]["metrics"] or {}), one[0]))]
-
-
-def best_checkpoint(snapshot: dict[str, Any] | None, policy: CheckpointSettings | None) -> dict[str, Any] | None:
-    """Return the result of the best checkpoint; None if there is none, or none has the score that the policy asks for."""
-    best = next(reversed(ranked(snapshot, policy)), None)
-    if best is None or policy is None or not policy.score_attribute:
-        return best
-    return best if score_of(best["metrics"] or {}, policy.score_attribute) is not None else None
 
 
 def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> dict[str, Any] | None:

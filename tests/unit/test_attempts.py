@@ -276,7 +276,23 @@ def test_a_value_that_cannot_be_compared_is_named_once_in_each_process_and_refus
     assert begin(store, wanted("1")).notes == []
     assert begin(store, wanted("1")).notes == [], "a task retry passes the same object"
     [note] = begin(store, wanted("2")).notes
-    assert note.startswith("train_loop_config['model'] (of type builtins:object) cannot be compared")
+    assert note.startswith("train_loop_config['model'] (builtins:object) cannot be compared")
+
+
+def test_a_run_that_had_begun_is_not_begun_again_where_its_storage_is_missing(tmp_path: Path) -> None:
+    mount = tmp_path / "mnt" / "shared"
+    there = LocalRunStore(str(mount / "runs" / "mnist"))
+    begin(there, claim(begun=False))
+    begin(there, claim(begun=True))
+    mount.rename(tmp_path / "unmounted")
+    error = _refused(there, claim(begun=True), there.uri, "not mounted", "retry the flow run", "another run_name")
+    assert (error.outcome, mount.exists()) == (Outcome.STORAGE_ERROR, False)
+    (tmp_path / "unmounted").rename(mount)
+    assert begin(there, claim(begun=True, max_attempts_without_progress=9)).attempt == 3
+
+
+def test_a_flow_run_whose_first_execution_died_before_an_attempt_began_begins_one(store: LocalRunStore) -> None:
+    assert begin(store, claim(resumed=True, begun=False)).attempt == 1
 
 
 def test_what_the_user_has_mistaken_is_said(store: LocalRunStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -18,6 +19,7 @@ from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.scores import rank_of
 from prefect_elastic_train.core.settings import CheckpointSettings
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.runs import layout
@@ -60,13 +62,14 @@ class Nights:
         order: Literal["max", "min"] = "max",
         **more: str,
     ) -> RunRecord:
-        """Train a run from the beginning; without an outcome it has not ended, and None is a checkpoint without score."""
+        """Train a run from the beginning; without an outcome it has not ended. None is a checkpoint without a score."""
         self.number += 1
         store = self.storage.run(name)
         policy = CheckpointSettings(score_attribute="acc", score_order=order)
         training = Training(store, begin(store, spec(self.claim(name, "", **more), checkpoints=policy)).attempt)
         for number, score in enumerate(scores):
             training.report(f"checkpoint_{number}", {} if score is None else {"acc": score})
+            _rank_by_score(training, order)
         if outcome:
             end_attempt(store, newest_attempt(store), outcome)
         record = decode(RunRecord, store.read(layout.RUN))
@@ -83,6 +86,17 @@ class Nights:
         store = self.storage.run(wanted.run_name)
         begun = begin(store, wanted, seed=lambda: notes.extend(seed_from_source(self.storage, wanted, store)))
         return begun, notes
+
+
+def _rank_by_score(training: Training, order: str) -> None:
+    """Keep the results as Ray does: the best last. The next commit has them in this order."""
+    results, indices = training.snapshot["checkpoint_results"], training.snapshot["checkpoint_report_indices"]
+    pairs = sorted(
+        zip(indices, results, strict=True), key=lambda pair: (rank_of(pair[1]["metrics"], "acc", order), pair[0])
+    )
+    training.snapshot["checkpoint_results"] = [result for _, result in pairs]
+    training.snapshot["checkpoint_report_indices"] = [index for index, _ in pairs]
+    training.log.commit(json.dumps(training.snapshot).encode())
 
 
 @pytest.fixture
