@@ -17,7 +17,7 @@ def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
     value, (outer, _, inner) = metrics.get(attribute), attribute.partition("/")
     if value is None and inner and isinstance(metrics.get(outer), Mapping):
         return score_of(metrics[outer], inner)
-    return float(value) if isinstance(value, numbers.Real) and abs(value) < _MAX_SCORE else None
+    return float(value) if isinstance(value, numbers.Real) and -_MAX_SCORE < value < _MAX_SCORE else None
 
 
 def rank_of(metrics: Mapping[str, Any], attribute: str, order: str) -> tuple[bool, float]:

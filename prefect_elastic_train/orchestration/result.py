@@ -28,7 +28,7 @@ class TrainingResult(RunResult):
         """Return the newest checkpoint as Ray's type. It can be read wherever its storage can be reached.
 
         Args:
-            best: The best of the kept ones instead, by the score of the checkpoint policy; the newest without one there.
+            best: The best of the kept ones instead, by the score of the checkpoint policy; without one the newest.
             storage: The storage block, or the name of one. Default: :attr:`storage_block`; for a storage that was
                 given inline, its URI with the ambient credentials.
 

@@ -301,9 +301,9 @@ class Training:
         return any(flow_runs.wants_an_end(run.state) for run in runs or ())
 
     def _began_earlier(self) -> bool:
-        """Return whether an attempt began in an earlier execution of the flow run; true if Prefect cannot say."""
+        """Return whether Prefect knows of an attempt in an earlier execution of the flow run."""
         look = partial(flow_runs.has_begun, run_name=self.request.run_name, flow_run_id=self.request.owner.flow_run_id)
-        return not get_settings().reporting or flow_runs.ask_prefect(look, _STATE_SECONDS) is not False
+        return bool(flow_runs.ask_prefect(look, _STATE_SECONDS))
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""

@@ -144,8 +144,8 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
         finished = None  # it trains on
     if differences and not request.resume and (finished is not None or not request.named):
         raise refusal(
-            f"run {name!r} was trained with another configuration: {'; '.join(differences)}. If this flow trains several "
-            f"models, give each its own run_name; to continue this run with the new configuration, give "
+            f"run {name!r} was trained with another configuration: {'; '.join(differences)}. If this flow trains "
+            f"several models, give each its own run_name; to continue this run with the new configuration, give "
             f"run_name={name!r}, and resume=True if it is finished"
         )
     supervisors = [one.record.owner.supervisor for one in run.attempts if one.record is not None]
@@ -197,6 +197,11 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
         return []
     if is_torn or run.numbers:
         notes.append("run.json was torn or missing and was written anew")
+    elif request.resumed and not notes:
+        notes.append(
+            f"the flow run ran before, and there was no run {request.run_name!r} in {run.uri}: it is a new one. If it "
+            "had trained before, cancel it and mount the storage"
+        )
     elif request.resume and not notes:
         notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
     return notes

@@ -292,7 +292,10 @@ def test_a_run_that_had_begun_is_not_begun_again_where_its_storage_is_missing(tm
 
 
 def test_a_flow_run_whose_first_execution_died_before_an_attempt_began_begins_one(store: LocalRunStore) -> None:
-    assert begin(store, claim(resumed=True, begun=False)).attempt == 1
+    begun = begin(store, claim(resumed=True, begun=False))
+    assert begun.attempt == 1
+    [note] = begun.notes
+    assert note.startswith("the flow run ran before, and there was no run 'mnist' in ")
 
 
 def test_what_the_user_has_mistaken_is_said(store: LocalRunStore) -> None:
