@@ -231,10 +231,11 @@ def _print_details(details: RunDetails) -> None:
     common.print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
     rows = []
     snapshot, manifest = (details.commit.snapshot, details.commit.manifest) if details.commit is not None else ({}, {})
-    which = {"latest": latest_checkpoint(snapshot), "best": (snapshot.get("checkpoint_results") or [None])[-1]}
+    latest = (latest_checkpoint(snapshot) or {}).get("checkpoint_dir_name")
+    which = {"latest": latest, "best": details.best_checkpoint}
     for index, one in reported(snapshot) if snapshot else []:
         name, files = one["checkpoint_dir_name"], manifest.get(one["checkpoint_dir_name"], {})
-        words = ", ".join(word for word, checkpoint in which.items() if one == checkpoint)
+        words = ", ".join(word for word, folder in which.items() if name == folder)
         metrics = common.metrics_in_short(one["metrics"] or {}, 6)
         rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
     headings = ["checkpoint", "report", "metrics", "files", "size", ""]

@@ -235,6 +235,8 @@ class AttemptEnded(Event):
     message: Annotated[str, AfterValidator(partial(cut, most=MAX_MESSAGE_BYTES))] = ""
     #: Begun by an earlier attempt and finished then; this driver had nothing to do.
     already_finished: bool = False
+    #: What may be wrong with a result of an earlier attempt, such as values that cannot be compared; empty for nothing.
+    warning: str = ""
     final: bool = False
     result: dict[str, Any] | None = None
 

@@ -43,6 +43,7 @@ class RunRequest:
         named: The user gave the run name, so that a changed configuration is meant.
         part: Which training of its flow run it is, the same in each night's flow run.
         resumed: The flow run ran before, so that the run may have begun.
+        begun: An attempt of the run has begun before, as its events have shown: its run directory must be there.
         has_datasets: Ray Data needs a CPU beside those that the workers hold.
         totals: How much there is to do, such as ``max_steps``, as far as the loop's configuration says.
     """
@@ -55,6 +56,7 @@ class RunRequest:
     resume_from: str = ""
     part: str = ""
     resumed: bool = False
+    begun: bool = False
     has_datasets: bool = False
     totals: dict[str, Any] = field(default_factory=dict)
     worker_runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -81,7 +81,9 @@ class RunResult(Counts, frozen=True, ser_json_inf_nan="constants"):
         run_uri: The run directory.
         checkpoint_uri: The newest checkpoint, empty if the loop reported none.
         metrics: What was reported with the newest checkpoint, or last if there is none.
-        best_checkpoints: The kept checkpoints, best last if they are scored, else newest last.
+        best_checkpoint_uri: The best of the kept checkpoints by the score of the checkpoint policy, the newest if that
+            names none; empty if no kept checkpoint has that score.
+        best_checkpoints: The kept checkpoints, best last: those without a score first, of equal ones the newest last.
         status: How the training ended: ``"completed"``.
         attempts: Driver attempts, over all resumes of the run.
         worker_failures: Worker-group failures that were recovered in the cluster.
@@ -106,6 +108,7 @@ class RunResult(Counts, frozen=True, ser_json_inf_nan="constants"):
     run_uri: str
     checkpoint_uri: str = ""
     metrics: dict[str, Any] = Field(default_factory=dict)
+    best_checkpoint_uri: str = ""
     best_checkpoints: list[BestCheckpoint] = Field(default_factory=list)
     status: str = "completed"
     attempts: int = 1

@@ -40,6 +40,8 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.
 _LEAVE_SECONDS = 2.5
+#: How long a storage that does not answer is asked for the run, before the preflight.
+_LOOK_SECONDS = 15.0
 
 
 class Attempt:
@@ -67,12 +69,13 @@ class Attempt:
         def is_new() -> bool:
             return next(RunDirectory(self.store).lineage, None) is None
 
+        teller.doing("looking whether the run is free")  # before anything is written where a mount may be missing
+        store = self.store.impatient(_LOOK_SECONDS) if spec.storage.preflight else self.store
+        finished = peek(RunDirectory(store), spec.request)
+        if finished is not None:
+            return self.finish(finished)
         with ExitStack() as trying:
             probe = trying.enter_context(preflight(spec.storage)) if spec.storage.preflight else None
-            teller.doing("looking whether the run is free")
-            finished = peek(RunDirectory(self.store), spec.request)
-            if finished is not None:
-                return self.finish(finished)
             if spec.request.resume_from and is_new():  # refused before a cluster is started or joined
                 teller.doing("looking for the checkpoint that the run starts from")
                 choose_source(self._storage, spec.request)
@@ -192,7 +195,10 @@ class Attempt:
         self.teller.recall(self.spec)
         message = "the run was finished before, and its result is given back"
         result = finished.result or self._result().model_dump(mode="json")
-        return AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message, result=result)
+        trained_with = RunDirectory(self.store).fingerprint
+        warning = trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else ""
+        ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message, result=result)
+        return ended.model_copy(update={"warning": warning})
 
     def _result(self, *more: AttemptEnded) -> RunResult:
         from prefect_elastic_train.report.accounts import add_up

@@ -5,7 +5,8 @@ the snapshot becomes a commit, and one that was fenced off is told so at the fir
 look at the fence protects a checkpoint: its folder's name is never used again, so whoever is late meets nobody.
 
 Uses ``ray.train.v2._internal``: Ray Train writes a checkpoint through its ``StorageContext`` alone, which copies by
-streams of 64 MiB a file, repeats nothing, and cannot be configured.
+streams of 64 MiB a file, repeats nothing, and cannot be configured; and its ``CheckpointManager`` alone knows which
+checkpoints are kept, by the order of their scores.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from fsspec.spec import AbstractBufferedFile
 from pyarrow import fs
 from ray.air._internal.filelock import TempFileLock
 from ray.train import Checkpoint
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.storage import StorageContext
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
+from prefect_elastic_train.core.scores import rank_of
 from prefect_elastic_train.core.storage_settings import LocalStorageSettings, StorageSettings
 from prefect_elastic_train.elastic import loop_watch
 from prefect_elastic_train.runs import layout
@@ -254,6 +257,23 @@ class RunCheckpoint(Checkpoint):  # type: ignore[misc]
         else:
             with super().as_directory() as folder:
                 yield folder
+
+
+class RankedCheckpointManager(CheckpointManager):  # type: ignore[misc]
+    """Ray's manager, in which a checkpoint without a score is worse than all that have one, in both orders.
+
+    Ray's own takes it for the best if lower is better, and a metric that is no number ends the run.
+    """
+
+    def _get_checkpoint_score(self, result: Any) -> tuple[bool, float, int]:
+        config = self._checkpoint_config
+        attribute, order = config.checkpoint_score_attribute or "", config.checkpoint_score_order
+        return *rank_of(result.metrics, attribute, order), self._checkpoint_to_report_index[result.checkpoint]
+
+    def _load_state(self, json_state: str) -> None:
+        """Load, and rank what another version or policy may have ranked."""
+        super()._load_state(json_state)
+        self._checkpoint_results.sort(key=self._get_checkpoint_score)
 
 
 class _OfferedCheckpoint(RunCheckpoint):

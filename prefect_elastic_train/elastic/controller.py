@@ -28,6 +28,7 @@ from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController as RaysTrainController
+from ray.train.v2._internal.execution.controller import controller as rays_controller
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group import placement_group_handle as handles
 from ray.train.v2.api import data_parallel_trainer
@@ -38,7 +39,7 @@ from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, Payload
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, loop_watch, standby
-from prefect_elastic_train.elastic.checkpoints import run_filesystem
+from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager, run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
 from prefect_elastic_train.elastic.loop_callback import LoopCallback, NoDatasetsCallback, RayTrainWorker
 from prefect_elastic_train.elastic.policy import RunFailurePolicy, RunScalingPolicy, requester_id
@@ -157,6 +158,7 @@ class TrainController(RaysTrainController):  # type: ignore[misc]
     _health_check_interval_s: float
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
+        rays_controller.CheckpointManager = RankedCheckpointManager
         super().__init__(*arguments, **more)
         # A rank that hangs does not part from the others either.
         for name in (TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S):

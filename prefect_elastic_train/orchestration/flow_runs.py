@@ -26,10 +26,12 @@ from prefect.client.schemas.filters import FlowRunFilter, LogFilter, TaskRunFilt
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import LogSort
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events.filters import EventFilter, EventNameFilter, EventRelatedFilter, EventResourceFilter
 from prefect.events.related import object_as_related_resource, tags_as_related_resources
 from prefect.states import Cancelled
 
 from prefect_elastic_train.core.records import Owner
+from prefect_elastic_train.orchestration.publisher import OF_ATTEMPTS, PREFIX
 from prefect_elastic_train.runs.identity import Call
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class Place:
     #: Name of the flow itself, and which training of the flow run it is, counted from 1.
     flow_name: str = ""
     number: int = 1
-    #: The flow run ran before, perhaps in another process.
+    #: The flow run, or the root that it belongs to, ran before, perhaps in another process.
     resumed: bool = False
 
 
@@ -97,6 +99,19 @@ def last_told_at(client: SyncPrefectClient, run_name: str, flow_run_ids: Sequenc
     return newest[0].timestamp.timestamp() - 2.0 if newest else None
 
 
+def has_begun(client: SyncPrefectClient, run_name: str, flow_run_id: str) -> bool:
+    """Return whether Prefect has events of an attempt of a run that belongs to the flow run."""
+    found = client.read_events(
+        EventFilter(
+            event=EventNameFilter(name=OF_ATTEMPTS),
+            resource=EventResourceFilter(id=[f"{PREFIX}{run_name}"]),
+            related=EventRelatedFilter(id=[f"prefect.flow-run.{flow_run_id}"]),
+        ),
+        limit=1,
+    )
+    return bool(found.events)
+
+
 def this_training() -> Place:
     """Find the place of the training that is asked for just now, and count it among those of its flow run."""
     context = FlowRunContext.get()
@@ -104,7 +119,8 @@ def this_training() -> Place:
         return Place(Owner(flow_run_id=uuid4().hex))
     flow_run_id, executions = str(context.flow_run.id), context.flow_run.run_count or 0
     number = _numbered(("training", flow_run_id, str(executions)), flow_run_id)
-    return replace(current_place(context), number=number, resumed=executions > 1)
+    place = current_place(context)
+    return replace(place, number=number, resumed=place.resumed or executions > 1)
 
 
 def current_place(context: FlowRunContext) -> Place:
@@ -163,7 +179,8 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
             scope = ("subflow", owner.flow_run_id, str(flow_run.run_count), *outer, name)
             number = f"t{_kept((child_id,), partial(_numbered, scope, parent_id))}"
         calls.append(Call(name, number))
-    return Place(owner, tuple(ids), tuple(calls), tuple(one.root for one in related) if len(ids) > 1 else ())
+    outer = tuple(one.root for one in related) if len(ids) > 1 else ()
+    return Place(owner, tuple(ids), tuple(calls), outer, resumed=(flow_run.run_count or 0) > 1)
 
 
 def _owner(flow_run: FlowRun, flow_name: str) -> Owner:

@@ -234,6 +234,7 @@ class RunLog(ev.EventHandler):
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
             self.note(f"Nothing to train: {event.message}")
+            self.note(event.warning, WARNING)
 
     def _tell_commits(self, at: float = 0.0) -> None:
         """Tell of the newest commit, unless a line has, and of those before it."""

@@ -39,6 +39,7 @@ BEST_CHECKPOINT = f"{PREFIX}best-checkpoint"
 COMPLETED = f"{PREFIX}completed"
 WORKER_FAILED = f"{PREFIX}worker-failed"
 DRIVER_RESTARTED = f"{PREFIX}driver-restarted"
+OF_ATTEMPTS = [f"{PREFIX}started", DRIVER_RESTARTED, f"{PREFIX}workers-started", CHECKPOINT]  # that have begun
 
 #: Between two updates of the artifacts.
 ARTIFACT_SECONDS = 5.0

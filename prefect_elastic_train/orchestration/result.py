@@ -28,12 +28,12 @@ class TrainingResult(RunResult):
         """Return the newest checkpoint as Ray's type. It can be read wherever its storage can be reached.
 
         Args:
-            best: The best of the kept ones instead, by the score of the checkpoint policy.
+            best: The best of the kept ones instead, by the score of the checkpoint policy; without one the newest.
             storage: The storage block, or the name of one. Default: :attr:`storage_block`; for a storage that was
                 given inline, its URI with the ambient credentials.
 
         Raises:
-            FileNotFoundError: The loop reported no checkpoint.
+            FileNotFoundError: The loop reported no checkpoint, or with ``best`` none with the score.
             ConfigurationError: The storage block cannot be loaded, or holds another place.
         """
         from prefect_elastic_train.elastic.checkpoints import open_checkpoint
@@ -51,10 +51,14 @@ class TrainingResult(RunResult):
             yield directory
 
     def _checkpoint_uri(self, best: bool) -> str:
-        uri = self.best_checkpoints[-1].uri if best and self.best_checkpoints else self.checkpoint_uri
-        if not uri:
+        if not self.checkpoint_uri:
             raise FileNotFoundError(f"run {self.run_name!r} has no checkpoint: its loop reported none")
-        return uri
+        if best and not self.best_checkpoint_uri:
+            raise FileNotFoundError(
+                f"run {self.run_name!r} has no best checkpoint: none of those it kept has the score_attribute of its "
+                "CheckpointPolicy as a number. Report it with a checkpoint, or read the newest one without best=True"
+            )
+        return self.best_checkpoint_uri if best else self.checkpoint_uri
 
     def metrics_dataframe(self) -> pd.DataFrame:
         """Return the history of what was reported, over all attempts, one row a report."""

@@ -130,6 +130,7 @@ class Training:
         self._left = 0  # attempts that may follow by the run's records
         self._detached = False  # the attempt has left its job to another process
         self._idle = 0  # attempts in a row that have committed nothing
+        self._has_begun: bool | None = None  # an attempt; None if that is not known yet
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Training, tuple(getattr(self, field.name) for field in fields(self))
@@ -259,6 +260,9 @@ class Training:
         name, publisher = self.request.run_name, self._publisher
         try:
             spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
+            if self._has_begun is None:
+                self._has_begun = self.request.resumed and self._began_earlier()
+            spec = replace(spec, request=replace(spec.request, begun=self._has_begun))
             left = self.timeout_seconds and self.timeout_seconds - (time.monotonic() - self._asked_at)
             return replace(spec, ends_at=time.time() + left if left else 0.0)
         except ConfigurationError:
@@ -270,6 +274,8 @@ class Training:
 
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""
+        if isinstance(event, AttemptStarted):
+            self._has_begun = True
         if isinstance(event, CheckpointCommitted):
             self._idle = 0
         elif isinstance(event, AttemptStarted):
@@ -313,6 +319,11 @@ class Training:
             return True
         runs = flow_runs.ask_prefect(lambda client: [client.read_flow_run(UUID(one)) for one in ids], _STATE_SECONDS)
         return any(flow_runs.wants_an_end(run.state) for run in runs or ())
+
+    def _began_earlier(self) -> bool:
+        """Return whether Prefect knows of an attempt in an earlier execution of the flow run."""
+        look = partial(flow_runs.has_begun, run_name=self.request.run_name, flow_run_id=self.request.owner.flow_run_id)
+        return bool(flow_runs.ask_prefect(look, _STATE_SECONDS))
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""

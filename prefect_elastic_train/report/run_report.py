@@ -15,6 +15,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.outcomes import Outcome
 from prefect_elastic_train.core.ray_output import causes
+from prefect_elastic_train.core.scores import score_of
 from prefect_elastic_train.report.accounts import Tally
 
 #: Bounds of what is kept, whatever the run does.
@@ -354,8 +355,7 @@ class RunReport(BaseModel, ev.EventHandler):
 
     def _offer(self, name: str, at: float, metrics: dict[str, Any], is_best: bool = False) -> Checkpoint:
         """Return a checkpoint, which is the best from now on if its score says so, or if it has one and `is_best`."""
-        score = _number(metrics.get(self.score_attribute)) if self.score_attribute else None
-        score = None if score is None or math.isnan(score) else score
+        score = score_of(metrics, self.score_attribute)
         made = Checkpoint(name=name[:200], at=at, metrics=_bounded(metrics, _MAX_METRICS), score=score)
         if not is_best:
             self._compare(made)

@@ -80,6 +80,7 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
             dropped=point.dropped,
             repairs=point.repairs,
             versions=_VERSIONS,
+            score_attribute=spec.checkpoints.score_attribute,
         )
         if not store.create(layout.attempt_name(attempt), encode(record)):
             continue  # somebody else began this attempt: look again at who holds the run
@@ -89,8 +90,14 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         store.replace(layout.attempt_name(attempt), encode(record.model_copy(update={"confirmed": True})))
         if last is not None and last.ended is None:
             end_attempt(store, last.number, Outcome.DRIVER_LOST.value, f"taken over by attempt {attempt}")
-        if differences := run.record.fingerprint.differences(request.fingerprint):
+        before = run.fingerprint or run.record.fingerprint
+        if differences := before.differences(request.fingerprint):
             notes.append("the run has another configuration than before: " + "; ".join(differences))
+        is_other_call = last is not None and (
+            last.record is None or last.record.owner.supervisor != request.owner.supervisor
+        )
+        if is_other_call and (warning := before.uncompared(request.fingerprint)):
+            notes.append(warning)
         notes += point.repairs + restore_snapshot(store, point)
         return Begun(attempt, point, counted + 1, restarts_left, notes, run.record.id)
     raise refusal(
@@ -111,6 +118,13 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
     """Return how the flow run's own run was finished; None if there is something to do. Refuse what may not be done."""
     record, last, owner, name = run.record, run.newest_attempt, run.owner, request.run_name
     is_own = owner is not None and owner.flow_run_id == request.owner.flow_run_id
+    if request.begun and not (run.numbers or run.commits):
+        raise refusal(
+            f"attempts of run {name!r} have begun, and {run.uri} holds none of them: the storage is not mounted here, "
+            "is another one than before, or the run was deleted. Nothing was written. Make the storage available and "
+            "retry the flow run; to begin again without it, start a new flow run, or give another run_name",
+            Outcome.STORAGE_ERROR,
+        )
     if record is None and last is None:
         if run.is_foreign and not request.resume:
             raise refusal(
@@ -125,14 +139,13 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
             "give it a new run_name"
         )
     finished = last.ended if is_own and last is not None and last.outcome == Outcome.COMPLETED.value else None
-    if request.resume and last is not None:  # which trains on, unless it was the same that has finished
-        before = last.record.fingerprint if last.record is not None else None
-        finished = finished if before is not None and not before.differences(request.fingerprint) else None
-    differences = record.fingerprint.differences(request.fingerprint) if record is not None else []
+    differences = run.fingerprint.differences(request.fingerprint) if run.fingerprint is not None else []
+    if request.resume and (differences or run.fingerprint is None):
+        finished = None  # it trains on
     if differences and not request.resume and (finished is not None or not request.named):
         raise refusal(
-            f"run {name!r} was begun with another configuration: {'; '.join(differences)}. If this flow trains several "
-            f"models, give each its own run_name; to continue this run with the new configuration, give "
+            f"run {name!r} was trained with another configuration: {'; '.join(differences)}. If this flow trains "
+            f"several models, give each its own run_name; to continue this run with the new configuration, give "
             f"run_name={name!r}, and resume=True if it is finished"
         )
     supervisors = [one.record.owner.supervisor for one in run.attempts if one.record is not None]
@@ -184,6 +197,11 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
         return []
     if is_torn or run.numbers:
         notes.append("run.json was torn or missing and was written anew")
+    elif request.resumed and not notes:
+        notes.append(
+            f"the flow run ran before, and there was no run {request.run_name!r} in {run.uri}: it is a new one. If it "
+            "had trained before, cancel it and mount the storage"
+        )
     elif request.resume and not notes:
         notes.append(f"resume=True, but there was no run {request.run_name!r} in this storage: it is a new one")
     return notes

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import functools
 import hashlib
 import json
 import re
+import sys
+import types
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from enum import Enum
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, SecretStr
+
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.records import Fingerprint
+from prefect_elastic_train.core.records import DIGEST_VERSION, Fingerprint
 
 LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
@@ -23,6 +33,10 @@ _SECRET_NAME = re.compile(
 )
 _PLAIN = re.compile(r"[A-Za-z]?[a-z]{0,20}\d{0,4}|[A-Z]{1,10}\d{0,4}|\d{1,8}[a-z]?")
 _MAX_WORDS = 80
+#: Modules whose types are arrays, or have a repr that is the value; addresses in it show which have not.
+_ARRAY_MODULES = ("numpy", "torch", "jaxlib._jax", "jaxlib.xla_extension")
+_REPR_MODULES = {*sys.stdlib_module_names, *_ARRAY_MODULES, "numpy.dtypes"}
+_NO_VALUE = re.compile(" at 0x|<locals>|<lambda>")
 
 
 class Call(NamedTuple):
@@ -88,16 +102,17 @@ def loop_name(train_loop: Callable[..., Any] | str) -> str:
 
 def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Mapping[str, Any] | None) -> Fingerprint:
     """Return what makes a training the same: its loop's name, framework and config; the code may have been mended."""
-    if isinstance(train_loop, str):
-        path = train_loop
-    else:  # a script's, or of a flow's file that Prefect has loaded, is imported from nowhere
-        module, name = getattr(train_loop, "__module__", None) or "", _qualified_name(train_loop)
-        is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
-        path = "" if is_by_value else f"{module}:{name}"
     named = {str(key): value for key, value in (config or {}).items()}
-    digests = {name: _digest(value) for name, value in named.items()}
-    values = {name: words for name, value in named.items() if (words := _in_words(name, value))}
-    return Fingerprint(loop=loop_name(train_loop), path=path, framework=framework, config=digests, values=values)
+    opaque: dict[str, str] = {}
+    return Fingerprint(
+        loop=loop_name(train_loop),
+        path=train_loop if isinstance(train_loop, str) else _import_path(train_loop),
+        framework=framework,
+        config={name: _digest(name, value, opaque) for name, value in named.items()},
+        values={name: text for name, value in named.items() if name not in opaque and (text := _in_words(name, value))},
+        opaque=opaque,
+        digest_version=DIGEST_VERSION,
+    )
 
 
 def _in_words(name: str, value: Any, depth: int = 0) -> str:
@@ -125,13 +140,81 @@ def _qualified_name(train_loop: Callable[..., Any]) -> str:
     return str(getattr(train_loop, "__qualname__", type(train_loop).__qualname__))
 
 
-def _digest(value: Any) -> str:
-    def type_only(value: Any) -> str:
-        """Stand in for a value without a stable text form, such as an object with an address in its repr."""
-        return f"<{type(value).__module__}.{type(value).__qualname__}>"
+def _import_path(value: Any) -> str:
+    """Return ``<module>:<name>`` of a function or class; empty if other processes cannot import it by that."""
+    module, name = getattr(value, "__module__", None) or "", _qualified_name(value)
+    # A script's, or of a flow's file that Prefect has loaded, is imported from nowhere.
+    is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
+    return "" if is_by_value else f"{module}:{name}"
 
+
+def _type_name(value: Any) -> str:
+    return _import_path(type(value)) or type(value).__qualname__
+
+
+def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
+    """Return the digest of a named value, and put the types in it that are digested by their names into `opaque`."""
+    unstable: set[str] = set()
     try:
-        text = json.dumps(value, sort_keys=True, default=type_only)
-    except (TypeError, ValueError):
-        text = type_only(value)
+        text = json.dumps(_stable(value, unstable), sort_keys=True)
+    except Exception:  # noqa: BLE001 - of the user's classes, and of values that contain themselves
+        text = _type_name(value)
+        unstable = {text}
+    if unstable:
+        opaque[name] = ", ".join(sorted(unstable))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stable(value: Any, unstable: set[str]) -> Any:
+    """Return a value as JSON that is the same in every process, with the names of types that have no such form."""
+    stable = functools.partial(_stable, unstable=unstable)
+    kind, module = _type_name(value), type(value).__module__
+    content: Any = None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        pairs = {key if isinstance(key, str) else json.dumps(stable(key)): stable(one) for key, one in value.items()}
+        assert len(pairs) == len(value), "keys such as 1 and '1'"
+        return pairs
+    if isinstance(value, list | tuple | deque) or kind.startswith("omegaconf.listconfig:"):
+        return [stable(one) for one in value]
+    if isinstance(value, Set):
+        content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
+    elif isinstance(value, type | types.FunctionType):
+        content = _import_path(value) or value.__qualname__
+    elif isinstance(value, functools.partial):
+        content = [value.func, value.args, value.keywords]
+    elif isinstance(value, Enum):
+        content = value.name
+    elif isinstance(value, SecretStr):
+        content = value.get_secret_value()
+    elif isinstance(value, BaseModel):
+        content = dict(value)
+    elif dataclasses.is_dataclass(value):
+        content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        content = vars(value)
+    elif module in _ARRAY_MODULES and hasattr(value, "__array__"):
+        array = sys.modules["numpy"].asarray(value)
+        data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
+        content = [str(array.dtype), array.shape, data]
+    elif module in _REPR_MODULES:
+        content = repr(value)
+    if content is None or (isinstance(content, str) and _NO_VALUE.search(content)):
+        unstable.add(kind)
+        return kind
+    return {kind: stable(content)}
+
+
+def _import_path(value: Any) -> str:
+    """Return ``<module>:<name>`` of a function or class; empty if other processes cannot import it by that."""
+    module, name = getattr(value, "__module__", None) or "", _qualified_name(value)
+    # A script's, or of a flow's file that Prefect has loaded, is imported from nowhere.
+    is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
+    return "" if is_by_value else f"{module}:{name}"
+
+
+def _type_name(value: Any) -> str:
+    return _import_path(type(value)) or type(value).__qualname__

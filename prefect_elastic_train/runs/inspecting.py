@@ -73,6 +73,7 @@ class RunDetails(_View):
     started_from: str
     attempts: list[Attempt]
     commit: CommitRecord | None  # the newest one that counts, without checkpoints that were dropped since
+    best_checkpoint: str = ""  # folder of the best one by the newest attempt's policy; empty if none has its score
     accounts: Accounts  # without the rows of the history
     goodput: float
 
@@ -132,13 +133,15 @@ def describe(run: RunDirectory) -> RunDetails | None:
     """Return all about a run; None if the folder holds none."""
     if (summary := summarize(run)) is None:
         return None
-    accounts = add_up(read_history(run.store))
+    accounts, commit = add_up(read_history(run.store)), run.newest_commit
+    best = run.best_checkpoint(commit)
     return RunDetails(
         summary=summary,
         run=run.record,
         started_from=run.started_from,
         attempts=run.attempts,
-        commit=run.newest_commit,
+        commit=commit,
+        best_checkpoint=best["checkpoint_dir_name"] if best else "",
         accounts=accounts.model_copy(update={"history": [], "last_metrics": {}}),
         goodput=accounts.time.goodput,
     )
@@ -161,10 +164,11 @@ def verify(run: RunDirectory) -> Verification | None:
 def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", score: str = "") -> RunResult:
     """The result of a run from its newest whole commit and what its history adds up to, in a bounded size."""
     run = RunDirectory(store)
-    snapshot = run.look_back(whole=True).snapshot or {}
-    latest = latest_checkpoint(snapshot)
-    kept = snapshot.get("checkpoint_results", [])
-    best = [BestCheckpoint(uri=f"{store.uri}/{one['checkpoint_dir_name']}", metrics=one["metrics"]) for one in kept]
+    point = run.look_back(whole=True)
+    snapshot = point.snapshot or {}
+    latest, best = latest_checkpoint(snapshot), run.best_checkpoint(point.commit)
+    results = snapshot.get("checkpoint_results", [])
+    kept = [BestCheckpoint(uri=f"{store.uri}/{one['checkpoint_dir_name']}", metrics=one["metrics"]) for one in results]
     left_out = accounts.reports - len(accounts.history)
     result = RunResult(
         **accounts.model_dump(exclude={"attempts", "time"}),
@@ -172,7 +176,8 @@ def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", sc
         run_uri=store.uri,
         checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
         metrics=latest["metrics"] if latest else accounts.last_metrics,
-        best_checkpoints=best,
+        best_checkpoint_uri=f"{store.uri}/{best['checkpoint_dir_name']}" if best else "",
+        best_checkpoints=kept,
         attempts=max(accounts.attempts, 1),
         goodput=accounts.time.goodput,
         time=accounts.time,

@@ -18,7 +18,16 @@ from pydantic import BaseModel
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
 from prefect_elastic_train.core.events import CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
-from prefect_elastic_train.core.records import AttemptRecord, CommitRecord, EndedRecord, Owner, RunRecord, decode
+from prefect_elastic_train.core.records import (
+    AttemptRecord,
+    CommitRecord,
+    EndedRecord,
+    Fingerprint,
+    Owner,
+    RunRecord,
+    decode,
+)
+from prefect_elastic_train.core.scores import score_of
 from prefect_elastic_train.loop.parts import missing_parts
 from prefect_elastic_train.runs import layout, snapshots
 from prefect_elastic_train.runs.history import read_history
@@ -123,10 +132,20 @@ class RunDirectory:
     @property
     def owner(self) -> Owner | None:
         """Whose run it is: of the newest attempt that can be read, else its creator; None if nothing tells."""
-        for number in reversed(self.numbers):
-            if (record := self.attempt_record(number)) is not None:
-                return record.owner
+        if self.newest_record is not None:
+            return self.newest_record.owner
         return self.record.creator if self.record is not None else None
+
+    @property
+    def newest_record(self) -> AttemptRecord | None:
+        """The record of the newest attempt that has one which can be read."""
+        return next(filter(None, map(self.attempt_record, reversed(self.numbers))), None)
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """The configuration of the newest attempt, else that with which the run was created; None if both are lost."""
+        newest = self.newest_record.fingerprint if self.newest_record is not None else None
+        return newest or (self.record.fingerprint if self.record is not None else None)
 
     @property
     def started_from(self) -> str:
@@ -179,16 +198,18 @@ class RunDirectory:
     def lineage(self) -> Iterator[tuple[int, int]]:
         """The commits that count, newest first: the newest attempt's, those up to its confirmed base, and so on."""
         upto: tuple[float, float] = (math.inf, math.inf)
+        known = self.commits
         # An attempt's record may have been removed by hand; its commits still tell that it was there.
-        for attempt in sorted({*self.numbers, *(number for number, _ in self.commits)}, reverse=True):
+        for attempt in sorted({*self.numbers, *(number for number, _ in known)}, reverse=True):
             if attempt > upto[0]:
                 continue
-            yield from (commit for commit in reversed(self.commits) if commit[0] == attempt and commit <= upto)
+            yield from (commit for commit in reversed(known) if commit[0] == attempt and commit <= upto)
             record = self.attempt_record(attempt)
             if record is not None and record.confirmed:
                 if record.base is None:
                     return
                 upto = record.base
+                known = sorted({*known, record.base})  # a listing may be behind
 
     @property
     def newest_commit(self) -> CommitRecord | None:
@@ -203,8 +224,7 @@ class RunDirectory:
             AttemptFailedError: There are checkpoints that only torn or lost commits could name; outcome ``invalid``.
         """
         point = self.look_back(whole=True)
-        torn = [number for number in self.lineage if self.commit(number) is None]
-        if point.commit is None and (torn or not any(self.commit(number) for number in self.commits)):
+        if point.commit is None:
             self._check_nothing_is_given_up()
         return point
 
@@ -259,12 +279,32 @@ class RunDirectory:
         wrong = [name for name, size in sorted(manifest.items()) if files[name] != size]
         return f"{wrong[0]} has {files[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
 
+    def score_attribute(self, commit: CommitRecord) -> str:
+        """Return the metric by which the checkpoints of a commit are ranked, empty for none."""
+        record = self.attempt_record(commit.attempt)
+        return record.score_attribute if record is not None else ""
+
+    def best_checkpoint(self, commit: CommitRecord | None) -> dict[str, Any] | None:
+        """Return the result of the best checkpoint of a commit, Ray's last; None if no checkpoint has the score."""
+        if commit is None:
+            return None
+        best, attribute = commit.snapshot["checkpoint_results"][-1], self.score_attribute(commit)
+        return best if not attribute or score_of(best["metrics"] or {}, attribute) is not None else None
+
     def look_back(self, *, whole: bool) -> ResumePoint:
-        """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files."""
+        """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files.
+
+        If none of these is whole, an overtaken attempt, whose mount shows listings late, may have committed and deleted
+        what the others began from. Then its newest whole commit is returned.
+        """
         lost: set[str] = set()
         dropped: list[str] = []
         repairs: list[str] = []
-        for number in self.lineage:
+        counting = [*self.lineage]
+        overtaken = (
+            [number for number in reversed(self.commits) if number not in counting] if whole and counting else []
+        )
+        for number in [*counting, *overtaken]:
             later = [self.attempt_record(attempt) for attempt in self.numbers if attempt > number[0]]
             lost.update(name for record in later if record is not None for name in record.dropped)
             commit, label = self.commit(number), layout.commit_label(number)
@@ -281,6 +321,10 @@ class RunDirectory:
             if snapshot is not None:
                 manifest = {name: files for name, files in commit.manifest.items() if name not in lost}
                 usable = commit.model_copy(update={"snapshot": snapshot, "manifest": manifest})
+                if number in overtaken:
+                    repairs.append(
+                        f"commit {label}, which an overtaken attempt wrote, is the newest whole one and is used"
+                    )
                 return ResumePoint(usable, dropped, repairs)
             repairs.append(f"commit {label} has no whole checkpoint left and was passed over")
         return ResumePoint(None, dropped, repairs)

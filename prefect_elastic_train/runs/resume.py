@@ -97,7 +97,7 @@ def choose_source(storage: Storage, request: RunRequest) -> Source:
     name, _, choice = request.resume_from.partition("@")
     try:
         if name == LATEST_RUN:  # of which the best checkpoint is meant, unless one is named
-            source = _newest_run(storage, request, choice or "best")
+            source = _newest_run(storage, request, choice)
         else:
             source = _choose(storage, check_run_name(name), choice or "latest")
     except AttemptFailedError as error:
@@ -174,7 +174,10 @@ def _newest_run(storage: Storage, request: RunRequest, choice: str) -> Source:
 
 
 def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | None = None) -> Source:
-    """Return a whole checkpoint of a run: ``latest``, ``best``, or one by the loop's name or its folder's."""
+    """Return a whole checkpoint of a run: ``latest``, ``best``, or one by the loop's name or its folder's.
+
+    Without a choice it is the best, if any has the score, else the newest.
+    """
     run = RunDirectory(storage.run(name))
     newest = run.newest_attempt
     is_completed = newest is not None and newest.outcome == Outcome.COMPLETED.value
@@ -187,14 +190,21 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
         raise refusal("; ".join([f"{run.uri} has no committed checkpoint", *point.repairs]))
     results: list[dict[str, Any]] = point.commit.snapshot["checkpoint_results"]
     folders = [result["checkpoint_dir_name"] for result in results]
-    alike = {"latest": [point.checkpoint], "best": folders[-1:]}.get(choice)
-    alike = alike or [folder for folder in folders if choice in (folder, loop_name(folder))]
+    notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
+    best, score = run.best_checkpoint(point.commit), run.score_attribute(point.commit)
+    alike = [folder for folder in folders if choice in (folder, loop_name(folder))]
+    if choice in ("best", "") and best is not None:
+        alike = [best["checkpoint_dir_name"]]
+    elif choice in ("latest", ""):
+        alike = [point.checkpoint]
+        notes += [f"no checkpoint of run {name!r} has the score {score!r}: its newest one is used"] * (not choice)
+    elif choice == "best" and not alike:
+        raise refusal(f"no checkpoint of run {name!r} has the score {score!r}; give {name}@latest for its newest one")
     if not alike:
         names = ", ".join(sorted(map(loop_name, folders)))
         raise refusal("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))
     folder = max(alike, key=age_of)
     metrics = results[folders.index(folder)]["metrics"] or {}
-    notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
     return Source(name, folder, metrics, point.commit.manifest.get(folder, {}), notes)
 
 

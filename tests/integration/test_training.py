@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.context import FlowRunContext
 
 from prefect_elastic_train import (
     AttemptFailedError,
+    CheckpointPolicy,
     ElasticScaling,
     FailureBudget,
     LocalStorage,
@@ -21,7 +24,8 @@ from prefect_elastic_train import (
     elastic_train,
 )
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
-from tests.support.processes import attempts, read_ledger, steps_of
+from prefect_elastic_train.orchestration.flow_runs import has_begun
+from tests.support.processes import attempts, read_ledger, steps_of, wait_for
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -138,3 +142,57 @@ def test_changed_configuration_of_a_default_name_is_refused_with_the_difference(
 
 def _files(folder: Path) -> dict[str, tuple[int, float]]:
     return {str(file): (file.stat().st_size, math.floor(file.stat().st_mtime)) for file in folder.rglob("*")}
+
+
+def test_where_less_is_better_checkpoints_without_a_score_are_neither_kept_as_the_best_nor_begun_from(
+    where: dict[str, Any],
+) -> None:
+    policy = CheckpointPolicy(keep=2, score_attribute="loss", score_order="min")
+
+    @flow
+    def twice() -> tuple[TrainingResult, TrainingResult]:
+        more = {"checkpoints": policy, **where}
+        scores = [3.0, 1.0, None, math.nan, 2.0, None]
+        loop = "tests.support.loops:scored_loop"
+        first = elastic_train(loop, train_loop_config={"scores": scores}, run_name="first", **more)
+        second = elastic_train(
+            loop, train_loop_config={"scores": [None]}, run_name="second", resume_from="first@best", **more
+        )
+        return first, second
+
+    first, second = twice()
+    assert [made.metrics["step"] for made in first.best_checkpoints] == [6, 5, 2], "the best two, and the newest"
+    for best, step in ((True, 2), (False, 6)):
+        with first.checkpoint_directory(best=best) as folder:
+            assert json.loads((folder / "state.json").read_text()) == step
+    assert second.metrics == {"step": 3, "begun": 2}
+    assert second.best_checkpoint_uri == second.best_checkpoints[-1].uri
+    assert second.best_checkpoints[-1].metrics["loss"] == 1.0, "what it began from, which has a score"
+
+
+def test_a_flow_run_that_had_trained_does_not_begin_again_where_its_storage_is_missing(
+    where: dict[str, Any], tmp_path: Path, client: SyncPrefectClient
+) -> None:
+    mount = tmp_path / "mnt"
+    more = {**where, "storage": LocalStorage(path=str(mount / "runs")), "run_name": "mounted"}
+    executions: list[int] = []
+
+    @flow(retries=1)
+    def nightly() -> None:
+        executions.append(1)
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        if len(executions) > 1:
+            elastic_train(LOOP, train_loop_config={"steps": 2}, **more)
+        flow_run_id = str(context.flow_run.id)
+        assert not has_begun(client, "mounted", flow_run_id)
+        elastic_train(LOOP, train_loop_config={"steps": 2}, **more)
+        wait_for(lambda: has_begun(client, "mounted", flow_run_id), 30)
+        mount.rename(tmp_path / "unmounted")
+        raise RuntimeError("the machine is lost")
+
+    with pytest.raises(AttemptFailedError, match="the storage is not mounted here") as refused:
+        nightly()
+    assert (refused.value.outcome, len(executions)) == (Outcome.STORAGE_ERROR, 2)
+    assert not mount.exists()

@@ -232,6 +232,19 @@ def remotely_failing_loop(config: dict[str, Any]) -> None:
     ray.get(parse.remote())
 
 
+def scored_loop(config: dict[str, Any]) -> None:
+    """Report a checkpoint with its step for each of ``scores``, as ``loss`` unless the score is None."""
+    import ray.train
+
+    checkpoint = ray.train.get_checkpoint()
+    begun = _saved_state(checkpoint.path) if checkpoint else 0
+    for step, score in enumerate(config["scores"], begun + 1):
+        folder = tempfile.mkdtemp()
+        Path(folder, "state.json").write_text(json.dumps(step))
+        metrics = {"step": step, "begun": begun, **({} if score is None else {"loss": score})}
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
 def dataset_loop(config: dict[str, Any]) -> None:
     """Read a Ray Data dataset and report how many rows and what sum this rank saw."""
     import ray.train

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -253,6 +254,48 @@ def test_a_retry_after_the_success_of_a_resumed_run_trains_on_only_with_another_
     again = claim(OTHER_FLOW_RUN, config=config, resume=True)
     assert (peek(RunDirectory(store), again.request) is None) is trains_on
     assert isinstance(begin_attempt(store, again), EndedRecord) is not trains_on
+
+
+def test_the_result_of_another_configuration_is_not_given_back(store: LocalRunStore) -> None:
+    cats, dogs = ({"data": Path(f"/data/{name}")} for name in ("cats", "dogs"))
+    begin(store, claim(config=cats, named=True))
+    begin(store, claim(config=dogs, named=True))
+    end_attempt(store, 2, "completed", result={"trained on": "dogs"})
+    assert peek(RunDirectory(store), claim(config=dogs, named=True).request) is not None, "it is that of this one"
+    for named in (True, False):
+        _refused(store, claim(config=cats, named=named), "train_loop_config['data'] changed")
+
+
+def test_a_value_that_cannot_be_compared_is_named_once_in_each_process_and_refuses_nothing(
+    store: LocalRunStore,
+) -> None:
+    def wanted(supervisor: str) -> Any:
+        config = {"model": object(), "lr": 0.1}
+        return claim(config=config, supervisor=supervisor, max_attempts_without_progress=9)
+
+    assert begin(store, wanted("1")).notes == []
+    assert begin(store, wanted("1")).notes == [], "a task retry passes the same object"
+    [note] = begin(store, wanted("2")).notes
+    assert note.startswith("train_loop_config['model'] (builtins:object) cannot be compared")
+
+
+def test_a_run_that_had_begun_is_not_begun_again_where_its_storage_is_missing(tmp_path: Path) -> None:
+    mount = tmp_path / "mnt" / "shared"
+    there = LocalRunStore(str(mount / "runs" / "mnist"))
+    begin(there, claim(begun=False))
+    begin(there, claim(begun=True))
+    mount.rename(tmp_path / "unmounted")
+    error = _refused(there, claim(begun=True), there.uri, "not mounted", "retry the flow run", "another run_name")
+    assert (error.outcome, mount.exists()) == (Outcome.STORAGE_ERROR, False)
+    (tmp_path / "unmounted").rename(mount)
+    assert begin(there, claim(begun=True, max_attempts_without_progress=9)).attempt == 3
+
+
+def test_a_flow_run_whose_first_execution_died_before_an_attempt_began_begins_one(store: LocalRunStore) -> None:
+    begun = begin(store, claim(resumed=True, begun=False))
+    assert begun.attempt == 1
+    [note] = begun.notes
+    assert note.startswith("the flow run ran before, and there was no run 'mnist' in ")
 
 
 def test_what_the_user_has_mistaken_is_said(store: LocalRunStore) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +19,8 @@ from prefect_elastic_train.core.checkpoint_names import loop_name, physical_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, Owner, RunRecord, decode, encode
 from prefect_elastic_train.core.request import RunRequest
+from prefect_elastic_train.core.scores import rank_of
+from prefect_elastic_train.core.settings import CheckpointSettings
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt
@@ -50,14 +54,22 @@ class Nights:
         part = more.pop("part", "nightly")
         return RunRequest(name, owner, marks, part=part, resume_from=resume_from, **more)
 
-    def add(self, name: str, outcome: str = "completed", scores: tuple[float, ...] = (0.5,), **more: str) -> RunRecord:
-        """Train a run from the beginning; without an outcome it has not ended."""
+    def add(
+        self,
+        name: str,
+        outcome: str = "completed",
+        scores: tuple[float | None, ...] = (0.5,),
+        order: Literal["max", "min"] = "max",
+        **more: str,
+    ) -> RunRecord:
+        """Train a run from the beginning; without an outcome it has not ended. None is a checkpoint without a score."""
         self.number += 1
         store = self.storage.run(name)
-        training = Training(store, begin(store, self.claim(name, "", **more)).attempt)
+        policy = CheckpointSettings(score_attribute="acc", score_order=order)
+        training = Training(store, begin(store, spec(self.claim(name, "", **more), checkpoints=policy)).attempt)
         for number, score in enumerate(scores):
-            training.report(f"checkpoint_{number}", {"acc": score})
-            _rank_by_score(training)
+            training.report(f"checkpoint_{number}", {} if score is None else {"acc": score})
+            _rank_by_score(training, order)
         if outcome:
             end_attempt(store, newest_attempt(store), outcome)
         record = decode(RunRecord, store.read(layout.RUN))
@@ -76,12 +88,14 @@ class Nights:
         return begun, notes
 
 
-def _rank_by_score(training: Training) -> None:
+def _rank_by_score(training: Training, order: str) -> None:
     """Keep the results as Ray does: the best last. The next commit has them in this order."""
     results, indices = training.snapshot["checkpoint_results"], training.snapshot["checkpoint_report_indices"]
-    pairs = sorted(zip(results, indices, strict=True), key=lambda pair: pair[0]["metrics"]["acc"])
-    training.snapshot["checkpoint_results"] = [result for result, _ in pairs]
-    training.snapshot["checkpoint_report_indices"] = [index for _, index in pairs]
+    pairs = sorted(
+        zip(indices, results, strict=True), key=lambda pair: (rank_of(pair[1]["metrics"], "acc", order), pair[0])
+    )
+    training.snapshot["checkpoint_results"] = [result for _, result in pairs]
+    training.snapshot["checkpoint_report_indices"] = [index for index, _ in pairs]
     training.log.commit(json.dumps(training.snapshot).encode())
 
 
@@ -127,6 +141,29 @@ def test_a_new_run_starts_from_a_copy_of_another_runs_checkpoint(nights: Nights,
     Training(store, begun.attempt).report("mine")
     again = begin(store, wanted, seed=lambda: pytest.fail("copied again"))
     assert (again.point.checkpoint, again.point.inherited_metrics) == ("mine", {})
+
+
+@pytest.mark.parametrize(("order", "best"), [("min", 1), ("max", 2)])
+def test_the_best_checkpoint_of_a_run_is_one_that_has_a_score(
+    nights: Nights, order: Literal["max", "min"], best: int
+) -> None:
+    nights.add("base", scores=(math.nan, 0.2, 0.7, None, None), order=order)
+    for resume_from in ("base@best", "latest", "latest@best"):
+        source = choose_source(nights.storage, nights.claim("tuned", resume_from))
+        assert (source.folder, source.notes) == (f"checkpoint_{best}", [])
+    assert choose_source(nights.storage, nights.claim("tuned", "base")).folder == "checkpoint_4"
+
+
+def test_without_any_score_the_best_is_refused_and_the_newest_of_the_night_before_is_taken_with_a_note(
+    nights: Nights,
+) -> None:
+    nights.add("base", scores=(None, math.nan), order="min")
+    words = r"no checkpoint of run 'base' has the score 'acc'; give base@latest for its newest one"
+    with pytest.raises(AttemptFailedError, match=words):
+        choose_source(nights.storage, nights.claim("tuned", "base@best"))
+    source = choose_source(nights.storage, nights.claim("tuned", "latest"))
+    note = "resume_from='latest': no checkpoint of run 'base' has the score 'acc': its newest one is used"
+    assert (source.folder, source.notes) == ("checkpoint_1", [note])
 
 
 def test_a_checkpoint_is_asked_for_by_the_loops_name_of_which_the_newest_counts_or_by_its_folder(

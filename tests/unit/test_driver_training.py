@@ -276,3 +276,12 @@ def test_an_attempt_that_was_told_to_end_learns_in_a_second_that_it_was_taken_ov
     assert ended is not None
     assert ended.outcome is outcome
     assert patience[:2] == [1.0, 1.0]
+
+
+def test_nothing_is_written_where_the_storage_of_a_run_that_had_begun_is_missing(tmp_path: Path) -> None:
+    spec = _spec(storage=LocalStorageSettings(path=str(tmp_path / "mnt" / "runs")))
+    with open(tmp_path / "events", "w") as file:
+        begun = replace(spec, request=replace(spec.request, begun=True))
+        with pytest.raises(AttemptFailedError, match="the storage is not mounted here"):
+            Attempt(begun, EventOutput(file), Details()).run()
+    assert not (tmp_path / "mnt").exists()

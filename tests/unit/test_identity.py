@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import datetime
+import enum
 import functools
+import math
+import operator
 import threading
+import types
+import uuid
+from collections import OrderedDict, UserDict
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from pydantic import BaseModel, SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.core.records import Fingerprint
 from prefect_elastic_train.runs.identity import Call, check_run_name, default_run_name, fingerprint, loop_name
+from tests.unit.support import python
 
 
 @pytest.mark.parametrize(
@@ -127,15 +143,158 @@ def test_the_same_training_has_the_same_fingerprint_in_any_process() -> None:
     assert fingerprint(_loop, "torch", {"b": 1}).config == {"b": "6b86b273ff34fce1"}
 
 
-def test_a_value_without_a_stable_text_counts_by_its_type() -> None:
-    def config() -> dict[str, Any]:
-        return {"object": object(), "lock": threading.Lock(), "set": {1, 2}, "keys": {1: 2, "a": 3}}
+@dataclasses.dataclass
+class Hyper:
+    lr: float
+    layers: set[str] = dataclasses.field(default_factory=set)
 
-    assert not fingerprint(_loop, "torch", config()).differences(fingerprint(_loop, "torch", config()))
-    changed = {**config(), "object": [object()]}
-    assert fingerprint(_loop, "torch", config()).differences(fingerprint(_loop, "torch", changed)) == [
-        "train_loop_config['object'] changed"
-    ]
+
+class Optimizer(enum.Enum):
+    SGD = 1
+    ADAM = 2
+
+
+class Model(BaseModel):
+    width: int
+    key: SecretStr = SecretStr("")
+
+
+class Plain:
+    """A class that nothing is known of."""
+
+
+def _differences(before: Any, after: Any) -> list[str]:
+    return fingerprint(_loop, "torch", {"x": before}).differences(fingerprint(_loop, "torch", {"x": after}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Path("/data/a"), Path("/data/b")),
+        (np.float32(0.1), np.float32(0.9)),
+        (np.int64(8), np.int64(9)),
+        (np.zeros(3), np.ones(3)),
+        (np.zeros(3), np.zeros((3, 1))),
+        (np.array(["a", None]), np.array(["b", None])),
+        (torch.zeros(2), torch.ones(2)),
+        (torch.bfloat16, torch.float16),
+        (np.dtype("f4"), np.dtype("f8")),
+        (Hyper(0.1), Hyper(0.9)),
+        (Hyper(0.1, {"a"}), Hyper(0.1, {"b"})),
+        (Optimizer.SGD, Optimizer.ADAM),
+        (Model(width=1), Model(width=2)),
+        (Model(width=1, key=SecretStr("a")), Model(width=1, key=SecretStr("b"))),
+        (Decimal("0.1"), Decimal("0.9")),
+        (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)),
+        (datetime.timedelta(1), datetime.timedelta(2)),
+        (uuid.UUID(int=1), uuid.UUID(int=2)),
+        (b"a", b"b"),
+        (range(3), range(4)),
+        ({1}, {2}),
+        (frozenset("a"), frozenset("b")),
+        ({1: "a", "b": 1}, {1: "z", "b": 1}),
+        ({(1, 2): "a"}, {(1, 3): "a"}),
+        (UserDict(a=Path("/a")), UserDict(a=Path("/b"))),
+        ([1, {"deep": (np.float32(0.1),)}], [1, {"deep": (np.float32(0.9),)}]),
+        (argparse.Namespace(lr=1), argparse.Namespace(lr=2)),
+        (types.SimpleNamespace(lr=1), types.SimpleNamespace(lr=2)),
+        (functools.partial(_loop, 1), functools.partial(_loop, 2)),
+        (operator.add, operator.mul),
+        (Hyper, Model),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        (math.nan, None),
+    ],
+    ids=repr,
+)
+def test_a_changed_value_is_seen_whatever_its_type(before: Any, after: Any) -> None:
+    assert _differences(before, after) == ["train_loop_config['x'] changed"]
+    mine = fingerprint(_loop, "torch", {"x": before})
+    assert mine.opaque == {}, "it is compared by value"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, [2]), [1, (2,)]),
+        (Path("/data"), "/data"),
+        (PurePosixPath("/data"), Path("/data")),
+        (OrderedDict(a=1), {"a": 1}),
+        ({1: "a", "b": 1}, {"1": "a", "b": 1}),
+        (math.nan, math.nan),
+        (np.float64(0.1), 0.1),
+        (torch.ones(2), torch.ones(2)),
+    ],
+    ids=repr,
+)
+def test_what_comes_back_from_prefects_server_as_json_is_the_same(before: Any, after: Any) -> None:
+    assert _differences(before, after) == []
+
+
+def test_values_have_the_same_digest_in_a_process_with_another_order_of_hashes() -> None:
+    code = """
+import dataclasses, enum
+from prefect_elastic_train.runs.identity import fingerprint
+
+Optimizer = enum.Enum("Optimizer", "SGD ADAM")
+
+@dataclasses.dataclass
+class Hyper:
+    layers: set
+
+def loop(config): ...
+
+names = {f"layer-{number}" for number in range(50)}
+config = {"hyper": Hyper(names), "nested": [{"of": frozenset(names)}, {Optimizer.SGD: loop}], "kind": Hyper}
+print(fingerprint(loop, "torch", config).model_dump_json())
+"""
+    outputs = {python(code, PYTHONHASHSEED=seed).stdout for seed in ("1", "2")}
+    assert len(outputs) == 1
+    assert Fingerprint.model_validate_json(outputs.pop()).opaque == {}
+
+
+def test_a_value_without_a_stable_form_counts_by_its_type_and_is_named_as_such() -> None:
+    def config() -> dict[str, Any]:
+        return {
+            "plain": Plain(),
+            "nested": {"lock": [threading.Lock()]},
+            "function": lambda: None,
+            "weights": torch.ones(1, requires_grad=True),
+            "keys": {1: 2, "1": 3},
+            "lr": 0.1,
+        }
+
+    mine, other = fingerprint(_loop, "torch", config()), fingerprint(_loop, "torch", config())
+    assert mine.differences(other) == [], "a retry would be refused"
+    assert mine.opaque.keys() == {"plain", "nested", "function", "weights", "keys"}
+    assert mine.opaque["nested"] == "_thread:lock"
+    warning = mine.uncompared(other)
+    assert "train_loop_config['plain'] (tests.unit.test_identity:Plain)" in warning
+    assert "cannot be compared" in warning
+    assert "'lr'" not in warning
+    changed = fingerprint(_loop, "torch", {**config(), "plain": [Plain()]})
+    assert mine.differences(changed) == ["train_loop_config['plain'] changed"]
+
+
+def test_a_value_that_contains_itself_or_cannot_be_read_counts_by_its_type() -> None:
+    class Broken(UserDict[str, Any]):
+        def __iter__(self) -> Any:
+            raise RuntimeError("not set yet")
+
+    own: list[Any] = []
+    own.append(own)
+    found = fingerprint(_loop, "torch", {"own": own, "broken": Broken(a=1)})
+    assert found.opaque.keys() == {"own", "broken"}
+
+
+def test_what_an_older_version_recorded_refuses_nothing_and_is_named_where_it_may_differ() -> None:
+    mine = fingerprint(_loop, "torch", {"lr": 0.1, "data": Path("/a"), "new": 1})
+    older = mine.model_copy(update={"digest_version": 1, "config": {"lr": mine.config["lr"], "data": "0" * 16}})
+    older = Fingerprint.model_validate_json(older.model_dump_json(exclude={"digest_version", "opaque"}))
+    assert older.differences(mine) == ["train_loop_config['new'] was added"]
+    assert older.uncompared(mine).startswith("train_loop_config['data'] (recorded by another version of this package)")
+    assert "'lr'" not in older.uncompared(mine)
 
 
 def test_differences_are_told_in_words_and_without_values() -> None:

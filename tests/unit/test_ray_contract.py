@@ -82,6 +82,10 @@ def test_every_symbol_of_ray_in_use_exists() -> None:
 #: Private attributes of Ray's objects and classes that are called, read, set or overridden, and where Ray has them.
 ATTRIBUTES: dict[str, Any] = {
     "_assign_worker_ranks": WorkerGroup,
+    "_checkpoint_config": CheckpointManager,
+    "_checkpoint_results": CheckpointManager,
+    "_checkpoint_to_report_index": CheckpointManager,
+    "_get_checkpoint_score": CheckpointManager,
     "_autoscaling_coordinator": scaling_policy.ScalingPolicy,
     "_clear_state": WorkerGroup,
     "_connect_and_get_accessor": ray._private.state.state,
@@ -95,6 +99,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_head_pgs": tpu.SlicePlacementGroup,
     "_health_check_interval_s": TrainController,
     "_initialize_and_run_controller": DataParallelTrainer,
+    "_load_state": CheckpointManager,
     "_make_and_handle_scaling_decision_for_non_running_worker_group": TrainController,
     "_maybe_send_resource_request": scaling_policy.ScalingPolicy,
     "_poll_workers": TrainController,
@@ -144,6 +149,11 @@ def test_every_private_attribute_of_ray_in_use_is_listed_and_exists_and_no_other
     assert set(ATTRIBUTES) - used - overridden == set()
     for name, owner in ATTRIBUTES.items():
         assert hasattr(owner, name) or f"self.{name}" in inspect.getsource(importlib.import_module(owner.__module__))
+
+
+def test_rays_controller_makes_the_checkpoint_manager_that_its_module_names() -> None:
+    assert issubclass(controller.rays_controller.CheckpointManager, CheckpointManager)
+    assert "self._checkpoint_manager = CheckpointManager(" in inspect.getsource(controller.RaysTrainController.__init__)
 
 
 def test_private_names_that_are_no_attributes_of_a_class_exist() -> None:

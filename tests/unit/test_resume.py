@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from prefect_elastic_train.core.checkpoint_names import physical_name
 from prefect_elastic_train.core.events import CheckpointCommitted, encode_event
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.records import AttemptRecord, encode
+from prefect_elastic_train.elastic.checkpoints import RunFilesystem
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.model import RunDirectory, all_attempts, all_commits
@@ -258,6 +260,59 @@ def test_other_records_are_not_needed_to_resume(store: RunStore, training: Train
     assert begun.point.checkpoint == _ray_resumes(store) == "c"
     assert begun.notes == (["run.json was torn or missing and was written anew"] if name == layout.RUN else [])
     assert begin(store).notes == [], "what was repaired already was told again"
+
+
+# listings that are behind
+
+
+def _behind(store: RunStore, folder: str) -> RunStore:
+    """Return the same store as a client sees it whose listing of one folder stays as it is now."""
+    behind, listed = copy.copy(store), store.names(folder)
+    behind.names = lambda name: listed if name == folder else store.names(name)  # type: ignore[method-assign]
+    return behind
+
+
+def test_what_an_overtaken_attempt_has_committed_is_used_when_nothing_else_is_whole(store: RunStore) -> None:
+    first, second = (physical_name("epoch", 1, report=report) for report in (1, 2))
+    attempt = begin(store).attempt
+    training = Training(_behind(store, layout.ATTEMPTS), attempt, keep=1)
+    training.report(first)
+    assert begin(store).point.checkpoint == first
+    training.report(second)  # does not see that it was overtaken
+    store.delete_folder(first)  # as Ray does with keep=1
+    assert remove_interrupted_uploads(store, 2) == [], "the only whole checkpoint was removed"
+    third = begin(store)
+    assert (third.point.base, third.point.checkpoint) == ((1, 2), second)
+    assert third.notes[-1] == (
+        "commit 0001-000002, which an overtaken attempt wrote, is the newest whole one and is used"
+    )
+    assert remove_interrupted_uploads(store, third.attempt) == []
+    training = Training(store, third.attempt, keep=1)
+    training.report(newest := physical_name("epoch", 3, report=1))
+    fourth = begin(store)
+    assert (fourth.point.base, fourth.point.checkpoint, fourth.notes) == ((3, 1), newest, [])
+
+
+def test_a_run_is_not_begun_again_because_the_listing_of_its_commits_is_behind(store: RunStore) -> None:
+    training = Training(store, begin(store).attempt, keep=1)
+    training.report(first := physical_name("epoch", 1, report=1))
+    behind = _behind(store, layout.COMMITS)
+    training.report(second := physical_name("epoch", 1, report=2))
+    store.delete_folder(first)
+    with pytest.raises(AttemptFailedError, match=rf"no commit of .* with a whole checkpoint .*\({second}\)"):
+        begin(behind)
+    with pytest.raises(AttemptFailedError, match=rf"\({second}\)"):
+        remove_interrupted_uploads(behind, 1)
+    assert store.file_sizes(second)
+
+
+def test_ray_starts_from_the_commit_that_its_attempt_has_recorded_though_no_listing_shows_it(store: RunStore) -> None:
+    behind = _behind(store, layout.COMMITS)
+    training = Training(store, begin(store).attempt)
+    training.report(physical_name("epoch", 1, report=1))
+    begun = begin(store)
+    handed = RunFilesystem(behind, begun.attempt).open_input_file(f"{store.path}/{layout.SNAPSHOT}")
+    assert json.loads(handed.read()) == begun.point.snapshot
 
 
 # runs of raw Ray Train

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
-from ray.train import CheckpointConfig
+from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
     CheckpointManager,
     _CheckpointManagerState,
     _TrainingResultState,
 )
 from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 
+from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager
 from prefect_elastic_train.runs import snapshots
-from tests.unit.support import empty_snapshot, private_folder, with_result
+from tests.unit.support import empty_snapshot, examples, private_folder, with_result
 
 NAMES = [f"checkpoint_{letter}" for letter in "abcdef"]
 
@@ -120,3 +124,64 @@ def test_a_seeded_run_is_one_that_ray_resumes_from_its_checkpoint(tmp_path: Path
     manager = _ray_loads(seeded, tmp_path)
     assert Path(manager.latest_checkpoint_result.checkpoint.path).name == "from-other"
     assert manager.latest_checkpoint_result.metrics == {"loss": 0.5}
+
+
+_SCORES = st.one_of(
+    st.just({}),
+    st.sampled_from([math.nan, math.inf, -math.inf, None, "0.5", [0.5], {"loss": 1}, 10**400]).map(
+        lambda x: {"loss": x}
+    ),
+    st.integers(-2, 2).map(lambda x: {"loss": x}),
+    st.floats(-1, 1).map(lambda x: {"loss": x}),
+)
+
+
+def _register(manager: RankedCheckpointManager, folder: Path, number: int, metrics: dict[str, Any]) -> None:
+    """Have Ray's manager take a checkpoint as reported by all ranks."""
+    path = folder / "run" / f"checkpoint_{number}"
+    path.mkdir(parents=True)
+
+    async def register() -> None:
+        checkpoint = Checkpoint(str(path), filesystem=fs.LocalFileSystem())
+        manager.register_checkpoint(_TrainingReport(checkpoint, metrics, validation=False))
+
+    asyncio.run(register())
+
+
+@examples(30)
+@given(
+    reports=st.lists(_SCORES, min_size=1, max_size=8),
+    keep=st.integers(1, 4),
+    order=st.sampled_from(["min", "max"]),
+)
+def test_the_best_scored_checkpoints_and_the_newest_are_kept_and_one_without_a_score_is_never_the_best(
+    reports: list[dict[str, Any]], keep: int, order: Any
+) -> None:
+    scored: list[tuple[float, int]] = []
+    for number, metrics in enumerate(reports):
+        loss = metrics.get("loss")
+        if isinstance(loss, int | float) and loss != 10**400 and math.isfinite(loss):
+            scored.append((loss if order == "max" else -loss, number))
+    best = [number for _, number in sorted(scored)]
+    without = [number for number in range(len(reports)) if number not in best]
+    expected = {*[*without, *best][-keep:], len(reports) - 1}
+    config = CheckpointConfig(num_to_keep=keep, checkpoint_score_attribute="loss", checkpoint_score_order=order)
+    with private_folder() as name:
+        folder = Path(name)
+        storage = StorageContext(name, "run", storage_filesystem=fs.LocalFileSystem())
+        manager = RankedCheckpointManager(config, storage)
+        for number, metrics in enumerate(reports):
+            _register(manager, folder, number, metrics)
+        snapshot = snapshots.parse_snapshot((folder / "run" / "checkpoint_manager_snapshot.json").read_bytes())
+        assert snapshot is not None
+        assert {path.name for path in folder.glob("run/checkpoint_*[0-9]")} == {f"checkpoint_{one}" for one in expected}
+        latest = snapshots.latest_checkpoint(snapshot)
+        assert latest is not None
+        assert latest["checkpoint_dir_name"] == f"checkpoint_{len(reports) - 1}", "a restart resumes from the newest"
+        ranked = [int(one["checkpoint_dir_name"].rpartition("_")[2]) for one in snapshot["checkpoint_results"]]
+        assert ranked == [number for number in [*without, *best] if number in expected], "the best last"
+        # Another policy, as after a change of the block: what was loaded is ranked by it.
+        other = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="other", checkpoint_score_order=order)
+        loaded = RankedCheckpointManager(other, storage)
+        indices = [loaded._checkpoint_to_report_index[result.checkpoint] for result in loaded._checkpoint_results]
+        assert indices == sorted(indices)

@@ -1,0 +1,26 @@
+"""The score of a checkpoint, by which the best one is chosen wherever that is done."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_SCORE = 1e300  # above it a number is none that Ray Train could compare or write
+
+
+def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
+    """Return the score that was reported under a name, ``a/b`` for ``b`` in the mapping ``a``.
+
+    None without one, or if it is no finite number, which Ray Train's file cannot hold.
+    """
+    value, (outer, _, inner) = metrics.get(attribute), attribute.partition("/")
+    if value is None and inner and isinstance(metrics.get(outer), Mapping):
+        return score_of(metrics[outer], inner)
+    return float(value) if isinstance(value, numbers.Real) and -_MAX_SCORE < value < _MAX_SCORE else None
+
+
+def rank_of(metrics: Mapping[str, Any], attribute: str, order: str) -> tuple[bool, float]:
+    """Return what checkpoints are compared by, the best is highest; one without a score is below all that have one."""
+    score = score_of(metrics, attribute)
+    return score is not None, (score or 0.0) * (1 if order == "max" else -1)
