@@ -240,7 +240,7 @@ class LoopWatch:
         now = time.monotonic()
         failure: WorkerGroupError | None = None
         positions = [found for status in statuses if (found := getattr(status, "position", None))]
-        if len(positions) == len(statuses) and not self._has_begun:
+        if positions and len(positions) == len(statuses) and not self._has_begun:
             self._has_begun, self.step = True, positions[0].began_from
             began_at = time.time() - min(found.age for found in positions)
             self._tell(FirstStep(at=began_at, world_size=len(statuses)))

@@ -184,7 +184,7 @@ def _with_budget(template: Any, training: Training) -> Any:
     training.restart_delay_seconds = failures.driver_restart_delay_seconds
     training.driver_restarts = failures.driver_restarts
     # In Prefect's delay, which may have a default in its settings, nobody would look after the cluster.
-    training.forgives = failures.forgive_after_seconds > 0
+    training.attempts_stop_counting = failures.forgive_after_seconds > 0
     how = {"task_run_name": training.request.run_name, "retries": failures.driver_restarts, "retry_delay_seconds": 0}
     return template.with_options(**how)
 

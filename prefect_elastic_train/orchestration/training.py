@@ -107,9 +107,9 @@ class Training:
     timeout_seconds: float | None = None
     #: Before a new driver, if the one before has committed nothing; doubled for each more of those in a row.
     restart_delay_seconds: float = 0.0
-    #: How many attempts in a row may commit nothing; and whether training makes up for earlier attempts.
+    #: How many attempts in a row may commit nothing; and whether one stops counting after enough training.
     driver_restarts: int = 0
-    forgives: bool = False
+    attempts_stop_counting: bool = False
     #: Its caller holds a future.
     submitted: bool = False
 
@@ -182,7 +182,7 @@ class Training:
         """
         if self._task is None:
             return False
-        left = max(self._left, self.forgives and not self._idle)
+        left = max(self._left, self.attempts_stop_counting and not self._idle)
         self._task.retries = self._retried + left
         return left > 0 and self._idle <= self.driver_restarts
 

@@ -148,7 +148,8 @@ class RunReport(BaseModel, ev.EventHandler):
     incidents: list[Incident] = Field(default_factory=list)
     recoveries: list[Recovery] = Field(default_factory=list)
     broken: tuple[float, Kind] | None = None  # since when no workers train that did, or will again, and why
-    started: ev.WorkerGroupStarted | None = None  # the worker group, until its first step or report
+    #: When the worker group started, and what the seconds before went to, until its first step or report.
+    started: tuple[float, dict[str, float]] | None = None
     checkpoints: list[Checkpoint] = Field(default_factory=list)
     checkpoints_made: int = 0
     best: Checkpoint | None = None
@@ -263,7 +264,7 @@ class RunReport(BaseModel, ev.EventHandler):
         self._set_state("waiting for capacity", why)
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        self.paced_from, self.rates, self.started = None, {}, event
+        self.paced_from, self.rates, self.started = None, {}, (event.at, event.parts)
         self._set_world(event.at, event.world_size)
         self._set_state("training")
 
@@ -273,8 +274,9 @@ class RunReport(BaseModel, ev.EventHandler):
         if started is None or self.broken is None:
             return
         (since, kind), self.broken = self.broken, None
-        before = {"until it was begun": max(0.0, started.at - since - sum(started.parts.values()))}
-        parts = before | started.parts | {"loop, to its first step or report": max(0.0, event.at - started.at)}
+        started_at, parts = started
+        before = {"until it was begun": max(0.0, started_at - since - sum(parts.values()))}
+        parts = before | parts | {"loop, to its first step or report": max(0.0, event.at - started_at)}
         self.recoveries = [*self.recoveries, Recovery(at=since, kind=kind, parts=parts)][-_MAX_RECOVERIES:]
         for last in [one for one in self.incidents if one.kind == kind][-1:]:
             last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"

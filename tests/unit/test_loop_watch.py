@@ -291,6 +291,7 @@ def test_the_first_step_is_published_once_when_it_has_begun_on_all_ranks_and_ste
             status.position = position  # type: ignore[attr-defined]
         watched.watch.look(statuses)
 
+    look()
     look(None, None)
     look(loop_watch.Position(0.3, 300, 302), None)
     assert watched.events == []
