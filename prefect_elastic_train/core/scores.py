@@ -17,7 +17,8 @@ def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
     value, (outer, _, inner) = metrics.get(attribute), attribute.partition("/")
     if value is None and inner and isinstance(metrics.get(outer), Mapping):
         return score_of(metrics[outer], inner)
-    return float(value) if isinstance(value, numbers.Real) and -_MAX_SCORE < value < _MAX_SCORE else None
+    is_number = isinstance(value, numbers.Real)
+    return float(value) if is_number and -_MAX_SCORE < value < _MAX_SCORE else None
 
 
 def rank_of(metrics: Mapping[str, Any], attribute: str, order: str) -> tuple[bool, float]:
