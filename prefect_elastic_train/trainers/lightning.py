@@ -159,12 +159,12 @@ class SessionCallback(Callback, State):
         trainer._checkpoint_connector._loaded_checkpoint = checkpoint
         for restore in ("datamodule", "model", "callbacks"):
             getattr(trainer._checkpoint_connector, f"restore_{restore}")()
-        trainer.should_stop = self._own["should_stop"]
+        trainer.should_stop, trainer.num_sanity_val_steps = self._own["should_stop"], 0
+        vars(trainer._logger_connector).update(self._own["connector"])
 
     def _restore_rank(self) -> None:
         """Restore what Lightning's checkpoint lacks, after all that comes before the first batch."""
         self._trainer.fit_loop._restarting = False  # or the schedules would not be stepped at the end of this epoch
-        vars(self._trainer._logger_connector).update(self._own.get("connector", {}))
         for name, (values, updates) in self._own.get("metrics", {}).items():
             vars(metric := self._metrics()[name]).update(values)
             metric._update_count = updates
