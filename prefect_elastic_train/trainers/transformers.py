@@ -1,0 +1,232 @@
+"""Hugging Face's ``Trainer`` with a session, which restores all of it in the middle of an epoch, too. Tried with 5.24."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import broadcast
+from transformers.trainer_callback import ExportableState, TrainerState
+
+from prefect_elastic_train.loop.batches import length_of
+from prefect_elastic_train.loop.order import SampleOrder, StepBatches
+from prefect_elastic_train.loop.scratch import ScratchFolder
+from prefect_elastic_train.loop.state import State, random_state, restore_random_state
+from prefect_elastic_train.loop.training_session import Session
+
+#: The files of ``TrainerState`` and of the best model so far, in a checkpoint; the trainer's sums of what it logs next.
+_STATE, _BEST = "trainer_state.json", "best"
+_SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+
+
+class SessionTrainer(transformers.Trainer, State):
+    """``transformers.Trainer`` with a session: ``SessionTrainer(..., global_batch=256).train()``.
+
+    Its checkpoints are those of ``transformers.Trainer``, with the best model in the folder ``best``, so that
+    ``load_best_model_at_end`` loads it on all ranks. Saved and restored are model, optimizer, schedule, scaler,
+    ``TrainerState``, the sums of what is logged next, random states and the state of callbacks that are
+    ``ExportableState``. What is logged and evaluated is reported. ``output_dir`` holds the best model only.
+
+    Args:
+        global_batch: Samples of an optimizer step, over all workers. ``gradient_accumulation_steps`` follows from it and
+            ``per_device_train_batch_size``, the most samples of a batch.
+        session: Further arguments of :func:`loop.session`, such as ``save_every``; the seed is ``TrainingArguments``'.
+
+    A ``compute_loss`` of a subclass calls this one, or multiplies the mean of a batch by :attr:`weight`.
+
+    Raises:
+        ValueError: The last step of an epoch has fewer samples than there are workers.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: transformers.TrainingArguments | None = None,
+        *more: Any,
+        global_batch: int,
+        session: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        args = args or transformers.TrainingArguments("tmp_trainer")
+        self._share, self._micro_batch = math.ceil(global_batch / args.world_size), args.per_device_train_batch_size
+        args.gradient_accumulation_steps = math.ceil(self._share / self._micro_batch)
+        args.average_tokens_across_devices = True
+        super().__init__(model, args, *more, **options)
+        self._global_batch, self._session_options = global_batch, session or {}
+        self._weights, self._reported, self._own = deque[float](), dict[str, Any](), dict[str, Any]()
+        self._resumed: ScratchFolder | None = None
+        self.add_callback(_Reports(self))
+
+    def get_train_dataloader(self) -> Any:
+        """Return what loads the samples of each step."""
+        return _Loader(self)
+
+    @property
+    def weight(self) -> float:
+        """What the mean over the current batch counts."""
+        return self._weights[0] * self.current_gradient_accumulation_steps
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train from the newest checkpoint of the run."""
+        length, drop_last = length_of(self.train_dataset), self.args.dataloader_drop_last
+        left = length % self._global_batch
+        if not drop_last and 0 < left < self.args.world_size:
+            raise ValueError(f"The last step of an epoch has {left} samples: set dataloader_drop_last=True")
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._order = SampleOrder(length, self._global_batch, seed, drop_last=drop_last)
+        steps = self.args.max_steps
+        if steps <= 0:
+            steps = math.ceil(self.args.num_train_epochs * self._order.steps_per_epoch)
+        plan = {"steps": steps, "global_batch": self._global_batch, "seed": seed, **self._session_options}
+        self.session = Session(self, **plan)
+        if self.session.end - steps == self.session.done:  # what a run starts from may have ended
+            self._own["stopped"] = False
+        self._random, self._batches = random_state(), self._steps()
+        folder = self._resumed.path if self._resumed else None
+        return super().train(*args, resume_from_checkpoint=folder, **options)
+
+    def _steps(self) -> Iterator[Any]:
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
+        plan = {"drop_last": self._order.drop_last, "micro_batch": self._micro_batch, "collate_fn": collate}
+        restore_random_state(self._random)  # after all that comes before the first batch
+        for batch in self.session.batches(self.train_dataset, **plan, **options):
+            self._weights.append(self.session.weight)
+            yield batch
+            if self.session.is_last_part:  # the trainer asks for the next batches after evaluation and callbacks
+                self._end_step()
+
+    def _end_step(self) -> None:
+        metrics, self._reported = self._reported, {}
+        self.session.step(metrics)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        """Weight the loss; one that is normalized by the tokens of all ranks is right as it is."""
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
+        if model.training and more.get("num_items_in_batch") is None:
+            loss = loss * self.weight
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args: Any, **more: Any) -> Any:
+        """Train on a batch, whose weight is the first that is left."""
+        loss = super().training_step(*args, **more)
+        self._weights.popleft()
+        return loss
+
+    def _run_epoch(self, **more: Any) -> None:
+        if not self._own.get("stopped"):  # before a restart
+            super()._run_epoch(**more)
+
+    def _finalize_training(self, *args: Any) -> Any:
+        if not self._own.get("stopped"):
+            self._end_step()
+            self.session.__exit__(None)
+        return super()._finalize_training(*args)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Keep the model if it is the best so far; the session saves all else when it is time."""
+        if self.state.best_global_step != self.state.global_step:
+            return
+        before, folder = self.state.best_model_checkpoint, self._best_folder(self.state.best_global_step)
+        self.save_model(str(folder), _internal_call=True)
+        folder.mkdir(parents=True, exist_ok=True)  # on the other ranks, that all know of it
+        self.state.best_model_checkpoint = str(folder)
+        if self.args.should_save and before and before != str(folder):
+            shutil.rmtree(before, ignore_errors=True)
+
+    def _best_folder(self, step: Any) -> Path:
+        return Path(self.args.output_dir, f"checkpoint-{step}")
+
+    def _load_best_model(self) -> None:
+        """Load the best model, on rank 0, and give it to the others, which may be on other nodes."""
+        if self.args.process_index == 0:
+            super()._load_best_model()
+        broadcast(self.model.state_dict())
+
+    def _exportable(self) -> list[Any]:
+        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+    def stage(self, directory: str) -> Callable[[], None]:
+        """Write the checkpoint of ``transformers.Trainer``, what it lacks and the best model; all ranks must."""
+        self.store_flos()
+        self.save_model(directory, _internal_call=True)
+        self._save_optimizer_and_scheduler(directory)
+        self._save_scaler(directory)
+        if self.args.process_index == 0:
+            self.state.save_to_json(str(Path(directory, _STATE)))
+            if best := self.state.best_model_checkpoint:
+                shutil.copytree(best, Path(directory, _BEST))
+        own = {
+            "stopped": self.control.should_training_stop,
+            "callbacks": [one.state()["attributes"] for one in self._exportable()],
+            "sums": {name: getattr(self, name) for name in _SUMS},
+        }
+        torch.save(own, Path(directory, f"trainer-{self.args.process_index:05}.pt"))
+        return lambda: None
+
+    def read(self, directory: str) -> None:
+        """Copy the checkpoint to where the trainer resumes from, and the best model to the output folder."""
+        self._resumed, rank = ScratchFolder(), self.args.process_index
+        files = sorted(Path(directory).glob("trainer-*.pt"))
+        self._own = torch.load(files[rank % len(files)], self.args.device, weights_only=False)
+        if rank >= len(files):
+            self._own["sums"]["_tr_loss"].zero_()
+        shutil.copytree(directory, self._resumed.path, dirs_exist_ok=True)
+        state = TrainerState.load_from_json(str(Path(directory, _STATE)))
+        if state.best_model_checkpoint:
+            folder = self._best_folder(state.best_global_step)
+            folder.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                shutil.copytree(Path(directory, _BEST), folder, dirs_exist_ok=True)
+            state.best_model_checkpoint = str(folder)
+            state.save_to_json(str(Path(self._resumed.path, _STATE)))
+
+    def _resume(self) -> None:
+        """Restore what the trainer has not, before its first step."""
+        vars(self).update(self._own.get("sums", {}))
+        for callback, attributes in zip(self._exportable(), self._own.get("callbacks", ()), strict=False):
+            vars(callback).update(attributes)
+        self.control.should_training_stop = self._own.get("stopped", False)
+        if self._resumed:
+            self._resumed.remove()
+
+
+class _Loader(torch.utils.data.IterableDataset[Any]):
+    """What the trainer asks for batches; those that it skips at a restart were not loaded."""
+
+    batch_size, drop_last = None, False
+
+    def __init__(self, trainer: SessionTrainer) -> None:
+        self.dataset, self._trainer = self, trainer
+
+    def __len__(self) -> int:
+        order, world_size = self._trainer._order, self._trainer.args.world_size
+        return len(StepBatches(order, range(order.steps_per_epoch), 0, world_size, self._trainer._micro_batch))
+
+    def __iter__(self) -> Iterator[Any]:
+        trainer = self._trainer
+        skipped = trainer.session.done % trainer._order.steps_per_epoch if trainer._resumed else 0
+        yield from [None] * (skipped * trainer.args.gradient_accumulation_steps)
+        trainer._resumed = None
+        for batch in trainer._batches:
+            yield batch
+
+
+class _Reports(transformers.TrainerCallback):  # type: ignore[misc]
+    """Collects what is reported with the step."""
+
+    def __init__(self, trainer: SessionTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._trainer._resume()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self._trainer._reported.update(logs or {})
