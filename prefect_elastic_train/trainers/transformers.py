@@ -1,12 +1,12 @@
-"""Hugging Face's ``Trainer`` with a session, which restores all of it in the middle of an epoch, too. Tried with 5.24."""
+"""``transformers.Trainer`` with a session, which restores all of it in the middle of an epoch, too. Tried with 5.24."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ class SessionTrainer(transformers.Trainer, State):
     ``ExportableState``. What is logged and evaluated is reported. ``output_dir`` holds the best model only.
 
     Args:
-        global_batch: Samples of an optimizer step, over all workers. ``gradient_accumulation_steps`` follows from it and
-            ``per_device_train_batch_size``, the most samples of a batch.
+        global_batch: Samples of an optimizer step, over all workers. ``gradient_accumulation_steps`` follows from it
+            and ``per_device_train_batch_size``, the most samples of a batch.
         session: Further arguments of :func:`loop.session`, such as ``save_every``; the seed is ``TrainingArguments``'.
 
     A ``compute_loss`` of a subclass calls this one, or multiplies the mean of a batch by :attr:`weight`.
@@ -213,10 +213,8 @@ class _Loader(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         trainer = self._trainer
         skipped = trainer.session.done % trainer._order.steps_per_epoch if trainer._resumed else 0
-        yield from [None] * (skipped * trainer.args.gradient_accumulation_steps)
         trainer._resumed = None
-        for batch in trainer._batches:
-            yield batch
+        return chain([None] * (skipped * trainer.args.gradient_accumulation_steps), trainer._batches)
 
 
 class _Reports(transformers.TrainerCallback):  # type: ignore[misc]

@@ -1,0 +1,131 @@
+"""Lightning, transformers and a fine-tune by hand, as the documentation says: killed or not, the result is the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.doc_blocks import blocks_of
+from tests.support.processes import ROOT, FlowProcess, Start, spawn
+
+#: Killed in the middle of an epoch, in an evaluation, and right after one.
+KILLS = [[5, 0, "training"], [12, 0, "evaluation"], [18, 0, "after evaluation"]]
+
+
+def _block(page: str, beginning: str, folder: Path) -> Path:
+    """Write the block of a page that contains a text into a file."""
+    found = [block.code for block in blocks_of(ROOT / "docs" / page) if beginning in block.code]
+    assert len(found) == 1, f"{page} has {len(found)} blocks with {beginning!r}"
+    folder.mkdir()
+    file = folder / "of_the_page.py"
+    file.write_text(found[0])
+    return file
+
+
+def _begin(start: Start, file: Path, workers: int, config: dict[str, Any], **more: Any) -> FlowProcess:
+    return start(
+        file.parent.name,
+        loop="tests.support.trainer_loops:disturbed",
+        framework="torch",
+        torch_backend="gloo",
+        config={"file": str(file), "folder": str(file.parent), **config},
+        scaling={"min_workers": workers, "max_workers": workers},
+        failures={"max_failures": -1, "driver_restarts": 5},
+        **more,
+    )
+
+
+def _lightning(folder: Path) -> Any:
+    saved = torch.load(folder / "checkpoint.ckpt", weights_only=False)
+    callbacks = {
+        name: {key: value for key, value in state.items() if "path" not in key and key != "best_k_models"}
+        for name, state in saved["callbacks"].items()
+    }
+    best = [torch.load(file, weights_only=False)["state_dict"] for file in sorted(folder.glob("models/*/*.ckpt"))]
+    logged = torch.load(folder / "lightning-00000.pt", weights_only=False)["connector"]["_callback_metrics"]
+    return saved["state_dict"], saved["lr_schedulers"], saved["epoch"], saved["global_step"], callbacks, best, logged
+
+
+def _transformers(folder: Path) -> Any:
+    from safetensors.torch import load_file
+
+    state = json.loads((folder / "trainer_state.json").read_text())
+    times = ("runtime", "per_second")
+    log = [{k: v for k, v in line.items() if not k.endswith(times)} for line in state["log_history"]]
+    weights = [load_file(folder / name) for name in ("model.safetensors", "best/model.safetensors")]
+    own = torch.load(folder / "trainer-00000.pt", weights_only=False)
+    return weights, log, state["best_metric"], state["best_global_step"], state["global_step"], own["callbacks"]
+
+
+def _by_hand(folder: Path) -> Any:
+    return json.loads((folder / "loop.json").read_text())["step"]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def _digests(file: Path, workers: int) -> set[str]:
+    return {(file.parent / f"weights-{rank}.json").read_text() for rank in range(workers)}
+
+
+CASES = {
+    "lightning": ("trainers.md", "SessionCallback(", _lightning, {"max_epochs": 12}),
+    "transformers": ("trainers.md", "SessionTrainer(", _transformers, {"max_steps": 60}),
+    "by hand": ("fine_tune.md", "loop.session(", _by_hand, {"epochs": 6}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("lightning", 1),
+        ("transformers", 1),
+        ("by hand", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.full) for name in CASES),
+    ],
+)
+def test_a_trainer_with_a_session_ends_as_if_it_had_not_been_killed(
+    name: str, workers: int, start: Start, tmp_path: Path
+) -> None:
+    if name != "by hand" and importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install prefect-elastic-train[{name}]")
+    page, text, contents, config = CASES[name]
+    files = [_block(page, text, tmp_path / folder) for folder in ("undisturbed", "killed")]
+    kills = [*KILLS, [20, workers - 1, "evaluation"]]
+    flows = [_begin(start, files[0], workers, config), _begin(start, files[1], workers, {**config, "kills": kills})]
+    if workers == 2:
+        flows[1].wait_for_commits(3)
+        flows[1].living_driver().kill()
+    undisturbed, killed = (flow.completed(400) for flow in flows)
+    assert len(list((tmp_path / "killed").glob("killed-*"))) == len(kills), "not every kill happened"
+    assert killed["worker_failures"] >= len(kills)
+    folders = [Path(result["checkpoint_uri"].removeprefix("file://")) for result in (undisturbed, killed)]
+    assert _same(*(contents(folder) for folder in folders))
+    names = {"step", "epoch", "total_steps", "samples"}
+    assert {k: undisturbed["metrics"][k] for k in names} == {k: killed["metrics"][k] for k in names}
+    weights = _digests(files[0], workers) | _digests(files[1], workers)
+    assert len(weights) == 1, "all ranks of both trainings end with the same weights"
+
+
+@pytest.mark.full
+def test_the_fine_tune_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
+    file = _block("fine_tune.md", "init_process_group", tmp_path / "torchrun")
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file)
+    log = tmp_path / "torchrun.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = spawn(*map(str, command), log=log, folder=file.parent, env=environment)
+    assert process.wait(300) == 0, log.read_text()[-3000:]
+    assert "steps: " in log.read_text()
+    assert (file.parent / "best.pt").exists()
