@@ -30,7 +30,7 @@ from tests.unit.support import Training, begin, claim, empty_snapshot, with_resu
 pytestmark = pytest.mark.full
 
 #: Run by a test of their own.
-ELSEWHERE = {"quickstart.md"}
+ELSEWHERE = {"quickstart.md", "trainers.md", "fine_tune.md"}
 PAGES = [page for page in pages() if page.name not in ELSEWHERE and any(block.is_run for block in blocks_of(page))]
 
 #: Counts epochs, and goes on where its checkpoint says.
