@@ -23,7 +23,7 @@ CHECKPOINT_NAME, _MODELS = "checkpoint.ckpt", "models"
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
-class SessionCallback(Callback, State):
+class SessionCallback(Callback, State):  # type: ignore[misc]
     """Train with a session: ``trainer.fit(module, callback.dataloader(dataset), ...)``.
 
     Each rank's loss is weighted by its share of the samples, and all that Lightning's checkpoints hold is saved and
@@ -44,6 +44,7 @@ class SessionCallback(Callback, State):
         self._global_batch, self._micro_batch, self._options = global_batch, micro_batch, session
         #: Of a checkpoint: what is this rank's, and the sums of what was logged in the epoch, to be added.
         self._own: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}  # metrics that are reported
         self._logged: list[dict[str, Any]] = []
 
     def dataloader(self, dataset: Any, **options: Any) -> SessionCallback:
@@ -78,8 +79,8 @@ class SessionCallback(Callback, State):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the session, which restores the newest checkpoint."""
         trainer.fit_loop.setup_data()  # asks for the dataset
-        of_epochs = trainer.max_epochs * self._order.steps_per_epoch if trainer.max_epochs >= 0 else math.inf
-        steps = min(of_epochs, trainer.max_steps if trainer.max_steps >= 0 else 2**40)
+        limits = [trainer.max_epochs * self._order.steps_per_epoch, trainer.max_steps]
+        steps = min([limit for limit in limits if limit >= 0], default=2**40)
         self.session = Session(self, steps=max(1, steps), global_batch=self._global_batch, **self._options)
         self._random = random_state()
 

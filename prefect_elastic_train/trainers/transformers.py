@@ -26,7 +26,7 @@ _STATE, _BEST = "trainer_state.json", "best"
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 
 
-class SessionTrainer(transformers.Trainer, State):
+class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
     """``transformers.Trainer`` with a session: ``SessionTrainer(..., global_batch=256).train()``.
 
     Its checkpoints are those of ``transformers.Trainer``, with the best model in the folder ``best``, so that
@@ -71,7 +71,7 @@ class SessionTrainer(transformers.Trainer, State):
     @property
     def weight(self) -> float:
         """What the mean over the current batch counts."""
-        return self._weights[0] * self.current_gradient_accumulation_steps
+        return float(self._weights[0] * self.current_gradient_accumulation_steps)
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train from the newest checkpoint of the run."""
@@ -190,7 +190,7 @@ class SessionTrainer(transformers.Trainer, State):
 
     def _resume(self) -> None:
         """Restore what the trainer has not, before its first step."""
-        vars(self).update(self._own.get("sums", {}))
+        self.__dict__.update(self._own.get("sums", {}))
         for callback, attributes in zip(self._exportable(), self._own.get("callbacks", ()), strict=False):
             vars(callback).update(attributes)
         self.control.should_training_stop = self._own.get("stopped", False)
@@ -198,7 +198,7 @@ class SessionTrainer(transformers.Trainer, State):
             self._resumed.remove()
 
 
-class _Loader(torch.utils.data.IterableDataset[Any]):
+class _Loader(torch.utils.data.IterableDataset):  # type: ignore[misc]
     """What the trainer asks for batches; those that it skips at a restart were not loaded."""
 
     batch_size, drop_last = None, False
