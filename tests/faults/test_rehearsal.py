@@ -52,7 +52,7 @@ def test_what_is_wrong_with_a_loop_is_found_and_nothing_else(tmp_path: Path, fla
     ("package", "loop", "config"),
     [
         ("lightning", "flows.lightning_net:train_loop", {"max_epochs": 400}),
-        ("transformers", "flows.transformers_lm:train_loop", {"max_steps": 3000, "save_steps": 25}),
+        ("transformers", "flows.transformers_lm:train_loop", {"max_steps": 3000, "eval_steps": 25}),
     ],
 )
 def test_trainers_of_others_recover_as_they_are(
