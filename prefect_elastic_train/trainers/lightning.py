@@ -124,7 +124,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
     def stage(self, directory: str) -> Callable[[], None]:
         """Write Lightning's checkpoint, what it lacks and the files of ``ModelCheckpoint``; all ranks must."""
         trainer, connector = self._trainer, self._trainer._logger_connector
-        trainer.save_checkpoint(Path(directory, CHECKPOINT_NAME))
+        trainer.save_checkpoint(Path(directory, CHECKPOINT_NAME), weights_only=False)
         results = trainer.fit_loop.epoch_loop._results.items()
         own = {
             "parts": trainer.accumulate_grad_batches,

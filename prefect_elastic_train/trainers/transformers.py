@@ -201,7 +201,7 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
 class _Loader(torch.utils.data.IterableDataset):  # type: ignore[misc]
     """What the trainer asks for batches; those that it skips at a restart were not loaded."""
 
-    batch_size, drop_last = None, False
+    batch_size, drop_last, prefetch_factor = None, False, None  # as of a DataLoader
 
     def __init__(self, trainer: SessionTrainer) -> None:
         self.dataset, self._trainer = self, trainer
