@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
@@ -103,12 +104,12 @@ def test_a_trainer_with_a_session_ends_as_if_it_had_not_been_killed(
         pytest.skip(f"{name} is not installed: pip install prefect-elastic-train[{name}]")
     page, text, contents, config = CASES[name]
     files = [_block(page, text, tmp_path / folder) for folder in ("undisturbed", "killed")]
-    kills = [*KILLS, [20, workers - 1, "evaluation"]]
+    kills = KILLS if workers == 1 else [*KILLS, [20, 1, "evaluation"]]
     flows = [_begin(start, files[0], workers, config), _begin(start, files[1], workers, {**config, "kills": kills})]
     if workers == 2:
         flows[1].wait_for_commits(3)
         flows[1].living_driver().kill()
-    undisturbed, killed = (flow.completed(400) for flow in flows)
+    undisturbed, killed = (flow.completed(500) for flow in flows)
     assert len(list((tmp_path / "killed").glob("killed-*"))) == len(kills), "not every kill happened"
     assert killed["worker_failures"] >= len(kills)
     folders = [Path(result["checkpoint_uri"].removeprefix("file://")) for result in (undisturbed, killed)]
@@ -127,5 +128,5 @@ def test_the_fine_tune_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = spawn(*map(str, command), log=log, folder=file.parent, env=environment)
     assert process.wait(300) == 0, log.read_text()[-3000:]
-    assert "steps: " in log.read_text()
+    assert "steps: 48" in log.read_text()
     assert (file.parent / "best.pt").exists()
