@@ -80,8 +80,10 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         """Begin the session, which restores the newest checkpoint."""
         trainer.fit_loop.setup_data()  # asks for the dataset
         limits = [trainer.max_epochs * self._order.steps_per_epoch, trainer.max_steps]
-        steps = min([limit for limit in limits if limit >= 0], default=2**40)
-        self.session = Session(self, steps=max(1, steps), global_batch=self._global_batch, **self._options)
+        steps = max(1, min([limit for limit in limits if limit >= 0], default=2**40))
+        self.session = Session(self, steps=steps, global_batch=self._global_batch, **self._options)
+        if self.session.done + steps == self.session.end:  # the run of the checkpoint may have ended
+            trainer.should_stop = False
         self._random = random_state()
 
     def _steps(self) -> Iterator[Any]:
