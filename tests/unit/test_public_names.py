@@ -12,6 +12,7 @@ from tests.unit.support import python
 MODULES = [
     "prefect_elastic_train",
     "prefect_elastic_train.loop",
+    "prefect_elastic_train.trainers",
     "prefect_elastic_train.blocks",
     "prefect_elastic_train.orchestration.task",
     "prefect_elastic_train.train_flow",
@@ -19,7 +20,7 @@ MODULES = [
 
 _LOAD_ONE_AFTER_THE_OTHER = """
 import importlib, json
-heavy, loaded = ("ray", "torch", "jax", "matplotlib", "pyarrow", "prefect"), {}
+heavy, loaded = ("ray", "torch", "jax", "lightning", "transformers", "matplotlib", "pyarrow", "prefect"), {}
 for name in sys.argv[1:]:
     importlib.import_module(name)
     loaded[name] = [package for package in heavy if package in sys.modules]
