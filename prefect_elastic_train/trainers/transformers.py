@@ -175,9 +175,8 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
         """Copy the checkpoint to where the trainer resumes from, and the best model to the output folder."""
         self._resumed, rank = ScratchFolder(), self.args.process_index
         files = sorted(Path(directory).glob("trainer-*.pt"))
-        self._own = torch.load(files[rank % len(files)], self.args.device, weights_only=False)
-        if rank >= len(files):
-            self._own["sums"]["_tr_loss"].zero_()
+        self._own = torch.load(files[rank % len(files)], "cpu", weights_only=False)  # a device is cpu:1 for accelerate
+        self._own["sums"]["_tr_loss"] = self._own["sums"]["_tr_loss"].to(self.args.device) * (rank < len(files))
         shutil.copytree(directory, self._resumed.path, dirs_exist_ok=True)
         state = TrainerState.load_from_json(str(Path(directory, _STATE)))
         if state.best_model_checkpoint:
