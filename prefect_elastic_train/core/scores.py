@@ -14,7 +14,8 @@ def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
 
     None without one, or if it is no finite number, which Ray Train's file cannot hold.
     """
-    value, (outer, _, inner) = metrics.get(attribute), attribute.partition("/")
+    value: Any = metrics.get(attribute)
+    outer, _, inner = attribute.partition("/")
     if value is None and inner and isinstance(metrics.get(outer), Mapping):
         return score_of(metrics[outer], inner)
     is_number = isinstance(value, numbers.Real)

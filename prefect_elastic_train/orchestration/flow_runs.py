@@ -179,8 +179,8 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
             scope = ("subflow", owner.flow_run_id, str(flow_run.run_count), *outer, name)
             number = f"t{_kept((child_id,), partial(_numbered, scope, parent_id))}"
         calls.append(Call(name, number))
-    outer = tuple(one.root for one in related) if len(ids) > 1 else ()
-    return Place(owner, tuple(ids), tuple(calls), outer, resumed=(flow_run.run_count or 0) > 1)
+    around = tuple(one.root for one in related) if len(ids) > 1 else ()
+    return Place(owner, tuple(ids), tuple(calls), around, resumed=(flow_run.run_count or 0) > 1)
 
 
 def _owner(flow_run: FlowRun, flow_name: str) -> Owner:

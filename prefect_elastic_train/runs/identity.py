@@ -140,18 +140,6 @@ def _qualified_name(train_loop: Callable[..., Any]) -> str:
     return str(getattr(train_loop, "__qualname__", type(train_loop).__qualname__))
 
 
-def _import_path(value: Any) -> str:
-    """Return ``<module>:<name>`` of a function or class; empty if other processes cannot import it by that."""
-    module, name = getattr(value, "__module__", None) or "", _qualified_name(value)
-    # A script's, or of a flow's file that Prefect has loaded, is imported from nowhere.
-    is_by_value = module in ("", "__main__") or module.startswith("__prefect_loader") or "<locals>" in name
-    return "" if is_by_value else f"{module}:{name}"
-
-
-def _type_name(value: Any) -> str:
-    return _import_path(type(value)) or type(value).__qualname__
-
-
 def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
     """Return the digest of a named value, and put the types in it that are digested by their names into `opaque`."""
     unstable: set[str] = set()
