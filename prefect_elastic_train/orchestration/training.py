@@ -130,7 +130,6 @@ class Training:
         self._left = 0  # attempts that may follow by the run's records
         self._detached = False  # the attempt has left its job to another process
         self._idle = 0  # attempts in a row that have committed nothing
-        self._has_begun: bool | None = None  # an attempt; None if that is not known yet
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Training, tuple(getattr(self, field.name) for field in fields(self))
@@ -259,10 +258,9 @@ class Training:
     def _driver_spec(self) -> DriverSpec:
         name, publisher = self.request.run_name, self._publisher
         try:
+            if self.request.resumed and not self.request.begun:
+                self.request = replace(self.request, begun=self._began_earlier())
             spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
-            if self._has_begun is None:
-                self._has_begun = self.request.resumed and self._began_earlier()
-            spec = replace(spec, request=replace(spec.request, begun=self._has_begun))
             left = self.timeout_seconds and self.timeout_seconds - (time.monotonic() - self._asked_at)
             return replace(spec, ends_at=time.time() + left if left else 0.0)
         except ConfigurationError:
@@ -274,12 +272,11 @@ class Training:
 
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""
-        if isinstance(event, AttemptStarted):
-            self._has_begun = True
         if isinstance(event, CheckpointCommitted):
             self._idle = 0
         elif isinstance(event, AttemptStarted):
             self._left = event.left.get("driver restart", self._left)
+            self.request = replace(self.request, begun=True)
         if self._publisher is not None:
             self._publisher.take(event, told)
         best = self._publisher.report.best if self._publisher is not None else None

@@ -93,11 +93,8 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         before = run.fingerprint or run.record.fingerprint
         if differences := before.differences(request.fingerprint):
             notes.append("the run has another configuration than before: " + "; ".join(differences))
-        is_other_call = last is not None and (
-            last.record is None or last.record.owner.supervisor != request.owner.supervisor
-        )
-        if is_other_call and (warning := before.uncompared(request.fingerprint)):
-            notes.append(warning)
+        if run.owner is not None and run.owner.supervisor != request.owner.supervisor:  # it may be given other values
+            notes += filter(None, [before.uncompared(request.fingerprint)])
         notes += point.repairs + restore_snapshot(store, point)
         return Begun(attempt, point, counted + 1, restarts_left, notes, run.record.id)
     raise refusal(

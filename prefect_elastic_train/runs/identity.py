@@ -11,8 +11,7 @@ import re
 import sys
 import types
 import uuid
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, MutableSequence, Sequence, Set
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.records import DIGEST_VERSION, Fingerprint
+from prefect_elastic_train.core.records import Fingerprint
 
 LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
@@ -111,7 +110,6 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
         config={name: _digest(name, value, opaque) for name, value in named.items()},
         values={name: text for name, value in named.items() if name not in opaque and (text := _in_words(name, value))},
         opaque=opaque,
-        digest_version=DIGEST_VERSION,
     )
 
 
@@ -166,7 +164,7 @@ def _stable(value: Any, unstable: set[str]) -> Any:
         pairs = {key if isinstance(key, str) else json.dumps(stable(key)): stable(one) for key, one in value.items()}
         assert len(pairs) == len(value), "keys such as 1 and '1'"
         return pairs
-    if isinstance(value, list | tuple | deque) or kind.startswith("omegaconf.listconfig:"):
+    if isinstance(value, tuple | MutableSequence):
         return [stable(one) for one in value]
     if isinstance(value, Set):
         content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
