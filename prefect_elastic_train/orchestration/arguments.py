@@ -171,8 +171,10 @@ def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSe
         return
     gpus = gpus_here() if cluster.num_gpus < 0 else cluster.num_gpus
     there = {"CPU": cluster.num_cpus or os.cpu_count() or math.inf, "GPU": gpus}
-    wanted = scaling.resources_per_worker or {"CPU": float(scaling.accelerator == "cpu")}
-    for name, amount in {**wanted, **({"GPU": wanted.get("GPU", 1)} if scaling.accelerator == "gpu" else {})}.items():
+    wanted = dict(scaling.resources_per_worker)
+    if not wanted or scaling.accelerator == "gpu":
+        wanted.setdefault(scaling.accelerator.upper(), 1.0)
+    for name, amount in wanted.items():
         if amount * scaling.min_workers > there.get(name, math.inf):
             raise ConfigurationError(settings.too_large(scaling, name, amount, there[name]))
 

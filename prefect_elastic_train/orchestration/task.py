@@ -185,8 +185,9 @@ def _with_budget(template: Any, training: Training) -> Any:
     training.driver_restarts = failures.driver_restarts
     # In Prefect's delay, which may have a default in its settings, nobody would look after the cluster.
     training.attempts_stop_counting = failures.forgive_after_seconds > 0
-    how = {"task_run_name": training.request.run_name, "retries": failures.driver_restarts, "retry_delay_seconds": 0}
-    return template.with_options(**how)
+    return template.with_options(
+        task_run_name=training.request.run_name, retries=failures.driver_restarts, retry_delay_seconds=0
+    )
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)

@@ -231,15 +231,18 @@ class Training:
         self._check_stop()
         spec = self._driver_spec()
         if self._publisher is None and runtime.settings.reporting:
-            score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
             flow_run_id = next(iter(self.place.flow_run_ids), "")
-            own = {
-                "flow_run_url": (url_for("flow-run", UUID(flow_run_id)) if flow_run_id else "") or "",
-                "accelerator": spec.scaling.accelerator_type or spec.scaling.accelerator,
-                "price_per_worker_hour": spec.scaling.price_per_worker_hour,
-            }
+            report = RunReport(
+                run_name=spec.request.run_name,
+                totals=spec.request.totals,
+                score_attribute=spec.checkpoints.score_attribute,
+                score_order=spec.checkpoints.score_order,
+                flow_run_url=(url_for("flow-run", UUID(flow_run_id)) if flow_run_id else "") or "",
+                accelerator=spec.scaling.accelerator_type or spec.scaling.accelerator,
+                price_per_worker_hour=spec.scaling.price_per_worker_hour,
+            )
             self._publisher = Publisher(
-                RunReport(run_name=spec.request.run_name, totals=spec.request.totals, **score, **own),
+                report,
                 interval_seconds=runtime.settings.report_interval_seconds,
                 storage_block=spec.storage_block,
                 flow_run_id=flow_run_id,

@@ -124,12 +124,12 @@ def _in_words(name: str, value: Any, depth: int = 0) -> str:
         is_plain = 0 < len(value) <= _MAX_WORDS and not re.search(r"[^\w./:, -]", value) and value.count(" ") <= 2
         is_plain = is_plain and not _SECRET_NAME.search(value) and value.isprintable()
         return value if is_plain and all(map(_PLAIN.fullmatch, re.split(r"[\W_]+", value))) else ""
-    if isinstance(value, Mapping) and len(value) <= _MAX_WORDS // 4 and depth < 3:
-        inner = [(f"{key}=", _in_words(str(key), one, depth + 1)) for key, one in value.items()]
-    elif isinstance(value, list | tuple) and len(value) <= _MAX_WORDS // 4 and depth < 3:
-        inner = [("", _in_words(name, one, depth + 1)) for one in value]
-    else:
+    if not isinstance(value, Mapping | list | tuple) or len(value) > _MAX_WORDS // 4 or depth == 3:
         return ""
+    if isinstance(value, Mapping):
+        inner = [(f"{key}=", _in_words(str(key), one, depth + 1)) for key, one in value.items()]
+    else:
+        inner = [("", _in_words(name, one, depth + 1)) for one in value]
     words = f"({', '.join(map(''.join, inner))})"
     return words if all(one for _, one in inner) and len(words) <= _MAX_WORDS else ""
 

@@ -284,12 +284,13 @@ class RunDirectory:
         record = self.attempt_record(commit.attempt)
         return record.score_attribute if record is not None else ""
 
-    def best_checkpoint(self, commit: CommitRecord | None) -> dict[str, Any] | None:
-        """Return the result of the best checkpoint of a commit, Ray's last; None if no checkpoint has the score."""
+    def best_checkpoint(self, commit: CommitRecord | None) -> str:
+        """Return the folder of the best checkpoint of a commit, Ray's last; empty if no checkpoint has the score."""
         if commit is None:
-            return None
+            return ""
         best, attribute = commit.snapshot["checkpoint_results"][-1], self.score_attribute(commit)
-        return best if not attribute or score_of(best["metrics"] or {}, attribute) is not None else None
+        has_score = not attribute or score_of(best["metrics"] or {}, attribute) is not None
+        return str(best["checkpoint_dir_name"]) if has_score else ""
 
     def look_back(self, *, whole: bool) -> ResumePoint:
         """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files.

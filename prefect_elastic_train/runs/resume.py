@@ -193,8 +193,8 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
     notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
     best, score = run.best_checkpoint(point.commit), run.score_attribute(point.commit)
     alike = [folder for folder in folders if choice in (folder, loop_name(folder))]
-    if choice in ("best", "") and best is not None:
-        alike = [best["checkpoint_dir_name"]]
+    if choice in ("best", "") and best:
+        alike = [best]
     elif choice in ("latest", ""):
         alike = [point.checkpoint]
         notes += [f"no checkpoint of run {name!r} has the score {score!r}: its newest one is used"] * (not choice)
