@@ -155,7 +155,7 @@ def pickled(payload: Payload) -> bytes:
 def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     """Return a training's blocks by argument: as given, else by the name in the settings, else the default."""
     # All are loaded once now, so that a typing error ends nothing later.
-    loaded = {argument: load_given(argument, "" if block is None else block) for argument, block in given.items()}
+    loaded = {argument: load_given(argument, block or "") for argument, block in given.items()}
     if "cluster" in loaded:
         scaling = settings.plain(settings.ScalingSettings, loaded["scaling"])
         check_machine(scaling, settings.plain(settings.ClusterSettings, loaded["cluster"]))

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from logging import WARNING
 from typing import Any
@@ -29,6 +29,7 @@ from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, Chec
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
+from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration import flow_runs
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
@@ -105,11 +106,7 @@ class Training:
     place: flow_runs.Place
     #: From now on, until it is ended; None for no bound.
     timeout_seconds: float | None = None
-    #: Before a new driver, if the one before has committed nothing; doubled for each more of those in a row.
-    restart_delay_seconds: float = 0.0
-    #: How many attempts in a row may commit nothing; and whether one stops counting after enough training.
-    driver_restarts: int = 0
-    attempts_stop_counting: bool = False
+    failures: FailureSettings = field(default_factory=FailureSettings)
     #: Its caller holds a future.
     submitted: bool = False
 
@@ -132,7 +129,7 @@ class Training:
         self._idle = 0  # attempts in a row that have committed nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Training, tuple(getattr(self, field.name) for field in fields(self))
+        return Training, tuple(getattr(self, one.name) for one in fields(self))
 
     def __repr__(self) -> str:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
@@ -144,7 +141,7 @@ class Training:
         self._task, self._retried = (context.task, context.task_run.run_count - 1) if context is not None else (None, 0)
         self._flows, self._detached = list(flow_runs.flows_around()), False
         if self._runtime is None:
-            self._left = self.driver_restarts
+            self._left = self.failures.driver_restarts
             self._runtime = self._begin(in_task=context is not None)
         try:
             if self._retried and self._idle:
@@ -181,9 +178,9 @@ class Training:
         """
         if self._task is None:
             return False
-        left = max(self._left, self.attempts_stop_counting and not self._idle)
+        left = max(self._left, self.failures.forgive_after_seconds > 0 and not self._idle)
         self._task.retries = self._retried + left
-        return left > 0 and self._idle <= self.driver_restarts
+        return left > 0 and self._idle <= self.failures.driver_restarts
 
     def end(self, error: BaseException | None = None) -> None:
         """End what was kept for an attempt that did not come, as when a signal came between two."""
@@ -213,7 +210,7 @@ class Training:
 
     def _pause(self, runtime: Runtime) -> None:
         """Wait for the next driver, and look after the cluster; Prefect's own delay would look after nothing."""
-        seconds = restart_delay(self._idle, self.restart_delay_seconds) * random.uniform(1.0, 1.2)
+        seconds = restart_delay(self._idle, self.failures.driver_restart_delay_seconds) * random.uniform(1.0, 1.2)
         self._log.note(f"The next driver starts in {seconds:.0f} s")
         try:
             runtime.wait(seconds)

@@ -10,7 +10,6 @@ import json
 import re
 import sys
 import types
-import uuid
 from collections.abc import Callable, Mapping, MutableSequence, Sequence, Set
 from enum import Enum
 from pathlib import PurePath
@@ -69,10 +68,7 @@ def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequ
         calls: The calls of subflows that lead from the root to the flow run; none if it is the root.
     """
     slug, place = _parts(flow_name, ordinal, calls)
-    try:
-        begins_with_the_time = uuid.UUID(flow_run_id).version == 7
-    except ValueError:
-        begins_with_the_time = False
+    begins_with_the_time = flow_run_id[14:15] == "7"  # the version of a UUID
     return f"{slug}-{flow_run_id[-8:] if begins_with_the_time else flow_run_id[:8]}{place}"
 
 
@@ -122,7 +118,7 @@ def _in_words(name: str, value: Any, depth: int = 0) -> str:
     if isinstance(value, str):
         # A path or a few words: what has queries or assignments, or names a secret, may hold one.
         is_plain = 0 < len(value) <= _MAX_WORDS and not re.search(r"[^\w./:, -]", value) and value.count(" ") <= 2
-        is_plain = is_plain and not _SECRET_NAME.search(value) and value.isprintable()
+        is_plain = is_plain and not _SECRET_NAME.search(value)
         return value if is_plain and all(map(_PLAIN.fullmatch, re.split(r"[\W_]+", value))) else ""
     if not isinstance(value, Mapping | list | tuple) or len(value) > _MAX_WORDS // 4 or depth == 3:
         return ""
@@ -144,7 +140,7 @@ def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
     try:
         text = json.dumps(_stable(value, unstable), sort_keys=True)
     except Exception:  # noqa: BLE001 - of the user's classes, and of values that contain themselves
-        text = _type_name(value)
+        text = _full_name(type(value))
         unstable = {text}
     if unstable:
         opaque[name] = ", ".join(sorted(unstable))
@@ -154,7 +150,7 @@ def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
 def _stable(value: Any, unstable: set[str]) -> Any:
     """Return a value as JSON that is the same in every process, with the names of types that have no such form."""
     stable = functools.partial(_stable, unstable=unstable)
-    kind, module = _type_name(value), type(value).__module__
+    kind, module = _full_name(type(value)), type(value).__module__
     content: Any = None
     if value is None or isinstance(value, str | int | float):
         return value
@@ -169,7 +165,7 @@ def _stable(value: Any, unstable: set[str]) -> Any:
     if isinstance(value, Set):
         content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
     elif isinstance(value, type | types.FunctionType):
-        content = _import_path(value) or value.__qualname__
+        content = _full_name(value)
     elif isinstance(value, functools.partial):
         content = [value.func, value.args, value.keywords]
     elif isinstance(value, Enum):
@@ -202,5 +198,5 @@ def _import_path(value: Any) -> str:
     return "" if is_by_value else f"{module}:{name}"
 
 
-def _type_name(value: Any) -> str:
-    return _import_path(type(value)) or type(value).__qualname__
+def _full_name(value: Any) -> str:
+    return _import_path(value) or _qualified_name(value)

@@ -171,13 +171,13 @@ def verify(run: RunDirectory) -> Verification | None:
 def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", score: str = "") -> RunResult:
     """The result of a run from its newest whole commit and what its history adds up to, in a bounded size."""
     run = RunDirectory(store)
-    commit = run.look_back(whole=True).commit
-    latest, best = latest_checkpoint(commit.snapshot if commit is not None else None), run.best_checkpoint(commit)
-    results = commit.snapshot["checkpoint_results"] if commit is not None else []
+    point = run.look_back(whole=True)
+    latest, best = latest_checkpoint(point.snapshot), run.best_checkpoint(point.commit)
+    results = point.snapshot["checkpoint_results"] if point.snapshot else []
     kept = [BestCheckpoint(uri=f"{store.uri}/{one['checkpoint_dir_name']}", metrics=one["metrics"]) for one in results]
     left_out = accounts.reports - len(accounts.history)
     result = RunResult(
-        **accounts.model_dump(exclude={"attempts", "time"}),
+        **accounts.model_dump(exclude={"attempts"}),
         run_name=run.name,
         run_uri=store.uri,
         checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
@@ -186,7 +186,6 @@ def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", sc
         best_checkpoints=kept,
         attempts=max(accounts.attempts, 1),
         goodput=accounts.time.goodput,
-        time=accounts.time,
         storage_block=storage_block,
         started_from=run.started_from,
         left_out={"history": left_out} if left_out else {},
