@@ -194,8 +194,16 @@ class Training:
         logger = get_run_logger() if in_task else get_logger("elastic_train")
         self._log = log = RunLog(logger, settings.log_lines_per_second)
         self._watch = flow_runs.FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
-        tell = self._take, log.line, self._check_stop, log.note, partial(self._take, told=True)
-        return Runtime(settings, *tell, detaches=self._leaves_job, followed_until=self._followed_until)
+        return Runtime(
+            settings,
+            self._take,
+            log.line,
+            self._check_stop,
+            log.note,
+            partial(self._take, told=True),
+            detaches=self._leaves_job,
+            followed_until=self._followed_until,
+        )
 
     def _end(self, runtime: Runtime, ending: tuple[End, str] | None, told: bool = False) -> None:
         publisher, self._runtime, self._publisher = self._publisher, None, None

@@ -109,7 +109,7 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
     )
 
 
-def _in_words(name: str, value: Any, depth: int = 0) -> str:
+def _in_words(name: str, value: Any) -> str:
     """Return a value of a configuration as a person reads it, empty if it is long or may be a secret."""
     if _SECRET_NAME.search(name):
         return ""
@@ -120,12 +120,12 @@ def _in_words(name: str, value: Any, depth: int = 0) -> str:
         is_plain = 0 < len(value) <= _MAX_WORDS and not re.search(r"[^\w./:, -]", value) and value.count(" ") <= 2
         is_plain = is_plain and not _SECRET_NAME.search(value)
         return value if is_plain and all(map(_PLAIN.fullmatch, re.split(r"[\W_]+", value))) else ""
-    if not isinstance(value, Mapping | list | tuple) or len(value) > _MAX_WORDS // 4 or depth == 3:
+    if not isinstance(value, Mapping | list | tuple) or len(value) > _MAX_WORDS // 4:
         return ""
     if isinstance(value, Mapping):
-        inner = [(f"{key}=", _in_words(str(key), one, depth + 1)) for key, one in value.items()]
+        inner = [(f"{key}=", _in_words(str(key), one)) for key, one in value.items()]
     else:
-        inner = [("", _in_words(name, one, depth + 1)) for one in value]
+        inner = [("", _in_words(name, one)) for one in value]
     words = f"({', '.join(map(''.join, inner))})"
     return words if all(one for _, one in inner) and len(words) <= _MAX_WORDS else ""
 
