@@ -144,11 +144,11 @@ def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(errors.items()):
         ranks.setdefault(_VARIABLE.sub("#", text), []).append(rank)
-    texts, room = dict[str, str](), _MAX_ERRORS
-    for first, *_ in [*ranks.values()][: _MAX_ERRORS // _TINY]:
-        texts[str(first)] = cut(errors[first], min(_MAX_ERROR, room))
-        room = max(_TINY, room - len(texts[str(first)].encode()))
-    return texts, {str(first): others for first, *others in ranks.values() if others}
+    firsts = [first for first, *_ in ranks.values()][: _MAX_ERRORS // _TINY]
+    most = min(_MAX_ERROR, _MAX_ERRORS // max(1, len(firsts)))
+    return {str(first): cut(errors[first], most) for first in firsts}, {
+        str(first): others for first, *others in ranks.values() if others
+    }
 
 
 def _leading(errors: Mapping[str, str]) -> list[tuple[int, str, bool]]:

@@ -12,7 +12,6 @@ from prefect_elastic_train.core.bounds import as_json
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 
 SCHEMA_VERSION = 2  # what this version of the package writes; what an older one has written is refused
-DIGEST_VERSION = 2  # how this version digests the values of a configuration; version 1 digested most types, not values
 
 Record = TypeVar("Record", bound="_Record")
 
@@ -62,7 +61,6 @@ class Fingerprint(_Record):
     values: dict[str, str] = Field(default_factory=dict)
     #: By key of the configuration, the types in its value that have no stable value and are digested by name only.
     opaque: dict[str, str] = Field(default_factory=dict)
-    digest_version: int = 1
 
     def may_be_loop_of(self, other: Fingerprint) -> bool:
         """Return whether the loop may be that of ``other``, as far as names and places tell."""
@@ -76,17 +74,13 @@ class Fingerprint(_Record):
         for key in sorted(self.config.keys() | other.config.keys()):
             before, after = self.config.get(key), other.config.get(key)
             change = "was added" if before is None else "was removed" if after is None else "changed"
-            is_comparable = self.digest_version == other.digest_version or change != "changed"
-            found += [f"train_loop_config[{key!r}] {change}"] if before != after and is_comparable else []
+            found += [f"train_loop_config[{key!r}] {change}"] if before != after else []
         return found
 
     def uncompared(self, other: Fingerprint) -> str:
         """Return a warning that names the values of which nobody can say that ``other`` has the same; else nothing."""
-        known = self.opaque | other.opaque
-        if self.digest_version != other.digest_version:
-            changed = [key for key, digest in self.config.items() if digest != other.config.get(key)]
-            known = dict.fromkeys(changed, "recorded by another version of this package")
-        named = [f"train_loop_config[{key!r}] ({why})" for key, why in sorted(known.items()) if key in other.config]
+        opaque = sorted((self.opaque | other.opaque).items())
+        named = [f"train_loop_config[{key!r}] ({types})" for key, types in opaque if key in other.config]
         advice = "cannot be compared with what the run was trained with; if they changed, give another run_name"
         return f"{', '.join(named)} {advice}" if named else ""
 

@@ -155,7 +155,7 @@ def pickled(payload: Payload) -> bytes:
 def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     """Return a training's blocks by argument: as given, else by the name in the settings, else the default."""
     # All are loaded once now, so that a typing error ends nothing later.
-    loaded = {argument: load_given(argument, "" if block is None else block) for argument, block in given.items()}
+    loaded = {argument: load_given(argument, block or "") for argument, block in given.items()}
     if "cluster" in loaded:
         scaling = settings.plain(settings.ScalingSettings, loaded["scaling"])
         check_machine(scaling, settings.plain(settings.ClusterSettings, loaded["cluster"]))
@@ -171,8 +171,10 @@ def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSe
         return
     gpus = gpus_here() if cluster.num_gpus < 0 else cluster.num_gpus
     there = {"CPU": cluster.num_cpus or os.cpu_count() or math.inf, "GPU": gpus}
-    wanted = scaling.resources_per_worker or {"CPU": float(scaling.accelerator == "cpu")}
-    for name, amount in {**wanted, **({"GPU": wanted.get("GPU", 1)} if scaling.accelerator == "gpu" else {})}.items():
+    wanted = dict(scaling.resources_per_worker)
+    if not wanted or scaling.accelerator == "gpu":
+        wanted.setdefault(scaling.accelerator.upper(), 1.0)
+    for name, amount in wanted.items():
         if amount * scaling.min_workers > there.get(name, math.inf):
             raise ConfigurationError(settings.too_large(scaling, name, amount, there[name]))
 

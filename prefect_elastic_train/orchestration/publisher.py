@@ -240,8 +240,8 @@ class Publisher:
                     return
                 self._newest = (event.attempt, event.sequence)
             self.report.take(event)
-            self._changed = self._changed or not isinstance(event, ev.ControllerAlive)
-            self._urgent = self._urgent or not isinstance(event, ev.STEADY)
+            self._changed |= not isinstance(event, ev.ControllerAlive)
+            self._urgent |= not isinstance(event, ev.STEADY)
             for said in [] if told else translate(event, self.report, self.storage_block):
                 if said.name in _FREQUENT:
                     self._frequent[said.name] = said

@@ -181,12 +181,11 @@ def _with_budget(template: Any, training: Training) -> Any:
     """Return the task with the retries of the failure budget, which the training keeps in step with what is left."""
     failures = load_given("failures", training.blocks["failures"])
     assert isinstance(failures, FailureBudget)
-    training.restart_delay_seconds = failures.driver_restart_delay_seconds
-    training.driver_restarts = failures.driver_restarts
+    training.failures = failures
     # In Prefect's delay, which may have a default in its settings, nobody would look after the cluster.
-    training.attempts_stop_counting = failures.forgive_after_seconds > 0
-    how = {"task_run_name": training.request.run_name, "retries": failures.driver_restarts, "retry_delay_seconds": 0}
-    return template.with_options(**how)
+    return template.with_options(
+        task_run_name=training.request.run_name, retries=failures.driver_restarts, retry_delay_seconds=0
+    )
 
 
 @task(name="elastic_train", cache_policy=NO_CACHE, retry_condition_fn=may_retry)

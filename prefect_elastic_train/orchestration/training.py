@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from logging import WARNING
 from typing import Any
@@ -29,6 +29,7 @@ from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, Chec
 from prefect_elastic_train.core.operator_settings import get_settings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome, TrainingTimeoutError
 from prefect_elastic_train.core.request import DriverSpec, RunRequest
+from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration import flow_runs
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
@@ -105,11 +106,7 @@ class Training:
     place: flow_runs.Place
     #: From now on, until it is ended; None for no bound.
     timeout_seconds: float | None = None
-    #: Before a new driver, if the one before has committed nothing; doubled for each more of those in a row.
-    restart_delay_seconds: float = 0.0
-    #: How many attempts in a row may commit nothing; and whether one stops counting after enough training.
-    driver_restarts: int = 0
-    attempts_stop_counting: bool = False
+    failures: FailureSettings = field(default_factory=FailureSettings)
     #: Its caller holds a future.
     submitted: bool = False
 
@@ -130,10 +127,9 @@ class Training:
         self._left = 0  # attempts that may follow by the run's records
         self._detached = False  # the attempt has left its job to another process
         self._idle = 0  # attempts in a row that have committed nothing
-        self._has_begun: bool | None = None  # an attempt; None if that is not known yet
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Training, tuple(getattr(self, field.name) for field in fields(self))
+        return Training, tuple(getattr(self, one.name) for one in fields(self))
 
     def __repr__(self) -> str:
         # Prefect shows task parameters in some messages; blocks and configs may hold what nobody should read.
@@ -145,7 +141,7 @@ class Training:
         self._task, self._retried = (context.task, context.task_run.run_count - 1) if context is not None else (None, 0)
         self._flows, self._detached = list(flow_runs.flows_around()), False
         if self._runtime is None:
-            self._left = self.driver_restarts
+            self._left = self.failures.driver_restarts
             self._runtime = self._begin(in_task=context is not None)
         try:
             if self._retried and self._idle:
@@ -182,9 +178,9 @@ class Training:
         """
         if self._task is None:
             return False
-        left = max(self._left, self.attempts_stop_counting and not self._idle)
+        left = max(self._left, self.failures.forgive_after_seconds > 0 and not self._idle)
         self._task.retries = self._retried + left
-        return left > 0 and self._idle <= self.driver_restarts
+        return left > 0 and self._idle <= self.failures.driver_restarts
 
     def end(self, error: BaseException | None = None) -> None:
         """End what was kept for an attempt that did not come, as when a signal came between two."""
@@ -198,8 +194,16 @@ class Training:
         logger = get_run_logger() if in_task else get_logger("elastic_train")
         self._log = log = RunLog(logger, settings.log_lines_per_second)
         self._watch = flow_runs.FlowRunWatch(self.place.flow_run_ids, settings.flow_run_check_seconds)
-        tell = self._take, log.line, self._check_stop, log.note, partial(self._take, told=True)
-        return Runtime(settings, *tell, detaches=self._leaves_job, followed_until=self._followed_until)
+        return Runtime(
+            settings,
+            self._take,
+            log.line,
+            self._check_stop,
+            log.note,
+            partial(self._take, told=True),
+            detaches=self._leaves_job,
+            followed_until=self._followed_until,
+        )
 
     def _end(self, runtime: Runtime, ending: tuple[End, str] | None, told: bool = False) -> None:
         publisher, self._runtime, self._publisher = self._publisher, None, None
@@ -214,7 +218,7 @@ class Training:
 
     def _pause(self, runtime: Runtime) -> None:
         """Wait for the next driver, and look after the cluster; Prefect's own delay would look after nothing."""
-        seconds = restart_delay(self._idle, self.restart_delay_seconds) * random.uniform(1.0, 1.2)
+        seconds = restart_delay(self._idle, self.failures.driver_restart_delay_seconds) * random.uniform(1.0, 1.2)
         self._log.note(f"The next driver starts in {seconds:.0f} s")
         try:
             runtime.wait(seconds)
@@ -232,15 +236,18 @@ class Training:
         self._check_stop()
         spec = self._driver_spec()
         if self._publisher is None and runtime.settings.reporting:
-            score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
             flow_run_id = next(iter(self.place.flow_run_ids), "")
-            own = {
-                "flow_run_url": (url_for("flow-run", UUID(flow_run_id)) if flow_run_id else "") or "",
-                "accelerator": spec.scaling.accelerator_type or spec.scaling.accelerator,
-                "price_per_worker_hour": spec.scaling.price_per_worker_hour,
-            }
+            report = RunReport(
+                run_name=spec.request.run_name,
+                totals=spec.request.totals,
+                score_attribute=spec.checkpoints.score_attribute,
+                score_order=spec.checkpoints.score_order,
+                flow_run_url=(url_for("flow-run", UUID(flow_run_id)) if flow_run_id else "") or "",
+                accelerator=spec.scaling.accelerator_type or spec.scaling.accelerator,
+                price_per_worker_hour=spec.scaling.price_per_worker_hour,
+            )
             self._publisher = Publisher(
-                RunReport(run_name=spec.request.run_name, totals=spec.request.totals, **score, **own),
+                report,
                 interval_seconds=runtime.settings.report_interval_seconds,
                 storage_block=spec.storage_block,
                 flow_run_id=flow_run_id,
@@ -259,10 +266,9 @@ class Training:
     def _driver_spec(self) -> DriverSpec:
         name, publisher = self.request.run_name, self._publisher
         try:
+            if self.request.resumed and not self.request.begun:
+                self.request = replace(self.request, begun=self._began_earlier())
             spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
-            if self._has_begun is None:
-                self._has_begun = self.request.resumed and self._began_earlier()
-            spec = replace(spec, request=replace(spec.request, begun=self._has_begun))
             left = self.timeout_seconds and self.timeout_seconds - (time.monotonic() - self._asked_at)
             return replace(spec, ends_at=time.time() + left if left else 0.0)
         except ConfigurationError:
@@ -274,12 +280,11 @@ class Training:
 
     def _take(self, event: Event, told: bool = False) -> None:
         """Take in an event; one that was told is of a job from before it was followed."""
-        if isinstance(event, AttemptStarted):
-            self._has_begun = True
         if isinstance(event, CheckpointCommitted):
             self._idle = 0
         elif isinstance(event, AttemptStarted):
             self._left = event.left.get("driver restart", self._left)
+            self.request = replace(self.request, begun=True)
         if self._publisher is not None:
             self._publisher.take(event, told)
         best = self._publisher.report.best if self._publisher is not None else None

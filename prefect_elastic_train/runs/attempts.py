@@ -93,11 +93,9 @@ def begin_attempt(store: RunStore, spec: DriverSpec, seed: Callable[[], None] | 
         before = run.fingerprint or run.record.fingerprint
         if differences := before.differences(request.fingerprint):
             notes.append("the run has another configuration than before: " + "; ".join(differences))
-        is_other_call = last is not None and (
-            last.record is None or last.record.owner.supervisor != request.owner.supervisor
-        )
-        if is_other_call and (warning := before.uncompared(request.fingerprint)):
-            notes.append(warning)
+        warning = before.uncompared(request.fingerprint)
+        if warning and run.owner is not None and run.owner.supervisor != request.owner.supervisor:
+            notes.append(warning)  # a task retry has the same values
         notes += point.repairs + restore_snapshot(store, point)
         return Begun(attempt, point, counted + 1, restarts_left, notes, run.record.id)
     raise refusal(
@@ -186,7 +184,7 @@ def _claim(run: RunDirectory, request: RunRequest) -> list[str]:
         id=begun[-1].run_id if begun else uuid.uuid4().hex,
         # Whoever asks for a run that has lost its record is not its creator for that.
         creator=begun[0].owner if begun else request.owner,
-        fingerprint=(begun[-1].fingerprint if begun else None) or request.fingerprint,
+        fingerprint=run.fingerprint or request.fingerprint,
         resume_from=request.resume_from,
         part=request.part,
         versions=_VERSIONS,

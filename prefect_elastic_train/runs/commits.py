@@ -91,12 +91,15 @@ class CommitLog:
             last = self._last or RunDirectory(self._store, self._attempt).newest_commit
             manifest = self._list_files(snapshot, last.manifest if last is not None else {})
             own = [sequence for attempt, sequence in all_commits(self._store) if attempt == self._attempt]
-            known = {"attempt": self._attempt, "sequence": max(own, default=0), "trained": trained_seconds()}
-            record = CommitRecord(**known, snapshot=snapshot, manifest=manifest)
-            is_new = False
-            while not is_new:  # a listing may be behind
-                record = record.model_copy(update={"sequence": record.sequence + 1})
-                is_new = self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record))
+            record = CommitRecord(
+                attempt=self._attempt,
+                sequence=max(own, default=0) + 1,
+                trained=trained_seconds(),
+                snapshot=snapshot,
+                manifest=manifest,
+            )
+            while not self._store.create(layout.commit_name(self._attempt, record.sequence), encode(record)):
+                record = record.model_copy(update={"sequence": record.sequence + 1})  # the listing was behind
             check_fence(self._store, self._attempt)
             self._store.replace(layout.SNAPSHOT, data)
             self._last = record

@@ -10,9 +10,7 @@ import json
 import re
 import sys
 import types
-import uuid
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, MutableSequence, Sequence, Set
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, SecretStr
 
 from prefect_elastic_train.core.outcomes import ConfigurationError
-from prefect_elastic_train.core.records import DIGEST_VERSION, Fingerprint
+from prefect_elastic_train.core.records import Fingerprint
 
 LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
@@ -70,10 +68,7 @@ def default_run_name(flow_name: str, flow_run_id: str, ordinal: int, calls: Sequ
         calls: The calls of subflows that lead from the root to the flow run; none if it is the root.
     """
     slug, place = _parts(flow_name, ordinal, calls)
-    try:
-        begins_with_the_time = uuid.UUID(flow_run_id).version == 7
-    except ValueError:
-        begins_with_the_time = False
+    begins_with_the_time = flow_run_id[14:15] == "7"  # the version of a UUID
     return f"{slug}-{flow_run_id[-8:] if begins_with_the_time else flow_run_id[:8]}{place}"
 
 
@@ -111,11 +106,10 @@ def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Ma
         config={name: _digest(name, value, opaque) for name, value in named.items()},
         values={name: text for name, value in named.items() if name not in opaque and (text := _in_words(name, value))},
         opaque=opaque,
-        digest_version=DIGEST_VERSION,
     )
 
 
-def _in_words(name: str, value: Any, depth: int = 0) -> str:
+def _in_words(name: str, value: Any) -> str:
     """Return a value of a configuration as a person reads it, empty if it is long or may be a secret."""
     if _SECRET_NAME.search(name):
         return ""
@@ -124,14 +118,14 @@ def _in_words(name: str, value: Any, depth: int = 0) -> str:
     if isinstance(value, str):
         # A path or a few words: what has queries or assignments, or names a secret, may hold one.
         is_plain = 0 < len(value) <= _MAX_WORDS and not re.search(r"[^\w./:, -]", value) and value.count(" ") <= 2
-        is_plain = is_plain and not _SECRET_NAME.search(value) and value.isprintable()
+        is_plain = is_plain and not _SECRET_NAME.search(value)
         return value if is_plain and all(map(_PLAIN.fullmatch, re.split(r"[\W_]+", value))) else ""
-    if isinstance(value, Mapping) and len(value) <= _MAX_WORDS // 4 and depth < 3:
-        inner = [(f"{key}=", _in_words(str(key), one, depth + 1)) for key, one in value.items()]
-    elif isinstance(value, list | tuple) and len(value) <= _MAX_WORDS // 4 and depth < 3:
-        inner = [("", _in_words(name, one, depth + 1)) for one in value]
-    else:
+    if not isinstance(value, Mapping | list | tuple) or len(value) > _MAX_WORDS // 4:
         return ""
+    if isinstance(value, Mapping):
+        inner = [(f"{key}=", _in_words(str(key), one)) for key, one in value.items()]
+    else:
+        inner = [("", _in_words(name, one)) for one in value]
     words = f"({', '.join(map(''.join, inner))})"
     return words if all(one for _, one in inner) and len(words) <= _MAX_WORDS else ""
 
@@ -146,7 +140,7 @@ def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
     try:
         text = json.dumps(_stable(value, unstable), sort_keys=True)
     except Exception:  # noqa: BLE001 - of the user's classes, and of values that contain themselves
-        text = _type_name(value)
+        text = _full_name(type(value))
         unstable = {text}
     if unstable:
         opaque[name] = ", ".join(sorted(unstable))
@@ -156,7 +150,7 @@ def _digest(name: str, value: Any, opaque: dict[str, str]) -> str:
 def _stable(value: Any, unstable: set[str]) -> Any:
     """Return a value as JSON that is the same in every process, with the names of types that have no such form."""
     stable = functools.partial(_stable, unstable=unstable)
-    kind, module = _type_name(value), type(value).__module__
+    kind, module = _full_name(type(value)), type(value).__module__
     content: Any = None
     if value is None or isinstance(value, str | int | float):
         return value
@@ -166,12 +160,12 @@ def _stable(value: Any, unstable: set[str]) -> Any:
         pairs = {key if isinstance(key, str) else json.dumps(stable(key)): stable(one) for key, one in value.items()}
         assert len(pairs) == len(value), "keys such as 1 and '1'"
         return pairs
-    if isinstance(value, list | tuple | deque) or kind.startswith("omegaconf.listconfig:"):
+    if isinstance(value, tuple | MutableSequence):
         return [stable(one) for one in value]
     if isinstance(value, Set):
         content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
     elif isinstance(value, type | types.FunctionType):
-        content = _import_path(value) or value.__qualname__
+        content = _full_name(value)
     elif isinstance(value, functools.partial):
         content = [value.func, value.args, value.keywords]
     elif isinstance(value, Enum):
@@ -204,5 +198,5 @@ def _import_path(value: Any) -> str:
     return "" if is_by_value else f"{module}:{name}"
 
 
-def _type_name(value: Any) -> str:
-    return _import_path(type(value)) or type(value).__qualname__
+def _full_name(value: Any) -> str:
+    return _import_path(value) or _qualified_name(value)

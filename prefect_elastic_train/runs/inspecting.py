@@ -98,18 +98,24 @@ def summarize(run: RunDirectory) -> RunSummary | None:
     if not run.is_begun:
         return None
     commit, attempt, record, owner = run.newest_commit, run.newest_attempt, run.record, run.owner
-    snapshot, manifest = (commit.snapshot, commit.manifest) if commit is not None else ({}, {})
-    times = [commit.at if commit is not None else 0.0, record.created_at if record is not None else 0.0]
-    if attempt is not None and attempt.record is not None:
-        times.append(attempt.record.started_at)
+    times = [record.created_at] if record is not None else []
     found: dict[str, Any] = {"state": RunState.NOT_BEGUN, "detail": "no attempt has begun"}
+    if commit is not None:
+        times.append(commit.at)
+        found |= {
+            "reports": commit.snapshot["current_report_index"],
+            "metrics": (latest_checkpoint(commit.snapshot) or {}).get("metrics") or {},
+            "checkpoints": len(commit.snapshot["checkpoint_results"]),
+            "size_bytes": sum(sum(files.values()) for files in commit.manifest.values()),
+            "last_commit_at": commit.at,
+        }
     if attempt is not None and attempt.ended is not None:
         detail = (attempt.ended.verdict or attempt.ended.message).strip().partition("\n")[0]
-        found = {"outcome": attempt.outcome, "state": _ENDS.get(attempt.outcome, RunState.FAILED), "detail": detail}
+        found |= {"outcome": attempt.outcome, "state": _ENDS.get(attempt.outcome, RunState.FAILED), "detail": detail}
         times.append(attempt.ended.at)
     elif attempt is not None:
         life, words, at = look_for_life(run, attempt)
-        found = {"life": life, "state": _STATES[life], "detail": words}
+        found |= {"life": life, "state": _STATES[life], "detail": words}
         times.append(at)
     if attempt is not None and attempt.is_pruner:
         found["state"] = RunState.DELETING
@@ -119,12 +125,7 @@ def summarize(run: RunDirectory) -> RunSummary | None:
         name=run.name,
         uri=run.uri,
         attempts=len(run.numbers),
-        reports=snapshot.get("current_report_index", 0),
-        metrics=(latest_checkpoint(snapshot) or {}).get("metrics") or {},
-        checkpoints=len(snapshot.get("checkpoint_results", [])),
-        size_bytes=sum(sum(files.values()) for files in manifest.values()),
-        last_commit_at=commit.at if commit is not None else None,
-        last_activity_at=max(times) or None,
+        last_activity_at=max(times, default=0.0) or None,
         **found,
     )
 
@@ -134,14 +135,13 @@ def describe(run: RunDirectory) -> RunDetails | None:
     if (summary := summarize(run)) is None:
         return None
     accounts, commit = add_up(read_history(run.store)), run.newest_commit
-    best = run.best_checkpoint(commit)
     return RunDetails(
         summary=summary,
         run=run.record,
         started_from=run.started_from,
         attempts=run.attempts,
         commit=commit,
-        best_checkpoint=best["checkpoint_dir_name"] if best else "",
+        best_checkpoint=run.best_checkpoint(commit),
         accounts=accounts.model_copy(update={"history": [], "last_metrics": {}}),
         goodput=accounts.time.goodput,
     )
@@ -155,32 +155,37 @@ def verify(run: RunDirectory) -> Verification | None:
         point, leftovers = run.resume_point, run.leftovers
     except AttemptFailedError as error:
         return Verification(name=run.name, uri=run.uri, resume=f"is refused: {error}")
-    found = {"checkpoint": loop_name(point.checkpoint), "commit": commit_label(point.base)}
-    resume = "starts from checkpoint {checkpoint} of commit {commit}" if point.commit else "begins from the beginning"
-    told = {"whole": not point.repairs, "resume": resume.format(**found), "repairs": point.repairs}
-    return Verification(name=run.name, uri=run.uri, leftovers=leftovers, **found, **told)
+    checkpoint, commit = loop_name(point.checkpoint), commit_label(point.base)
+    return Verification(
+        name=run.name,
+        uri=run.uri,
+        whole=not point.repairs,
+        resume=f"starts from checkpoint {checkpoint} of commit {commit}" if commit else "begins from the beginning",
+        checkpoint=checkpoint,
+        commit=commit,
+        repairs=point.repairs,
+        leftovers=leftovers,
+    )
 
 
 def make_result(store: RunStore, accounts: Accounts, storage_block: str = "", score: str = "") -> RunResult:
     """The result of a run from its newest whole commit and what its history adds up to, in a bounded size."""
     run = RunDirectory(store)
     point = run.look_back(whole=True)
-    snapshot = point.snapshot or {}
-    latest, best = latest_checkpoint(snapshot), run.best_checkpoint(point.commit)
-    results = snapshot.get("checkpoint_results", [])
+    latest, best = latest_checkpoint(point.snapshot), run.best_checkpoint(point.commit)
+    results = point.snapshot["checkpoint_results"] if point.snapshot else []
     kept = [BestCheckpoint(uri=f"{store.uri}/{one['checkpoint_dir_name']}", metrics=one["metrics"]) for one in results]
     left_out = accounts.reports - len(accounts.history)
     result = RunResult(
-        **accounts.model_dump(exclude={"attempts", "time"}),
+        **accounts.model_dump(exclude={"attempts"}),
         run_name=run.name,
         run_uri=store.uri,
         checkpoint_uri=f"{store.uri}/{latest['checkpoint_dir_name']}" if latest else "",
         metrics=latest["metrics"] if latest else accounts.last_metrics,
-        best_checkpoint_uri=f"{store.uri}/{best['checkpoint_dir_name']}" if best else "",
+        best_checkpoint_uri=f"{store.uri}/{best}" if best else "",
         best_checkpoints=kept,
         attempts=max(accounts.attempts, 1),
         goodput=accounts.time.goodput,
-        time=accounts.time,
         storage_block=storage_block,
         started_from=run.started_from,
         left_out={"history": left_out} if left_out else {},

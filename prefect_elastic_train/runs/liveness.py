@@ -130,11 +130,11 @@ def look_for_life(run: RunDirectory, attempt: Attempt) -> tuple[Life, str, float
     On the driver's own machine its process is looked up. Elsewhere its last sign of life is held against this machine's
     clock, which proves nothing if one of the two is wrong; :func:`is_alive` does.
     """
-    now = time.time()
+    now, record = time.time(), attempt.record
     beat = decode(Heartbeat, run.read(layout.HEARTBEAT))
     beats_at = beat.at if beat is not None and beat.attempt == attempt.number else 0.0
-    at = max(beats_at, attempt.record.started_at if attempt.record is not None else 0.0)
-    owner = attempt.record.owner if attempt.record is not None else Owner(flow_run_id="", host="an unknown machine")
+    at = max(beats_at, record.started_at if record is not None else 0.0)
+    owner = record.owner if record is not None else Owner(flow_run_id="", host="an unknown machine")
     if owner.host == host_id():
         lives = driver_process(owner) is not None
         words = f"process {owner.pid} on this machine" + ("" if lives else " is gone")

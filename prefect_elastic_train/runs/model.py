@@ -240,13 +240,13 @@ class RunDirectory:
         if newest is not None and self.commit(newest) is None:
             return {}
         point = self.resume_point
-        is_needed = _overlapping(snapshots.checkpoint_names(point.snapshot) if point.snapshot is not None else [])
+        is_needed = _overlapping(snapshots.checkpoint_names(point.snapshot))
         folders = [folder for folder in self._folders if not is_needed(folder)]
         if not folders:
             return {}
         commits = [commit for number in self.commits if (commit := self.commit(number)) is not None]
         if point.repairs:
-            broken = filter(None, [self.mirror, *(commit.snapshot for commit in commits)])
+            broken = [self.mirror, *(commit.snapshot for commit in commits)]
             is_needed = _overlapping(name for one in broken for name in snapshots.checkpoint_names(one))
         ours = {name for commit in commits for name in commit.manifest}
         return {
@@ -284,12 +284,13 @@ class RunDirectory:
         record = self.attempt_record(commit.attempt)
         return record.score_attribute if record is not None else ""
 
-    def best_checkpoint(self, commit: CommitRecord | None) -> dict[str, Any] | None:
-        """Return the result of the best checkpoint of a commit, Ray's last; None if no checkpoint has the score."""
+    def best_checkpoint(self, commit: CommitRecord | None) -> str:
+        """Return the folder of the best checkpoint of a commit, Ray's last; empty if no checkpoint has the score."""
         if commit is None:
-            return None
+            return ""
         best, attribute = commit.snapshot["checkpoint_results"][-1], self.score_attribute(commit)
-        return best if not attribute or score_of(best["metrics"] or {}, attribute) is not None else None
+        has_score = not attribute or score_of(best["metrics"] or {}, attribute) is not None
+        return str(best["checkpoint_dir_name"]) if has_score else ""
 
     def look_back(self, *, whole: bool) -> ResumePoint:
         """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files.
@@ -311,12 +312,12 @@ class RunDirectory:
             if commit is None:
                 repairs.append(f"commit {label} is torn and was passed over")
                 continue
-            names = [name for name in snapshots.checkpoint_names(commit.snapshot) if whole and name not in lost]
-            damage = {name: self.damage_of(name, commit.manifest.get(name, {})) for name in names}
-            damaged = [name for name in names if damage[name]]
-            repairs += [f"checkpoint {loop_name(name)} was dropped: {damage[name]}" for name in damaged]
-            dropped += damaged
-            lost.update(damaged)
+            for name in snapshots.checkpoint_names(commit.snapshot) if whole else []:
+                damage = "" if name in lost else self.damage_of(name, commit.manifest.get(name, {}))
+                if damage:
+                    repairs.append(f"checkpoint {loop_name(name)} was dropped: {damage}")
+                    dropped.append(name)
+                    lost.add(name)
             snapshot = snapshots.without_checkpoints(commit.snapshot, lost)
             if snapshot is not None:
                 manifest = {name: files for name, files in commit.manifest.items() if name not in lost}
@@ -346,16 +347,13 @@ class RunDirectory:
     def _check_nothing_is_given_up(self) -> None:
         """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
         left = self._folders
-        is_named = _overlapping(snapshots.checkpoint_names(self.mirror) if self.mirror is not None else [])
+        is_named = _overlapping(snapshots.checkpoint_names(self.mirror))
         # Traces of commits, which may be lost by now, since an attempt began anew. Ray's file is written after one.
         begun = [(one.number, one.record) for one in self.attempts if one.record is not None and one.record.confirmed]
         anew = max((number for number, record in begun if record.base is None), default=0)
-        events = (event for event in read_history(self.store) if isinstance(event, CheckpointCommitted))
-        has_committed = (
-            any(number >= anew for number, _ in self.commits)
-            or any(number > anew for number, _ in begun)
-            or any(event.attempt >= anew for event in events)
-        )
+        committed = [number for number, _ in self.commits]
+        committed += [event.attempt for event in read_history(self.store) if isinstance(event, CheckpointCommitted)]
+        has_committed = any(number >= anew for number in committed) or any(number > anew for number, _ in begun)
         if not has_committed and not any(map(is_named, left)):
             # Interrupted uploads, and folders that a person or the loop itself has made.
             left = [folder for folder in left if _RAYS_NAME.match(folder) and written_by(folder) is None]

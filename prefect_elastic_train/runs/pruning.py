@@ -57,7 +57,7 @@ def plan_run(run: RunDirectory, older_than_seconds: float | None = None) -> RunP
 
 def _plan(run: RunDirectory, older_than_seconds: float | None) -> RunPlan:
     summary, newest = summarize(run), run.newest_attempt
-    seen = RunPlan(run.name, newest.number if newest is not None else 0, next(run.lineage, None))
+    seen = RunPlan(run.name, max(run.numbers, default=0), next(run.lineage, None))
     if summary is None:
         return seen
     state, idle_seconds = summary.state, time.time() - (summary.last_activity_at or 0.0)

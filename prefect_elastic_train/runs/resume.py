@@ -49,7 +49,7 @@ def adopt_snapshot(store: RunStore) -> list[str]:
     """Make the state of a run that raw Ray Train has written the first commit; return in words what that is."""
     run = RunDirectory(store)
     snapshot = run.mirror
-    names = checkpoint_names(snapshot) if snapshot is not None else []
+    names = checkpoint_names(snapshot)
     missing = [name for name in names if not run.file_sizes(name)]
     usable = without_checkpoints(snapshot, missing) if snapshot is not None else None
     if usable is None:
@@ -108,11 +108,10 @@ def choose_source(storage: Storage, request: RunRequest) -> Source:
 def seed_from_source(storage: Storage, request: RunRequest, target: RunStore) -> list[str]:
     """Copy what a new run starts from into it, check and commit it, and return what the user should know."""
     record = decode(RunRecord, target.read(layout.RUN))
-    # A run that is taken over starts from what it was to start from.
-    resume_from = request.resume_from or (record.resume_from if record is not None else "")
-    if record is None or not resume_from:
+    if record is None or not record.resume_from:
         return []
-    source = choose_source(storage, replace(request, resume_from=resume_from))
+    # A run that is taken over starts from what it was to start from.
+    source = choose_source(storage, replace(request, resume_from=record.resume_from))
     chosen = f"{source.run}@{source.folder}" if source.run else ""
     folder = physical_name(f"from-{source.run}", attempt=0, report=time.time_ns())
     if chosen:
@@ -138,8 +137,8 @@ def note_completed(storage: Storage, name: str) -> None:
     if record is None:
         return
     pointers, pointer = _pointer(storage, record.creator, record.part)
-    known = decode(CompletedRuns, pointers.read(pointer))
-    runs = [record, *(one for one in (known.runs if known is not None else []) if one.name != name)]
+    known = decode(CompletedRuns, pointers.read(pointer)) or CompletedRuns()
+    runs = [record, *(one for one in known.runs if one.name != name)]
     runs.sort(key=lambda one: one.created_at, reverse=True)
     pointers.replace(pointer, encode(CompletedRuns(runs=runs[:_REMEMBERED])))
 
@@ -192,18 +191,19 @@ def _choose(storage: Storage, name: str, choice: str, completed: RunRecord | Non
     folders = [result["checkpoint_dir_name"] for result in results]
     notes = [f"of run {name!r}: {repair}" for repair in point.repairs]
     best, score = run.best_checkpoint(point.commit), run.score_attribute(point.commit)
-    alike = [folder for folder in folders if choice in (folder, loop_name(folder))]
-    if choice in ("best", "") and best is not None:
-        alike = [best["checkpoint_dir_name"]]
+    named = [folder for folder in folders if choice in (folder, loop_name(folder))]
+    if choice in ("best", "") and best:
+        folder = best
     elif choice in ("latest", ""):
-        alike = [point.checkpoint]
+        folder = point.checkpoint
         notes += [f"no checkpoint of run {name!r} has the score {score!r}: its newest one is used"] * (not choice)
-    elif choice == "best" and not alike:
+    elif named:
+        folder = max(named, key=age_of)
+    elif choice == "best":
         raise refusal(f"no checkpoint of run {name!r} has the score {score!r}; give {name}@latest for its newest one")
-    if not alike:
+    else:
         names = ", ".join(sorted(map(loop_name, folders)))
         raise refusal("; ".join([f"run {name!r} has no checkpoint {choice!r}, it has {names}", *point.repairs]))
-    folder = max(alike, key=age_of)
     metrics = results[folders.index(folder)]["metrics"] or {}
     return Source(name, folder, metrics, point.commit.manifest.get(folder, {}), notes)
 

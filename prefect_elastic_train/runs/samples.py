@@ -58,7 +58,7 @@ class _NotKnownError(Exception):
 def check_samples(run: RunDirectory) -> SampleCheck | None:
     """Recompute the order of a run's samples (0.3 µs each), and compare; None for a run without a checkpoint."""
     commit = run.newest_commit
-    folders = checkpoint_names(commit.snapshot) if commit is not None else []
+    folders = checkpoint_names(commit.snapshot if commit is not None else None)
     if not folders:
         return None
     found: dict[int, bool] = {}

@@ -6,6 +6,22 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+
+class _Result(BaseModel):
+    checkpoint_dir_name: str
+
+
+class _Snapshot(BaseModel):
+    """The parts of a snapshot that are read here."""
+
+    checkpoint_results: list[_Result]
+    checkpoint_report_indices: list[int]
+    current_report_index: int
+    latest_checkpoint_result: _Result | None = None
+
+
 _LISTS = (
     "validated_checkpoint_dir_names",
     "timed_out_validation_checkpoint_dir_names",
@@ -19,25 +35,22 @@ def parse_snapshot(data: bytes | str | None) -> dict[str, Any] | None:
         snapshot = json.loads(data or b"")
     except ValueError:
         return None
-    return snapshot if isinstance(snapshot, dict) and fits_together(snapshot) else None
+    return snapshot if fits_together(snapshot) else None
 
 
-def fits_together(snapshot: dict[str, Any]) -> bool:
-    """Whether a snapshot's parts fit together."""
-    results, indices = snapshot.get("checkpoint_results"), snapshot.get("checkpoint_report_indices")
-    if not isinstance(results, list) or not isinstance(indices, list) or len(results) != len(indices):
+def fits_together(snapshot: Any) -> bool:
+    """Return whether this is a snapshot whose parts fit together."""
+    try:
+        parts = _Snapshot.model_validate(snapshot, strict=True)
+    except ValidationError:
         return False
-    if not all(isinstance(index, int) for index in [*indices, snapshot.get("current_report_index")]):
-        return False
-    names = [result.get("checkpoint_dir_name") if isinstance(result, dict) else None for result in results]
-    latest = snapshot.get("latest_checkpoint_result")
-    is_known = latest is None or (isinstance(latest, dict) and latest.get("checkpoint_dir_name") in names)
-    return is_known and all(isinstance(name, str) for name in names)
+    latest, results = parts.latest_checkpoint_result, parts.checkpoint_results
+    return len(results) == len(parts.checkpoint_report_indices) and (latest is None or latest in results)
 
 
-def checkpoint_names(snapshot: dict[str, Any]) -> list[str]:
-    """Return the names of the checkpoint folders, in the order of their reports."""
-    return [result["checkpoint_dir_name"] for _, result in reported(snapshot)]
+def checkpoint_names(snapshot: dict[str, Any] | None) -> list[str]:
+    """Return the names of the checkpoint folders, in the order of their reports; none without a snapshot."""
+    return [result["checkpoint_dir_name"] for _, result in reported(snapshot)] if snapshot else []
 
 
 def reported(snapshot: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
@@ -56,24 +69,22 @@ def without_checkpoints(snapshot: dict[str, Any], dropped: Collection[str]) -> d
     """Return the snapshot without some checkpoints, None if none is left; the newest has the highest report index."""
     if not dropped:
         return snapshot
-    pairs = zip(snapshot["checkpoint_results"], snapshot["checkpoint_report_indices"], strict=True)
-    kept = [(result, index) for result, index in pairs if result["checkpoint_dir_name"] not in dropped]
-    if not kept:
+    names = set(checkpoint_names(snapshot)).difference(dropped)
+    if not names:
         return None
-    names = {result["checkpoint_dir_name"] for result, _ in kept}
-    validations = zip(
-        snapshot.get("pending_training_results", []), snapshot.get("pending_validation_specs", []), strict=False
-    )
-    pending = [(result, spec) for result, spec in validations if result.get("checkpoint_dir_name") in names]
-    return {
+
+    def kept(results: str, beside: str) -> dict[str, list[Any]]:
+        pairs = zip(snapshot.get(results, []), snapshot.get(beside, []), strict=False)
+        left = [pair for pair in pairs if pair[0].get("checkpoint_dir_name") in names]
+        return {results: [result for result, _ in left], beside: [other for _, other in left]}
+
+    usable = {
         **snapshot,
-        "checkpoint_results": [result for result, _ in kept],
-        "checkpoint_report_indices": [index for _, index in kept],
-        "latest_checkpoint_result": max(kept, key=lambda pair: pair[1])[0],
-        "pending_training_results": [result for result, _ in pending],
-        "pending_validation_specs": [spec for _, spec in pending],
+        **kept("checkpoint_results", "checkpoint_report_indices"),
+        **kept("pending_training_results", "pending_validation_specs"),
         **{field: [name for name in snapshot.get(field, []) if name in names] for field in _LISTS},
     }
+    return {**usable, "latest_checkpoint_result": reported(usable)[-1][1]}
 
 
 def seed_snapshot(checkpoint_name: str, metrics: dict[str, Any], ray_version: str) -> dict[str, Any]:

@@ -104,8 +104,11 @@ class ObjectRunStore(RunStore):
         key = self._key(folder)
         found = self._find(lambda files: files.find(key, detail=True)) or {}
         # Some programs mark a folder with an empty object of its name.
-        files = {path: entry for path, entry in found.items() if entry["type"] == "file" and entry["name"][-1] != "/"}
-        sizes = {_below(key, path): int(entry["size"] or 0) for path, entry in files.items()}
+        sizes = {
+            _below(key, path): int(entry["size"] or 0)
+            for path, entry in found.items()
+            if entry["type"] == "file" and entry["name"][-1] != "/"
+        }
         sizes.pop("", None)
         return sizes or None  # a store has no empty folders
 

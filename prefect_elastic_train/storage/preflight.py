@@ -50,8 +50,8 @@ class Probe:
 
     def folder(self) -> RunStore:
         """Return the folder of the trial."""
-        root = open_storage(self.settings, min(_RETRY_SECONDS, self.settings.retry_seconds))
-        return root.folder(f"{self.settings.root}/{PREFIX}{self.id}")
+        folder = f"{self.settings.root}/{PREFIX}{self.id}"
+        return open_storage(self.settings).folder(folder).impatient(_RETRY_SECONDS)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
 from prefect_elastic_train.core.outcomes import Outcome
 
-BASE = {"sequence": 7, "at": 1234.5, "attempt": 3}
+BASE = {"sequence": 7, "at": 1234.5, "attempt": 3, "step": 11}
 
 #: One event of each kind, every field of it other than by default.
 EVENTS: list[ev.Event] = [
@@ -38,6 +38,7 @@ EVENTS: list[ev.Event] = [
         possible_workers=1, min_workers=2, resources_per_worker={"GPU": 1.0}, missing="1 GPU", since=1200.5, **BASE
     ),
     ev.WorkerGroupStarted(world_size=4, checkpoint="a", ranks={"10.0.0.1:77": 0}, **BASE),
+    ev.FirstStep(world_size=4, **BASE),
     ev.WorkerGroupResized(old_size=2, new_size=4, reason="patience", waited_seconds=12.5, reports_lost=3, **BASE),
     *(
         kind(errors={"0": "T\n…\n: ü"}, also={"0": [1]}, retried=False, gives_up="no", reports_lost=3, left=1, **BASE)
@@ -53,7 +54,13 @@ EVENTS: list[ev.Event] = [
     ev.RunRecalled(report={"run_name": "mnist", "curves": {}}, **BASE),
     ev.ControllerAlive(doing="RUNNING", seconds=1.5, **BASE),
     ev.AttemptEnded(
-        outcome=Outcome.USER_ERROR, message="why", already_finished=True, final=True, result={"a": 1}, **BASE
+        outcome=Outcome.USER_ERROR,
+        message="why",
+        already_finished=True,
+        warning="w",
+        final=True,
+        result={"a": 1},
+        **BASE,
     ),
 ]
 

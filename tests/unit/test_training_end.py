@@ -17,6 +17,7 @@ from prefect.states import AwaitingRetry, Cancelling, Failed, Running
 
 from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome, TrainingTimeoutError
+from prefect_elastic_train.core.settings import FailureSettings
 from prefect_elastic_train.orchestration import flow_runs, task
 from prefect_elastic_train.orchestration import training as training_of
 from prefect_elastic_train.orchestration.publisher import Publisher
@@ -127,7 +128,7 @@ def test_a_driver_that_is_lost_is_followed_by_another_on_the_same_cluster_at_onc
 
     runtime.run_attempt, runtime.wait = run_attempt, waits.append
     training = _waiting(runtime)
-    training.restart_delay_seconds, training.driver_restarts, training._left = 40, 3, 3
+    training.failures, training._left = FailureSettings(driver_restart_delay_seconds=40, driver_restarts=3), 3
     _show(training, RunReport(run_name="mnist"))
     monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
 
@@ -156,7 +157,7 @@ def test_drivers_that_commit_nothing_in_a_row_are_given_up_whatever_the_task_sti
 
     runtime.run_attempt, runtime.wait = run_attempt, lambda seconds: None
     training = _waiting(runtime)
-    training.driver_restarts = 2
+    training.failures = FailureSettings(driver_restarts=2, forgive_after_seconds=0)
     _show(training, RunReport(run_name="mnist"))
     monkeypatch.setattr(training_of, "get_run_logger", lambda: logging.getLogger("run"))
     task = SimpleNamespace(task_run=SimpleNamespace(run_count=2), task=SimpleNamespace(retries=1000))
