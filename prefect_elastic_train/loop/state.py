@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,18 +19,15 @@ class StateMismatchError(ValueError):
     @classmethod
     def check(cls, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
         """Compare the names and shapes that a loop has and those that a checkpoint has."""
-        lacking = {"in the checkpoint is no": here.keys() - there.keys(), "here is no": there.keys() - here.keys()}
-        found = [f"{what} {_some(sorted(names))}" for what, names in lacking.items() if names]
-        common = sorted(here.keys() & there.keys())
-        if other := [f"{name} {there[name]} and {here[name]} here" for name in common if here[name] != there[name]]:
-            found.append(f"in the checkpoint of another shape are {_some(other)}")
+        problems = {"in the checkpoint is no": here.keys() - there.keys(), "here is no": there.keys() - here.keys()}
+        changed = [name for name in here.keys() & there.keys() if here[name] != there[name]]
+        problems["in the checkpoint of another shape are"] = {
+            f"{name} {there[name]} and {here[name]} here" for name in changed
+        }
+        found = [f"{what} {shorten(', '.join(sorted(names)), 500)}" for what, names in problems.items() if names]
         if found:
             then = "Train under a new run_name, or give the state what the checkpoint has"
             raise cls(f"{'; '.join(found)}. Is it the checkpoint of another version of the model? {then}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 class State(Protocol):

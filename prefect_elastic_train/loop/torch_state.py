@@ -6,7 +6,6 @@ Uses ``_state_dict_stager`` and ``_nested_dict`` of ``torch.distributed.checkpoi
 from __future__ import annotations
 
 import warnings
-from bisect import bisect
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -93,14 +92,13 @@ class TorchState(State):
         self.prepare()
         for optimizer in self._optimizers.values():
             optimizer.zero_grad()  # with gradients torch would not make the state that is read into
-        current, saved = self._current(), dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-        there = {name: one for name, one in saved.items() if not only_these or name.partition(".")[0] in current}
-        keys = sorted(there)
+        current, metadata = self._current(), dcp.FileSystemReader(directory).read_metadata()
+        saved = metadata.state_dict_metadata.items()
+        there = {name: one for name, one in saved if not only_these or name.partition(".")[0] in current}
+        begun = {path[:3] for path in metadata.planner_data.values()}
         for name in self._module_of:  # a parameter that has had no gradient yet has no state
-            begins = {of: f"{name}.state.{of}." for of in current[name]["state"]}
-            places = {of: bisect(keys, begin) for of, begin in begins.items()}
-            kept = [of for of, at in places.items() if "".join(keys[at : at + 1]).startswith(begins[of])]
-            current[name]["state"] = {of: current[name]["state"][of] for of in kept}
+            states = current[name]["state"].items()
+            current[name]["state"] = {of: state for of, state in states if (name, "state", of) in begun}
         StateMismatchError.check(_shapes(flatten_state_dict(current)[0]), _shapes(there))
         dcp.load(current, checkpoint_id=directory, process_group=self._group, no_dist=self._group is None)
         for name, module in self._modules.items():

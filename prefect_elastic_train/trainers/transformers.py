@@ -26,7 +26,7 @@ _STATE, _BEST = "trainer_state.json", "best"
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 
 
-class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
+class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):  # type: ignore[misc]
     """``transformers.Trainer`` with a session: ``SessionTrainer(..., global_batch=256).train()``.
 
     Its checkpoints are those of ``transformers.Trainer``, with the best model in the folder ``best``, so that
@@ -55,14 +55,15 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         args = args or transformers.TrainingArguments("tmp_trainer")
-        self._share, self._micro_batch = math.ceil(global_batch / args.world_size), args.per_device_train_batch_size
-        args.gradient_accumulation_steps = math.ceil(self._share / self._micro_batch)
+        self._micro_batch = args.per_device_train_batch_size
+        args.gradient_accumulation_steps = math.ceil(math.ceil(global_batch / args.world_size) / self._micro_batch)
         args.average_tokens_across_devices = True
         super().__init__(model, args, *more, **options)
         self._global_batch, self._session_options = global_batch, session or {}
-        self._weights, self._reported, self._own = deque[float](), dict[str, Any](), dict[str, Any]()
+        self._weights, self._reported = deque[float](), dict[str, Any]()
+        self._own: dict[str, Any] = {"stopped": False, "sums": {}, "callbacks": []}
         self._resumed: ScratchFolder | None = None
-        self.add_callback(_Reports(self))
+        self.add_callback(self)
 
     def get_train_dataloader(self) -> Any:
         """Return what loads the samples of each step."""
@@ -103,6 +104,11 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
             if self.session.is_last_part:  # the trainer asks for the next batches after evaluation and callbacks
                 self._end_step()
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Report with the step what the trainer logs."""
+        super().log(logs, start_time)
+        self._reported.update(logs)
+
     def _end_step(self) -> None:
         metrics, self._reported = self._reported, {}
         self.session.step(metrics)
@@ -121,11 +127,11 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
         return loss
 
     def _run_epoch(self, **more: Any) -> None:
-        if not self._own.get("stopped"):  # before a restart
+        if not self._own["stopped"]:  # before a restart
             super()._run_epoch(**more)
 
     def _finalize_training(self, *args: Any) -> Any:
-        if not self._own.get("stopped"):
+        if not self._own["stopped"]:
             self._end_step()
             self.session.__exit__(None)
         return super()._finalize_training(*args)
@@ -187,12 +193,12 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
             state.best_model_checkpoint = str(folder)
             state.save_to_json(str(Path(self._resumed.path, _STATE)))
 
-    def _resume(self) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Restore what the trainer has not, before its first step."""
-        self.__dict__.update(self._own.get("sums", {}))
-        for callback, attributes in zip(self._exportable(), self._own.get("callbacks", ()), strict=False):
+        vars(self).update(self._own["sums"])
+        for callback, attributes in zip(self._exportable(), self._own["callbacks"], strict=False):
             vars(callback).update(attributes)
-        self.control.should_training_stop = self._own.get("stopped", False)
+        control.should_training_stop = self._own["stopped"]
         if self._resumed:
             self._resumed.remove()
 
@@ -214,16 +220,3 @@ class _Loader(torch.utils.data.IterableDataset):  # type: ignore[misc]
         skipped = trainer.session.done % trainer._order.steps_per_epoch if trainer._resumed else 0
         trainer._resumed = None
         return chain([None] * (skipped * trainer.args.gradient_accumulation_steps), trainer._batches)
-
-
-class _Reports(transformers.TrainerCallback):  # type: ignore[misc]
-    """Collects what is reported with the step."""
-
-    def __init__(self, trainer: SessionTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._trainer._resume()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        self._trainer._reported.update(logs or {})
