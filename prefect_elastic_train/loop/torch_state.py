@@ -43,8 +43,10 @@ class TorchState(State):
     def __init__(self, **parts: Any) -> None:
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                what = f"TorchState({name}=...): a {type(part).__name__} has no state_dict() and load_state_dict()"
-                raise ValueError(f"{what}; give modules, optimizers, schedulers and the like")
+                raise ValueError(
+                    f"TorchState({name}=...): a {type(part).__name__} has no state_dict() and load_state_dict(); "
+                    "give modules, optimizers, schedulers and the like"
+                )
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
         self._optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
         self._others = {name: part for name, part in parts.items() if name not in self._modules | self._optimizers}
@@ -62,8 +64,10 @@ class TorchState(State):
         for module in self._modules.values():
             if wanted <= {id(one) for one in module.parameters()}:
                 return module
-        given = f"the optimizer's parameters are of none of the modules given ({', '.join(self._modules) or 'none'})"
-        raise ValueError(f"TorchState({name}=...): {given}; give the module that it optimizes too")
+        raise ValueError(
+            f"TorchState({name}=...): the optimizer's parameters are of none of the modules given "
+            f"({', '.join(self._modules) or 'none'}); give the module that it optimizes too"
+        )
 
     def prepare(self) -> None:
         """Make what writing in the background needs; on all ranks at the same time."""
@@ -78,8 +82,15 @@ class TorchState(State):
         writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
         staged = self._stager.stage(self._current(to_save=True))
         # What is the same on all ranks is that of the first, also where it is not quite the same.
-        whole = {"planner": dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True), "no_dist": self._group is None}
-        return partial(dcp.save, staged, storage_writer=writer, process_group=self._group, **whole)
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        return partial(
+            dcp.save,
+            staged,
+            storage_writer=writer,
+            planner=planner,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
 
     def read(self, directory: str | Path, only_these: bool = False) -> None:
         """Put a state back that was written by all ranks of a worker group, of any size.

@@ -66,8 +66,8 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
 
     @property
     def _order(self) -> SampleOrder:
-        given = {name: self._loader[name] for name in ("shuffle", "drop_last") if name in self._loader}
-        return SampleOrder(length_of(self._dataset), self._global_batch, **given)
+        drop_last = self._loader.get("drop_last", False)
+        return SampleOrder(length_of(self._dataset), self._global_batch, drop_last=drop_last)
 
     def __len__(self) -> int:
         order = self._order

@@ -6,7 +6,6 @@ import math
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
     Its checkpoints are those of ``transformers.Trainer``, with the best model in the folder ``best``, so that
     ``load_best_model_at_end`` loads it on all ranks. Saved and restored are model, optimizer, schedule, scaler,
     ``TrainerState``, the sums of what is logged next, random states and the state of callbacks that are
-    ``ExportableState``. What is logged and evaluated is reported. ``output_dir`` holds the best model only.
+    ``ExportableState``. What is logged and evaluated is reported. ``output_dir`` holds the best model
+    only, in the folder ``best``.
 
     Args:
         global_batch: Samples of an optimizer step, over all workers. ``gradient_accumulation_steps`` follows from it
@@ -63,11 +63,16 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         self._weights, self._reported = deque[float](), dict[str, Any]()
         self._own: dict[str, Any] = {"stopped": False, "sums": {}, "callbacks": []}
         self._resumed: ScratchFolder | None = None
+        self._best = Path(self.args.output_dir, _BEST)
         self.add_callback(self)
 
     def get_train_dataloader(self) -> Any:
-        """Return what loads the samples of each step."""
+        """Return what has the number of batches of an epoch."""
         return _Loader(self)
+
+    def get_batch_samples(self, epoch_iterator: Any, *more: Any) -> Any:
+        """Load the batches of the next step, those of the session."""
+        return super().get_batch_samples(self._batches, *more)
 
     @property
     def weight(self) -> float:
@@ -85,8 +90,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         steps = self.args.max_steps
         if steps <= 0:
             steps = math.ceil(self.args.num_train_epochs * self._order.steps_per_epoch)
-        plan = {"steps": steps, "global_batch": self._global_batch, "seed": seed, **self._session_options}
-        self.session = Session(self, **plan)
+        self.session = Session(self, steps=steps, global_batch=self._global_batch, seed=seed, **self._session_options)
         if self.session.end - steps == self.session.done:  # what a run starts from may have ended
             self._own["stopped"] = False
         self._random, self._batches = random_state(), self._steps()
@@ -95,10 +99,15 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
 
     def _steps(self) -> Iterator[Any]:
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
-        plan = {"drop_last": self._order.drop_last, "micro_batch": self._micro_batch, "collate_fn": collate}
         restore_random_state(self._random)  # after all that comes before the first batch
-        for batch in self.session.batches(self.train_dataset, **plan, **options):
+        for batch in self.session.batches(
+            self.train_dataset,
+            drop_last=self._order.drop_last,
+            micro_batch=self._micro_batch,
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        ):
             self._weights.append(self.session.weight)
             yield batch
             if self.session.is_last_part:  # the trainer asks for the next batches after evaluation and callbacks
@@ -138,17 +147,10 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Keep the model if it is the best so far; the session saves all else when it is time."""
-        if self.state.best_global_step != self.state.global_step:
-            return
-        before, folder = self.state.best_model_checkpoint, self._best_folder(self.state.best_global_step)
-        self.save_model(str(folder), _internal_call=True)
-        folder.mkdir(parents=True, exist_ok=True)  # on the other ranks, that all know of it
-        self.state.best_model_checkpoint = str(folder)
-        if self.args.should_save and before and before != str(folder):
-            shutil.rmtree(before, ignore_errors=True)
-
-    def _best_folder(self, step: Any) -> Path:
-        return Path(self.args.output_dir, f"checkpoint-{step}")
+        if self.state.best_global_step == self.state.global_step:
+            self.save_model(str(self._best), _internal_call=True)
+            self._best.mkdir(parents=True, exist_ok=True)  # on the other ranks, that all know of it
+            self.state.best_model_checkpoint = str(self._best)
 
     def _load_best_model(self) -> None:
         """Load the best model, on rank 0, and give it to the others, which may be on other nodes."""
@@ -186,16 +188,15 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         shutil.copytree(directory, self._resumed.path, dirs_exist_ok=True)
         state = TrainerState.load_from_json(str(Path(directory, _STATE)))
         if state.best_model_checkpoint:
-            folder = self._best_folder(state.best_global_step)
-            folder.mkdir(parents=True, exist_ok=True)
+            self._best.mkdir(parents=True, exist_ok=True)
             if rank == 0:
-                shutil.copytree(Path(directory, _BEST), folder, dirs_exist_ok=True)
-            state.best_model_checkpoint = str(folder)
+                shutil.copytree(Path(directory, _BEST), self._best, dirs_exist_ok=True)
+            state.best_model_checkpoint = str(self._best)
             state.save_to_json(str(Path(self._resumed.path, _STATE)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Restore what the trainer has not, before its first step."""
-        vars(self).update(self._own["sums"])
+        self.__dict__.update(self._own["sums"])
         for callback, attributes in zip(self._exportable(), self._own["callbacks"], strict=False):
             vars(callback).update(attributes)
         control.should_training_stop = self._own["stopped"]
@@ -204,7 +205,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
 
 
 class _Loader(torch.utils.data.IterableDataset):  # type: ignore[misc]
-    """What the trainer asks for batches; those that it skips at a restart were not loaded."""
+    """The length of an epoch, as the trainer asks for it; it loads nothing, so nothing is skipped at a restart."""
 
     batch_size, drop_last, prefetch_factor = None, False, None  # as of a DataLoader
 
@@ -216,7 +217,4 @@ class _Loader(torch.utils.data.IterableDataset):  # type: ignore[misc]
         return len(StepBatches(order, range(order.steps_per_epoch), 0, world_size, self._trainer._micro_batch))
 
     def __iter__(self) -> Iterator[Any]:
-        trainer = self._trainer
-        skipped = trainer.session.done % trainer._order.steps_per_epoch if trainer._resumed else 0
-        trainer._resumed = None
-        return chain([None] * (skipped * trainer.args.gradient_accumulation_steps), trainer._batches)
+        return iter(())
