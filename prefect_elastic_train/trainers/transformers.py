@@ -67,8 +67,10 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         self.add_callback(self)
 
     def get_train_dataloader(self) -> Any:
-        """Return what has the number of batches of an epoch."""
-        return _Loader(self)
+        """Return what has the length of an epoch; the batches are the session's."""
+        epoch = range(self._order.steps_per_epoch)
+        batches = StepBatches(self._order, epoch, 0, self.args.world_size, self._micro_batch)
+        return torch.utils.data.DataLoader(range(len(batches)), generator=torch.Generator())
 
     def get_batch_samples(self, epoch_iterator: Any, *more: Any) -> Any:
         """Load the batches of the next step, those of the session."""
@@ -202,19 +204,3 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         control.should_training_stop = self._own["stopped"]
         if self._resumed:
             self._resumed.remove()
-
-
-class _Loader(torch.utils.data.IterableDataset):  # type: ignore[misc]
-    """The length of an epoch, as the trainer asks for it; it loads nothing, so nothing is skipped at a restart."""
-
-    batch_size, drop_last, prefetch_factor = None, False, None  # as of a DataLoader
-
-    def __init__(self, trainer: SessionTrainer) -> None:
-        self.dataset, self._trainer = self, trainer
-
-    def __len__(self) -> int:
-        order, world_size = self._trainer._order, self._trainer.args.world_size
-        return len(StepBatches(order, range(order.steps_per_epoch), 0, world_size, self._trainer._micro_batch))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
