@@ -17,9 +17,25 @@ if TYPE_CHECKING:
     from prefect_elastic_train.loop.torch_state import TorchState
     from prefect_elastic_train.loop.training_session import LoopError, Session, read_about, session
 
-__all__ = ["ArrayState", "Cadence", "JaxState", "LoopError", "Mixture", "RunContext", "SampleOrder", "Session"]
-__all__ += ["StateMismatchError", "StepBatches", "TorchState", "permute", "read_about", "resize_requested"]
-__all__ += ["run_context", "session", "use_run_context"]
+__all__ = [
+    "ArrayState",
+    "Cadence",
+    "JaxState",
+    "LoopError",
+    "Mixture",
+    "RunContext",
+    "SampleOrder",
+    "Session",
+    "StateMismatchError",
+    "StepBatches",
+    "TorchState",
+    "permute",
+    "read_about",
+    "resize_requested",
+    "run_context",
+    "session",
+    "use_run_context",
+]
 
 #: Where the others are; torch and JAX are imported for their states only, numpy when one of the others is used.
 _MODULES = ("order", "batches", "cadence", "state", "training_session")

@@ -55,8 +55,10 @@ def length_of(dataset: Any) -> int:
         )
     is_labelled = kind == "Subset" and hasattr(dataset.dataset, "iloc")  # torch indexes that with []
     if is_labelled or hasattr(dataset, "nnz") or isinstance(dataset, Mapping | str):
-        what = f"the samples of {kind} are not read by position"
-        raise TypeError(f"{what}: give an array of them (such as .to_numpy() or .toarray() returns) or a list")
+        raise TypeError(
+            f"the samples of {kind} are not read by position: "
+            "give an array of them (such as .to_numpy() or .toarray() returns) or a list"
+        )
     return len(dataset)
 
 
@@ -69,11 +71,14 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
         seeds = np.random.SeedSequence([sampler.order.seed % 2**64, sampler.steps.start, sampler.rank])
         options = {"generator": torch.Generator().manual_seed(int(seeds.generate_state(1)[0])), **options}
         indexed = _Indexed(dataset, options.pop("collate_fn", None) or torch.utils.data.default_collate)
-        own = {"batch_sampler": sampler, "collate_fn": indexed.collate, "in_order": True}
-        yield from torch.utils.data.DataLoader(indexed, **own, **options)
+        yield from torch.utils.data.DataLoader(
+            indexed, batch_sampler=sampler, collate_fn=indexed.collate, in_order=True, **options
+        )
     elif options:
-        what = f"batches({type(dataset).__name__}, {next(iter(options))}=...)"
-        raise TypeError(f"{what}: options are those of torch's DataLoader; import torch to use them")
+        raise TypeError(
+            f"batches({type(dataset).__name__}, {next(iter(options))}=...): "
+            "options are those of torch's DataLoader; import torch to use them"
+        )
     else:
         for samples in sampler.arrays():
             yield samples, _read(dataset, samples)

@@ -77,7 +77,8 @@ class Cadence:
         """Note that a save was made, and for how many seconds it has kept the loop from its steps."""
         self.blocked, self._saved_at, self._asked_at = blocked, self.clock(), self.clock()
         self._gap_before, self._gap = self._gap, 0.0
-        self.ends_at = 0.0 if self._is_last else self.ends_at
+        if self._is_last:
+            self.ends_at = 0.0
 
     def interval(self) -> float:
         """Return the seconds from one save to the next; infinity if steps are counted."""

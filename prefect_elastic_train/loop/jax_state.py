@@ -72,8 +72,10 @@ class JaxState(ArrayState):
         for name, leaf in leaves.items():
             is_number = isinstance(leaf, jax.Array | np.generic | int | float | complex)
             if not (is_number or type(leaf) is np.ndarray) or not np.size(leaf):
-                what = f"JaxState: {'.'.join(name)} is {leaf!r:.40} ({type(leaf).__name__})"
-                raise ValueError(f"{what}; give numbers, keys and arrays with elements")
+                raise ValueError(
+                    f"JaxState: {'.'.join(name)} is {leaf!r:.40} ({type(leaf).__name__}); "
+                    "give numbers, keys and arrays with elements"
+                )
         return {name: _data(leaf) for name, leaf in leaves.items()}
 
     def _leaves(self) -> dict[tuple[str, ...], Any]:

@@ -24,7 +24,8 @@ def missing_parts(names: Iterable[str]) -> str:
 
     A checkpoint without any is not one of a session, and lacks none.
     """
-    present = [match for match in map(_RANK_FILE.fullmatch, names) if match is not None]
-    expected = {rank_file("", rank, int(match[2])).name for match in present for rank in range(int(match[2]))}
-    missing = sorted(expected - {match[0] for match in present})
+    files = set(names)
+    sizes = {int(match[2]) for match in map(_RANK_FILE.fullmatch, files) if match is not None}
+    expected = {rank_file("", rank, size).name for size in sizes for rank in range(size)}
+    missing = sorted(expected - files)
     return f"{len(missing)} of {len(expected)} ranks did not store their part, first {missing[0]}" if missing else ""

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,18 +19,17 @@ class StateMismatchError(ValueError):
     @classmethod
     def check(cls, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
         """Compare the names and shapes that a loop has and those that a checkpoint has."""
-        lacking = {"in the checkpoint is no": here.keys() - there.keys(), "here is no": there.keys() - here.keys()}
-        found = [f"{what} {_some(sorted(names))}" for what, names in lacking.items() if names]
-        common = sorted(here.keys() & there.keys())
-        if other := [f"{name} {there[name]} and {here[name]} here" for name in common if here[name] != there[name]]:
-            found.append(f"in the checkpoint of another shape are {_some(other)}")
+        problems = {"in the checkpoint is no": here.keys() - there.keys(), "here is no": there.keys() - here.keys()}
+        changed = [name for name in here.keys() & there.keys() if here[name] != there[name]]
+        problems["in the checkpoint of another shape are"] = {
+            f"{name} {there[name]} and {here[name]} here" for name in changed
+        }
+        found = [f"{what} {shorten(', '.join(sorted(names)), 500)}" for what, names in problems.items() if names]
         if found:
-            then = "Train under a new run_name, or give the state what the checkpoint has"
-            raise cls(f"{'; '.join(found)}. Is it the checkpoint of another version of the model? {then}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            raise cls(
+                f"{'; '.join(found)}. Is it the checkpoint of another version of the model? "
+                "Train under a new run_name, or give the state what the checkpoint has"
+            )
 
 
 class State(Protocol):
@@ -87,7 +87,7 @@ def seed_everything(*key: int) -> None:
 
 
 class ArrayState(State):
-    """The state of a loop of numpy: arrays, masked arrays, numbers, texts and tensors, the same on all ranks.
+    """The state of a loop of numpy: arrays, numbers, texts and tensors, the same on all ranks.
 
     Each is an attribute that the loop reads and sets: ``ArrayState(weights=np.zeros(3))`` has ``weights``. It is
     restored with the values and the dtype that were saved, a tensor in place.
@@ -120,9 +120,11 @@ class ArrayState(State):
             try:
                 copies[name] = _copy(part)
             except (TypeError, ValueError) as error:
-                what = f"{type(self).__name__}({name}={type(part).__name__}) would not be restored exactly: {error}"
-                others = "modules and optimizers belong into a TorchState, and arrays of JAX into a JaxState"
-                raise ValueError(f"{what}. Give arrays of numpy and numbers, each of its own; {others}") from None
+                raise ValueError(
+                    f"{type(self).__name__}({name}={type(part).__name__}) would not be restored exactly: {error}. "
+                    "Give arrays of numpy and numbers, each of its own; modules and optimizers belong into a "
+                    "TorchState, and arrays of JAX into a JaxState"
+                ) from None
         return copies
 
     def read(self, directory: str | Path, only_these: bool = False) -> None:
@@ -137,7 +139,7 @@ class ArrayState(State):
 def _copy(part: Any) -> Any:
     """Return a copy as an array; a TypeError or ValueError if the part cannot be made of that again."""
     part = part.detach().cpu().numpy() if hasattr(part, "detach") else part
-    copy = part.toflex() if isinstance(part, np.ma.MaskedArray) else np.array(part)
+    copy = np.array(part)
     is_foreign = copy.dtype.hasobject or copy.dtype.isbuiltin == 2  # registered by another library, such as bfloat16
     if is_foreign or type(restored(part, copy)) is not type(part):
         raise TypeError(f"numpy keeps it as an array of {copy.dtype}")
@@ -149,9 +151,6 @@ def restored(part: Any, saved: Any) -> Any:
     if hasattr(part, "detach"):
         part.data = sys.modules["torch"].as_tensor(saved, device=part.device)
         return part
-    if saved.dtype.names == ("_data", "_mask"):
-        fill_value = getattr(part, "fill_value", None)
-        return np.ma.MaskedArray(saved["_data"], saved["_mask"], copy=True, fill_value=fill_value)
     if isinstance(part, np.ndarray):
         return saved
     return saved[()] if isinstance(part, np.generic) else saved.item()

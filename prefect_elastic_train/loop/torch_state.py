@@ -6,7 +6,6 @@ Uses ``_state_dict_stager`` and ``_nested_dict`` of ``torch.distributed.checkpoi
 from __future__ import annotations
 
 import warnings
-from bisect import bisect
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -44,8 +43,10 @@ class TorchState(State):
     def __init__(self, **parts: Any) -> None:
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                what = f"TorchState({name}=...): a {type(part).__name__} has no state_dict() and load_state_dict()"
-                raise ValueError(f"{what}; give modules, optimizers, schedulers and the like")
+                raise ValueError(
+                    f"TorchState({name}=...): a {type(part).__name__} has no state_dict() and load_state_dict(); "
+                    "give modules, optimizers, schedulers and the like"
+                )
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
         self._optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
         self._others = {name: part for name, part in parts.items() if name not in self._modules | self._optimizers}
@@ -63,8 +64,10 @@ class TorchState(State):
         for module in self._modules.values():
             if wanted <= {id(one) for one in module.parameters()}:
                 return module
-        given = f"the optimizer's parameters are of none of the modules given ({', '.join(self._modules) or 'none'})"
-        raise ValueError(f"TorchState({name}=...): {given}; give the module that it optimizes too")
+        raise ValueError(
+            f"TorchState({name}=...): the optimizer's parameters are of none of the modules given "
+            f"({', '.join(self._modules) or 'none'}); give the module that it optimizes too"
+        )
 
     def prepare(self) -> None:
         """Make what writing in the background needs; on all ranks at the same time."""
@@ -79,8 +82,15 @@ class TorchState(State):
         writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
         staged = self._stager.stage(self._current(to_save=True))
         # What is the same on all ranks is that of the first, also where it is not quite the same.
-        whole = {"planner": dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True), "no_dist": self._group is None}
-        return partial(dcp.save, staged, storage_writer=writer, process_group=self._group, **whole)
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        return partial(
+            dcp.save,
+            staged,
+            storage_writer=writer,
+            planner=planner,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
 
     def read(self, directory: str | Path, only_these: bool = False) -> None:
         """Put a state back that was written by all ranks of a worker group, of any size.
@@ -93,14 +103,13 @@ class TorchState(State):
         self.prepare()
         for optimizer in self._optimizers.values():
             optimizer.zero_grad()  # with gradients torch would not make the state that is read into
-        current, saved = self._current(), dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-        there = {name: one for name, one in saved.items() if not only_these or name.partition(".")[0] in current}
-        keys = sorted(there)
+        current, metadata = self._current(), dcp.FileSystemReader(directory).read_metadata()
+        saved = metadata.state_dict_metadata.items()
+        there = {name: one for name, one in saved if not only_these or name.partition(".")[0] in current}
+        begun = {path[:3] for path in metadata.planner_data.values()}
         for name in self._module_of:  # a parameter that has had no gradient yet has no state
-            begins = {of: f"{name}.state.{of}." for of in current[name]["state"]}
-            places = {of: bisect(keys, begin) for of, begin in begins.items()}
-            kept = [of for of, at in places.items() if "".join(keys[at : at + 1]).startswith(begins[of])]
-            current[name]["state"] = {of: current[name]["state"][of] for of in kept}
+            states = current[name]["state"].items()
+            current[name]["state"] = {of: state for of, state in states if (name, "state", of) in begun}
         StateMismatchError.check(_shapes(flatten_state_dict(current)[0]), _shapes(there))
         dcp.load(current, checkpoint_id=directory, process_group=self._group, no_dist=self._group is None)
         for name, module in self._modules.items():

@@ -48,8 +48,10 @@ def read_about(directory: str | Path) -> dict[str, Any]:
     about: dict[str, Any] = json.loads(file.read_text())
     for rank in range(about["world_size"]):
         if not (part := rank_file(directory, rank, about["world_size"])).exists():
-            found = f"the checkpoint {directory} is incomplete, or of an earlier version of this package"
-            raise LoopError(f"{found}: it has no {part.name}. Start from another one, or train under a new run_name")
+            raise LoopError(
+                f"the checkpoint {directory} is incomplete, or of an earlier version of this package: "
+                f"it has no {part.name}. Start from another one, or train under a new run_name"
+            )
     return about
 
 
@@ -109,36 +111,44 @@ class Session(AbstractContextManager["Session"]):
         mesh: Any = None,
     ) -> None:
         global current
-        context, known = train_context(), run.current
-        of_run = (known.failures, known.trained_seconds, known.ends_at) if known is not None else ()
-        self.cadence = Cadence(save_every, save_within, *of_run)
-        self._ray: Any = import_module("ray.train") if context is not None else None
-        self.rank = context.get_world_rank() if context is not None else 0
-        self.world_size = context.get_world_size() if context is not None else 1
+        context, experiment = train_context(), ""
+        self._ray: Any = None
+        self.rank = 0
+        self.world_size = 1
+        if context is not None:
+            self._ray = import_module("ray.train")
+            self.rank = context.get_world_rank()
+            self.world_size = context.get_world_size()
+            experiment = context.get_experiment_name()
+        known = run.current or run.RunContext(experiment, experiment, 1, "", "")  # under plain Ray Train, and outside
+        self.cadence = Cadence(save_every, save_within, known.failures, known.trained_seconds, known.ends_at)
         for name, value in (("steps", steps), ("global_batch", global_batch)):
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a whole number from 1 on")
         if isinstance(means, str):
             raise ValueError(f"means={means!r}: must be a collection of names, such as means=[{means!r}]")
         if self._ray is not None and current is not None and current._ray is not None:
-            more = "give one session the steps of all phases, and choose the phase by session.done"
-            raise LoopError(f"this loop has had a session, and its checkpoints have one position: {more}")
+            raise LoopError(
+                "this loop has had a session, and its checkpoints have one position: "
+                "give one session the steps of all phases, and choose the phase by session.done"
+            )
         data_ranks = [*range(self.world_size)] if mesh is None else mesh.mesh.flatten().tolist()
         #: Number of this rank's share of the data, and how many there are; and whether it counts the share's samples.
         self._share = self.rank if mesh is None else data_ranks.index(mesh.get_rank()), len(data_ranks)
         self._counts = 0 in data_ranks
         if global_batch < len(data_ranks):
-            what = f"global_batch={global_batch} is below the {len(data_ranks)} workers, each of which needs a sample"
-            raise ValueError(f"{what} of every step. Make it larger, or train with max_workers={global_batch}")
+            raise ValueError(
+                f"global_batch={global_batch} is below the {len(data_ranks)} workers, each of which needs a sample"
+                f" of every step. Make it larger, or train with max_workers={global_batch}"
+            )
         self._state, self._seed, self._global_batch = state, int(seed), int(global_batch)
         self._order: SampleOrder | None = None
-        of = known.run_id if known is not None else context.get_experiment_name() if context is not None else ""
-        self._about: dict[str, Any] = {"run": of, "began_at": 0, "seen": 0}  # said in checkpoints
+        self._about: dict[str, Any] = {"run": known.run_id, "began_at": 0, "seen": 0}  # said in checkpoints
         self.done, self.weight, self.samples, self.is_last_part = 0, 1.0, np.zeros(0, dtype=np.int64), True
         self._ledger, self._taken, self._writing = Ledger(), list[Indices](), threading.Lock()
         #: Sum and number of each metric since the last report, 0 for what is no number; and the metrics of that report.
         self._metrics, self._reported = dict[str, tuple[Any, int]](), dict[str, Any]()
-        self._score = known.score_attribute if known is not None else ""
+        self._score = known.score_attribute
         self._score_names = {self._score, self._score.partition("/")[0]} - {""}  # Ray flattens nested metrics
         self._means, self._save_scored = frozenset(means) - self._score_names, save_scored
         self._scored_at = self._reported_at = 0  # the steps of the last score and report
@@ -184,17 +194,21 @@ class Session(AbstractContextManager["Session"]):
             loader: Options of ``torch.utils.data.DataLoader``, such as ``num_workers``, for a torch dataset.
         """
         order = SampleOrder(length_of(dataset), self._global_batch, self._seed, shuffle, drop_last)
-        before = SampleOrder(**self._about.get("order", asdict(order)))
+        before = SampleOrder(**self._about.setdefault("order", asdict(order)))
         if before != order:
-            changed = f"the checkpoint was written with {before}, and this is {order}"
-            raise LoopError(f"{changed}: which samples were seen cannot be told. Give the same, or begin another run")
+            raise LoopError(
+                f"the checkpoint was written with {before}, and this is {order}: "
+                "which samples were seen cannot be told. Give the same, or begin another run"
+            )
         self._close_step()
-        self._order, self._about["order"], self._taken = order, asdict(order), []
+        self._order, self._taken = order, []
         sampler = StepBatches(order, range(self.done, self.end), *self._share, micro_batch)
         for (step, part, parts), (samples, batch) in zip(sampler.places(), load(dataset, sampler, loader), strict=True):
             if self.done != step:
-                found = f"rank {self.rank} asks for the batch of step {step}, and has done {self.done} steps"
-                raise LoopError(f"{found}: call session.step() once for each batch, after the optimizer's step")
+                raise LoopError(
+                    f"rank {self.rank} asks for the batch of step {step}, and has done {self.done} steps: "
+                    "call session.step() once for each batch, after the optimizer's step"
+                )
             self.samples, self.is_last_part = samples, part == parts - 1
             self.weight = order.weight(step, *self._share, part, parts)
             self._taken.append(samples if self.weight and self._counts else samples[:0])
@@ -272,9 +286,11 @@ class Session(AbstractContextManager["Session"]):
             restart, decided = ask(self._decide, together)
         saves, reports, at = decided or (False, False, self.done)
         if at != self.done:
-            problem = f"rank {self.rank} has done {self.done} steps, and rank 0 {at}"
-            how = "call session.step() and session.save() equally often, report the score on all ranks or none"
-            raise LoopError(f"{problem}: all must {how}, and leave the loop after the same step")
+            raise LoopError(
+                f"rank {self.rank} has done {self.done} steps, and rank 0 {at}: all must call session.step() and "
+                "session.save() equally often, report the score on all ranks or none, and leave the loop after the "
+                "same step"
+            )
         if saves or (restart and not at_end):
             self._save(restart)
         elif reports:
@@ -297,11 +313,17 @@ class Session(AbstractContextManager["Session"]):
         folder = ScratchFolder()
         write_state = self._state.stage(folder.path)
         own = {"random": np.array(random_state().encode()), **self._ledger.close(self.done)}
-        about = {**self._about, "step": self.done, "epoch": self.epoch, "world_size": self.world_size}
-        about |= {"trained": self.cadence.trained(), "failures": self.cadence.failures, "announced": announced}
-        about["scored_at"] = self._scored_at
-        about["cost"] = self.cadence.blocked, self.cadence.background
-
+        about = {
+            **self._about,
+            "step": self.done,
+            "epoch": self.epoch,
+            "world_size": self.world_size,
+            "trained": self.cadence.trained(),
+            "failures": self.cadence.failures,
+            "announced": announced,
+            "scored_at": self._scored_at,
+            "cost": (self.cadence.blocked, self.cadence.background),
+        }
         context, staged_at, written = self._ray.get_context(), time.monotonic(), threading.Event()
 
         def upload(checkpoint: Any, name: str) -> Any:
@@ -333,8 +355,13 @@ class Session(AbstractContextManager["Session"]):
         began, self._metrics = time.monotonic(), {}
         # Until a restart that waits for this checkpoint there is nothing to do beside its upload.
         mode = self._ray.CheckpointUploadMode.SYNC if now else self._ray.CheckpointUploadMode.ASYNC
-        how = {"checkpoint_upload_mode": mode, "checkpoint_upload_fn": upload}
-        self._ray.report(metrics | counts, checkpoint, delete_local_checkpoint_after_upload=False, **how)
+        self._ray.report(
+            metrics | counts,
+            checkpoint,
+            checkpoint_upload_mode=mode,
+            checkpoint_upload_fn=upload,
+            delete_local_checkpoint_after_upload=False,
+        )
         self._report_at = (ended := time.monotonic()) + np.clip(_REPORT_TIMES * (ended - began), *_REPORT_SECONDS)
 
     def _restore(self, checkpoint: Any) -> None:

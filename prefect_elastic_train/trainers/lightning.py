@@ -66,8 +66,8 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
 
     @property
     def _order(self) -> SampleOrder:
-        given = {name: self._loader[name] for name in ("shuffle", "drop_last") if name in self._loader}
-        return SampleOrder(length_of(self._dataset), self._global_batch, **given)
+        drop_last = self._loader.get("drop_last", False)
+        return SampleOrder(length_of(self._dataset), self._global_batch, drop_last=drop_last)
 
     def __len__(self) -> int:
         order = self._order
@@ -133,7 +133,9 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
             "should_stop": trainer.should_stop,
             "connector": {name: getattr(connector, name) for name in _LOGGED},
             "logged": {name: one.metric_state for name, one in results if one.is_tensor and not one.has_reset},
-            "metrics": {name: (one.metric_state, one._update_count) for name, one in self._metrics().items()},
+            "metrics": {
+                name: {**one.metric_state, "_update_count": one._update_count} for name, one in self._metrics().items()
+            },
         }
         torch.save(own, Path(directory, f"lightning-{trainer.global_rank:05}.pt"))
         for number, models in enumerate(self._models() if trainer.is_global_zero else ()):
@@ -168,9 +170,8 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
     def _restore_rank(self) -> None:
         """Restore what Lightning's checkpoint lacks, after all that comes before the first batch."""
         self._trainer.fit_loop._restarting = False  # or the schedules would not be stepped at the end of this epoch
-        for name, (values, updates) in self._own.get("metrics", {}).items():
-            vars(metric := self._metrics()[name]).update(values)
-            metric._update_count = updates
+        for name, state in self._own.get("metrics", {}).items():
+            vars(self._metrics()[name]).update(state)
         self._known = dict(self._trainer.callback_metrics)
         restore_random_state(self._random)
 

@@ -6,7 +6,6 @@ import math
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,14 @@ _STATE, _BEST = "trainer_state.json", "best"
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 
 
-class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
+class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):  # type: ignore[misc]
     """``transformers.Trainer`` with a session: ``SessionTrainer(..., global_batch=256).train()``.
 
     Its checkpoints are those of ``transformers.Trainer``, with the best model in the folder ``best``, so that
     ``load_best_model_at_end`` loads it on all ranks. Saved and restored are model, optimizer, schedule, scaler,
     ``TrainerState``, the sums of what is logged next, random states and the state of callbacks that are
-    ``ExportableState``. What is logged and evaluated is reported. ``output_dir`` holds the best model only.
+    ``ExportableState``. What is logged and evaluated is reported. ``output_dir`` holds the best model
+    only, in the folder ``best``.
 
     Args:
         global_batch: Samples of an optimizer step, over all workers. ``gradient_accumulation_steps`` follows from it
@@ -55,18 +55,26 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         args = args or transformers.TrainingArguments("tmp_trainer")
-        self._share, self._micro_batch = math.ceil(global_batch / args.world_size), args.per_device_train_batch_size
-        args.gradient_accumulation_steps = math.ceil(self._share / self._micro_batch)
+        self._micro_batch = args.per_device_train_batch_size
+        args.gradient_accumulation_steps = math.ceil(math.ceil(global_batch / args.world_size) / self._micro_batch)
         args.average_tokens_across_devices = True
         super().__init__(model, args, *more, **options)
         self._global_batch, self._session_options = global_batch, session or {}
-        self._weights, self._reported, self._own = deque[float](), dict[str, Any](), dict[str, Any]()
+        self._weights, self._reported = deque[float](), dict[str, Any]()
+        self._own: dict[str, Any] = {"stopped": False, "sums": {}, "callbacks": []}
         self._resumed: ScratchFolder | None = None
-        self.add_callback(_Reports(self))
+        self._best = Path(self.args.output_dir, _BEST)
+        self.add_callback(self)
 
     def get_train_dataloader(self) -> Any:
-        """Return what loads the samples of each step."""
-        return _Loader(self)
+        """Return what has the length of an epoch; the batches are the session's."""
+        epoch = range(self._order.steps_per_epoch)
+        batches = StepBatches(self._order, epoch, 0, self.args.world_size, self._micro_batch)
+        return torch.utils.data.DataLoader(range(len(batches)), generator=torch.Generator())
+
+    def get_batch_samples(self, epoch_iterator: Any, *more: Any) -> Any:
+        """Load the batches of the next step, those of the session."""
+        return super().get_batch_samples(self._batches, *more)
 
     @property
     def weight(self) -> float:
@@ -84,8 +92,7 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
         steps = self.args.max_steps
         if steps <= 0:
             steps = math.ceil(self.args.num_train_epochs * self._order.steps_per_epoch)
-        plan = {"steps": steps, "global_batch": self._global_batch, "seed": seed, **self._session_options}
-        self.session = Session(self, **plan)
+        self.session = Session(self, steps=steps, global_batch=self._global_batch, seed=seed, **self._session_options)
         if self.session.end - steps == self.session.done:  # what a run starts from may have ended
             self._own["stopped"] = False
         self._random, self._batches = random_state(), self._steps()
@@ -94,14 +101,24 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
 
     def _steps(self) -> Iterator[Any]:
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
-        plan = {"drop_last": self._order.drop_last, "micro_batch": self._micro_batch, "collate_fn": collate}
         restore_random_state(self._random)  # after all that comes before the first batch
-        for batch in self.session.batches(self.train_dataset, **plan, **options):
+        for batch in self.session.batches(
+            self.train_dataset,
+            drop_last=self._order.drop_last,
+            micro_batch=self._micro_batch,
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        ):
             self._weights.append(self.session.weight)
             yield batch
             if self.session.is_last_part:  # the trainer asks for the next batches after evaluation and callbacks
                 self._end_step()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Report with the step what the trainer logs."""
+        super().log(logs, start_time)
+        self._reported.update(logs)
 
     def _end_step(self) -> None:
         metrics, self._reported = self._reported, {}
@@ -121,28 +138,21 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
         return loss
 
     def _run_epoch(self, **more: Any) -> None:
-        if not self._own.get("stopped"):  # before a restart
+        if not self._own["stopped"]:  # before a restart
             super()._run_epoch(**more)
 
     def _finalize_training(self, *args: Any) -> Any:
-        if not self._own.get("stopped"):
+        if not self._own["stopped"]:
             self._end_step()
             self.session.__exit__(None)
         return super()._finalize_training(*args)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Keep the model if it is the best so far; the session saves all else when it is time."""
-        if self.state.best_global_step != self.state.global_step:
-            return
-        before, folder = self.state.best_model_checkpoint, self._best_folder(self.state.best_global_step)
-        self.save_model(str(folder), _internal_call=True)
-        folder.mkdir(parents=True, exist_ok=True)  # on the other ranks, that all know of it
-        self.state.best_model_checkpoint = str(folder)
-        if self.args.should_save and before and before != str(folder):
-            shutil.rmtree(before, ignore_errors=True)
-
-    def _best_folder(self, step: Any) -> Path:
-        return Path(self.args.output_dir, f"checkpoint-{step}")
+        if self.state.best_global_step == self.state.global_step:
+            self.save_model(str(self._best), _internal_call=True)
+            self._best.mkdir(parents=True, exist_ok=True)  # on the other ranks, that all know of it
+            self.state.best_model_checkpoint = str(self._best)
 
     def _load_best_model(self) -> None:
         """Load the best model, on rank 0, and give it to the others, which may be on other nodes."""
@@ -180,50 +190,17 @@ class SessionTrainer(transformers.Trainer, State):  # type: ignore[misc]
         shutil.copytree(directory, self._resumed.path, dirs_exist_ok=True)
         state = TrainerState.load_from_json(str(Path(directory, _STATE)))
         if state.best_model_checkpoint:
-            folder = self._best_folder(state.best_global_step)
-            folder.mkdir(parents=True, exist_ok=True)
+            self._best.mkdir(parents=True, exist_ok=True)
             if rank == 0:
-                shutil.copytree(Path(directory, _BEST), folder, dirs_exist_ok=True)
-            state.best_model_checkpoint = str(folder)
+                shutil.copytree(Path(directory, _BEST), self._best, dirs_exist_ok=True)
+            state.best_model_checkpoint = str(self._best)
             state.save_to_json(str(Path(self._resumed.path, _STATE)))
 
-    def _resume(self) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Restore what the trainer has not, before its first step."""
-        self.__dict__.update(self._own.get("sums", {}))
-        for callback, attributes in zip(self._exportable(), self._own.get("callbacks", ()), strict=False):
+        self.__dict__.update(self._own["sums"])
+        for callback, attributes in zip(self._exportable(), self._own["callbacks"], strict=False):
             vars(callback).update(attributes)
-        self.control.should_training_stop = self._own.get("stopped", False)
+        control.should_training_stop = self._own["stopped"]
         if self._resumed:
             self._resumed.remove()
-
-
-class _Loader(torch.utils.data.IterableDataset):  # type: ignore[misc]
-    """What the trainer asks for batches; those that it skips at a restart were not loaded."""
-
-    batch_size, drop_last, prefetch_factor = None, False, None  # as of a DataLoader
-
-    def __init__(self, trainer: SessionTrainer) -> None:
-        self.dataset, self._trainer = self, trainer
-
-    def __len__(self) -> int:
-        order, world_size = self._trainer._order, self._trainer.args.world_size
-        return len(StepBatches(order, range(order.steps_per_epoch), 0, world_size, self._trainer._micro_batch))
-
-    def __iter__(self) -> Iterator[Any]:
-        trainer = self._trainer
-        skipped = trainer.session.done % trainer._order.steps_per_epoch if trainer._resumed else 0
-        trainer._resumed = None
-        return chain([None] * (skipped * trainer.args.gradient_accumulation_steps), trainer._batches)
-
-
-class _Reports(transformers.TrainerCallback):  # type: ignore[misc]
-    """Collects what is reported with the step."""
-
-    def __init__(self, trainer: SessionTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._trainer._resume()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        self._trainer._reported.update(logs or {})

@@ -56,19 +56,14 @@ def test_numbers_come_back_as_what_they_were(value: Any, tmp_path: Path) -> None
         np.array([(1, 0.1)], dtype=[("a", "i8"), ("b", "f4")]),
         np.array([1, 2], dtype=">i4"),
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.ma.array([0.1, 2.0], mask=[False, True], fill_value=7.0),
-        np.ma.array([1, 2]),
     ],
     ids=repr,
 )
 def test_arrays_come_back_as_what_they_were(value: Any, tmp_path: Path) -> None:
     after = _again(loop.ArrayState, tmp_path, value, value.copy())
     assert (type(after), after.dtype, after.shape) == (type(value), value.dtype, value.shape)
-    assert np.ma.getdata(after).tolist() == np.ma.getdata(value).tolist()
-    assert np.ma.getmaskarray(after).tolist() == np.ma.getmaskarray(value).tolist()
+    assert after.tolist() == value.tolist()
     assert after.flags.f_contiguous == value.flags.f_contiguous
-    if isinstance(value, np.ma.MaskedArray):
-        assert after.filled().tolist() == value.filled().tolist()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +91,6 @@ def test_tensors_are_filled_in_place_and_stay_what_they_were(
         (np.array([0.1]), np.zeros(1, np.int64)),
         (np.float64(0.1), np.float32(0)),
         (torch.tensor([0.1], dtype=torch.float64), torch.zeros(1)),
-        (np.ma.array([0.1, 0.2], mask=[True, False]), np.zeros(2)),
     ],
     ids=repr,
 )
@@ -120,7 +114,7 @@ def test_a_part_whose_dtype_has_changed_before_it_was_saved_keeps_what_it_was_tr
         (None, "part=NoneType"),
         (2**70, "part=int.*array of object"),
         (np.array(["a", None]), "part=ndarray.*array of object"),
-        (np.ma.array([None, 1]), "part=MaskedArray.*O"),
+        (np.ma.array([0.1, 2.0], mask=[False, True]), "part=MaskedArray"),
         (np.matrix([[1.0, 2.0]]), "part=matrix"),
         (pd.Series([1.0, 2.0]), "part=Series"),
         (np.random.default_rng(0), "part=Generator"),
