@@ -41,18 +41,6 @@ RunArguments = Annotated[
     list[str] | None, typer.Argument(help="Names of runs, or of their flow runs; default all.", metavar="[RUN]...")
 ]
 
-_COLUMNS: dict[str, Callable[[RunSummary], str]] = {
-    "run": lambda run: run.name,
-    "state": lambda run: _state(run),
-    "attempts": lambda run: str(run.attempts),
-    "reports": lambda run: str(run.reports),
-    "metrics": lambda run: common.metrics_in_short(run.metrics),
-    "kept": lambda run: str(run.checkpoints),
-    "size": lambda run: size(run.size_bytes) if run.size_bytes else "",
-    "last commit": lambda run: common.age(run.last_commit_at, time.time()),
-    "flow run": lambda run: run.flow_run_name,
-}
-
 
 @app.command("list")
 def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
@@ -63,8 +51,9 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
         if as_json:
             print_json({"storage": opened.uri, "runs": [run.model_dump(mode="json") for run in found]})
         elif found:
-            rows = [[cell(run) for cell in _COLUMNS.values()] for run in found]
-            common.print_table(list(_COLUMNS), rows, right=["attempts", "reports", "kept", "size", "last commit"])
+            rows = [_columns(run) for run in found]
+            right = ["attempts", "reports", "kept", "size", "last commit"]
+            common.print_table([*rows[0]], [[*row.values()] for row in rows], right)
         else:
             _say(f"no runs in {opened.uri}")
         if unreadable := [run.detail for run in found if run.state is RunState.UNREADABLE]:
@@ -125,7 +114,8 @@ def verify_runs(
             _say(f"{one.name}: {'whole' if one.whole else 'DAMAGED'}", f"  a resume {one.resume}")
             _say(*(f"    it would say: {repair}" for repair in one.repairs))
             _say(*(f"  left over: {folder} ({size(size_bytes)})" for folder, size_bytes in one.leftovers.items()))
-            _say(*(f"  {check.words}" for check in [seen.get(one.name)] if check is not None))
+            if one.name in seen:
+                _say(f"  {seen[one.name].words}")
     inexact = [check for check in seen.values() if not check.exact and (runs or not check.unknown)]
     if not all(one.whole for one in found) or inexact or any(check.wrong for check in seen.values()):
         raise typer.Exit(1)
@@ -174,6 +164,20 @@ def prune_runs(
         if as_json:
             found = [{"run": run, **one._asdict()} for run, one in wanted]
             print_json({"storage": opened.uri, "wanted": found, "deleted": deleted, "left_alone": kept})
+
+
+def _columns(run: RunSummary) -> dict[str, str]:
+    return {
+        "run": run.name,
+        "state": _state(run),
+        "attempts": str(run.attempts),
+        "reports": str(run.reports),
+        "metrics": common.metrics_in_short(run.metrics),
+        "kept": str(run.checkpoints),
+        "size": size(run.size_bytes) if run.size_bytes else "",
+        "last commit": common.age(run.last_commit_at, time.time()),
+        "flow run": run.flow_run_name,
+    }
 
 
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
@@ -234,7 +238,8 @@ def _print_details(details: RunDetails) -> None:
     latest = (latest_checkpoint(snapshot) or {}).get("checkpoint_dir_name")
     which = {"latest": latest, "best": details.best_checkpoint}
     for index, one in reported(snapshot) if snapshot else []:
-        name, files = one["checkpoint_dir_name"], manifest.get(one["checkpoint_dir_name"], {})
+        name = one["checkpoint_dir_name"]
+        files = manifest.get(name, {})
         words = ", ".join(word for word, folder in which.items() if name == folder)
         metrics = common.metrics_in_short(one["metrics"] or {}, 6)
         rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
@@ -243,9 +248,9 @@ def _print_details(details: RunDetails) -> None:
 
 
 def _config(fingerprint: Fingerprint) -> str:
-    hidden = sorted(fingerprint.config.keys() - fingerprint.values.keys())
     shown = ", ".join(f"{name}={words}" for name, words in fingerprint.values.items())
-    return "; ".join([*[shown] * bool(shown), *[f"not shown: {', '.join(hidden)}"] * bool(hidden)])
+    hidden = ", ".join(sorted(fingerprint.config.keys() - fingerprint.values.keys()))
+    return "; ".join(filter(None, [shown, hidden and f"not shown: {hidden}"]))
 
 
 def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
