@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,8 +141,8 @@ class _Pair:
         found = [(0, self.other.reports[0].world)]
         for kept, size in self.other.resumes:
             found = [*(one for one in found if one[0] < kept), (kept, size)]
-        ends = [*(start for start, _ in found[1:]), len(self.other.reports)]
-        return ((start, end, size) for (start, size), end in zip(found, ends, strict=True))
+        for (start, size), (end, _) in pairwise([*found, (len(self.other.reports), 0)]):
+            yield start, end, size
 
     def _all_of(self, places: list[int]) -> list[_Point]:
         """Those with a state that both have kept, back to one that is the same; if there is none, all."""

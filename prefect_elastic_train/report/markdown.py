@@ -10,7 +10,7 @@ from typing import Any
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.accounts import counts_in_words
-from prefect_elastic_train.report.run_report import COUNTERS, PACED, TOTALS, Incident, RunReport, is_link
+from prefect_elastic_train.report.run_report import PACED, POSITIONS, TOTALS, Incident, RunReport, is_link
 
 #: What wall time goes into: the field of the account, and its name for people.
 _TIME_PARTS = {
@@ -75,8 +75,8 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
             if rate := report.rates.get(name):
                 words = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
                 yield f"{words} {name.replace('_', ' ').rstrip('s')}s a second"
-    told_by_progress = {"progress", *COUNTERS} if progress is not None else set()
-    if metrics := metrics_in_words(report.metrics, 4, leave_out=TOTALS | told_by_progress | {"samples"}):
+    leave_out = POSITIONS if progress is not None else TOTALS | {"samples"}
+    if metrics := metrics_in_words(report.metrics, 4, leave_out):
         yield metrics
     if report.checkpoints:
         age = now - report.checkpoints[-1].at
@@ -130,7 +130,7 @@ def _checkpoints(report: RunReport, now: float) -> str:
     lines = [
         f"- {clock(made.at, now)} {code(loop_name(made.name))}, {size(made.size_bytes)}, by attempt {made.attempt}"
         + ("; **best**" if best is not None and made.name == best.name else "")
-        + (f"  \n  {words}" if (words := metrics_in_words(made.metrics, 4, leave_out=TOTALS)) else "")
+        + (f"  \n  {words}" if (words := metrics_in_words(made.metrics, 4, TOTALS)) else "")
         for made in shown
     ]
     more = report.checkpoints_made - len(shown)

@@ -42,7 +42,8 @@ COUNTERS: Mapping[str, list[str]] = {
 TOTALS = frozenset(chain.from_iterable(COUNTERS.values()))
 #: What is counted of the way without a total.
 PACED = ("samples", *(counter for counter in COUNTERS if counter != "epoch"))
-_NO_CURVE = {"progress", "samples", *COUNTERS, *TOTALS}
+#: All that tells how far the training is.
+POSITIONS = frozenset({"progress", "samples", *COUNTERS, *TOTALS})
 
 #: How a training ended that the flow has seen end so, unless its driver knows better.
 _OUTCOMES = {
@@ -289,7 +290,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         self._see_progress(event.at)
         for name, value in self.metrics.items():
             y, has_room = _number(value), name in self.curves or len(self.curves) < _MAX_CURVES
-            if has_room and name not in _NO_CURVE and y is not None:
+            if has_room and name not in POSITIONS and y is not None:
                 self.curves.setdefault(name, Curve()).add(self.tally.position, y)
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
