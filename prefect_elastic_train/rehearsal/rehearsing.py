@@ -24,7 +24,6 @@ from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.orchestration.arguments import (
     GivenBlock,
     check_arguments,
-    given_blocks,
     gpus_here,
     load_given,
 )
@@ -192,7 +191,7 @@ class _Rehearsal:
 
 def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
     """Return what the workers of a rehearsal get: nodes of this machine, as many as there are workers."""
-    block = load_given("scaling", given_blocks(scaling=given)["scaling"])
+    block = load_given("scaling", given or "")
     assert isinstance(block, ElasticScaling)
     if block.accelerator == "tpu":
         raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")

@@ -273,8 +273,11 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
             return
         (since, kind), self.broken = self.broken, None
         started_at, parts = started
-        before = {"until it was begun": max(0.0, started_at - since - sum(parts.values()))}
-        parts = before | parts | {"loop, to its first step or report": max(0.0, event.at - started_at)}
+        parts = {
+            "until it was begun": max(0.0, started_at - since - sum(parts.values())),
+            **parts,
+            "loop, to its first step or report": max(0.0, event.at - started_at),
+        }
         self.recoveries = [*self.recoveries, Recovery(at=since, kind=kind, parts=parts)][-_MAX_RECOVERIES:]
         for last in [one for one in self.incidents if one.kind == kind][-1:]:
             last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"
