@@ -24,7 +24,7 @@ _CLOCK = re.compile(
 
 
 def numbers_in(folder: Path) -> Numbers:
-    """Return all arrays and numbers of a checkpoint by name; of files that nothing here reads, nothing.
+    """Return all arrays and numbers of a checkpoint by name; of files that nothing here reads, or none, nothing.
 
     Read are what torch has saved, also distributed; Orbax's stores; numpy's files; safetensors.
     """

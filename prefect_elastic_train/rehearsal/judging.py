@@ -146,13 +146,12 @@ class _Pair:
 
     def _all_of(self, places: list[int]) -> list[_Point]:
         """Those with a state that both have kept, back to one that is the same; if there is none, all."""
-        states: list[_Point] = []
+        points: list[_Point] = []
         for place in reversed(places):
-            if (point := self._point(place, is_same=True)).is_state:
-                states.insert(0, point)
-                if not point.gap:
-                    break
-        return states or [self._point(place, is_same=True) for place in places]
+            points.insert(0, self._point(place, is_same=True))
+            if points[0].is_state and not points[0].gap:
+                break
+        return [point for point in points if point.is_state] or points
 
     def _first_of(self, places: list[int]) -> list[_Point]:
         """The first with a checkpoint in both; if that cannot be read, what was reported until then, twice at least."""
@@ -163,8 +162,8 @@ class _Pair:
 
     def _point(self, place: int, is_same: bool = False) -> _Point:
         pair = self.reports(place)
-        folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
-        if all(seen.checkpoint for seen in pair) and all(folder.is_dir() for folder in folders):
+        if all(seen.checkpoint for seen in pair):
+            folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
             states = [calculated(numbers_in(folder)) for folder in folders]
             if states[0].keys() & states[1].keys():
                 # A number whose gradient is nothing but noise may be anything once the noise is another: see the whole.

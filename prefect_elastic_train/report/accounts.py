@@ -295,4 +295,4 @@ def add_up(events: Iterable[ev.Event]) -> Accounts:
     if rows and rows[-1] is not row:
         rows[_MAX_HISTORY_ROWS - 1 :] = [row]
     counts = tally.model_dump(include={*Counts.model_fields, "left"})
-    return accounts.model_copy(update={**counts, "time": tally.account()})
+    return accounts.model_copy(update=counts | {"time": tally.account()})
