@@ -35,7 +35,8 @@ from benchmarks.common import (
     warm_up,
 )
 from benchmarks.loops import WORKERS, LoopSettings, state_after
-from prefect_elastic_train.rehearsal.schedule import DRIVER, WORKER, Fault, poisson
+from prefect_elastic_train.rehearsal.schedule import DRIVER, WORKER, Fault
+from tests.support.schedules import poisson
 
 STEP_SECONDS, CHECKPOINT_EVERY = 0.1, 20
 PATIENCE = 6.0

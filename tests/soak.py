@@ -30,12 +30,13 @@ from typing import Any
 import psutil
 
 from prefect_elastic_train.rehearsal.checker import distance
-from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, GROWTH, NODE, STORAGE, WORKER, Fault, poisson
+from prefect_elastic_train.rehearsal.schedule import DRAIN, DRIVER, GROWTH, NODE, STORAGE, WORKER, Fault
 from tests.support.buckets import BUCKET, Bucket
 from tests.support.clusters import ElasticCluster
 from tests.support.ledgers import check_ledger, lost_commits
 from tests.support.processes import FlowProcess, prefect_server, read_ledger, titled, wait_for
 from tests.support.s3 import FaultProxy, MotoServer
+from tests.support.schedules import poisson
 from tests.support.session_loops import jax_loop, torch_loop
 
 STEPS, SLOW_SECONDS, MEAN_SECONDS = 1200, 0.05, 4.0

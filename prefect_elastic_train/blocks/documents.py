@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL
 from pydantic import ValidationError
 
 from prefect_elastic_train.blocks._common import BOOKKEEPING, TrainingBlock
-from prefect_elastic_train.blocks.lookup import chosen_blocks
+from prefect_elastic_train.blocks.lookup import chosen_blocks, values_of
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.settings import without_credentials
 
@@ -131,7 +131,7 @@ def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[C
     try:
         document = client.read_block_document_by_name(name, slug)
     except ObjectNotFound:
-        given = block.model_dump(mode="json", include=set(type(block).model_fields), exclude_defaults=True)
+        given = values_of(block, exclude_defaults=True)
         shown = tuple(without_credentials(f"{field}: {_text(value)}") for field, value in given.items())
         save = partial(block.save, name, overwrite=True, _sync=True)  # type: ignore[call-arg]
         return Change(f"{slug}/{name}", "created", shown), save
@@ -148,7 +148,7 @@ def _plan(client: SyncPrefectClient, block: TrainingBlock, name: str) -> tuple[C
 
 def _data(block: TrainingBlock) -> dict[str, Any]:
     """Return a block's values as a document holds them."""
-    return block.model_dump(mode="json", include=set(type(block).model_fields), context={"include_secrets": True})
+    return values_of(block, context={"include_secrets": True})
 
 
 def _text(value: Any) -> str:

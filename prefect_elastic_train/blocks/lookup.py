@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prefect.exceptions import ObjectNotFound
 
@@ -73,6 +73,16 @@ def saved_name(block: TrainingBlock) -> str:
     """Return what loads a block elsewhere, ``"<block type>/<name>"``; empty if it is not a saved one."""
     name = block._block_document_name
     return f"{block.get_block_type_slug()}/{name}" if name and not block._is_anonymous else ""
+
+
+def reference_to(block: TrainingBlock) -> dict[str, dict[str, str]]:
+    """Return what stands for a saved block among the parameters of a flow run, as the UI makes it."""
+    return {"$ref": {"block_document_id": str(block._block_document_id)}}
+
+
+def values_of(block: TrainingBlock, **options: Any) -> dict[str, Any]:
+    """Return a block's values as JSON has them, secrets as asterisks, without what Prefect adds."""
+    return block.model_dump(mode="json", include=set(type(block).model_fields), **options)
 
 
 def plain_storage(block: StorageBlock) -> storage_settings.StorageSettings:

@@ -6,9 +6,10 @@ deployment: it does not follow later changes, and its secrets can be read there.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
-from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_saved
+from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, load_saved, reference_to
 
 
 def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
@@ -38,6 +39,5 @@ def saved_blocks(**names: str) -> dict[str, dict[str, Any]]:
               scaling: "{{ blocks.scaling }}"
               storage: "{{ blocks.storage }}"
     """
-    kinds = [kind for kinds in BLOCK_TYPES.values() for kind in kinds]
-    blocks = {key: load_saved(kinds, name) for key, name in names.items()}
-    return {key: {"$ref": {"block_document_id": str(block._block_document_id)}} for key, block in blocks.items()}
+    kinds = [*chain.from_iterable(BLOCK_TYPES.values())]
+    return {key: reference_to(load_saved(kinds, name)) for key, name in names.items()}

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from prefect_elastic_train.core.version import __version__
 
@@ -40,10 +40,6 @@ class _Commands(TyperGroup):
 
     _is_listed = False
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = {name: TyperCommand(name, help=words) for name, (_, words) in COMMANDS.items()}
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if self._is_listed or cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
@@ -69,6 +65,14 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _stand_in() -> None:
+    """Stand for a command that is not loaded."""
+
+
+for _name, (_, _words) in COMMANDS.items():
+    app.command(_name, help=_words)(_stand_in)
 
 
 def _print_version(is_asked: bool) -> None:

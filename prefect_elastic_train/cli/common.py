@@ -85,7 +85,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
             console().print(f"{name + ':':<16}{clean(value)}", markup=False)
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str]) -> None:
     """Print a table without frames; ``right`` are the columns of numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in headings:

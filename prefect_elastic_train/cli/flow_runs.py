@@ -122,5 +122,6 @@ def _tell(done: list[tuple[str, str]], as_json: bool) -> None:
     """Print what was done with which automation."""
     if as_json:
         print_json([{"done": what, "name": name} for what, name in done])
-    for what, name in [] if as_json else done:
-        console().print(f"{what:<10}{name}", markup=False)
+    else:
+        for what, name in done:
+            console().print(f"{what:<10}{name}", markup=False)

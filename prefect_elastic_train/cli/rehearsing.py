@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from prefect_elastic_train.cli.common import clean, console, errors
+from prefect_elastic_train.cli.common import Json, clean, console, errors
 from prefect_elastic_train.cli.running import WRONG_USAGE, ConfigFiles, ConfigValues, Framework, Loop, loop_config
 
 
@@ -25,7 +25,7 @@ def rehearse(
     seed: Annotated[int, typer.Option(help="Of the schedule: the same gives the same.")] = 0,
     tolerance: Annotated[float, typer.Option(help="For the state after a change of workers, relative.")] = 1e-3,
     out: Annotated[Path, typer.Option(help="Folder for the certificate.", metavar="FOLDER")] = Path("."),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON and nothing else.")] = False,
+    as_json: Json = False,
     verbose: Annotated[bool, typer.Option(help="Show what drivers and workers print, on standard error.")] = False,
 ) -> None:
     """Train a loop undisturbed and then under faults, on this machine, and see whether the same comes out.

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from prefect_elastic_train.cli.common import errors, fail, faults, metrics_in_short, print_pairs
+from prefect_elastic_train.cli.common import Json, errors, fail, faults, metrics_in_short, print_pairs
 from prefect_elastic_train.core.outcomes import ConfigurationError
 from prefect_elastic_train.core.ray_output import cause
 from prefect_elastic_train.report.markdown import duration
@@ -71,7 +71,7 @@ def run_training(
         str, _option(_RUN, "Begin with the latest checkpoint of another run, RUN@best or RUN@FOLDER.", "RUN")
     ] = "",
     timeout: Annotated[float | None, _option(_RUN, "End the training after so long.", "SECONDS")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
+    as_json: Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would run, as JSON without secrets.")
     ] = False,
@@ -86,7 +86,7 @@ def run_training(
     """
     # Standard output is the result's: what the user's modules print on their import goes elsewhere.
     with redirect_stdout(sys.stderr), errors(WRONG_USAGE):
-        from prefect_elastic_train.blocks.lookup import chosen_blocks, saved_name
+        from prefect_elastic_train.blocks.lookup import chosen_blocks, saved_name, values_of
         from prefect_elastic_train.orchestration.arguments import absolute, check_arguments, check_named_loop
         from prefect_elastic_train.orchestration.result import TrainingResult
 
@@ -101,16 +101,21 @@ def run_training(
             "timeout_seconds": timeout or 0.0,
         }
         check_named_loop(parameters["train_loop"])
-        named = {"scaling": scaling, "failures": failures, "checkpoints": checkpoints}
-        blocks = chosen_blocks({**named, "storage": storage, "cluster": cluster}, profile)
+        named = {
+            "scaling": scaling,
+            "failures": failures,
+            "checkpoints": checkpoints,
+            "storage": storage,
+            "cluster": cluster,
+        }
+        blocks = chosen_blocks(named, profile)
         if workers:
             blocks["scaling"] = _with_workers(blocks["scaling"], workers)
         ended = None if dry_run else _train(parameters, blocks)
     if ended is None:
         for argument, block in blocks.items():
-            values = block.model_dump(mode="json", include=set(type(block).model_fields))  # secrets as asterisks
             name = saved_name(block) or f"{block.get_block_type_slug()} (not saved)"
-            parameters[argument] = {"block": name, **values}
+            parameters[argument] = {"block": name, **values_of(block)}  # secrets as asterisks
         typer.echo(json.dumps(parameters, indent=2))
         return
     flow_run, state = ended
@@ -156,13 +161,13 @@ def _train(parameters: dict[str, Any], blocks: dict[str, TrainingBlock]) -> tupl
     from prefect.exceptions import Abort
     from prefect.flow_engine import run_flow
 
+    from prefect_elastic_train.blocks.lookup import reference_to
     from prefect_elastic_train.runs.identity import default_run_name
     from prefect_elastic_train.train_flow import train
 
     # Of a saved block the flow run keeps a reference, as the UI makes it: no secret, and a retry finds it mended.
     parameters = parameters | {
-        argument: {"$ref": {"block_document_id": str(block._block_document_id)}} if block._block_document_id else block
-        for argument, block in blocks.items()
+        argument: reference_to(block) if block._block_document_id else block for argument, block in blocks.items()
     }
     with get_client(sync_client=True) as client:
         flow_run = client.create_flow_run(train, parameters=train.serialize_parameters(parameters))

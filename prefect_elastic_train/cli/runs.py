@@ -10,8 +10,20 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from prefect_elastic_train.cli import common
-from prefect_elastic_train.cli.common import Json, console, errors, fail, open_briefly, print_json
+from prefect_elastic_train.cli.common import (
+    Json,
+    age,
+    clean,
+    console,
+    errors,
+    fail,
+    faults,
+    metrics_in_short,
+    open_briefly,
+    print_json,
+    print_pairs,
+    print_table,
+)
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
 from prefect_elastic_train.core.records import Fingerprint
@@ -41,18 +53,6 @@ RunArguments = Annotated[
     list[str] | None, typer.Argument(help="Names of runs, or of their flow runs; default all.", metavar="[RUN]...")
 ]
 
-_COLUMNS: dict[str, Callable[[RunSummary], str]] = {
-    "run": lambda run: run.name,
-    "state": lambda run: _state(run),
-    "attempts": lambda run: str(run.attempts),
-    "reports": lambda run: str(run.reports),
-    "metrics": lambda run: common.metrics_in_short(run.metrics),
-    "kept": lambda run: str(run.checkpoints),
-    "size": lambda run: size(run.size_bytes) if run.size_bytes else "",
-    "last commit": lambda run: common.age(run.last_commit_at, time.time()),
-    "flow run": lambda run: run.flow_run_name,
-}
-
 
 @app.command("list")
 def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
@@ -63,8 +63,9 @@ def list_runs(storage: StorageArgument, as_json: Json = False) -> None:
         if as_json:
             print_json({"storage": opened.uri, "runs": [run.model_dump(mode="json") for run in found]})
         elif found:
-            rows = [[cell(run) for cell in _COLUMNS.values()] for run in found]
-            common.print_table(list(_COLUMNS), rows, right=["attempts", "reports", "kept", "size", "last commit"])
+            rows = [_columns(run) for run in found]
+            right = ["attempts", "reports", "kept", "size", "last commit"]
+            print_table([*rows[0]], [[*row.values()] for row in rows], right)
         else:
             _say(f"no runs in {opened.uri}")
         if unreadable := [run.detail for run in found if run.state is RunState.UNREADABLE]:
@@ -125,7 +126,8 @@ def verify_runs(
             _say(f"{one.name}: {'whole' if one.whole else 'DAMAGED'}", f"  a resume {one.resume}")
             _say(*(f"    it would say: {repair}" for repair in one.repairs))
             _say(*(f"  left over: {folder} ({size(size_bytes)})" for folder, size_bytes in one.leftovers.items()))
-            _say(*(f"  {check.words}" for check in [seen.get(one.name)] if check is not None))
+            if one.name in seen:
+                _say(f"  {seen[one.name].words}")
     inexact = [check for check in seen.values() if not check.exact and (runs or not check.unknown)]
     if not all(one.whole for one in found) or inexact or any(check.wrong for check in seen.values()):
         raise typer.Exit(1)
@@ -156,7 +158,7 @@ def prune_runs(
         say = _say if not as_json else lambda *lines: None
         if wanted and not as_json:
             rows = [[run, one.folder or "the whole run", size(one.size_bytes), one.reason] for run, one in wanted]
-            common.print_table(["run", "what", "size", "why"], rows, right=["size"])
+            print_table(["run", "what", "size", "why"], rows, right=["size"])
         say(*(f"left alone: {run}: {why}" for run, why in kept.items()))
         if not wanted:
             say(f"nothing to delete in {opened.uri}")
@@ -174,6 +176,20 @@ def prune_runs(
         if as_json:
             found = [{"run": run, **one._asdict()} for run, one in wanted]
             print_json({"storage": opened.uri, "wanted": found, "deleted": deleted, "left_alone": kept})
+
+
+def _columns(run: RunSummary) -> dict[str, str]:
+    return {
+        "run": run.name,
+        "state": _state(run),
+        "attempts": str(run.attempts),
+        "reports": str(run.reports),
+        "metrics": metrics_in_short(run.metrics),
+        "kept": str(run.checkpoints),
+        "size": size(run.size_bytes) if run.size_bytes else "",
+        "last commit": age(run.last_commit_at, time.time()),
+        "flow run": run.flow_run_name,
+    }
 
 
 def _chosen(storage: Storage, runs: Sequence[str] | None) -> list[str]:
@@ -207,45 +223,46 @@ def _summary(run: RunDirectory) -> RunSummary | None:
 
 def _say(*lines: str) -> None:
     for line in lines:
-        console().print(common.clean(line), markup=False)
+        console().print(clean(line), markup=False)
 
 
 def _print_details(details: RunDetails) -> None:
     summary, accounts, run, now = details.summary, details.accounts, details.run, time.time()
-    common.print_pairs(
+    print_pairs(
         [
             ("run", summary.name),
             ("where", summary.uri),
             ("state", f"{_state(summary)} ({summary.detail})" if summary.detail else _state(summary)),
-            ("created", f"{common.age(run.created_at, now)} ago by {run.creator.describe()}" if run else ""),
+            ("created", f"{age(run.created_at, now)} ago by {run.creator.describe()}" if run else ""),
             ("started from", details.started_from),
             ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run else ""),
             ("config", _config(run.fingerprint) if run else ""),
             ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
-            ("faults", f"{common.faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
+            ("faults", f"{faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
             ("may still fail", counts_in_words(accounts.left)),
             ("goodput", f"{details.goodput:.1%} of {duration(accounts.time.wall_seconds)}"),
         ]
     )
     headings = ["attempt", "begun", "lasted", "end", "from commit", "flow run", "notes"]
-    common.print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
+    print_table(headings, _attempts(details, now), right=["attempt", "begun", "lasted"])
     rows = []
     snapshot, manifest = (details.commit.snapshot, details.commit.manifest) if details.commit is not None else ({}, {})
     latest = (latest_checkpoint(snapshot) or {}).get("checkpoint_dir_name")
     which = {"latest": latest, "best": details.best_checkpoint}
     for index, one in reported(snapshot) if snapshot else []:
-        name, files = one["checkpoint_dir_name"], manifest.get(one["checkpoint_dir_name"], {})
+        name = one["checkpoint_dir_name"]
+        files = manifest.get(name, {})
         words = ", ".join(word for word, folder in which.items() if name == folder)
-        metrics = common.metrics_in_short(one["metrics"] or {}, 6)
+        metrics = metrics_in_short(one["metrics"] or {}, 6)
         rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
     headings = ["checkpoint", "report", "metrics", "files", "size", ""]
-    common.print_table(headings, rows, right=["report", "files", "size"])
+    print_table(headings, rows, right=["report", "files", "size"])
 
 
 def _config(fingerprint: Fingerprint) -> str:
-    hidden = sorted(fingerprint.config.keys() - fingerprint.values.keys())
     shown = ", ".join(f"{name}={words}" for name, words in fingerprint.values.items())
-    return "; ".join([*[shown] * bool(shown), *[f"not shown: {', '.join(hidden)}"] * bool(hidden)])
+    hidden = ", ".join(sorted(fingerprint.config.keys() - fingerprint.values.keys()))
+    return "; ".join(filter(None, [shown, hidden and f"not shown: {hidden}"]))
 
 
 def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
@@ -255,8 +272,8 @@ def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:
         notes = [*(record.repairs if record else []), (ended.verdict or ended.message) if ended else ""]
         yield [
             str(one.number),
-            common.age(record.started_at if record else None, now),
-            common.age(record.started_at, until) if record and until else "",
+            age(record.started_at if record else None, now),
+            age(record.started_at, until) if record and until else "",
             one.outcome or ("no end" if record else "record torn"),
             (commit_label(record.base) if record else "") or "the beginning",
             record.owner.flow_run_name if record else "",

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 
 import httpx
 from packaging.requirements import Requirement
@@ -22,7 +23,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
+from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name, values_of
 from prefect_elastic_train.core.events import ClusterConnected, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
@@ -204,7 +205,7 @@ def check_block_types() -> Iterator[Finding]:
         return
     old, loaded = [], 0
     with _asking_prefect() as client:
-        for kind in [kind for kinds in BLOCK_TYPES.values() for kind in kinds]:
+        for kind in chain.from_iterable(BLOCK_TYPES.values()):
             slug, checksum = kind.get_block_type_slug(), kind._calculate_schema_checksum()
             documents: list[BlockDocument] = []
             try:
@@ -239,8 +240,7 @@ def _asking_prefect() -> Iterator[SyncPrefectClient]:
 
 def _in_words(block: TrainingBlock) -> str:
     """Return a block's name, and what it says otherwise than by default; secrets are asterisks."""
-    differing = block.model_dump(mode="json", include=set(type(block).model_fields), exclude_defaults=True)
-    words = ", ".join(f"{name}={value}" for name, value in differing.items())
+    words = ", ".join(f"{name}={value}" for name, value in values_of(block, exclude_defaults=True).items())
     return f"{saved_name(block) or type(block).__name__}{f' ({words})' if words else ''}"
 
 

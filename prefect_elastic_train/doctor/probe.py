@@ -18,12 +18,12 @@ def _tell(event: events.Event) -> None:
 
 
 if __name__ == "__main__":
-    _tell(events.ClusterWanted(sequence=1))
+    _tell(events.ClusterWanted())
     try:
         address, _, resources = connect(read_spec(Path(sys.argv[1])))
     except AttemptFailedError as error:
-        _tell(events.AttemptEnded(sequence=2, outcome=error.outcome, message=str(error)))
+        _tell(events.AttemptEnded(outcome=error.outcome, message=str(error)))
     else:
-        _tell(events.ClusterConnected(sequence=2, address=address, resources=resources))
-        _tell(events.AttemptEnded(sequence=3, outcome=Outcome.COMPLETED))
+        _tell(events.ClusterConnected(address=address, resources=resources))
+        _tell(events.AttemptEnded(outcome=Outcome.COMPLETED))
     os._exit(0)  # Ray's own goodbye takes seconds, and a local head is ended in a moment

@@ -11,8 +11,10 @@ from pydantic import BaseModel, computed_field
 
 from prefect_elastic_train.report.markdown import duration, table
 
-_STYLE = "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;"
-_STYLE += "text-align:left;vertical-align:top;border-bottom:1px solid #ccc}"
+_STYLE = (
+    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;"
+    "text-align:left;vertical-align:top;border-bottom:1px solid #ccc}"
+)
 
 
 class Played(BaseModel, frozen=True):

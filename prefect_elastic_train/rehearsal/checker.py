@@ -6,7 +6,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ _CLOCK = re.compile(
 
 
 def numbers_in(folder: Path) -> Numbers:
-    """Return all arrays and numbers of a checkpoint by name; of files that nothing here reads, nothing.
+    """Return all arrays and numbers of a checkpoint by name; of files that nothing here reads, or none, nothing.
 
     Read are what torch has saved, also distributed; Orbax's stores; numpy's files; safetensors.
     """
@@ -45,19 +45,15 @@ def is_clock(name: str) -> bool:
 def distance(one: Numbers, other: Numbers) -> tuple[float, str]:
     """Return how far two checkpoints are apart at most, relative to the largest number of an array, and where."""
     worst, where = 0.0, ""
-    for name in sorted(one.keys() & other.keys()):
-        here, there = np.asarray(one[name]), np.asarray(other[name])
-        if (not here.ndim and is_clock(name)) or (here.shape == there.shape and np.array_equal(here, there)):
+    for name, here, there in _differing(one, other):
+        if not here.ndim and is_clock(name):
             continue
         if here.shape != there.shape:
             return math.inf, name
-        wide = [array.astype(np.complex128 if array.dtype.kind == "c" else np.float64) for array in (here, there)]
         with np.errstate(all="ignore"):
-            gap = np.max(np.abs(wide[0] - wide[1])) / (max(np.max(np.abs(array)) for array in wide) or 1.0)
-        if np.array_equal(wide[0], wide[1], equal_nan=True):
-            gap = 0.0
+            gap = float(np.max(np.abs(here - there)) / max(np.max(np.abs(here)), np.max(np.abs(there))))
         if not gap <= worst:
-            worst, where = float(gap) if math.isfinite(gap) else math.inf, name
+            worst, where = gap if math.isfinite(gap) else math.inf, name
     return worst, where
 
 
@@ -66,17 +62,22 @@ def whole_distance(one: Numbers, other: Numbers) -> float:
 
     Arrays that are the same, such as what is frozen, are left out.
     """
-    squares = [0.0, 0.0]
-    for name in one.keys() & other.keys():
-        here, there = (np.asarray(numbers[name], dtype=np.complex128) for numbers in (one, other))
+    apart, length = 0.0, 0.0
+    for _, here, there in _differing(one, other):
         if here.shape != there.shape:
             return math.inf
+        differ = (here != there) & ~(np.isnan(here) & np.isnan(there))  # two infinities do not
+        apart = math.hypot(apart, np.linalg.norm(here[differ] - there[differ]))
+        length = math.hypot(length, np.linalg.norm(here[np.isfinite(here)]))
+    return apart / (length or 1.0) if math.isfinite(apart) else math.inf
+
+
+def _differing(one: Numbers, other: Numbers) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the arrays that are in both and not the same, by name, in a form that holds any number."""
+    for name in sorted(one.keys() & other.keys()):
+        here, there = (np.asarray(numbers[name], dtype=np.complex128) for numbers in (one, other))
         if not np.array_equal(here, there, equal_nan=True):
-            differ = (here != there) & ~(np.isnan(here) & np.isnan(there))  # two infinities do not
-            apart = np.subtract(here, there, where=differ, out=np.zeros_like(here))
-            squares[0] += float(np.sum(np.abs(apart) ** 2))
-            squares[1] += float(np.sum(np.abs(here[np.isfinite(here)]) ** 2))
-    return math.sqrt(squares[0] / (squares[1] or 1.0)) if math.isfinite(squares[0]) else math.inf
+            yield name, here, there
 
 
 def calculated(numbers: Numbers) -> Numbers:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from pydantic import BaseModel
+
 from prefect_elastic_train.core import events as ev
-from prefect_elastic_train.core.bounds import plain_metrics
 
 #: What a loop counts its way with, finest first.
 COUNTERS = ("global_step", "step", "iteration", "epoch")
@@ -23,20 +23,19 @@ class Seen(NamedTuple):
     checkpoint: str
 
 
-@dataclass
-class Course(ev.EventHandler):
+class Course(BaseModel, ev.EventHandler):
     """One training: its reports that count, in order, for those after a checkpoint that was gone back to do not."""
 
-    reports: list[Seen] = field(default_factory=list)
-    news: list[float] = field(default_factory=list)  # when each report came that was further than any before
-    resumes: list[tuple[int, int]] = field(default_factory=list)  # of groups but the first: reports that count, size
+    reports: list[Seen] = []
+    news: list[float] = []  # when each report came that was further than any before
+    resumes: list[tuple[int, int]] = []  # of groups but the first: reports that count, size
     redone: int = 0  # reports that were done again
     groups: int = 0
-    ranks: dict[str, int] = field(default_factory=dict)  # of the group that trains, by address and process id
+    ranks: dict[str, int] = {}  # of the group that trains, by address and process id
     started_at: float = 0.0
     stalled: float = 0.0  # seconds that the loop has stood still for its checkpoints
     ignored: str = ""  # how a group has ignored its checkpoint, in words
-    failures: list[ev.WorkerFailed] = field(default_factory=list)
+    failures: list[ev.WorkerFailed] = []
     is_complete: bool = False
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
@@ -52,7 +51,7 @@ class Course(ev.EventHandler):
 
     def on_report(self, event: ev.Report) -> None:
         name = event.checkpoint if isinstance(event, ev.CheckpointCommitted) else ""
-        numbers = {key: one for key, one in plain_metrics(event.metrics).items() if type(one) in (int, float)}
+        numbers = {key: one for key, one in event.metrics.items() if type(one) in (int, float)}
         self.reports.append(Seen(numbers, event.at, event.world_size, name))
         if len(self.reports) > len(self.news):
             self.news.append(event.at)
@@ -71,6 +70,10 @@ class Course(ev.EventHandler):
     def commits(self) -> list[int]:
         """The places of the reports with a checkpoint."""
         return [place for place, one in enumerate(self.reports) if one.checkpoint]
+
+    def save_seconds(self) -> float:
+        """Return the seconds between two checkpoints on average; there must be one."""
+        return (self.reports[self.commits[-1]].at - self.started_at) / len(self.commits)
 
     def counter(self) -> str:
         """Return the metric that tells how far the loop is; empty if none does, and reports are counted."""

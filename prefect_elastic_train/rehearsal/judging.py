@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ _NOISE, NOISE_OF_RESIZES, _NOISE_OF_METRICS = 1e-5, 1e-3, 1e-2
 _GROWTH = 30.0  # times it may be what it was before
 #: How much longer than best an interval between saves may be, if one failure comes in so many seconds.
 _RARELY, _FAILURES_EACH_SECONDS, _LEAST_SECONDS = 4.0, 3600.0, 10.0
-_fail = partial(Finding, level="fail")
+fail = partial(Finding, level="fail")
 _NOTHING = "not comparable"
 _ALIKE = "report a counter that only grows, such as step; save often, at the same steps each time: save_every=<steps>"
 _A_SESSION = "a session of prefect_elastic_train.loop does"
@@ -45,8 +46,8 @@ def of_undisturbed(course: Course) -> list[Finding]:
         seconds = max(course.news, default=course.started_at) - course.started_at
         told = f"{len(course.reports)} reports in {seconds:.0f} s, none with a checkpoint: whatever dies, all is lost"
         remedy = "save by ray.train.report(metrics, checkpoint=...) or in a session; if it does, give more minutes"
-        return [_fail(about="never saves", message=told, remedy=remedy)]
-    every = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
+        return [fail(about="never saves", message=told, remedy=remedy)]
+    every = course.save_seconds()
     cost = max(course.stalled / len(course.commits), 0.01)
     best = max(best_interval(cost, _FAILURES_EACH_SECONDS), _LEAST_SECONDS)
     if every < _RARELY * best:
@@ -65,21 +66,21 @@ def compare(
     there = {other.progress(place, counter): place for place in range(len(other.reports))}
     common = {there[at]: here[at] for at in sorted(here.keys() & there.keys())}
     if any(of_one.glob(f"*/{SESSION_FILE}")):  # a session reports means over different numbers of steps
-        common = {its: mine for its, mine in common.items() if one.reports[mine].checkpoint}
-        common = {its: mine for its, mine in common.items() if other.reports[its].checkpoint}
-    findings = [_fail(about="ignores its checkpoint", message=other.ignored)] if other.ignored else []
+        is_saved = {its: one.reports[mine].checkpoint and other.reports[its].checkpoint for its, mine in common.items()}
+        common = {its: mine for its, mine in common.items() if is_saved[its]}
+    findings = [fail(about="ignores its checkpoint", message=other.ignored)] if other.ignored else []
     if not common:
         words = "no report of the one is as far as one of the other's, so there is nothing to compare"
-        return Comparison(words, findings or [_fail(about=_NOTHING, message=words, remedy=_ALIKE)], None, {}, {})
+        return Comparison(words, findings or [fail(about=_NOTHING, message=words, remedy=_ALIKE)], None, {}, {})
     pair, last = _Pair(one, other, (of_one, of_other), common, tolerance), max(common)
     words, wrong = pair.verdict()
     states = [point.gap for point in pair.judged if point.is_state]
     words = words if states else f"no checkpoint of both could be read, so what was reported was compared: {words}"
-    metrics = other.reports[last].metrics, one.reports[common[last]].metrics
-    if not states and not any(_tell(one.reports[mine], other.reports[its]) for its, mine in common.items()):
+    mine, its = pair.reports(last)
+    if not states and not any(_tell(*pair.reports(place)) for place in common):
         told = "no array of both checkpoints could be read, and nothing is reported but how far the loop is"
-        wrong = wrong or [_fail(about=_NOTHING, message=told, remedy="report the loss, too")]
-    return Comparison(words, findings or wrong, max(states, default=None), *metrics)
+        wrong = wrong or [fail(about=_NOTHING, message=told, remedy="report the loss, too")]
+    return Comparison(words, findings or wrong, max(states, default=None), its.metrics, mine.metrics)
 
 
 class _Point(NamedTuple):
@@ -124,42 +125,45 @@ class _Pair:
         beyond = [start for start in resumes if start > self.judged[-1].place]
         if resumes and resumes == beyond:
             words = "nothing that was reported or saved after a fault is as far as something undisturbed"
-            return words, [_fail(about=_NOTHING, message=words, remedy=_ALIKE)]
+            return words, [fail(about=_NOTHING, message=words, remedy=_ALIKE)]
         worst = max(point.gap for point in self.judged)
         same = f"the same within {worst:.1g} (relative)" if worst else "bit for bit the same"
         noisy = "; there the noise of floats that are added in another order had grown" * (worst > NOISE_OF_RESIZES)
         further = f"; not compared: what the last {len(beyond)} of {len(resumes)} resumes led to, which is further"
         return f"after {self.judged[-1].place + 1} reports it is {same}{noisy}{further if beyond else ''}", []
 
+    def reports(self, place: int) -> tuple[Seen, Seen]:
+        """Return the reports of the two at a place of both."""
+        return self.one.reports[self.common[place]], self.other.reports[place]
+
     def _groups(self) -> Iterator[tuple[int, int, int]]:
         """Yield from which place to which other one the reports of a worker group count, and its size."""
         found = [(0, self.other.reports[0].world)]
         for kept, size in self.other.resumes:
             found = [*(one for one in found if one[0] < kept), (kept, size)]
-        ends = [*(start for start, _ in found[1:]), len(self.other.reports)]
-        return ((start, end, size) for (start, size), end in zip(found, ends, strict=True))
+        for (start, size), (end, _) in pairwise([*found, (len(self.other.reports), 0)]):
+            yield start, end, size
 
     def _all_of(self, places: list[int]) -> list[_Point]:
         """Those with a state that both have kept, back to one that is the same; if there is none, all."""
-        states: list[_Point] = []
+        points: list[_Point] = []
         for place in reversed(places):
-            if (point := self._point(place, is_same=True)).is_state:
-                states.insert(0, point)
-                if not point.gap:
-                    break
-        return states or [self._point(place, is_same=True) for place in places]
+            points.insert(0, self._point(place, is_same=True))
+            if points[0].is_state and not points[0].gap:
+                break
+        return [point for point in points if point.is_state] or points
 
     def _first_of(self, places: list[int]) -> list[_Point]:
         """The first with a checkpoint in both; if that cannot be read, what was reported until then, twice at least."""
-        pairs = ((self.one.reports[self.common[place]], self.other.reports[place]) for place in places)
-        saved = (number for number, pair in enumerate(pairs, 1) if all(seen.checkpoint for seen in pair))
+        pairs = enumerate(map(self.reports, places), 1)
+        saved = (number for number, pair in pairs if all(seen.checkpoint for seen in pair))
         points = [self._point(place) for place in places[: max(next(saved, 2), 2)]]
         return [point for point in points if point.is_state][:1] or points
 
     def _point(self, place: int, is_same: bool = False) -> _Point:
-        pair = self.one.reports[self.common[place]], self.other.reports[place]
-        folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
-        if all(seen.checkpoint for seen in pair) and all(folder.is_dir() for folder in folders):
+        pair = self.reports(place)
+        if all(seen.checkpoint for seen in pair):
+            folders = [folder / seen.checkpoint for folder, seen in zip(self.folders, pair, strict=True)]
             states = [calculated(numbers_in(folder)) for folder in folders]
             if states[0].keys() & states[1].keys():
                 # A number whose gradient is nothing but noise may be anything once the noise is another: see the whole.
@@ -168,31 +172,37 @@ class _Pair:
         return _Point(place, gap, f"metric {where}", False)
 
     def _wrong(self, point: _Point, resized: list[int], resumed: int) -> tuple[str, list[Finding]]:
-        words = f"after {point.place + 1} reports {point.where} is {point.gap:.2g} (relative) from the undisturbed "
-        words += "training's"
+        words = (
+            f"after {point.place + 1} reports {point.where} is {point.gap:.2g} (relative) from the undisturbed "
+            "training's"
+        )
         if resized:
             about, before = "depends on the world size", ", then ".join(map(str, resized))
             message = f"it had trained with {before} workers, not {self.one.reports[0].world} throughout"
-            remedy = "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
-            remedy += f"order of samples a function of seed and step: {_A_SESSION}; statistics that each rank takes of "
-            remedy += "its own samples, as torch's BatchNorm does, are others: SyncBatchNorm"
+            remedy = (
+                "keep the global batch, and with it the learning rate, the same at any number of workers, and the "
+                f"order of samples a function of seed and step: {_A_SESSION}; statistics that each rank takes of "
+                "its own samples, as torch's BatchNorm does, are others: SyncBatchNorm"
+            )
         elif resumed < 0:
             about, message = "not deterministic", "nothing had happened to either: two undisturbed trainings differ"
-            remedy = "seed the model, the order of the data and every random generator, with the same seed each time, "
-            remedy += "let several workers train one model (torch: prepare_model), and GPUs add in one order: "
-            remedy += "torch.use_deterministic_algorithms(True), XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+            remedy = (
+                "seed the model, the order of the data and every random generator, with the same seed each time, "
+                "let several workers train one model (torch: prepare_model), and GPUs add in one order: "
+                "torch.use_deterministic_algorithms(True), XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+            )
         else:
-            pair = self.one.reports[self.common[resumed]], self.other.reports[resumed]
+            pair, now = self.reports(resumed), self.reports(point.place)
             about, message = "forgets a part of its state", _forgotten(pair[0].metrics, pair[1].metrics)
-            now = self.one.reports[self.common[point.place]], self.other.reports[point.place]
             gaps = [distance(mine.metrics, its.metrics)[0] for mine, its in (pair, now)]
             if point.is_state and point.place > resumed and _tell(*now) and max(gaps) <= _NOISE:
                 message = (
                     "what was reported is right, so what no report shows is not restored, such as averaged weights"
                 )
-            remedy = "save and restore model, optimizer, schedule, random states and the place in the data: "
-            remedy += _A_SESSION
-        return words, [_fail(about=about, message=f"{words}; {message}", remedy=remedy)]
+            remedy = (
+                f"save and restore model, optimizer, schedule, random states and the place in the data: {_A_SESSION}"
+            )
+        return words, [fail(about=about, message=f"{words}; {message}", remedy=remedy)]
 
 
 def _tell(mine: Seen, its: Seen) -> bool:
@@ -204,11 +214,15 @@ def _forgotten(mine: dict[str, float], its: dict[str, float]) -> str:
     """Say what a loop forgets, as far as its first report after a resume tells."""
     gap, name = distance(mine, its)
     if gap <= _NOISE:
-        told = "the first report after a resume is right and later ones are not, so what makes the update is not "
-        return f"{told}restored: the optimizer's state, or the schedule of its learning rate"
-    told = f"the first report after a resume has {name} {its[name]:.6g} instead of {mine[name]:.6g}, so the random "
-    told += "state, the place in the data or a part of the model is not restored, or, where a report stands for "
-    return f"{told}several steps, what makes the update"
+        return (
+            "the first report after a resume is right and later ones are not, so what makes the update is not "
+            "restored: the optimizer's state, or the schedule of its learning rate"
+        )
+    return (
+        f"the first report after a resume has {name} {its[name]:.6g} instead of {mine[name]:.6g}, so the random "
+        "state, the place in the data or a part of the model is not restored, or, where a report stands for "
+        "several steps, what makes the update"
+    )
 
 
 def _stuck(errors: dict[str, str]) -> Finding:
@@ -217,7 +231,7 @@ def _stuck(errors: dict[str, str]) -> Finding:
     if not waiting:
         why = cause(next(iter(errors.values()), "no reason was told"))
         remedy = "report more often, or give more minutes" if "HungLoopError" in why else ""
-        return _fail(about="fails undisturbed", message=why, remedy=remedy)
+        return fail(about="fails undisturbed", message=why, remedy=remedy)
     message = f"rank {', '.join(waiting)} waited in report() for the others, which did not come to theirs"
     remedy = "have all ranks call ray.train.report() equally often"
-    return _fail(about="reports unequally", message=message, remedy=remedy)
+    return fail(about="reports unequally", message=message, remedy=remedy)

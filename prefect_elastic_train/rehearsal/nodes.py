@@ -88,25 +88,25 @@ def serve(requests: Iterable[str], framework: str = "none") -> None:
     change_nodes()
     for number, line in enumerate(requests):
         request = json.loads(line)
-        answer: Any = None
-        if path and request["do"] in ("start", "add"):
+        what, answer = request["do"], None
+        if path and what in ("start", "add"):
             os.environ[FORK_SERVER_VARIABLE] = f"{path}{number}"
             command = [sys.executable, "-m", fork_server.__name__, framework, "1"]
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        if request["do"] == "start":
+        if what == "start":
             head = {"num_cpus": request["cpus"], "include_dashboard": False}
             cluster = Cluster(initialize_head=True, head_node_args=head)
             answer = cluster.address
-        elif request["do"] == "add":
+        elif what == "add":
             node = cluster.add_node(**request["node"])
             nodes[node.node_id], answer = (node, server), node.node_id
-        elif request["do"] == "remove":
+        elif what == "remove":
             node, server = nodes.pop(request["node_id"])
             cluster.remove_node(node, allow_graceful=False)
             if server is not None:
                 server.kill()
                 server.wait()
-        elif request["do"] == "drain":
+        elif what == "drain":
             reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
             deadline_ms = int((time.time() + request["seconds"]) * 1000)
             client = GcsClient(address=cluster.address)

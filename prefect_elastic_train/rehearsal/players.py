@@ -76,8 +76,14 @@ class Disturber:
             if recovered or not course.is_complete:  # what the end of the loop has cut short is played again
                 times = [at, *(one for one in course.news if one > at)]
                 pause = max((after - before for before, after in pairwise(times)), default=time.time() - at)
-                counts = {"redone": course.redone - redone, "workers": len(course.ranks)}
-                played = Played(kind=fault.kind, what=what, recovered=recovered, seconds=round(pause, 1), **counts)
+                played = Played(
+                    kind=fault.kind,
+                    what=what,
+                    recovered=recovered,
+                    seconds=round(pause, 1),
+                    redone=course.redone - redone,
+                    workers=len(course.ranks),
+                )
                 self.played.append(played)
                 self.faults.remove(fault)
                 self.tell(f"{fault.kind}: {played.words}")

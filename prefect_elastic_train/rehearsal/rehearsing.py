@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
@@ -23,12 +24,11 @@ from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.orchestration.arguments import (
     GivenBlock,
     check_arguments,
-    given_blocks,
     gpus_here,
     load_given,
 )
 from prefect_elastic_train.rehearsal import judging
-from prefect_elastic_train.rehearsal.certificate import Certificate, Finding
+from prefect_elastic_train.rehearsal.certificate import Certificate
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.judging import Comparison
 from prefect_elastic_train.rehearsal.players import Disturber, undisturbed
@@ -91,8 +91,7 @@ def rehearse(
         ElasticTrainError: The cluster does not start, or the loop fails undisturbed.
     """
     check_arguments(framework, None, False, None, 60 * minutes)
-    wrong = [kind for kind in faults if kind not in KINDS]
-    if wrong or not faults or workers < 1:
+    if not faults or not {*faults} <= {*KINDS} or workers < 1:
         told = f"faults={list(faults)!r}, workers={workers!r}"
         raise ConfigurationError(f"{told}: give at least one worker, and some of the faults {', '.join(KINDS)}")
     wanted = _scaling(scaling, workers)
@@ -119,38 +118,44 @@ def rehearse(
     return certificate
 
 
+@dataclass
 class _Rehearsal:
     """The trainings of a rehearsal, whose certificate is filled in."""
 
-    def __init__(
-        self, certificate: Certificate, stage: Stage, seconds: float, tolerance: float, tell: Callable[[str], None]
-    ) -> None:
-        self._certificate, self._stage, self._tolerance, self._tell = certificate, stage, tolerance, tell
-        self._share, self._until = max(_LEAST_SECONDS, _SHARE * seconds), time.monotonic() + _LATER * seconds
+    certificate: Certificate
+    stage: Stage
+    seconds: float
+    tolerance: float
+    tell: Callable[[str], None]
 
     def run(self, kinds: Sequence[str]) -> None:
         """Train undisturbed, and if that has gone well, under faults."""
-        self._tell("starting a cluster")
-        self._stage.open()
-        self._tell("training undisturbed")
+        self.tell("starting a cluster")
+        self.stage.open()
+        self.tell("training undisturbed")
         play, stall = partial(undisturbed, seconds=self._share), max(_FIRST_STALL_SECONDS, self._share)
-        course, why = self._stage.train("undisturbed", 0, stall, play)
+        course, why = self.stage.train("undisturbed", 0, stall, play)
         if why and not course.failures:
             raise ElasticTrainError(f"the loop fails undisturbed, so there is nothing to rehearse: {why}")
-        self._certificate.add(*judging.of_undisturbed(course))
+        self.certificate.add(*judging.of_undisturbed(course))
         if not course.commits or course.failures:
-            self._certificate.compared = "there was nothing to resume from"
+            self.certificate.compared = "there was nothing to resume from"
             return
-        between = (course.reports[course.commits[-1]].at - course.started_at) / len(course.commits)
-        self._disturb(course, every_kind(kinds, self._certificate.seed, min(5.0, between), self._stage.can_shrink))
+        faults = every_kind(kinds, self.certificate.seed, min(5.0, course.save_seconds()), self.stage.can_shrink)
+        self._disturb(course, faults)
+
+    @property
+    def _share(self) -> float:
+        """Seconds of the undisturbed training."""
+        return max(_LEAST_SECONDS, _SHARE * self.seconds)
 
     def _disturb(self, before: Course, faults: list[Fault]) -> None:
         """Train under faults until each is played, or time or sense runs out; the worst that came out counts."""
-        counter, folder = before.counter(), self._stage.folder
+        counter, folder = before.counter(), self.stage.folder
         far = before.progress(len(before.reports) - 1 if before.is_complete else before.commits[-1], counter)
         times = [before.started_at, *(one.at for one in before.reports)]
         stall = max(_LEAST_STALL_SECONDS, _GAPS * max(after - one for one, after in pairwise(times)))
-        patience, found, certificate = _PATIENCE_SECONDS + stall + self._share, list[Comparison](), self._certificate
+        patience, found, certificate = _PATIENCE_SECONDS + stall + self._share, list[Comparison](), self.certificate
 
         def enough(course: Course) -> bool:
             return bool(course.commits) and course.progress(course.commits[-1], counter) >= far
@@ -158,27 +163,27 @@ class _Rehearsal:
         for number in range(1, _MOST_TRAININGS + 1):
             if faults[0].kind == GROWTH:  # the training before was far enough between the two
                 faults.insert(0, faults[0]._replace(kind=NODE))
-            self._tell(f"training under faults: {', '.join(fault.kind for fault in faults)}")
-            name, player = f"disturbed-{number}", Disturber(self._stage, faults, enough, patience, self._tell)
-            course, why = self._stage.train(name, len(faults), stall, player.play)
+            self.tell(f"training under faults: {', '.join(fault.kind for fault in faults)}")
+            name, player = f"disturbed-{number}", Disturber(self.stage, faults, enough, patience, self.tell)
+            course, why = self.stage.train(name, len(faults), stall, player.play)
             certificate.faults += player.played
             if why:
-                certificate.add(Finding(level="fail", about="does not go on", message=why))
+                certificate.add(judging.fail(about="does not go on", message=why))
             if course.reports:
-                found.append(judging.compare(before, course, folder / "undisturbed", folder / name, self._tolerance))
+                found.append(judging.compare(before, course, folder / "undisturbed", folder / name, self.tolerance))
                 certificate.add(*found[-1].findings)
                 check = check_samples(RunDirectory(LocalRunStore(str(folder / name))))
                 if check is not None and not check.unknown:
                     certificate.samples = certificate.samples or check.words
                     if check.wrong or not check.exact:
-                        certificate.add(Finding(level="fail", about="samples", message=check.words))
+                        certificate.add(judging.fail(about="samples", message=check.words))
             shutil.rmtree(folder / name, ignore_errors=True)
-            if why or not faults or not player.played or time.monotonic() > self._until:
+            if why or not faults or not player.played or time.time() > certificate.at + _LATER * self.seconds:
                 break
         if faults:
             told = f"not played: {', '.join(fault.kind for fault in faults)}"
             remedy = "give it more minutes, and a config with which the loop trains longer and saves more often"
-            certificate.add(Finding(level="fail", about="not all rehearsed", message=told, remedy=remedy))
+            certificate.add(judging.fail(about="not all rehearsed", message=told, remedy=remedy))
         if worst := max(found, key=lambda one: (bool(one.findings), one.difference or 0.0), default=None):
             certificate.compared, _, certificate.difference = worst[:3]
             certificate.metrics, certificate.undisturbed_metrics = worst[3:]
@@ -186,7 +191,7 @@ class _Rehearsal:
 
 def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
     """Return what the workers of a rehearsal get: nodes of this machine, as many as there are workers."""
-    block = load_given("scaling", given_blocks(scaling=given)["scaling"])
+    block = load_given("scaling", given or "")
     assert isinstance(block, ElasticScaling)
     if block.accelerator == "tpu":
         raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
@@ -195,5 +200,12 @@ def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
         raise ConfigurationError(
             f"{workers} workers on a node each need {gpus} GPUs, and here are {gpus_here()}; give fewer workers"
         )
-    numbers = {"max_workers": workers, "min_workers": min(block.min_workers, workers), "wait_for_max_seconds": 30.0}
-    return block.model_copy(update={**numbers, "label_selector": {}, "placement_strategy": "PACK"})
+    return block.model_copy(
+        update={
+            "max_workers": workers,
+            "min_workers": min(block.min_workers, workers),
+            "wait_for_max_seconds": 30.0,
+            "label_selector": {},
+            "placement_strategy": "PACK",
+        }
+    )

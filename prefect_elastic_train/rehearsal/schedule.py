@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 #: What can be played, in the order in which it is told; the last three change the number of workers.
@@ -36,10 +36,3 @@ def every_kind(kinds: Sequence[str], seed: int, longest: float, can_shrink: bool
     chance.shuffle(leave)
     resize = [one for kind in leave for one in ((kind, GROWTH) if can_shrink else (kind,))]
     return [Fault(kind, chance.uniform(0, longest), chance.random()) for kind in [*keep, *resize]]
-
-
-def poisson(kinds: Sequence[str], seed: int, mean: float) -> Iterator[Fault]:
-    """Faults of any kind without end, as of a Poisson process: ``mean`` seconds between two on average."""
-    chance = random.Random(seed)
-    while True:
-        yield Fault(chance.choice(kinds), chance.expovariate(1 / mean), chance.random())

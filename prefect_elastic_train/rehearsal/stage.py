@@ -45,7 +45,7 @@ class Stage:
             has_datasets=bool(payload.datasets),
         )
         self._course = Course()
-        self._looks = (None for _ in "")
+        self._looks: Looks
         self._runtime = Runtime(get_settings(), lambda event: self._course.handle(event), on_line, self._look)
         self._devices: dict[str, int] = {}  # the first GPU of each node
         self.outage = folder / "outage"  # the storage does not answer while this file is there
@@ -95,12 +95,16 @@ class Stage:
         while len(self.nodes.ids) < self._scaling.max_workers:
             self.add_node()
         allowed, why = failures + _ALLOWANCE, ""
-        budget = {"max_failures": allowed, "driver_restarts": allowed, "max_attempts_without_progress": _ALLOWANCE}
         often: dict[str, Any] = {"resize_check_interval_seconds": 1.0, "stability_delay_seconds": 0.0}
         often |= {} if failures else {"standby": "off"}
         given = {
             "scaling": self._scaling.model_copy(update=often),
-            "failures": blocks.FailureBudget(stall_timeout_seconds=stall_seconds, **budget),
+            "failures": blocks.FailureBudget(
+                max_failures=allowed,
+                driver_restarts=allowed,
+                max_attempts_without_progress=_ALLOWANCE,
+                stall_timeout_seconds=stall_seconds,
+            ),
             "checkpoints": blocks.CheckpointPolicy(),  # all are kept, to find those of the same progress among
             "storage": blocks.LocalStorage(path=str(self.folder), preflight=False),
             "cluster": self._cluster,

@@ -134,9 +134,7 @@ class Tally(Counts, ev.EventHandler):
             # What was trained while the checkpoint was uploaded is not in it.
             later = self.pending * (event.step - saved) / (event.step - self.step_kept)
             self.step_kept = saved
-        self.pending -= later
-        self._preserve(event.checkpoint)
-        self.pending = later
+        self._preserve(event.checkpoint, later)
 
     def on_checkpoint_stalled(self, event: ev.CheckpointStalled) -> None:
         """Move the time in which the loop stood still for a checkpoint out of its training, or of what comes of it."""
@@ -211,9 +209,10 @@ class Tally(Counts, ev.EventHandler):
     def _spend(self, bucket: str, seconds: float) -> None:
         self.spent[bucket] = self.spent.get(bucket, 0.0) + seconds
 
-    def _preserve(self, checkpoint: str) -> None:
-        """Keep what was trained up to a commit, and remember how much that is."""
-        self.productive, self.pending = self.productive + self.pending, 0.0
+    def _preserve(self, checkpoint: str, later: float = 0.0) -> None:
+        """Keep what was trained up to a commit, which is all but so many seconds, and remember how much that is."""
+        self.productive += self.pending - later
+        self.pending = later
         self.unsettled += self.first is not None
         self.commits = [*self.commits, (checkpoint, self.productive)][-_MAX_COMMITS:]
 
@@ -296,4 +295,4 @@ def add_up(events: Iterable[ev.Event]) -> Accounts:
     if rows and rows[-1] is not row:
         rows[_MAX_HISTORY_ROWS - 1 :] = [row]
     counts = tally.model_dump(include={*Counts.model_fields, "left"})
-    return accounts.model_copy(update={**counts, "time": tally.account()})
+    return accounts.model_copy(update=counts | {"time": tally.account()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -11,18 +10,18 @@ from typing import Any
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.result import TimeAccount
 from prefect_elastic_train.report.accounts import counts_in_words
-from prefect_elastic_train.report.run_report import COUNTERS, PACED, TOTALS, Incident, RunReport, is_link
+from prefect_elastic_train.report.run_report import PACED, POSITIONS, TOTALS, Incident, RunReport, is_link
 
 #: What wall time goes into: the field of the account, and its name for people.
-_TIME_PARTS: Sequence[tuple[str, str]] = (
-    ("productive_seconds", "training that was kept"),
-    ("startup_seconds", "start-up and wind-up"),
-    ("waiting_for_capacity_seconds", "waiting for capacity"),
-    ("restart_seconds", "restarts after failures"),
-    ("resize_seconds", "resizes"),
-    ("checkpoint_stall_seconds", "standing still for checkpoints"),
-    ("lost_seconds", "training that was lost"),
-)
+_TIME_PARTS = {
+    "productive_seconds": "training that was kept",
+    "startup_seconds": "start-up and wind-up",
+    "waiting_for_capacity_seconds": "waiting for capacity",
+    "restart_seconds": "restarts after failures",
+    "resize_seconds": "resizes",
+    "checkpoint_stall_seconds": "standing still for checkpoints",
+    "lost_seconds": "training that was lost",
+}
 _MAX_CODE = 300
 
 
@@ -72,19 +71,24 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         left = progress.remaining_seconds
         yield f"about {duration(left)} left, until {clock(report.last_event_at + left, now)} UTC"
     if report.state == "training":
-        rates = [(name, report.rates[name]) for name in PACED if name in report.rates]
-        paced = [(f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", name.replace("_", " ")) for name, rate in rates]
-        yield from (f"{rate} {name.rstrip('s')}s a second" for rate, name in paced)
-    told_by_progress = {"progress", *COUNTERS} if progress is not None else set()
-    if metrics := metrics_in_words(report.metrics, 4, leave_out=TOTALS | told_by_progress | {"samples"}):
+        for name in PACED:
+            if rate := report.rates.get(name):
+                words = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+                yield f"{words} {name.replace('_', ' ').rstrip('s')}s a second"
+    leave_out = POSITIONS if progress is not None else TOTALS | {"samples"}
+    if metrics := metrics_in_words(report.metrics, 4, leave_out):
         yield metrics
     if report.checkpoints:
         age = now - report.checkpoints[-1].at
         yield f"last checkpoint {duration(age)} ago" if report.is_live else f"{report.checkpoints_made} checkpoints"
     elif report.reports:
         yield "no checkpoint yet"
-    counts = {"worker failure": tally.worker_failures, "preemption": tally.preemptions}
-    counts |= {"driver restart": report.driver_restarts, "resize": tally.resizes}
+    counts = {
+        "worker failure": tally.worker_failures,
+        "preemption": tally.preemptions,
+        "driver restart": report.driver_restarts,
+        "resize": tally.resizes,
+    }
     yield counts_in_words({name: count for name, count in counts.items() if count}) or "no failures"
     if report.standbys and report.is_live:
         yield report.standbys
@@ -101,7 +105,7 @@ def _incident(incident: Incident, now: float) -> str:
 
 
 def _time(account: TimeAccount) -> str:
-    parts = [(name, getattr(account, field)) for field, name in _TIME_PARTS]
+    parts = [(name, getattr(account, field)) for field, name in _TIME_PARTS.items()]
     rows = [(name, duration(spent), f"{spent / account.wall_seconds:.1%}") for name, spent in parts if spent]
     rows.append(("**wall time**", duration(account.wall_seconds), ""))
     if account.stopped_seconds:
@@ -126,7 +130,7 @@ def _checkpoints(report: RunReport, now: float) -> str:
     lines = [
         f"- {clock(made.at, now)} {code(loop_name(made.name))}, {size(made.size_bytes)}, by attempt {made.attempt}"
         + ("; **best**" if best is not None and made.name == best.name else "")
-        + (f"  \n  {words}" if (words := metrics_in_words(made.metrics, 4, leave_out=TOTALS)) else "")
+        + (f"  \n  {words}" if (words := metrics_in_words(made.metrics, 4, TOTALS)) else "")
         for made in shown
     ]
     more = report.checkpoints_made - len(shown)
@@ -135,8 +139,14 @@ def _checkpoints(report: RunReport, now: float) -> str:
 
 
 def _places(report: RunReport) -> str:
-    places = {"run": report.run_name, "flow run": report.flow_run_url, "run directory": report.run_uri}
-    places |= {"started from": report.started_from, "Ray dashboard": report.dashboard_url, **report.links}
+    places = {
+        "run": report.run_name,
+        "flow run": report.flow_run_url,
+        "run directory": report.run_uri,
+        "started from": report.started_from,
+        "Ray dashboard": report.dashboard_url,
+        **report.links,
+    }
     shown = {name: f"<{place}>" if is_link(place) else code(place) for name, place in places.items() if place}
     return "\n".join(f"- {plain(name)} {place}" for name, place in shown.items())
 
@@ -166,15 +176,13 @@ def clock(at: float, now: float | None = None) -> str:
 
 
 def number(value: Any) -> str:
-    """A metric's value."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return plain(str(value)[:60])
-    if isinstance(value, int) and abs(value) < 10**15:
-        return f"{value:,}"
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
+    """A metric's value, as a report keeps it."""
+    if not isinstance(value, int | float):
+        return plain(str(value))
+    return f"{value:,}" if isinstance(value, int) and abs(value) < 10**15 else f"{value:.4g}"
 
 
-def metrics_in_words(metrics: Mapping[str, Any], most: int, leave_out: frozenset[str] = frozenset()) -> str:
+def metrics_in_words(metrics: Mapping[str, Any], most: int, leave_out: frozenset[str]) -> str:
     """Up to so many metrics with their values."""
     shown = [(name, value) for name, value in metrics.items() if name not in leave_out]
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
@@ -183,21 +191,22 @@ def metrics_in_words(metrics: Mapping[str, Any], most: int, leave_out: frozenset
 
 def size(size_bytes: float) -> str:
     """A size in its largest binary unit."""
-    power = min(4, max(0, int(math.log2(size_bytes)) // 10)) if size_bytes >= 1 else 0
+    power = min(4, max(0, int(size_bytes).bit_length() - 1) // 10)
     return f"{size_bytes / 1024**power:.{min(1, power)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Text without line ends and letters that cannot be printed, cut to 1,000 letters."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text[:1000]).split())
 
 
 def plain(text: str) -> str:
     """Text that Markdown takes as it is, on one line, also in a table."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", _one_line(text))
+    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", one_line(text))
 
 
 def code(text: str) -> str:
     """Text as a code span, on one line, also in a table; nothing for no text."""
     # A backslash before the pipe's own would take its meaning away.
-    text = re.sub(r"\\*\|", r"\\|", _one_line(text).replace("`", "'"))
+    text = re.sub(r"\\*\|", r"\\|", one_line(text).replace("`", "'"))
     return f"`{text if len(text) <= _MAX_CODE else text[: _MAX_CODE - 1] + '…'}`" if text else ""

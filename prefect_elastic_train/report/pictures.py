@@ -13,9 +13,10 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure  # not pyplot, whose state belongs to whoever else draws in this process
 from matplotlib.ticker import MaxNLocator
 
+from prefect_elastic_train.report.markdown import one_line
 from prefect_elastic_train.report.run_report import Curve, Recovery, RunReport
 
-_WIDTH = 6.9  # inches of the column that Prefect's UI shows an artifact in, at 100 dots each
+_WIDTH = 6.9  # inches of the column that Prefect's UI shows an artifact in
 _INK = "#7a808b"
 _LINE = "#3b82f6"
 _BAD = "#e5484d"
@@ -43,7 +44,7 @@ def _uri(figure: Figure) -> str:
 def _draw_metrics(curves: dict[str, Curve]) -> Figure:
     columns = min(2, len(curves))
     rows = math.ceil(len(curves) / columns)
-    figure = Figure(figsize=(_WIDTH, 1.9 * rows), dpi=100, layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 1.9 * rows), layout="constrained")
     for place, (name, curve) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
         xs, ys = zip(*curve.points, strict=True)
@@ -57,15 +58,15 @@ def _draw_metrics(curves: dict[str, Curve]) -> Figure:
 
 
 def _draw_workers(report: RunReport, now: float) -> Figure:
-    figure = Figure(figsize=(_WIDTH, 1.9), dpi=100, layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 1.9), layout="constrained")
     axes: Any = figure.add_subplot()  # its types know no dates
     last = report.world_sizes[-1][0]
     changes = [*report.world_sizes, (max(now if report.is_live else report.last_event_at, last + 1), report.world_size)]
-    times = [datetime.fromtimestamp(at, timezone.utc) for at, _ in changes]
-    axes.fill_between(times, [size for _, size in changes], step="post", color=_LINE, alpha=0.4)
+    times, sizes = zip(*((_time(at), size) for at, size in changes), strict=True)
+    axes.fill_between(times, sizes, step="post", color=_LINE, alpha=0.4)
     bad = [incident.at for incident in report.incidents if incident.kind in ("failure", "preemption", "driver", "loop")]
     for at in bad:
-        axes.axvline(datetime.fromtimestamp(at, timezone.utc), color=_BAD, linewidth=0.8, linestyle="--")
+        axes.axvline(_time(at), color=_BAD, linewidth=0.8, linestyle="--")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     locator = AutoDateLocator(tz=timezone.utc, minticks=3, maxticks=8)  # type: ignore[no-untyped-call]
@@ -77,25 +78,27 @@ def _draw_workers(report: RunReport, now: float) -> Figure:
 
 
 def _draw_recoveries(recoveries: list[Recovery]) -> Figure:
-    figure = Figure(figsize=(_WIDTH, 0.8 + 0.26 * len(recoveries)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 0.8 + 0.26 * len(recoveries)), layout="constrained")
     axes, rows, ends = figure.add_subplot(), range(len(recoveries)), [0.0] * len(recoveries)
     for number, part in enumerate(dict.fromkeys(part for one in recoveries for part in one.parts)):
         widths = [one.parts.get(part, 0.0) for one in recoveries]
         if max(widths) > _SHOWN * max(sum(one.parts.values()) for one in recoveries):
             axes.barh(rows, widths, left=ends, height=0.7, color=f"C{number}", label=part)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    times = [datetime.fromtimestamp(one.at, timezone.utc) for one in recoveries]
-    axes.set_yticks(rows, [f"{at:%H:%M:%S} {one.kind}" for at, one in zip(times, recoveries, strict=True)])
+    axes.set_yticks(rows, [f"{_time(one.at):%H:%M:%S} {one.kind}" for one in recoveries])
     axes.invert_yaxis()
     _style(axes, "recoveries: seconds until workers trained again")
     axes.legend(fontsize=8, labelcolor=_INK, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
+def _time(at: float) -> datetime:
+    return datetime.fromtimestamp(at, timezone.utc)
+
+
 def _style(axes: Axes, title: str) -> None:
     # Without what XML does not take, and what would begin a formula.
-    shown = "".join(letter if letter.isprintable() else " " for letter in title).replace("$", r"\$")
-    axes.set_title(shown, fontsize=9, color=_INK, loc="left")
+    axes.set_title(one_line(title).replace("$", r"\$"), fontsize=9, color=_INK, loc="left")
     axes.tick_params(colors=_INK, labelsize=8)
     axes.grid(color=_INK, alpha=0.25, linewidth=0.5)
     for side, spine in axes.spines.items():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
@@ -41,7 +42,8 @@ COUNTERS: Mapping[str, list[str]] = {
 TOTALS = frozenset(chain.from_iterable(COUNTERS.values()))
 #: What is counted of the way without a total.
 PACED = ("samples", *(counter for counter in COUNTERS if counter != "epoch"))
-_NO_CURVE = {"progress", "samples", *COUNTERS, *TOTALS}
+#: All that tells how far the training is.
+POSITIONS = frozenset({"progress", "samples", *COUNTERS, *TOTALS})
 
 #: How a training ended that the flow has seen end so, unless its driver knows better.
 _OUTCOMES = {
@@ -64,10 +66,8 @@ class Incident(BaseModel):
     why: str = ""
 
 
-class Checkpoint(BaseModel):
+class Checkpoint(BaseModel, ser_json_inf_nan="constants"):
     """A checkpoint that was committed, with its score by the checkpoint policy, if there is one."""
-
-    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     name: str
     at: float
@@ -96,7 +96,7 @@ class Progress(BaseModel):
 class Curve(BaseModel):
     """A metric by number of report, none twice: the lowest and highest of each `width`, and the newest point."""
 
-    points: list[tuple[float, float]] = Field(default_factory=list)
+    points: list[tuple[float, float]] = []
     width: int = 1
 
     def add(self, x: float, y: float) -> None:
@@ -112,15 +112,13 @@ class Curve(BaseModel):
         self.points.append((x, y))
 
 
-class RunReport(BaseModel, ev.EventHandler):
+class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     """The state of a run as far as its events tell."""
-
-    model_config = ConfigDict(ser_json_inf_nan="constants", extra="ignore")
 
     run_name: str
     score_attribute: str = ""
     score_order: str = "max"
-    totals: dict[str, Any] = Field(default_factory=dict)  # what the loop's configuration says that there is to do
+    totals: dict[str, Any] = {}  # what the loop's configuration says that there is to do
     flow_run_url: str = ""
     accelerator: str = ""  # of its workers, and what one costs an hour; 0: unknown
     price_per_worker_hour: float = 0.0
@@ -135,26 +133,26 @@ class RunReport(BaseModel, ev.EventHandler):
     world_size: int = 0
     driver_restarts: int = 0
     reports: int = 0
-    metrics: dict[str, Any] = Field(default_factory=dict)
-    links: dict[str, str] = Field(default_factory=dict)  # metrics that are one, such as the page of a tracker's run
+    metrics: dict[str, Any] = {}
+    links: dict[str, str] = {}  # metrics that are one, such as the page of a tracker's run
     #: How far the training is, if the loop tells; and what it counted, and when, first since the last restart.
     progress: Progress | None = None
     paced_from: tuple[float, dict[str, float]] | None = None
-    rates: dict[str, float] = Field(default_factory=dict)  # what the loop counts of its way, a second, since then
+    rates: dict[str, float] = {}  # what the loop counts of its way, a second, since then
     saves: str = ""  # how often the loop saves, and why
     standbys: str = ""  # how many standby workers there are
     last_event_at: float = 0.0
-    tally: Tally = Field(default_factory=Tally)
-    incidents: list[Incident] = Field(default_factory=list)
-    recoveries: list[Recovery] = Field(default_factory=list)
+    tally: Tally = Tally()
+    incidents: list[Incident] = []
+    recoveries: list[Recovery] = []
     broken: tuple[float, Kind] | None = None  # since when no workers train that did, or will again, and why
     #: When the worker group started, and what the seconds before went to, until its first step or report.
     started: tuple[float, dict[str, float]] | None = None
-    checkpoints: list[Checkpoint] = Field(default_factory=list)
+    checkpoints: list[Checkpoint] = []
     checkpoints_made: int = 0
     best: Checkpoint | None = None
-    curves: dict[str, Curve] = Field(default_factory=dict)
-    world_sizes: list[tuple[float, int]] = Field(default_factory=list)
+    curves: dict[str, Curve] = {}
+    world_sizes: list[tuple[float, int]] = []
     waits_anew: bool = False
     last_end: str = ""
 
@@ -230,7 +228,7 @@ class RunReport(BaseModel, ev.EventHandler):
             return
         self._set_world(event.at, 0)
         self.outcome = event.outcome.value
-        self.last_end = f"{event.outcome.value}: {_first_line(event.message)}"[:_MAX_TEXT]
+        self.last_end = f"{event.outcome.value}: {_first_line(event.message)}"
         if event.outcome is Outcome.COMPLETED:
             kept = (event.result or {}).get("best_checkpoints")
             if kept:  # an asynchronous validation scores a checkpoint after its commit
@@ -275,8 +273,11 @@ class RunReport(BaseModel, ev.EventHandler):
             return
         (since, kind), self.broken = self.broken, None
         started_at, parts = started
-        before = {"until it was begun": max(0.0, started_at - since - sum(parts.values()))}
-        parts = before | parts | {"loop, to its first step or report": max(0.0, event.at - started_at)}
+        parts = {
+            "until it was begun": max(0.0, started_at - since - sum(parts.values())),
+            **parts,
+            "loop, to its first step or report": max(0.0, event.at - started_at),
+        }
         self.recoveries = [*self.recoveries, Recovery(at=since, kind=kind, parts=parts)][-_MAX_RECOVERIES:]
         for last in [one for one in self.incidents if one.kind == kind][-1:]:
             last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"
@@ -292,7 +293,7 @@ class RunReport(BaseModel, ev.EventHandler):
         self._see_progress(event.at)
         for name, value in self.metrics.items():
             y, has_room = _number(value), name in self.curves or len(self.curves) < _MAX_CURVES
-            if has_room and name not in _NO_CURVE and y is not None and math.isfinite(y):
+            if has_room and name not in POSITIONS and y is not None:
                 self.curves.setdefault(name, Curve()).add(self.tally.position, y)
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
@@ -333,15 +334,15 @@ class RunReport(BaseModel, ev.EventHandler):
         self._set_state("resizing", sizes)
 
     def _see_progress(self, at: float) -> None:
-        found = _progress(self.metrics) or _progress({**self.totals, **self.metrics})
+        found = _progress(self.metrics) or _progress(self.totals | self.metrics)
         counts = {name: _number(self.metrics.get(name)) for name in PACED}
-        counted = {name: count for name, count in counts.items() if count is not None and math.isfinite(count)}
+        counted = {name: count for name, count in counts.items() if count is not None}
         if found is not None:
             self.progress, counted["progress"] = found, found.fraction
         self.paced_from = self.paced_from or (at, counted)
-        seconds, before = at - self.paced_from[0], self.paced_from[1]
+        since, before = self.paced_from
         gained = {name: count - before[name] for name, count in counted.items() if count > before.get(name, math.inf)}
-        self.rates = {name: gain / seconds for name, gain in gained.items()} if seconds > 0 else {}
+        self.rates = {name: gain / (at - since) for name, gain in gained.items()} if at > since else {}
         if found is not None and "progress" in self.rates:
             found.remaining_seconds = (1 - found.fraction) / self.rates["progress"]
 
@@ -373,7 +374,7 @@ class RunReport(BaseModel, ev.EventHandler):
             self.best = made
 
     def _set_state(self, state: str, detail: str = "") -> None:
-        self.state, self.detail = state, _first_line(detail)[:_MAX_TEXT]
+        self.state, self.detail = state, _first_line(detail)
         if state == "completed" and self.progress is not None:  # many loops count from 0
             self.progress = Progress(fraction=1.0, words=self.progress.words)
 
@@ -384,21 +385,19 @@ class RunReport(BaseModel, ev.EventHandler):
         self.standbys = self.standbys if size else ""
 
     def _tell(self, at: float, kind: Kind, what: str, why: str = "") -> None:
-        told = Incident(at=at, kind=kind, what=what[:_MAX_TEXT], why=_first_line(why)[:_MAX_TEXT])
+        told = Incident(at=at, kind=kind, what=what[:_MAX_TEXT], why=_first_line(why))
         self.incidents = [*self.incidents, told][-_MAX_INCIDENTS:]
 
 
 def _first_line(text: str) -> str:
-    """Return the first line of a text that has something to say."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+    """Return the first line of a text that has something to say, cut."""
+    return next((line.strip()[:_MAX_TEXT] for line in text.splitlines() if line.strip()), "")
 
 
 def _number(value: Any) -> float | None:
-    """Return a metric as a number, None if it is none."""
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    except OverflowError:
-        return None
+    """Return a metric as a finite number, None if it is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
 def is_link(value: Any) -> bool:
@@ -409,7 +408,9 @@ def is_link(value: Any) -> bool:
 def _bounded(metrics: Mapping[str, Any], most: int) -> dict[str, Any]:
     """Return so many metrics, their names and texts cut, without those that are links."""
     return {
-        name[:_MAX_NAME]: value if value is None or _number(value) is not None else str(value)[:_MAX_NAME]
+        name[:_MAX_NAME]: value
+        if isinstance(value, float | None) or _number(value) is not None
+        else str(value)[:_MAX_NAME]
         for name, value in list(metrics.items())[:most]
         if not is_link(value)
     }
@@ -422,8 +423,8 @@ def _progress(metrics: Mapping[str, Any]) -> Progress | None:
         return Progress(fraction=progress, words=f"{progress:.1%}")
     for counter, totals in COUNTERS.items():
         done = _number(metrics.get(counter))
-        total = next((found for name in totals if (found := _number(metrics.get(name)))), math.nan)
-        if done is not None and math.isfinite(done) and 0 < total < math.inf:
+        total = next((found for name in totals if (found := _number(metrics.get(name)))), 0.0)
+        if done is not None and total > 0:
             words = f"{counter.replace('_', ' ')} {done:,.0f} of {total:,.0f}"
             return Progress(fraction=min(1.0, max(0.0, done / total)), words=words)
     return None

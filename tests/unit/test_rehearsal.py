@@ -25,7 +25,8 @@ from prefect_elastic_train.rehearsal.certificate import Certificate, Finding, Pl
 from prefect_elastic_train.rehearsal.course import Course
 from prefect_elastic_train.rehearsal.players import Disturber
 from prefect_elastic_train.rehearsal.rehearsing import rehearse
-from prefect_elastic_train.rehearsal.schedule import KINDS, Fault, every_kind, poisson
+from prefect_elastic_train.rehearsal.schedule import KINDS, Fault, every_kind
+from tests.support.schedules import poisson
 
 # ------------------------------------------------------------------------------------------ schedules
 
