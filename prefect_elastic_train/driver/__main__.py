@@ -46,9 +46,8 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == SPARE:
         spec_file, began_at = wait_for_spec(arguments[1])
     output, details = EventOutput(sys.stdout), Details()
-    for name, write in (("stdout", output.write_text), ("stderr", sys.stderr.write)):
-        descriptor = getattr(sys, f"__{name}__").fileno()
-        setattr(sys, name, LineStream(partial(details.take, write), descriptor))
+    sys.stdout = LineStream(partial(details.take, output.write_text), 1)
+    sys.stderr = LineStream(partial(details.take, sys.stderr.write), 2)
     # Whatever a library writes there itself must not end up in the middle of an event.
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

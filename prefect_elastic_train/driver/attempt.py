@@ -162,8 +162,11 @@ class Attempt:
         if not needs_none and not may_replace(scaling, self.spec.request.framework):
             notes.append("there are no standby workers: each device, but for GPUs with torch, wants its own process")
         commit, failures = begun.point.commit, self.spec.failures
-        left = {"driver restart": begun.restarts_left, "worker failure": failures.max_failures}
-        left["preemption"] = failures.max_preemption_failures
+        left = {
+            "driver restart": begun.restarts_left,
+            "worker failure": failures.max_failures,
+            "preemption": failures.max_preemption_failures,
+        }
         self.teller.emit(
             AttemptStarted(
                 run_name=self.spec.request.run_name,
@@ -197,8 +200,9 @@ class Attempt:
         result = finished.result or self._result().model_dump(mode="json")
         trained_with = RunDirectory(self.store).fingerprint
         warning = trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else ""
-        ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message, result=result)
-        return ended.model_copy(update={"warning": warning})
+        return AttemptEnded(
+            outcome=Outcome.COMPLETED, already_finished=True, message=message, warning=warning, result=result
+        )
 
     def _result(self, *more: AttemptEnded) -> RunResult:
         from prefect_elastic_train.report.accounts import add_up

@@ -1,4 +1,8 @@
-"""The driver's work with Ray before ``fit()``: joining the cluster, the user's objects, what they may ask for."""
+"""The driver's work with Ray before ``fit()``: joining the cluster, the user's objects, what they may ask for.
+
+Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``, which fills it from its driver's own ``sys.path``, and ours is not
+the user's script.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +131,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     address = _cluster_address(spec)
     _check_head(address, spec.cluster.connect_timeout_seconds)
     import ray
-
-    from prefect_elastic_train.elastic.cluster import job_config
+    from ray.job_config import JobConfig
 
     user_env: dict[str, Any] = {}
     if not spec.cluster.is_submitted:  # a job has its environment by now
@@ -145,7 +148,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
         context = ray.init(
             address=address,
             runtime_env=user_env,
-            job_config=job_config(own_path),
+            job_config=JobConfig(_py_driver_sys_path=own_path),
             log_to_driver=True,
             logging_level=logging.WARNING,
         )

@@ -180,11 +180,14 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         # What another run has counted says nothing of this one.
         is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
         self._loops.begin(self._workers, loop_name(self.checkpoint), latest["metrics"] if latest and is_own else {})
-        found = [(worker.metadata, worker.distributed_context.world_rank) for worker in self._workers]
-        ranks = {f"{process.node_ip}:{process.pid}": rank for process, rank in found}
+        ranks = {
+            f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
+            for worker in self._workers
+        }
         self.passed("process group")
-        started = ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks)
-        self.tell(started.model_copy(update={"parts": self._parts}))
+        self.tell(
+            ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks, parts=self._parts)
+        )
 
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does; raise what the worker group fails of, if it does."""
@@ -229,8 +232,7 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         self.checkpoint, self._has_committed = name, True
         if not self._loops.ignored:  # else it has done anew what was done
             self.budget.commit()
-        self._reports_since_checkpoint = 0
-        size = 0
+        size = self._reports_since_checkpoint = 0
         with suppress(Exception):  # the commit is told all the same
             size = sum((self._store.file_sizes(name) or {}).values())
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
@@ -275,14 +277,15 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         if not self._workers:
             return
         self.passed("")
-        resized = ev.WorkerGroupResized(
-            old_size=len(self._workers),
-            new_size=resize_decision.num_workers,
-            reason=getattr(resize_decision, "reason", ""),
-            waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
-            reports_lost=self._reports_since_checkpoint,
+        self.tell(
+            ev.WorkerGroupResized(
+                old_size=len(self._workers),
+                new_size=resize_decision.num_workers,
+                reason=getattr(resize_decision, "reason", ""),
+                waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
+                reports_lost=self._reports_since_checkpoint,
+            )
         )
-        self.tell(resized)
 
     @_never_raises
     def _tell_failure(self, failure_decision: FailureDecision) -> None:
@@ -294,15 +297,16 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
         errors, also = distinct({rank: in_full(failure) for rank, failure in failures.items()})
         event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
-        failed = event_type(
-            errors=errors,
-            also=also,
-            retried=failure_decision is FailureDecision.RETRY,
-            gives_up=why_never_again(failures.values()) or "the budget is used up",
-            reports_lost=self._reports_since_checkpoint,
-            left=self.left,
+        self.tell(
+            event_type(
+                errors=errors,
+                also=also,
+                retried=failure_decision is FailureDecision.RETRY,
+                gives_up=why_never_again(failures.values()) or "the budget is used up",
+                reports_lost=self._reports_since_checkpoint,
+                left=self.left,
+            )
         )
-        self.tell(failed)
 
     def _tell_waits(self, who: str, waits: Sequence[Waits]) -> None:
         tries = sum(waited.tries for waited in waits)

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray.exceptions import ActorUnschedulableError, RayActorError
-from ray.train import DataConfig
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -37,7 +36,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, Payload
-from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, loop_watch, standby
 from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager, run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
@@ -296,31 +294,28 @@ class _NoVariables(dict[str, str]):
 
 
 class _ElasticTrainerMixin:
-    """Puts our parts into the controller of a Ray Train trainer, which has those of a run in ``_parts``."""
+    """Puts the policies and callbacks of a run into the controller of a Ray Train trainer."""
 
-    _parts: tuple[str, ScalingSettings, list[Any]]
-    scaling_config: Any
-    run_config: Any
+    _policies: dict[str, Any]
+    _callbacks: list[Any]
     datasets: Any
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Any:
-        requester_id, scaling, _ = self._parts
-        controller_arguments["scaling_policy"] = RunScalingPolicy(self.scaling_config, requester_id, scaling)
-        controller_arguments["failure_policy"] = RunFailurePolicy(self.run_config.failure_config)
         data_parallel_trainer.TrainController = TrainController
         if FORK_SERVER_VARIABLE in os.environ:
             data_parallel_trainer.get_env_vars_to_propagate = _NoVariables
-        return super()._initialize_and_run_controller(**controller_arguments)  # type: ignore[misc]
+        return super()._initialize_and_run_controller(**controller_arguments | self._policies)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         # Placement groups go with the job of their driver; the cleaner may ask another cluster on the same host whether
         # the controller lives, and remove a living group. Without datasets, no start need wait for their manager.
-        ours = self._parts[2]
-        unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
+        unwanted = [PlacementGroupCleanerCallback]
+        ours = self._callbacks
         if not self.datasets:
-            unwanted, ours = (*unwanted, DatasetsCallback), [*ours, NoDatasetsCallback()]
+            unwanted.append(DatasetsCallback)
+            ours = [*ours, NoDatasetsCallback()]
         rays = super()._create_default_callbacks()  # type: ignore[misc]
-        return [*(callback for callback in rays if not isinstance(callback, unwanted)), *ours]
+        return [callback for callback in rays if not isinstance(callback, tuple(unwanted))] + ours
 
 
 def make_trainer(
@@ -339,7 +334,7 @@ def make_trainer(
         "scaling_config": scaling_config(scaling),
         "run_config": run_config(spec, store.path.rpartition("/")[0], run_filesystem(store, context.attempt)),
         "datasets": datasets,
-        "dataset_config": payload.dataset_config or DataConfig(),
+        "dataset_config": payload.dataset_config,
         "validation_config": payload.validation_config,
     }
     base: type[DataParallelTrainer] = DataParallelTrainer
@@ -357,7 +352,11 @@ def make_trainer(
     ours: list[Any] = [callback, LoopCallback(context)]
     if scaling.standby != "off" and not spec.is_forked and standby.may_replace(scaling, framework):
         ours.append(standby.Standbys(framework, in_any_case=scaling.standby == "on"))
-    parts = "" if spec.is_alone else requester_id(store), scaling, ours
-    trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
-    trainer: DataParallelTrainer = trainer_type(**arguments)
+    trainer: Any = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {})(**arguments)
+    requester = "" if spec.is_alone else requester_id(store)
+    trainer._callbacks = ours
+    trainer._policies = {
+        "scaling_policy": RunScalingPolicy(arguments["scaling_config"], requester, scaling),
+        "failure_policy": RunFailurePolicy(arguments["run_config"].failure_config),
+    }
     return trainer

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import ray.exceptions
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2.jax.config import JaxConfig, _JaxBackend
 from ray.util.tpu import get_tpu_coordinator_env_vars

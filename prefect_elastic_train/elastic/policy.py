@@ -17,15 +17,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.train import ControllerError, PreemptionInfo
+from ray.train import (
+    ControllerError,
+    PreemptionError,
+    PreemptionInfo,
+    ScalingConfig,
+    TrainingFailedError,
+    WorkerGroupError,
+)
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import scaling_policy as rays
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller.state import PreemptingState
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
-from ray.train.v2.api.config import ScalingConfig
-from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.settings import ScalingSettings
@@ -172,14 +177,15 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._told_at = now
             if waited >= _LONG_WAIT_SECONDS:
                 standby.release()
-            waiting = WaitingForCapacity(
-                possible_workers=possible,
-                min_workers=self._demand.min_workers,
-                resources_per_worker=dict(self._demand.resources),
-                missing=missing,
-                since=time.time() - waited,
+            callbacks.current().tell(
+                WaitingForCapacity(
+                    possible_workers=possible,
+                    min_workers=self._demand.min_workers,
+                    resources_per_worker=dict(self._demand.resources),
+                    missing=missing,
+                    since=time.time() - waited,
+                )
             )
-            callbacks.current().tell(waiting)
         if bound and waited >= bound:
             raise CapacityTimeoutError(
                 f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "

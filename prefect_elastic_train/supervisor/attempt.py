@@ -141,16 +141,14 @@ def start_process(
     environment: Mapping[str, str],
     stdin: int,
     output: int | IO[bytes],
-    errors: IO[bytes] | None = None,
-    cwd: Path | None = None,
-    inherited: Sequence[int] = (),
+    **more: Any,
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own; standard output and standard error are both ``output`` unless told.
 
-    It inherits the file descriptors ``inherited`` besides.
+    ``more`` are further arguments of :class:`subprocess.Popen`.
     """
-    streams: Any = {"stdin": stdin, "stdout": output, "stderr": output if errors is None else errors}
-    return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, pass_fds=inherited, **streams)
+    more = {"stdin": stdin, "stdout": output, "stderr": output, **more}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **more)
 
 
 class ChildDriver(Driver):

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO
 from pathlib import Path
@@ -25,7 +25,13 @@ from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
-from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, MARK_VARIABLE, PRINT_PATCH
+from prefect_elastic_train.core.request import (
+    DRIVER_MODULE,
+    FORK_SERVER_VARIABLE,
+    MARK_VARIABLE,
+    PRINT_PATCH,
+    DriverSpec,
+)
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
 from prefect_elastic_train.supervisor.devices import DeviceClaims
@@ -33,7 +39,6 @@ from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 from prefect_elastic_train.supervisor.nodes import free_port
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.core.request import DriverSpec
     from prefect_elastic_train.supervisor.job import JobDriver
 
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
@@ -78,17 +83,20 @@ class Runtime:
 
     #: What starts a driver as a child process, in all trainings; the path of its spec follows.
     driver_command = _DRIVER
-    _job: JobDriver | None = field(default=None, init=False)
-    _folder: Path | None = field(default=None, init=False)
-    _guard: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _cluster: LocalCluster | None = field(default=None, init=False)
-    #: They outlast a cluster that has died, so that its successor has them.
-    _claims: DeviceClaims = field(default_factory=DeviceClaims, init=False)
-    _spare: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _spare_is_due: float = field(default=float("inf"), init=False)
-    _had_spare: bool = field(default=False, init=False)
-    #: What starts a spare driver, in which environment.
-    _spare_start: tuple[list[str], dict[str, str]] = field(default=([], {}), init=False)
+
+    def __post_init__(self) -> None:
+        self._job: JobDriver | None = None
+        self._folder: Path | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._cluster: LocalCluster | None = None
+        #: They outlast a cluster that has died, so that its successor has them.
+        self._claims = DeviceClaims()
+        self._spare: subprocess.Popen[bytes] | None = None
+        self._spare_is_due = float("inf")
+        self._had_spare = False
+        #: What starts a spare driver, nothing if there shall be none, and in which environment.
+        self._spare_command: list[str] = []
+        self._spare_environment: dict[str, str] = {}
 
     def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
         """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
@@ -121,7 +129,8 @@ class Runtime:
             use_token(environment, token, folder)
         spare = self._take_spare(environment)
         has_spares = spec.scaling.standby != "off" and self.driver_command == _DRIVER
-        self._spare_start = ([*_DRIVER, SPARE, spec.request.framework] if has_spares else []), environment
+        self._spare_command = [*_DRIVER, SPARE, spec.request.framework] if has_spares else []
+        self._spare_environment = environment
         ended = self.follow(ChildDriver(self, environment, spec, folder, cluster, spare))
         if cluster is not None:
             cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST and not ended.attempt
@@ -174,20 +183,21 @@ class Runtime:
                 self._cluster.keep_forking(self.on_note)
         if time.monotonic() > self._spare_is_due:
             self._spare_is_due = float("inf")
-            command, environment = self._spare_start
             with suppress(OSError):  # the next driver boots when it is needed
-                self._spare = start_process(command, environment, subprocess.PIPE, subprocess.PIPE)
+                self._spare = start_process(
+                    self._spare_command, self._spare_environment, subprocess.PIPE, subprocess.PIPE
+                )
 
     def start_beside(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start another process of the training, spoken to by pipes, with more in its environment; it ends with it."""
         folder, environment = self._prepare()
+        environment |= {"RAY_TMPDIR": str(folder), **variables}
         with (folder / "beside.log").open("wb") as log:
-            more = {"RAY_TMPDIR": str(folder), **variables}
-            return start_process(command, environment | more, subprocess.PIPE, subprocess.PIPE, log)
+            return start_process(command, environment, subprocess.PIPE, subprocess.PIPE, stderr=log)
 
     def want_spare(self) -> None:
         """Have a spare driver soon, now that a worker group trains, unless there is one."""
-        if self._spare_start[0] and (self._spare is None or self._spare.poll() is not None):
+        if self._spare_command and (self._spare is None or self._spare.poll() is not None):
             self._end_spare()
             first, later = _SPARE_AFTER_SECONDS
             self._spare_is_due = time.monotonic() + (later if self._had_spare else first)
@@ -224,7 +234,7 @@ class Runtime:
     def _take_spare(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
         """Return the spare driver, if it lives and was started in the same environment."""
         self._spare_is_due = float("inf")
-        if self._spare is not None and (self._spare.poll() is not None or environment != self._spare_start[1]):
+        if self._spare is not None and (self._spare.poll() is not None or environment != self._spare_environment):
             self._end_spare()
         spare, self._spare = self._spare, None
         return spare
@@ -266,43 +276,40 @@ class LocalCluster:
     path of the training's private folder is short, since sockets are made below it.
     """
 
-    def __init__(
-        self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims | None = None
-    ) -> None:
+    def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims) -> None:
         self.folder = folder
-        self._claims = claims or DeviceClaims()
-        self._settings = spec.cluster
+        self._claims = claims
         # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
         # the limits of a container.
-        own_cpus = self._settings.num_cpus or len(os.sched_getaffinity(0))
-        self._num_cpus = own_cpus + 1 if spec.request.has_datasets else self._settings.num_cpus
+        self._num_cpus = spec.cluster.num_cpus
+        if spec.request.has_datasets:
+            self._num_cpus = (self._num_cpus or len(os.sched_getaffinity(0))) + 1
+        self._num_gpus = len(claims.gpus) or spec.cluster.num_gpus
         self._forking: subprocess.Popen[bytes] | None = None
         self._has_told = False
         #: Of processes that are forked, which have no runtime environment: what Ray Train says by one.
-        self._forked = {
+        forked = {
             FORK_SERVER_VARIABLE: str(self.folder / "fork"),
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(spec.poll_interval_seconds),
             "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": environment.get("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0"),
         }
-        self._forked = self._forked if spec.is_forked else {}
+        self._forked = forked if spec.is_forked else {}
         threads = max(1, int(spec.scaling.resources_per_worker.get("CPU", 1)))
         self._fork_arguments = [spec.request.framework, str(threads)]
         self._log = self.folder / "r0.log"
         #: Whether a driver could not join it, though its head lives: another one could not, either.
         self.is_lost = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = free_port()
         #: Nothing listens there before it is up.
-        self.address = f"127.0.0.1:{self._port}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._token = secrets.token_hex(32)
         # What workers read is here, for a runtime environment would cost each of the first ones a process before its
         # own, and those that Ray boots ahead would not fit. Ray's tools would look for any cluster on the host.
         own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address}
         self._environment = {PRINT_PATCH: "0", **environment, **own}
         self.admit(self._environment)
-        if gpus := self._claims.gpus:
-            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            self._settings = spec.cluster.model_copy(update={"num_gpus": len(gpus)})
+        if claims.gpus:
+            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(claims.gpus)
 
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
@@ -317,11 +324,22 @@ class LocalCluster:
             return
         session_folder = self.folder / "r0"
         shutil.rmtree(session_folder, ignore_errors=True)
-        command = self._command(self._port, session_folder)
+        command = [
+            *(sys.executable, "-m", "prefect_elastic_train.supervisor.head", "start", "--head", "--block"),
+            "--no-monitor",  # which would ask for nodes, where none can come
+            "--node-ip-address=127.0.0.1",
+            f"--port={self.address.rpartition(':')[2]}",
+            "--dashboard-agent-listen-port=0",
+            f"--temp-dir={session_folder}",
+        ]
+        if self._num_cpus:
+            command.append(f"--num-cpus={self._num_cpus}")
+        if self._num_gpus >= 0:
+            command.append(f"--num-gpus={self._num_gpus}")
+        claims = [one.fileno() for one in self._claims.sockets]
         with self._log.open("wb") as stream:
-            inherited = [one.fileno() for one in self._claims.sockets]
             self._process = start_process(
-                command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder, inherited=inherited
+                command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder, pass_fds=claims
             )
 
     def keep_forking(self, tell: Callable[[str], None]) -> None:
@@ -355,18 +373,3 @@ class LocalCluster:
                 on_line("cluster", f"{DETAIL_TAG}{line}")
             return ", ".join(re.findall(r"\w+ \[exit code=-?\d+\]", words)) or words
         return ""
-
-    def _command(self, port: int, session_folder: Path) -> list[str]:
-        command = [
-            *(sys.executable, "-m", "prefect_elastic_train.supervisor.head", "start", "--head", "--block"),
-            "--no-monitor",  # which would ask for nodes, where none can come
-            "--node-ip-address=127.0.0.1",
-            f"--port={port}",
-            "--dashboard-agent-listen-port=0",
-            f"--temp-dir={session_folder}",
-        ]
-        if self._num_cpus:
-            command.append(f"--num-cpus={self._num_cpus}")
-        if self._settings.num_gpus >= 0:
-            command.append(f"--num-gpus={self._settings.num_gpus}")
-        return command
