@@ -42,10 +42,12 @@ class _Stopped(BaseException):
 
 def main(arguments: list[str]) -> None:
     """Run one attempt as the spec file says, and end this process."""
-    spec_file, began_at = Path(arguments[0]), psutil.Process().create_time()
+    spec_file = Path(arguments[0])
+    began_at = psutil.Process().create_time()
     if arguments[0] == SPARE:
         spec_file, began_at = wait_for_spec(arguments[1])
-    output, details = EventOutput(sys.stdout), Details()
+    output = EventOutput(sys.stdout)
+    details = Details()
     sys.stdout = LineStream(partial(details.take, output.write_text), 1)
     sys.stderr = LineStream(partial(details.take, sys.stderr.write), 2)
     # Whatever a library writes there itself must not end up in the middle of an event.
@@ -55,7 +57,8 @@ def main(arguments: list[str]) -> None:
     notice_interruptions()
     spec = read_spec(spec_file)
     output.is_shared = spec.cluster.is_submitted
-    attempt, ending = Attempt(spec, output, details, began_at), threading.Lock()
+    attempt = Attempt(spec, output, details, began_at)
+    ending = threading.Lock()
 
     def end(ended: AttemptEnded, stuck: bool) -> None:
         """Say the last word and end this process; the first caller does it, and any other waits for that."""

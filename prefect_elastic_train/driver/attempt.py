@@ -64,7 +64,8 @@ class Attempt:
 
     def run(self) -> AttemptEnded:
         """Run the attempt until the loop has returned; raises whatever ends it otherwise."""
-        spec, teller = self.spec, self.teller
+        spec = self.spec
+        teller = self.teller
 
         def is_new() -> bool:
             return next(RunDirectory(self.store).lineage, None) is None
@@ -161,7 +162,8 @@ class Attempt:
         needs_none = scaling.standby == "off" or self.spec.is_forked
         if not needs_none and not may_replace(scaling, self.spec.request.framework):
             notes.append("there are no standby workers: each device, but for GPUs with torch, wants its own process")
-        commit, failures = begun.point.commit, self.spec.failures
+        commit = begun.point.commit
+        failures = self.spec.failures
         left = {
             "driver restart": begun.restarts_left,
             "worker failure": failures.max_failures,
@@ -213,7 +215,9 @@ class Attempt:
 
     def taken_over(self) -> AttemptEnded | None:
         """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""
-        attempt, request, store = self.teller.attempt, self.spec.request, self._patient_enough()
+        attempt = self.teller.attempt
+        request = self.spec.request
+        store = self._patient_enough()
         self.teller.doing("looking whether somebody has taken the run over")
         try:
             newest = newest_attempt(store) if attempt else 0

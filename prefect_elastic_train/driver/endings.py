@@ -56,7 +56,8 @@ def _judge(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
 def _of_storage(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:
     """The ending by a storage error, which a new driver may heal if it passes; a known fault has its own message."""
     if isinstance(error, StorageFaultError):
-        is_passing, message = not error.permanent, str(error)
+        is_passing = not error.permanent
+        message = str(error)
     else:
         is_passing = error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
         message = f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that "

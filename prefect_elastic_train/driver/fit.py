@@ -164,7 +164,9 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
 def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
     """Refuse what a local cluster can never hold, since nothing will join it later, and return the scaling."""
     # Beside datasets its ``max_workers`` are those that fit: more would starve them.
-    scaling, problem, fitting = spec.scaling, "", spec.scaling.max_workers
+    scaling = spec.scaling
+    problem = ""
+    fitting = spec.scaling.max_workers
     if not spec.cluster.is_local:
         return scaling
     from prefect_elastic_train.elastic.cluster import resources_per_worker

@@ -122,7 +122,8 @@ class LineStream(io.TextIOBase):
         """Write text; a line is handed on when it is complete."""
         pending = getattr(self._rest, "text", "") + text
         # A text of several lines is handed on as a whole: what its first line is, the others are, too.
-        is_whole, too_long = pending.endswith("\n"), len(pending) > _MAX_REST
+        is_whole = pending.endswith("\n")
+        too_long = len(pending) > _MAX_REST
         self._rest.text = "" if is_whole or too_long else pending
         if is_whole or too_long:
             self._write_lines(pending if is_whole else f"{pending}\n")
@@ -150,7 +151,8 @@ class AttemptTeller:
         self._store = store
         self._lock = threading.Lock()
         self._sequence = self._reports = 0
-        self._doing, self._since = "", 0.0
+        self._doing = ""
+        self._since = 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._show_life, name="elastic-train-life", daemon=True).start()
 
@@ -175,7 +177,8 @@ class AttemptTeller:
 
     def doing(self, what: str) -> None:
         """Stand in for the controller, which does not live, during what may rightly take its time; "" is nothing."""
-        self._doing, self._since = what, time.time()
+        self._doing = what
+        self._since = time.time()
 
     def close(self) -> None:
         """Wait, for a while, until everything is told."""

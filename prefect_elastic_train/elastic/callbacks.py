@@ -92,18 +92,23 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def __init__(
         self, receiving: Receiving, store: RunStore, attempt: int, failures: FailureSettings, score_attribute: str = ""
     ) -> None:
-        self._receiving, self._store, self._attempt = receiving, store, attempt
-        self._grace_seconds, self._score_attribute = failures.preemption_grace_seconds, score_attribute
+        self._receiving = receiving
+        self._store = store
+        self._attempt = attempt
+        self._grace_seconds = failures.preemption_grace_seconds
+        self._score_attribute = score_attribute
         self._loops = LoopWatch(failures.ignored_checkpoint == "fail", self.tell, failures.stall_timeout_seconds)
         self._sender: EventSender | None = None  # made in the controller: a lock cannot be pickled on its way there
         self.budget = Forgiveness(failures.forgive_after_seconds)
         self.left: int | None = None
-        self._state, self._state_since = "INITIALIZING", time.time()
+        self._state = "INITIALIZING"
+        self._state_since = time.time()
         self._workers: list[Any] = []  # of the group that trains
         self._failures: dict[int, Exception] = {}  # of the ranks in the last poll, for the decision that follows
         self._has_committed = False
         self._reports_since_checkpoint = 0
-        self._parts, self._passed_at = dict[str, float](), 0.0  # of the start of a worker group
+        self._parts = dict[str, float]()
+        self._passed_at = 0.0  # of the start of a worker group
         self.errors = self.group_failures = 0
         self.start_failure: Exception | None = None
         self.counted_on: frozenset[str] = frozenset()
@@ -116,7 +121,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def take_commit(self) -> bool:
         """Return whether a checkpoint was committed since this was asked last; the policy asks once a turn."""
-        committed, self._has_committed = self._has_committed, False
+        committed = self._has_committed
+        self._has_committed = False
         return committed
 
     def tell(self, event: ev.Event) -> None:
@@ -145,7 +151,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Report a new state; Ray calls this at every poll, changed or not."""
         name = current_state._state_type.state_name
         if name != self._state:
-            self._state, self._state_since = name, time.time()
+            self._state = name
+            self._state_since = time.time()
             self.tell(ev.StateChanged(state=name))
 
     def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
@@ -173,7 +180,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_worker_group_start(self, worker_group: Any) -> None:
         self._workers = worker_group.get_workers()
         self.budget.begin()
-        self._reports_since_checkpoint, self._has_committed = 0, False
+        self._reports_since_checkpoint = 0
+        self._has_committed = False
         commit = RunDirectory(self._store, self._attempt).newest_commit
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
         self.checkpoint = latest["checkpoint_dir_name"] if latest else ""
@@ -222,14 +230,16 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
         """Report what rank 0 reported, and the commit that came with it: Ray has written its snapshot."""
-        checkpoint, world_size = training_report.checkpoint, len(self._workers)
+        checkpoint = training_report.checkpoint
+        world_size = len(self._workers)
         rank_zero = bounded_metrics(plain_metrics(metrics[0]), self._score_attribute) if metrics else {}
         if not checkpoint:
             self._reports_since_checkpoint += 1
             self.tell(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
-        self.checkpoint, self._has_committed = name, True
+        self.checkpoint = name
+        self._has_committed = True
         if not self._loops.ignored:  # else it has done anew what was done
             self.budget.commit()
         size = self._reports_since_checkpoint = 0
@@ -289,7 +299,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     @_never_raises
     def _tell_failure(self, failure_decision: FailureDecision) -> None:
-        failures, self._failures = self._failures, {}
+        failures = self._failures
+        self._failures = {}
         if not failures and not self.is_draining:
             return
         self.group_failures += 1
@@ -322,8 +333,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def _show_life(self, closed: threading.Event) -> None:
         while not closed.wait(ev.ALIVE_SECONDS):
             if (waiting := waiting_since()) is not None:
-                doing, seconds = "waiting for the storage", time.monotonic() - waiting
+                doing = "waiting for the storage"
+                seconds = time.monotonic() - waiting
             else:
                 self._tell_waits("controller", [take_waits()])
-                doing, seconds = self._state, time.time() - self._state_since
+                doing = self._state
+                seconds = time.time() - self._state_since
             self.tell(ev.ControllerAlive(doing=doing, seconds=seconds))

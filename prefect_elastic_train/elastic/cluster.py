@@ -142,12 +142,15 @@ def try_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> N
 
 def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
     """Return Ray's ``ScalingConfig``: always elastic, also when min equals max, so that our policy is in charge."""
-    resources, topology, accelerator_type = dict(scaling.resources_per_worker), "", scaling.accelerator_type
+    resources = dict(scaling.resources_per_worker)
+    topology = ""
+    accelerator_type = scaling.accelerator_type
     # Of TPUs all in Ray's own spelling: it completes the resources of a worker only if none are given, and not the same
     # where it counts (a worker without CPU takes none) and where it reserves a slice (it takes one).
     if scaling.topology:
         shape = slice_shape(scaling.topology, accelerator_type, resources)
-        topology, accelerator_type = shape.topology, shape.accelerator_type
+        topology = shape.topology
+        accelerator_type = shape.accelerator_type
         resources |= {"CPU": resources.get("CPU") or 1, "TPU": shape.chips_per_worker}
     elif scaling.accelerator == "tpu":
         resources.setdefault("TPU", 1)

@@ -52,7 +52,8 @@ _LOOK_SECONDS = 0.5  # between two looks at the nodes
 _POLL_SECONDS = 0.1  # between two polls for the cause of broken collectives
 _ANSWER_SECONDS = 5.0  # for the ranks to say whether their loops train in a session
 #: Seconds from a poll that has found a report to the next one; of so many workers at most, since each costs time.
-_SHORTEST_INTERVAL, _MANY = 0.01, 32
+_SHORTEST_INTERVAL = 0.01
+_MANY = 32
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         while loop_watch.cause_of(_failures(statuses), len(statuses), time.monotonic() - began).outcome is None:
             self._worker_health_check_timeout_s = loop_watch.SILENT_SECONDS  # of this group, which has failed
             time.sleep(_POLL_SECONDS)
-            before, statuses = statuses, super()._poll_workers_and_collect_errors(timeout)
+            before = statuses
+            statuses = super()._poll_workers_and_collect_errors(timeout)
             for earlier, status in zip(before, statuses, strict=True):
                 status.training_report = earlier.training_report or status.training_report
         callbacks.current().look_at_reports(statuses)
@@ -195,7 +197,8 @@ def _failures(statuses: list[Any]) -> dict[int, Exception]:
 
 def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float], bool]:
     """Return how to wait for a placement group: only while all nodes are there that its size was decided from."""
-    wait, counted_on = handle.wait, callbacks.current().counted_on
+    wait = handle.wait
+    counted_on = callbacks.current().counted_on
 
     def wait_or_give_up(timeout_seconds: float = 30) -> bool:
         deadline = time.monotonic() + timeout_seconds
@@ -213,7 +216,8 @@ def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float],
 @contextmanager
 def _given_up_without_nodes(group: PlacementGroup) -> Iterator[None]:
     """Remove a placement group, and with it what waits for a place in it, if a node of it goes while workers boot."""
-    nodes, are_there = frozenset(placement_group_table(group)["bundles_to_node_id"].values()), threading.Event()
+    nodes = frozenset(placement_group_table(group)["bundles_to_node_id"].values())
+    are_there = threading.Event()
 
     def watch() -> None:
         while not are_there.wait(_LOOK_SECONDS):
@@ -243,7 +247,8 @@ def _create_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHan
     """Reserve slices that are whole and free, by their names."""
     shape = demand.shape
     assert shape is not None
-    chosen, heads = _free_slices(demand, context.num_slices), list[PlacementGroup]()
+    chosen = _free_slices(demand, context.num_slices)
+    heads = list[PlacementGroup]()
     if len(chosen) < context.num_slices:
         raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
     selectors: list[dict[str, str]] = []
@@ -327,7 +332,8 @@ def make_trainer(
     receiving: Receiving,
 ) -> DataParallelTrainer:
     """Return the trainer of the framework that a run is for, with our parts in its controller."""
-    framework, scaling = spec.request.framework, spec.scaling
+    framework = spec.request.framework
+    scaling = spec.scaling
     arguments: dict[str, Any] = {
         "train_loop_per_worker": payload.train_loop,
         "train_loop_config": payload.train_loop_config,

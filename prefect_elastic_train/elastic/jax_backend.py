@@ -58,7 +58,8 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
             super().on_start(worker_group, backend_config)
             return
         platform = "cuda,cpu" if backend_config.use_gpu else "cpu"  # the first is the default
-        size, address = len(worker_group), ""
+        size = len(worker_group)
+        address = ""
         if size > 1:
             host, port = worker_group.execute_single(0, get_address_and_port)
             address = f"{host}:{port}"

@@ -119,7 +119,10 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
         Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once.
         """
-        now, workers, possible, missing = time.monotonic(), 0, 0, "an answer of the cluster"
+        now = time.monotonic()
+        workers = 0
+        possible = 0
+        missing = "an answer of the cluster"
         try:
             self._take_in_the_last_start(now)
             self._maybe_send_resource_request()
@@ -156,8 +159,10 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
     def _take_in_the_last_start(self, now: float) -> None:
         callback = callbacks.current()
-        asked_for, self._asked_for = self._asked_for, 0
-        failure, callback.start_failure = callback.start_failure, None
+        asked_for = self._asked_for
+        self._asked_for = 0
+        failure = callback.start_failure
+        callback.start_failure = None
         if not asked_for:
             return
         if failure is None:
@@ -193,9 +198,12 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             )
 
     def _decide_growth(self, group: Any, status: Any) -> rays.ScalingDecision:
-        now, callback, growth = time.monotonic(), callbacks.current(), self._growth
+        now = time.monotonic()
+        callback = callbacks.current()
+        growth = self._growth
         if group.start_time != self._group_started_at:
-            self._group_started_at, self._commit_to_use = group.start_time, False
+            self._group_started_at = group.start_time
+            self._commit_to_use = False
             growth = self._growth = sizing.Growth(self._settings.resize_patience_seconds)
         committed = callback.take_commit() or self._commit_to_use
         # The ranks stand still since they have saved: that is used as soon as the cluster answers.
@@ -258,7 +266,8 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
                 training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
         if isinstance(training_failed_error, WorkerGroupError | PreemptionError):
             kind = "preemption" if _is_preemption_failure(training_failed_error) else "worker_group"
-            counting, config = callbacks.current().budget.count(kind), self.failure_config
+            counting = callbacks.current().budget.count(kind)
+            config = self.failure_config
             setattr(self, f"_{kind}_failures", counting)
             limit = config.max_preemption_failures if kind == "preemption" else config.max_failures
             callbacks.current().left = max(0, limit - counting - 1) if limit >= 0 else None

@@ -116,27 +116,34 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     """Boots, parks and ends the standbys of a run's worker groups."""
 
     def __init__(self, framework: str, in_any_case: bool) -> None:
-        self._framework, self._in_any_case = framework, in_any_case
+        self._framework = framework
+        self._in_any_case = in_any_case
         self._parked: list[Standby] = []
         self._group: Any = None
         self._has_reported = False
         self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
-        self._looks_at, self._beyond_since = 0.0, float("inf")
-        self._told, self._size_bytes, self._losses = (0, 0), 0, 0
+        self._looks_at = 0.0
+        self._beyond_since = float("inf")
+        self._told = (0, 0)
+        self._size_bytes = 0
+        self._losses = 0
 
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
         _current = self
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
-        self._group, self._losses, self._has_reported = worker_group, 0, False
+        self._group = worker_group
+        self._losses = 0
+        self._has_reported = False
         self._looks_at = time.monotonic() + _BOOT_AFTER_SECONDS
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Boot what is missing, in a group that trains and is not about to be restarted."""
         now = time.monotonic()
         if not self._has_reported and any(one.training_report for one in worker_group_status.worker_statuses.values()):
-            self._has_reported, self._looks_at = True, now
+            self._has_reported = True
+            self._looks_at = now
         if self._group is None or now < self._looks_at or callbacks.current().is_draining:
             return
         try:
@@ -188,7 +195,8 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def release(self) -> None:
         """End what is parked."""
-        parked, self._parked = self._parked, []
+        parked = self._parked
+        self._parked = []
         end(one.actor for one in parked)
 
     def take(self, group: PlacementGroup, indices: list[int], resources: dict[str, float]) -> dict[int, Worker]:
@@ -197,7 +205,10 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         None of them boots on while the others of the group do.
         """
         self._settle()
-        parked, self._parked, self._told, self._beyond_since = self._parked, [], (0, 0), float("inf")
+        parked = self._parked
+        self._parked = []
+        self._told = (0, 0)
+        self._beyond_since = float("inf")
         warm = [one for one in parked if one.metadata is not None]
         taken: dict[int, Worker] = {}
         try:
@@ -257,7 +268,8 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def _boot(self, node_id: str, visible: str, is_beyond: bool = False) -> Standby:
         """Boot a standby, and have it warm up with what it may see."""
-        group, affinity = self._group, NodeAffinitySchedulingStrategy(node_id, soft=False)
+        group = self._group
+        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
         own = group._train_run_context.run_config.worker_runtime_env or {}
         how = {"runtime_env": WorkerGroup._get_worker_runtime_env(own), "scheduling_strategy": affinity}
         actor = ray.remote(num_cpus=0, **how)(group._worker_cls).remote()

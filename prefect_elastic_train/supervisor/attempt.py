@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 #: How often a follower looks after everything but the driver's output.
 TURN_SECONDS = 0.2
 NO_LAST_WORD = "the driver ended well, but its last word was lost: the next one finds the result"
-_LAST_WORDS, _LAST_WORD_BYTES = 30, 1000
+_LAST_WORDS = 30
+_LAST_WORD_BYTES = 1000
 #: How long a driver may take from its last word to its end, and the rest of a dead driver's output to come.
-_LEAVE_SECONDS, _PIPE_SECONDS = 15.0, 2.0
+_LEAVE_SECONDS = 15.0
+_PIPE_SECONDS = 2.0
 _PIECE_BYTES = 64 * 1024
 _OUTPUT_QUEUE = 10_000
 
@@ -48,7 +50,8 @@ class Driver(ABC):
         self._ended: ev.AttemptEnded | None = None
         self._ended_at = float("inf")
         #: From when the time without a sign of life counts, and what was done then.
-        self._alive_at, self._doing = time.monotonic(), "starting"
+        self._alive_at = time.monotonic()
+        self._doing = "starting"
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
         #: What comes now was told by an earlier process of the flow run.
         self._is_past = False
@@ -85,11 +88,14 @@ class Driver(ABC):
                 self.follower.on_line(source, text)
             return
         if isinstance(event, ev.AttemptStarted):
-            self._attempt, self._alive_at = event.attempt, time.monotonic()
+            self._attempt = event.attempt
+            self._alive_at = time.monotonic()
         elif isinstance(event, ev.ControllerAlive):
-            self._doing, self._alive_at = event.doing, time.monotonic()
+            self._doing = event.doing
+            self._alive_at = time.monotonic()
         elif isinstance(event, ev.AttemptEnded):
-            self._ended, self._ended_at = event, time.monotonic()
+            self._ended = event
+            self._ended_at = time.monotonic()
         self.tell(event)
 
     def tell(self, event: ev.Event) -> None:
@@ -168,8 +174,10 @@ class ChildDriver(Driver):
     ) -> None:
         super().__init__(follower)
         self._cluster = cluster
-        self._gone_at, self._is_told = float("inf"), False
-        self._spec_file, self._stop_file = folder / "spec", folder / STOP_FILE
+        self._gone_at = float("inf")
+        self._is_told = False
+        self._spec_file = folder / "spec"
+        self._stop_file = folder / STOP_FILE
         self._stop_file.unlink(missing_ok=True)
         write_spec(spec, self._spec_file)
         told = [*follower.driver_command, str(self._spec_file)]

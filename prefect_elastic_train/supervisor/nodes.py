@@ -17,7 +17,8 @@ from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.supervisor import forked_worker
 
 #: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
-_PORTS, _PORT_PROBES = range(20_000, 32_768), 100
+_PORTS = range(20_000, 32_768)
+_PORT_PROBES = 100
 #: How long a node waits for its agents and workers to boot, for which those may wait for the fork server; Ray's own are
 #: 30 and 60 s.
 _REGISTRATION = {"RAY_agent_register_timeout_ms": "120000", "RAY_worker_register_timeout_seconds": "120"}

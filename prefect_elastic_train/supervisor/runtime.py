@@ -112,7 +112,8 @@ class Runtime:
 
             self._job = JobDriver(self, spec, folder, self._job)
             return self.follow(self._job)
-        cluster, token = None, spec.cluster.auth_token.get_secret_value()
+        cluster = None
+        token = spec.cluster.auth_token.get_secret_value()
         if spec.cluster.is_local:
             if self._cluster is not None and self._cluster.is_dead():
                 end_marked(str(folder), _END_SECONDS)
@@ -145,7 +146,9 @@ class Runtime:
 
     def _wait_for_devices(self, spec: DriverSpec) -> None:
         """Claim the GPUs of a local cluster, once they are free."""
-        limit, began, before = spec.scaling.capacity_timeout_seconds, time.monotonic(), ""
+        limit = spec.scaling.capacity_timeout_seconds
+        began = time.monotonic()
+        before = ""
         while reason := self._claims.take(spec, self.on_note):
             if reason != before:
                 self.on_note(reason)
@@ -236,7 +239,8 @@ class Runtime:
         self._spare_is_due = float("inf")
         if self._spare is not None and (self._spare.poll() is not None or environment != self._spare_environment):
             self._end_spare()
-        spare, self._spare = self._spare, None
+        spare = self._spare
+        self._spare = None
         return spare
 
     def _end_spare(self) -> None:
