@@ -36,10 +36,6 @@ from prefect_elastic_train.driver.spare import SPARE, wait_for_spec
 _STUCK_SECONDS = 4.5
 
 
-class _Stopped(BaseException):
-    """The supervisor asked this driver to end."""
-
-
 def main(arguments: list[str]) -> None:
     """Run one attempt as the spec file says, and end this process."""
     spec_file = Path(arguments[0])
@@ -53,7 +49,7 @@ def main(arguments: list[str]) -> None:
     # Whatever a library writes there itself must not end up in the middle of an event.
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    _handle_signals(_stop)
+    _handle_signals(signal.default_int_handler)
     notice_interruptions()
     spec = read_spec(spec_file)
     output.is_shared = spec.cluster.is_submitted
@@ -88,15 +84,11 @@ def main(arguments: list[str]) -> None:
         except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
             details.keep("".join(traceback.format_exception(error)))
             ended = attempt.taken_over() or end_by_error(error, spec.storage)
-    except (_Stopped, KeyboardInterrupt, SystemExit):  # which may come while an error is judged, too
+    except (KeyboardInterrupt, SystemExit):  # which may come while an error is judged, too
         _handle_signals(signal.SIG_IGN)  # a second one must not cut the last word short
         ended = attempt.taken_over() or end_by_signal(spec, spec_file)
     _handle_signals(signal.SIG_IGN)
     end(ended, stuck=False)
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise _Stopped
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:

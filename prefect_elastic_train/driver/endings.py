@@ -46,11 +46,13 @@ def _judge(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
     found = _of_ray_train(error, storage) if "ray.train" in sys.modules else None
     if found is not None:
         return found
-    if isinstance(error, ConnectionError):
-        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(error))}"
-    if isinstance(error, OSError):
-        return _of_storage(error, storage)
-    return Outcome.DRIVER_LOST, f"the driver failed: {in_short(f'{type(error).__name__}: {error}')}"
+    cause = getattr(error, "controller_failure", error)  # of Ray Train's ControllerError
+    if isinstance(cause, ConnectionError):
+        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
+    if isinstance(cause, OSError):
+        return _of_storage(cause, storage)
+    who = "the driver" if cause is error else "Ray Train's controller"
+    return Outcome.DRIVER_LOST, f"{who} failed: {in_short(f'{type(cause).__name__}: {cause}')}"
 
 
 def _of_storage(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:
@@ -60,13 +62,15 @@ def _of_storage(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]
         message = str(error)
     else:
         is_passing = error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
-        message = f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that "
-        message += "exists or can be made, with room and write permission for this user"
+        message = (
+            f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that exists "
+            "or can be made, with room and write permission for this user"
+        )
     return Outcome.DRIVER_LOST if is_passing else Outcome.STORAGE_ERROR, message
 
 
 def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, str] | None:
-    """The ending by what ``fit()`` has raised; None for what is raised elsewhere, too."""
+    """The ending by what only ``fit()`` raises, None for anything else."""
     import ray.exceptions as rays
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
@@ -98,10 +102,6 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     if isinstance(cause, rays.ActorDiedError | rays.ActorUnavailableError):
         return Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(str(cause))}"
     # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
-    if isinstance(cause, rays.RaySystemError | rays.GetTimeoutError | ConnectionError):
+    if isinstance(cause, rays.RaySystemError | rays.GetTimeoutError):
         return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
-    if isinstance(cause, OSError):
-        return _of_storage(cause, storage)
-    if cause is not error:
-        return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}"
     return None

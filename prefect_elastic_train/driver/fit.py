@@ -172,11 +172,12 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
     from prefect_elastic_train.elastic.cluster import resources_per_worker
 
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
-        problem = "label_selector and placement_strategy 'STRICT_SPREAD' want nodes that others join"
-        problem += ", and the local cluster is one node without labels; leave them at their defaults, or join another"
-    for_datasets = {"CPU": int(spec.request.has_datasets)}
+        problem = (
+            "label_selector and placement_strategy 'STRICT_SPREAD' want nodes that others join, and the local cluster "
+            "is one node without labels; leave them at their defaults, or join another"
+        )
     for name, amount in resources_per_worker(scaling).items():
-        there = resources.get(name, 0) - for_datasets.get(name, 0)
+        there = resources.get(name, 0) - (name == "CPU" and spec.request.has_datasets)
         if amount * scaling.min_workers > there:
             problem = too_large(scaling, name, amount, there)
         elif amount:

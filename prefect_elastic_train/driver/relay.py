@@ -13,19 +13,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.ray_output import Details, ranks_in_words
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
+from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.storage.store import RunStore
-
-if TYPE_CHECKING:
-    from prefect_elastic_train.report.accounts import Tally
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 

@@ -55,18 +55,15 @@ def current() -> RunCallback:
     return _current
 
 
-def failures_so_far() -> int:
-    """Return how often worker groups have failed in this controller process."""
-    return _current.group_failures if _current is not None else 0
-
-
 def _never_raises(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Count and log what a callback raises, and go on."""
+    """Count and log what a callback raises, and go on, unless it is meant to end the attempt or the worker group."""
 
     @functools.wraps(method)
     def wrapper(self: RunCallback, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
+        except (commits.FencedOffError, WorkerGroupError):
+            raise
         except Exception:
             self.errors += 1
             if self.errors <= _TOLD_ERRORS:
@@ -155,15 +152,46 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             self._state_since = time.time()
             self.tell(ev.StateChanged(state=name))
 
+    @_never_raises
     def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
         """Report that a healthy worker group gives way to another; none is started for an attempt that lost the run."""
         self._stop_if_fenced_off()
-        self._tell_resize(resize_decision)
+        if not self._workers:
+            return
+        self.passed("")
+        self.tell(
+            ev.WorkerGroupResized(
+                old_size=len(self._workers),
+                new_size=resize_decision.num_workers,
+                reason=getattr(resize_decision, "reason", ""),
+                waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
+                reports_lost=self._reports_since_checkpoint,
+            )
+        )
 
+    @_never_raises
     def before_controller_execute_failure_decision(self, failure_decision: FailureDecision) -> None:
         """Report a failure of the worker group, of which another attempt that has taken over may be the cause."""
         self._stop_if_fenced_off()
-        self._tell_failure(failure_decision)
+        failures = self._failures
+        self._failures = {}
+        if not failures and not self.is_draining:
+            return
+        self.group_failures += 1
+        self.passed("")
+        is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
+        errors, also = distinct({rank: in_full(failure) for rank, failure in failures.items()})
+        event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
+        self.tell(
+            event_type(
+                errors=errors,
+                also=also,
+                retried=failure_decision is FailureDecision.RETRY,
+                gives_up=why_never_again(failures.values()) or "the budget is used up",
+                reports_lost=self._reports_since_checkpoint,
+                left=self.left,
+            )
+        )
 
     @_never_raises
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -197,16 +225,13 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks, parts=self._parts)
         )
 
+    @_never_raises
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does; raise what the worker group fails of, if it does."""
-        failure = self._look(statuses)
+        failure = self._loops.look(statuses)
         if failure is not None:
             self._failures = dict(failure.worker_failures)
             raise failure
-
-    @_never_raises
-    def _look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
-        return self._loops.look(statuses)
 
     @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -281,43 +306,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
             commits.check_fence(self._store, self._attempt)
         except OSError:
             self.errors += 1
-
-    @_never_raises
-    def _tell_resize(self, resize_decision: ResizeDecision) -> None:
-        if not self._workers:
-            return
-        self.passed("")
-        self.tell(
-            ev.WorkerGroupResized(
-                old_size=len(self._workers),
-                new_size=resize_decision.num_workers,
-                reason=getattr(resize_decision, "reason", ""),
-                waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
-                reports_lost=self._reports_since_checkpoint,
-            )
-        )
-
-    @_never_raises
-    def _tell_failure(self, failure_decision: FailureDecision) -> None:
-        failures = self._failures
-        self._failures = {}
-        if not failures and not self.is_draining:
-            return
-        self.group_failures += 1
-        self.passed("")
-        is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
-        errors, also = distinct({rank: in_full(failure) for rank, failure in failures.items()})
-        event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
-        self.tell(
-            event_type(
-                errors=errors,
-                also=also,
-                retried=failure_decision is FailureDecision.RETRY,
-                gives_up=why_never_again(failures.values()) or "the budget is used up",
-                reports_lost=self._reports_since_checkpoint,
-                left=self.left,
-            )
-        )
 
     def _tell_waits(self, who: str, waits: Sequence[Waits]) -> None:
         tries = sum(waited.tries for waited in waits)

@@ -109,9 +109,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         placement_group: PlacementGroup,
         resources_per_worker: dict[str, float],
         placement_group_bundle_indices: list[int] | None = None,
-        starting_world_rank: int = 0,
-        world_size: int | None = None,
-        replica_group_size: int | None = None,
+        **ranking: Any,
     ) -> list[Any]:
         """Take standbys where there are, boot the others, and rank them as Ray does."""
         callbacks.current().passed("placement")
@@ -125,7 +123,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             standby.end(worker.actor for worker in taken.values())
             raise
         workers = sorted([*taken.values(), *booted], key=lambda worker: worker.placement_group_bundle_index)
-        ranked: list[Any] = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        ranked: list[Any] = self._assign_worker_ranks(workers, **ranking)
         callbacks.current().passed("workers")
         return ranked
 

@@ -50,7 +50,7 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Count worker groups and failures in the controller; the workers are sent a copy of this callback next."""
         self._group += 1
-        self._context = replace(self._context, failures=self._failures_before + callbacks.failures_so_far())
+        self._context = replace(self._context, failures=self._failures_before + callbacks.current().group_failures)
         return {}
 
     def after_init_train_context(self) -> None:

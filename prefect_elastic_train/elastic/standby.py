@@ -212,9 +212,10 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         warm = [one for one in parked if one.metadata is not None]
         taken: dict[int, Worker] = {}
         try:
-            indices = indices if warm else []
-            nodes = placement_group_table(group)["bundles_to_node_id"] if warm else {}
-            found = _devices(group, indices, resources["GPU"]) if warm and resources.get("GPU") else {}
+            if not warm:
+                return taken
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            found = _devices(group, indices, resources["GPU"]) if resources.get("GPU") else {}
             visible = _visible((nodes[index], found.get(index, {})) for index in indices)
             for index in indices:
                 place = nodes[index], visible[nodes[index]]

@@ -59,8 +59,11 @@ class DeviceClaims:
             least = most = cluster.num_gpus
         gpus = _visible_gpus() if least else {}
         if gpus and least > len(gpus):
-            what = f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: {', '.join(gpus)}"
-            raise AttemptFailedError(f"{what}. Lower min_workers or num_gpus", outcome=Outcome.INVALID)
+            raise AttemptFailedError(
+                f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: {', '.join(gpus)}. Lower "
+                "min_workers or num_gpus",
+                outcome=Outcome.INVALID,
+            )
         cpus = float(cluster.num_cpus or len(os.sched_getaffinity(0)))
         if spec.is_alone:
             cpus = min(cpus, scaling.max_workers * max(1.0, scaling.resources_per_worker.get("CPU", 1)))

@@ -150,8 +150,10 @@ class JobDriver(Driver):
             )
         note = ""
         if blind > NOTE_SECONDS:
-            note = f"The dashboard has not answered for {NOTE_SECONDS:g} s: job {self._id} may go on unseen, and is "
-            note += f"asked after again and again ({self._problem})"
+            note = (
+                f"The dashboard has not answered for {NOTE_SECONDS:g} s: job {self._id} may go on unseen, and is "
+                f"asked after again and again ({self._problem})"
+            )
         elif self.job.status == "PENDING" and now - self._began > NOTE_SECONDS:
             note = f"Job {self._id} has not started yet: {self.job.message}"
         if note and note != self._noted:
