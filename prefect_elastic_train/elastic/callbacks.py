@@ -197,11 +197,12 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Remove what interrupted uploads left behind: no worker runs now."""
         self.passed("decision")
-        removed = remove_interrupted_uploads(self._store, self._attempt)
-        commits.check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
-        self._store.abandon_uploads()
-        if removed:
-            logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
+        with suppress(commits.FencedOffError):  # the next decision ends this attempt
+            removed = remove_interrupted_uploads(self._store, self._attempt)
+            commits.check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
+            self._store.abandon_uploads()
+            if removed:
+                logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
         self.passed("tidying up")
 
     @_never_raises

@@ -235,7 +235,7 @@ class LoopWatch:
         self._checkpoint = checkpoint
         self._before = _counters(metrics)
         self._is_judged = not checkpoint
-        self._has_saved = self._has_saved or bool(checkpoint)
+        self._has_saved |= bool(checkpoint)
         self._began = self._quiet_since = time.monotonic()
         self._reports = 0
         self._was_polled = False
@@ -258,7 +258,7 @@ class LoopWatch:
             self._was_polled = True
             self._quiet_since = now
         has_checkpoint = any(report.checkpoint is not None for report in reports)
-        self._has_saved = self._has_saved or has_checkpoint
+        self._has_saved |= has_checkpoint
         has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
         if statuses and statuses[0].training_report is not None:
             self._reports += 1

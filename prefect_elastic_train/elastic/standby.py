@@ -182,10 +182,11 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         for one in [one for one in self._parked if one.is_beyond and one.node_id not in beyond]:
             self._parked.remove(one)
             end([one.actor])
-        resources = self._group.get_worker_group_context().resources_per_worker if self._group is not None else {}
-        for node_id, number in beyond.items() if self._group is not None and not resources.get("GPU") else ():
-            there = sum(one.is_beyond and one.node_id == node_id for one in self._parked)
-            self._parked += [self._boot(node_id, "", is_beyond=True) for _ in range(there, number)]
+        group = self._group
+        if group is not None and not group.get_worker_group_context().resources_per_worker.get("GPU"):
+            for node_id, number in beyond.items():
+                there = sum(one.is_beyond and one.node_id == node_id for one in self._parked)
+                self._parked += [self._boot(node_id, "", is_beyond=True) for _ in range(there, number)]
         if beyond and self._beyond_since == float("inf"):
             self._looks_at = 0.0  # those of the workers that are there shall be warm by then, too
         elif not beyond or not any(one.metadata is None for one in self._parked):

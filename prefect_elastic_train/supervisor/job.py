@@ -53,17 +53,22 @@ class JobDriver(Driver):
     The one before is that of the attempt before, in this process.
     """
 
+    #: Whether a dashboard was there: then it is away, and not misspelt.
+    _is_known = False
+    #: Id of a job that may go on although nobody follows it.
+    _left = ""
+    #: Up to where jobs were told of, in seconds since the epoch.
+    _told_until = 0.0
+
     def __init__(self, follower: Runtime, spec: DriverSpec, folder: Path, before: JobDriver | None) -> None:
         super().__init__(follower)
         self._spec = spec
         self._folder = folder
         self._client = JobClient(spec.cluster)
-        #: Whether a dashboard was there: then it is away, and not misspelt.
-        self._is_known: bool = before is not None and before._is_known
-        #: Id of a job that may go on although nobody follows it.
-        self._left: str = before._left if before is not None else ""
-        #: Up to where jobs were told of, in seconds since the epoch.
-        self._told_until: float = before._told_until if before is not None else 0.0
+        if before is not None:
+            self._is_known = before._is_known
+            self._left = before._left
+            self._told_until = before._told_until
         self._is_gone = self._log_is_complete = False
         self._problem = "no answer"
         self._noted = ""
@@ -177,9 +182,6 @@ class JobDriver(Driver):
             f"The flow process ends, and job {self._left} goes on in the cluster: the flow run follows it again when "
             "it is resumed"
         )
-
-    def close(self) -> None:
-        """A job holds nothing here."""
 
     def end(self) -> None:
         """Stop a job that may go on, or is on its way, and wait until it has ended or the cluster does not know it."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +75,7 @@ class Runtime:
     on_event: Callable[[Event], None]
     on_line: Callable[[str, str], None]
     check_stop: Callable[[], None] = lambda: None
-    on_note: Callable[..., None] = lambda text, level=INFO: None
+    on_note: Callable[..., None] = lambda *note: None
     on_past_event: Callable[[Event], None] = lambda event: None
     detaches: Callable[[BaseException], bool] = lambda reason: False
     followed_until: Callable[[], float] = time.time
