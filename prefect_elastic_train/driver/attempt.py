@@ -210,8 +210,12 @@ class Attempt:
         from prefect_elastic_train.report.accounts import add_up
         from prefect_elastic_train.runs.inspecting import make_result
 
-        accounts = add_up(chain(read_history(self.store), more))
-        return make_result(self.store, accounts, self.spec.storage_block, self.spec.checkpoints.score_attribute)
+        return make_result(
+            self.store,
+            add_up(chain(read_history(self.store), more)),
+            self.spec.storage_block,
+            self.spec.checkpoints.score_attribute,
+        )
 
     def taken_over(self) -> AttemptEnded | None:
         """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""

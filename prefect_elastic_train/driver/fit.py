@@ -118,8 +118,9 @@ def make_datasets(payload: Payload) -> dict[str, Any]:
         return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
     except Exception as error:
         logger.error("the datasets could not be made", exc_info=True)
-        message = f"the datasets could not be made: {type(error).__name__}: {error}"
-        raise AttemptFailedError(message, outcome=Outcome.USER_ERROR) from error
+        raise AttemptFailedError(
+            f"the datasets could not be made: {type(error).__name__}: {error}", outcome=Outcome.USER_ERROR
+        ) from error
 
 
 def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
@@ -223,8 +224,10 @@ def _check_head(address: str, timeout: float) -> None:
             time.sleep(0.1)
     problem = ask_head(address, timeout)
     if isinstance(problem, AuthenticationError):
-        message = f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster"
-        raise AttemptFailedError(message, outcome=Outcome.INVALID)
+        raise AttemptFailedError(
+            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
+            outcome=Outcome.INVALID,
+        )
     if problem is not None:
         raise _lost(
             f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "

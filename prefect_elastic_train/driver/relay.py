@@ -196,8 +196,11 @@ class AttemptTeller:
         from prefect_elastic_train.report.run_report import RunReport
 
         deadline = time.monotonic() + _RECALL_SECONDS
-        score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
-        report = RunReport(run_name=spec.request.run_name, **score)
+        report = RunReport(
+            run_name=spec.request.run_name,
+            score_attribute=spec.checkpoints.score_attribute,
+            score_order=spec.checkpoints.score_order,
+        )
         self.doing("reading the history")
         try:
             for event in read_history(self._store.impatient(_RECALL_SECONDS)):

@@ -238,8 +238,11 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Remember the errors of the ranks for the failure decision that follows; end a drain that has its commit."""
         # The statuses' own errors have tracebacks; those that Ray hands out have lost them.
-        statuses = worker_group_status.worker_statuses.items()
-        self._failures = {rank: status.error for rank, status in statuses if status.error is not None}
+        self._failures = {
+            rank: status.error
+            for rank, status in worker_group_status.worker_statuses.items()
+            if status.error is not None
+        }
         preemption = worker_group_status.get_preemption_info()
         if preemption is not None and self.take_commit():
             self._end_drain(preemption)

@@ -269,9 +269,8 @@ class RankedCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _get_checkpoint_score(self, result: Any) -> tuple[bool, float, int]:
         config = self._checkpoint_config
-        attribute = config.checkpoint_score_attribute or ""
-        order = config.checkpoint_score_order
-        return *rank_of(result.metrics, attribute, order), self._checkpoint_to_report_index[result.checkpoint]
+        rank = rank_of(result.metrics, config.checkpoint_score_attribute or "", config.checkpoint_score_order)
+        return *rank, self._checkpoint_to_report_index[result.checkpoint]
 
     def _load_state(self, json_state: str) -> None:
         """Load, and rank what another version or policy may have ranked."""

@@ -84,8 +84,9 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
         """Return none of Ray Train's own for processes that have it all from their node."""
-        is_forked = FORK_SERVER_VARIABLE in os.environ
-        return custom_runtime_env if is_forked else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+        if FORK_SERVER_VARIABLE in os.environ:
+            return custom_runtime_env
+        return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
     def _start(self) -> None:
         """Start; what fails at any moment leaves nothing behind, and the death of a worker is a failed start."""
@@ -109,8 +110,10 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         placement_group: PlacementGroup,
         resources_per_worker: dict[str, float],
         placement_group_bundle_indices: list[int] | None = None,
-        **ranking: Any,
-    ) -> list[Any]:
+        starting_world_rank: int = 0,
+        world_size: int | None = None,
+        replica_group_size: int | None = None,
+    ) -> Any:
         """Take standbys where there are, boot the others, and rank them as Ray does."""
         callbacks.current().passed("placement")
         indices = placement_group_bundle_indices or list(range(num_workers))
@@ -123,7 +126,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             standby.end(worker.actor for worker in taken.values())
             raise
         workers = sorted([*taken.values(), *booted], key=lambda worker: worker.placement_group_bundle_index)
-        ranked: list[Any] = self._assign_worker_ranks(workers, **ranking)
+        ranked = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
         callbacks.current().passed("workers")
         return ranked
 
@@ -257,8 +260,12 @@ def _create_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHan
             if len(found.nodes) > 1:
                 selector = {"ray.io/tpu-slice-name": found.name}
                 # Ray's own function to reserve a head asks a task on its host for the slice's name, without a bound.
-                head = {head_resource(shape.pod_type): 1}
-                heads.append(placement_group([head], bundle_label_selector=[selector | {"ray.io/tpu-worker-id": "0"}]))
+                heads.append(
+                    placement_group(
+                        [{head_resource(shape.pod_type): 1}],
+                        bundle_label_selector=[selector | {"ray.io/tpu-worker-id": "0"}],
+                    )
+                )
                 if not heads[-1].wait(_HEAD_SECONDS):
                     raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
             selectors += [selector] * shape.workers

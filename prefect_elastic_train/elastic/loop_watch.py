@@ -250,8 +250,8 @@ class LoopWatch:
         if positions and len(positions) == len(statuses) and not self._has_begun:
             self._has_begun = True
             self.step = positions[0].began_from
-            began_at = time.time() - min(found.age for found in positions)
-            self._tell(FirstStep(at=began_at, world_size=len(statuses)))
+            age = min(found.age for found in positions)
+            self._tell(FirstStep(at=time.time() - age, world_size=len(statuses)))
         self.step = max([self.step, *(found.done for found in positions)])
         reports = [status.training_report for status in statuses if status.training_report is not None]
         if reports or not self._was_polled:

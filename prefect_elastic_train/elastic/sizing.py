@@ -107,8 +107,9 @@ def slices_of(nodes: Collection[Node], demand: Demand, held: Mapping[str, int] |
             name = node.id if is_whole else node.labels.get("ray.io/tpu-slice-name", "")
             if name:
                 members.setdefault(name, []).append(node)
-    found = sorted(members.items())
-    return [Slice(name, tuple(hosts), _problem(hosts, demand, shape, held or {})) for name, hosts in found]
+    return [
+        Slice(name, tuple(hosts), _problem(hosts, demand, shape, held or {})) for name, hosts in sorted(members.items())
+    ]
 
 
 def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> str:

@@ -273,8 +273,9 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         group = self._group
         affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
         own = group._train_run_context.run_config.worker_runtime_env or {}
-        how = {"runtime_env": WorkerGroup._get_worker_runtime_env(own), "scheduling_strategy": affinity}
-        actor = ray.remote(num_cpus=0, **how)(group._worker_cls).remote()
+        environment = WorkerGroup._get_worker_runtime_env(own)
+        worker = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=affinity)(group._worker_cls)
+        actor = worker.remote()
         cpus = group.get_worker_group_context().resources_per_worker.get("CPU", 0)
         asked = actor.execute.remote(warm_up, visible, self._framework, cpus)
         return Standby(actor, node_id, visible, asked, is_beyond=is_beyond)

@@ -243,8 +243,9 @@ class ChildDriver(Driver):
         names = {-one: f" ({one.name})" for one in signal.Signals}  # a real-time signal has none
         how = f"signal {-code}{names.get(code, '')}" if code < 0 else f"exit code {code}"
         said = self.last_error() if code != -signal.SIGKILL else ""
-        message = f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
-        return self._cluster_lost() or self.lost(message)
+        return self._cluster_lost() or self.lost(
+            f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
+        )
 
     def _cluster_lost(self) -> ev.AttemptEnded | None:
         if self._cluster is None or not self._cluster.is_dead():

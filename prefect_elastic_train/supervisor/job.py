@@ -104,8 +104,9 @@ class JobDriver(Driver):
         self._left = self._id
         # Counted from now, since the submission may have taken long.
         self._ask_at = self._began = self._heard_at = self._alive_at = time.monotonic()
-        log = f"{self._client.address}/#/jobs/{self._id}"
-        self.follower.on_note(f"The training runs as job {self._id}{is_running}; its log: {log}")
+        self.follower.on_note(
+            f"The training runs as job {self._id}{is_running}; its log: {self._client.address}/#/jobs/{self._id}"
+        )
         self._log = JobLog(self._client)
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
@@ -144,8 +145,9 @@ class JobDriver(Driver):
         if self._ended is not None and (self._is_gone or now - self._ended_at > _LEAVE_SECONDS):
             return self._outcome()  # a cluster may be gone as soon as its job is done
         if self._is_gone:
-            message = f"job {self._id}: the cluster does not know it any more; it was started anew"
-            return self.lost(message, Outcome.CLUSTER_LOST)
+            return self.lost(
+                f"job {self._id}: the cluster does not know it any more; it was started anew", Outcome.CLUSTER_LOST
+            )
         blind = now - self._heard_at
         if blind > unreachable_seconds:
             return self.lost(

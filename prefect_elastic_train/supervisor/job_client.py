@@ -92,8 +92,9 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 self, cluster.address, headers=_authorization(cluster), verify=cluster.verify_tls and (bundle or True)
             )
         except OSError as error:
-            message = f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
-            raise _refused(message) from error
+            raise _refused(
+                f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
+            ) from error
         self.address = str(self._address)
 
     def check_version(self) -> None:

@@ -122,8 +122,9 @@ class Runtime:
                 self._cluster = LocalCluster(spec, folder, environment, self._claims)
             cluster = self._cluster
             cluster.admit(environment)
-            patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
-            settings = spec.cluster.model_copy(update=patience)
+            settings = spec.cluster.model_copy(
+                update={"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
+            )
             spec = replace(spec, cluster=settings, local_address=cluster.address)
         elif token:
             use_token(environment, token, folder)
@@ -152,8 +153,9 @@ class Runtime:
             if reason != before:
                 self.on_note(reason)
             if limit and time.monotonic() - began > limit:
-                message = f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}"
-                raise AttemptFailedError(message, outcome=Outcome.TIMED_OUT)
+                raise AttemptFailedError(
+                    f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}", outcome=Outcome.TIMED_OUT
+                )
             before = reason
             self.wait(TURN_SECONDS)
 
@@ -208,8 +210,13 @@ class Runtime:
     def keep_guarded(self) -> None:
         """Start the guard, or another one if it was killed."""
         if self._folder is not None and (self._guard is None or self._guard.poll() is not None):
-            module = "prefect_elastic_train.supervisor.guard"
-            command = [sys.executable, "-m", module, str(self._folder), str(os.getpid())]
+            command = [
+                sys.executable,
+                "-m",
+                "prefect_elastic_train.supervisor.guard",
+                str(self._folder),
+                str(os.getpid()),
+            ]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
             self._guard = start_process(command, environment, subprocess.PIPE, subprocess.DEVNULL)
 
@@ -256,9 +263,14 @@ class Runtime:
             base = base if len(base) <= _MAX_FOLDER_CHARACTERS else "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
         self.keep_guarded()
-        own = {MARK_VARIABLE: str(self._folder), "PYTHONPATH": os.pathsep.join(import_path()), "PYTHONUNBUFFERED": "1"}
-        # A person's prints are not to be guessed at; the run's log has a limit of its own.
-        environment = {"RAY_DEDUP_LOGS": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1", **os.environ, **own}
+        environment = {
+            "RAY_DEDUP_LOGS": "0",  # a person's prints are not to be guessed at; the run's log has a limit of its own
+            "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+            **os.environ,
+            MARK_VARIABLE: str(self._folder),
+            "PYTHONPATH": os.pathsep.join(import_path()),
+            "PYTHONUNBUFFERED": "1",
+        }
         environment.pop(FORK_SERVER_VARIABLE, None)  # another training's, in whose worker this one is
         return self._folder, environment
 
@@ -308,8 +320,12 @@ class LocalCluster:
         self._token = secrets.token_hex(32)
         # What workers read is here, for a runtime environment would cost each of the first ones a process before its
         # own, and those that Ray boots ahead would not fit. Ray's tools would look for any cluster on the host.
-        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address}
-        self._environment = {PRINT_PATCH: "0", **environment, **own}
+        self._environment = {
+            PRINT_PATCH: "0",
+            **environment,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ADDRESS": self.address,
+        }
         self.admit(self._environment)
         if claims.gpus:
             self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(claims.gpus)
