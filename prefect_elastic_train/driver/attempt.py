@@ -140,47 +140,49 @@ class Attempt:
         """Take the fence and say so."""
         from prefect_elastic_train.elastic.standby import may_replace
 
+        spec = self.spec
+        teller = self.teller
         notes: list[str] = []
 
         def seed() -> None:
-            self.teller.doing("copying the checkpoint that the run starts from")
-            notes.extend(seed_from_source(self._storage, self.spec.request, self.store))
+            teller.doing("copying the checkpoint that the run starts from")
+            notes.extend(seed_from_source(self._storage, spec.request, self.store))
 
-        self.teller.doing("looking for where to resume")
-        begun = begin_attempt(self.store, self.spec, seed)
+        teller.doing("looking for where to resume")
+        begun = begin_attempt(self.store, spec, seed)
         if isinstance(begun, EndedRecord):
             return begun
-        self.teller.attempt = begun.attempt
+        teller.attempt = begun.attempt
         impatient = self.store.impatient(HEARTBEAT_SECONDS)
         # The signal ends fit(), as it does when the supervisor sends it.
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
         self._heartbeat = HeartbeatWriter(impatient, begun.attempt, on_fenced_off=interrupt)
-        self.teller.history = HistoryWriter(impatient, begun.attempt)
+        teller.history = HistoryWriter(impatient, begun.attempt)
         if begun.attempt > 1:
-            self._past = self.teller.recall(self.spec)
-        scaling = self.spec.scaling
-        needs_none = scaling.standby == "off" or self.spec.is_forked
-        if not needs_none and not may_replace(scaling, self.spec.request.framework):
+            self._past = teller.recall(spec)
+        scaling = spec.scaling
+        needs_none = scaling.standby == "off" or spec.is_forked
+        if not needs_none and not may_replace(scaling, spec.request.framework):
             notes.append("there are no standby workers: each device, but for GPUs with torch, wants its own process")
         commit = begun.point.commit
-        failures = self.spec.failures
+        failures = spec.failures
         left = {
             "driver restart": begun.restarts_left,
             "worker failure": failures.max_failures,
             "preemption": failures.max_preemption_failures,
         }
-        self.teller.emit(
+        teller.emit(
             AttemptStarted(
-                run_name=self.spec.request.run_name,
+                run_name=spec.request.run_name,
                 run_uri=self.store.uri,
                 checkpoint=begun.point.checkpoint,
                 checkpoint_at=commit.at if commit is not None else 0.0,
                 driver_started_at=self._began_at,
                 counted=begun.counted,
                 left={name: number for name, number in left.items() if number >= 0},
-                previous_end=self.spec.previous_end,
+                previous_end=spec.previous_end,
                 started_from=RunDirectory(self.store).started_from,
-                inherited=bounded_metrics(begun.point.inherited_metrics, self.spec.checkpoints.score_attribute),
+                inherited=bounded_metrics(begun.point.inherited_metrics, spec.checkpoints.score_attribute),
                 notes=[*notes, *begun.notes],
             )
         )
@@ -251,8 +253,8 @@ class Attempt:
             failed = ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
             if failed and teller.details.content():
                 _within(_LEAVE_SECONDS, teller.write_details)
-                details = f"{store.uri}/{layout.details_name(teller.attempt)}"
-                ended = ended.model_copy(update={"message": f"{ended.message.rstrip('.')}; details: {details}"})
+                message = f"{ended.message.rstrip('.')}; details: {store.uri}/{layout.details_name(teller.attempt)}"
+                ended = ended.model_copy(update={"message": message})
             try:
                 end_attempt(store, teller.attempt, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:

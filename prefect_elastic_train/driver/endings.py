@@ -78,10 +78,11 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, cause_of, decisive
 
     cause = error.controller_failure if isinstance(error, ControllerError) else error
-    if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
-        return Outcome.INVALID, str(cause)
+    text = str(cause)
+    if isinstance(cause, FencedOffError) or FencedOffError.__name__ in text:
+        return Outcome.INVALID, text
     if isinstance(cause, CapacityTimeoutError):
-        return Outcome.TIMED_OUT, str(cause)
+        return Outcome.TIMED_OUT, text
     if isinstance(error, WorkerGroupError):
         found = decisive(error.worker_failures.values())
         if isinstance(found, StorageFaultError):
@@ -100,8 +101,8 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     if isinstance(cause, rays.RuntimeEnvSetupError):
         return Outcome.INVALID, f"the runtime environment cannot be set up: {cause}"
     if isinstance(cause, rays.ActorDiedError | rays.ActorUnavailableError):
-        return Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(str(cause))}"
+        return Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(text)}"
     # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
     if isinstance(cause, rays.RaySystemError | rays.GetTimeoutError):
-        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
+        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(text)}"
     return None

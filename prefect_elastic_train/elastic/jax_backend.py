@@ -59,10 +59,8 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
             return
         platform = "cuda,cpu" if backend_config.use_gpu else "cpu"  # the first is the default
         size = len(worker_group)
-        address = ""
-        if size > 1:
-            host, port = worker_group.execute_single(0, get_address_and_port)
-            address = f"{host}:{port}"
+        host, port = worker_group.execute_single(0, get_address_and_port)
+        address = f"{host}:{port}"
         ray.get([worker_group.execute_single_async(rank, _join, platform, address, size, rank) for rank in range(size)])
 
     def on_shutdown(self, worker_group: Any, backend_config: JaxConfig) -> None:

@@ -257,18 +257,19 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Decide whether to go on, and from which budget."""
+        callback = callbacks.current()
         if isinstance(training_failed_error, ControllerError):
-            callbacks.current().start_failure = training_failed_error.controller_failure
+            callback.start_failure = training_failed_error.controller_failure
         if isinstance(training_failed_error, WorkerGroupError):
             if why_never_again(training_failed_error.worker_failures.values()):
                 return FailureDecision.RAISE
-            if callbacks.current().is_draining:
+            if callback.is_draining:
                 training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
         if isinstance(training_failed_error, WorkerGroupError | PreemptionError):
             kind = "preemption" if _is_preemption_failure(training_failed_error) else "worker_group"
-            counting = callbacks.current().budget.count(kind)
+            counting = callback.budget.count(kind)
             config = self.failure_config
             setattr(self, f"_{kind}_failures", counting)
             limit = config.max_preemption_failures if kind == "preemption" else config.max_failures
-            callbacks.current().left = max(0, limit - counting - 1) if limit >= 0 else None
+            callback.left = max(0, limit - counting - 1) if limit >= 0 else None
         return super().make_decision(training_failed_error)

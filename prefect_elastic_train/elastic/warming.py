@@ -36,7 +36,7 @@ def begin_imports(modules: Iterable[str]) -> threading.Thread:
     trial.start()
     trial.join()
     importing.start()
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         if importing.native_id is not None:
             policy = os.SCHED_IDLE if may_leave == [True] else os.SCHED_BATCH
             os.sched_setscheduler(importing.native_id, policy, os.sched_param(0))
@@ -94,7 +94,7 @@ def import_ahead(modules: Iterable[str]) -> None:
 
 
 def _may_leave_idling() -> bool:
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         return True

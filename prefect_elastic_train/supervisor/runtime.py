@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 _MAX_FOLDER_CHARACTERS = 24
 _DRIVER: tuple[str, ...] = (sys.executable, "-m", DRIVER_MODULE)
 _END_SECONDS = 10.0
-_SPARE_AFTER_SECONDS = 15.0, 5.0  # of training, in which the standby workers boot: the first, and later ones
+#: Of training, in which the standby workers boot: for the first spare driver, and for later ones.
+_SPARE_AFTER_SECONDS = 15.0
+_LATER_SPARES_AFTER_SECONDS = 5.0
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
 
@@ -92,7 +94,7 @@ class Runtime:
         self._claims = DeviceClaims()
         self._spare: subprocess.Popen[bytes] | None = None
         self._spare_is_due = float("inf")
-        self._had_spare = False
+        self._spare_after = _SPARE_AFTER_SECONDS
         #: What starts a spare driver, nothing if there shall be none, and in which environment.
         self._spare_command: list[str] = []
         self._spare_environment: dict[str, str] = {}
@@ -203,9 +205,8 @@ class Runtime:
         """Have a spare driver soon, now that a worker group trains, unless there is one."""
         if self._spare_command and (self._spare is None or self._spare.poll() is not None):
             self._end_spare()
-            first, later = _SPARE_AFTER_SECONDS
-            self._spare_is_due = time.monotonic() + (later if self._had_spare else first)
-            self._had_spare = True
+            self._spare_is_due = time.monotonic() + self._spare_after
+            self._spare_after = _LATER_SPARES_AFTER_SECONDS
 
     def keep_guarded(self) -> None:
         """Start the guard, or another one if it was killed."""
