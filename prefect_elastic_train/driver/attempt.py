@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from prefect_elastic_train.core.bounds import bounded_metrics
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
@@ -20,7 +21,6 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Configuratio
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
 from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
-from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.driver.fit import connect, fit_local_cluster, make_datasets, prepare
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
@@ -195,20 +195,20 @@ class Attempt:
         self._receiver.finish(_LEAVE_SECONDS)
         self.teller.history.close()
         ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self.teller.attempt)
-        return ended.model_copy(update={"result": self._result(ended).model_dump(mode="json")})
+        return ended.model_copy(update={"result": self._result(ended)})
 
     def finish(self, finished: EndedRecord) -> AttemptEnded:
         """The end of an attempt with nothing to do: the result that the run has had since an earlier one."""
         self.teller.recall(self.spec)
         message = "the run was finished before, and its result is given back"
-        result = finished.result or self._result().model_dump(mode="json")
+        result = finished.result or self._result()
         trained_with = RunDirectory(self.store).fingerprint
         warning = trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else ""
         return AttemptEnded(
             outcome=Outcome.COMPLETED, already_finished=True, message=message, warning=warning, result=result
         )
 
-    def _result(self, *more: AttemptEnded) -> RunResult:
+    def _result(self, *more: AttemptEnded) -> dict[str, Any]:
         from prefect_elastic_train.report.accounts import add_up
         from prefect_elastic_train.runs.inspecting import make_result
 
@@ -217,7 +217,7 @@ class Attempt:
             add_up(chain(read_history(self.store), more)),
             self.spec.storage_block,
             self.spec.checkpoints.score_attribute,
-        )
+        ).model_dump(mode="json")
 
     def taken_over(self) -> AttemptEnded | None:
         """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""

@@ -292,10 +292,14 @@ def _visible(places: Iterable[tuple[str, Mapping[str, list[Any]]]]) -> dict[str,
 def _devices(group: PlacementGroup, indices: list[int], gpus: float) -> dict[int, dict[str, list[Any]]]:
     """Return which devices Ray has given to each bundle, as a task in it sees them."""
     tell = ray.remote(num_cpus=0, num_gpus=gpus, max_retries=0)(own_devices)
-    asked = []
-    for index in indices:
-        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-        asked.append(tell.options(scheduling_strategy=where).remote())
+    asked = [
+        tell.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=index
+            )
+        ).remote()
+        for index in indices
+    ]
     return dict(zip(indices, ray.get(asked, timeout=30 * _ANSWER_SECONDS), strict=True))
 
 
