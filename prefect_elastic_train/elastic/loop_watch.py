@@ -199,10 +199,15 @@ def _new_plan() -> str:
     )
 
 
+def answered(references: list[Any], timeout_seconds: float) -> set[Any]:
+    """Return those of Ray's references that are ready, once all are or the time is over."""
+    return set(ray.wait(references, num_returns=len(references), timeout=timeout_seconds)[0]) if references else set()
+
+
 def ask(workers: Sequence[Any], question: Callable[[], Any], timeout_seconds: float) -> dict[int, Any]:
     """Have each worker run a function; return what has come by then, by rank. One that is gone has no answer."""
     asked = [worker.execute_async(question) for worker in workers]
-    done = set(ray.wait(asked, num_returns=len(asked), timeout=timeout_seconds)[0]) if asked else set()
+    done = answered(asked, timeout_seconds)
     answers = {}
     for rank, reference in enumerate(asked):
         if reference in done:

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from prefect_elastic_train.core.events import StandbysParked
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.loop_watch import ask
+from prefect_elastic_train.elastic.loop_watch import answered, ask
 from prefect_elastic_train.elastic.sizing import DEVICES
 from prefect_elastic_train.elastic.standby_process import GONE_SECONDS, about, own_devices, use_devices, warm_up
 from prefect_elastic_train.elastic.warming import memory_left
@@ -169,8 +169,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     def wait_for_booting(self) -> None:
         """Wait for workers that boot beside the last ones: no others are sooner ready."""
         booting = [one.asked for one in self._parked if one.metadata is None and not one.is_beyond]
-        if booting:
-            ray.wait(booting, num_returns=len(booting), timeout=_BOOTING_SECONDS)
+        answered(booting, _BOOTING_SECONDS)
 
     def prepare(self, beyond: Mapping[str, int]) -> bool:
         """Have so many standbys on each node beside those of the workers; return whether they need not be waited for.
@@ -256,8 +255,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def _settle(self) -> None:
         """Take in what the standbys have said; one that is gone is no more."""
-        asked = [one.asked for one in self._parked]
-        ready = set(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) if asked else set()
+        ready = answered([one.asked for one in self._parked], timeout_seconds=0)
         for one in [one for one in self._parked if one.asked in ready]:
             try:
                 self._size_bytes, one.metadata = ray.get(one.asked, timeout=_ANSWER_SECONDS)

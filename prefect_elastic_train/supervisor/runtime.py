@@ -261,7 +261,8 @@ class Runtime:
         """Return the private folder, guarded from now on, and the environment of processes that end with it."""
         if self._folder is None:
             base = tempfile.gettempdir()
-            base = base if len(base) <= _MAX_FOLDER_CHARACTERS else "/tmp"
+            if len(base) > _MAX_FOLDER_CHARACTERS:
+                base = "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
         self.keep_guarded()
         environment = {
@@ -344,18 +345,7 @@ class LocalCluster:
             return
         session_folder = self.folder / "r0"
         shutil.rmtree(session_folder, ignore_errors=True)
-        command = [
-            *(sys.executable, "-m", "prefect_elastic_train.supervisor.head", "start", "--head", "--block"),
-            "--no-monitor",  # which would ask for nodes, where none can come
-            "--node-ip-address=127.0.0.1",
-            f"--port={self.address.rpartition(':')[2]}",
-            "--dashboard-agent-listen-port=0",
-            f"--temp-dir={session_folder}",
-        ]
-        if self._num_cpus:
-            command.append(f"--num-cpus={self._num_cpus}")
-        if self._num_gpus >= 0:
-            command.append(f"--num-gpus={self._num_gpus}")
+        command = self._command(self.address.rpartition(":")[2], session_folder)
         claims = [one.fileno() for one in self._claims.sockets]
         with self._log.open("wb") as stream:
             self._process = start_process(
@@ -393,3 +383,18 @@ class LocalCluster:
                 on_line("cluster", f"{DETAIL_TAG}{line}")
             return ", ".join(re.findall(r"\w+ \[exit code=-?\d+\]", words)) or words
         return ""
+
+    def _command(self, port: str, session_folder: Path) -> list[str]:
+        command = [
+            *(sys.executable, "-m", "prefect_elastic_train.supervisor.head", "start", "--head", "--block"),
+            "--no-monitor",  # which would ask for nodes, where none can come
+            "--node-ip-address=127.0.0.1",
+            f"--port={port}",
+            "--dashboard-agent-listen-port=0",
+            f"--temp-dir={session_folder}",
+        ]
+        if self._num_cpus:
+            command.append(f"--num-cpus={self._num_cpus}")
+        if self._num_gpus >= 0:
+            command.append(f"--num-gpus={self._num_gpus}")
+        return command
