@@ -36,27 +36,25 @@ from prefect_elastic_train.driver.spare import SPARE, wait_for_spec
 _STUCK_SECONDS = 4.5
 
 
-class _Stopped(BaseException):
-    """The supervisor asked this driver to end."""
-
-
 def main(arguments: list[str]) -> None:
     """Run one attempt as the spec file says, and end this process."""
-    spec_file, began_at = Path(arguments[0]), psutil.Process().create_time()
+    spec_file = Path(arguments[0])
+    began_at = psutil.Process().create_time()
     if arguments[0] == SPARE:
         spec_file, began_at = wait_for_spec(arguments[1])
-    output, details = EventOutput(sys.stdout), Details()
-    for name, write in (("stdout", output.write_text), ("stderr", sys.stderr.write)):
-        descriptor = getattr(sys, f"__{name}__").fileno()
-        setattr(sys, name, LineStream(partial(details.take, write), descriptor))
+    output = EventOutput(sys.stdout)
+    details = Details()
+    sys.stdout = LineStream(partial(details.take, output.write_text), 1)
+    sys.stderr = LineStream(partial(details.take, sys.stderr.write), 2)
     # Whatever a library writes there itself must not end up in the middle of an event.
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    _handle_signals(_stop)
+    _handle_signals(signal.default_int_handler)
     notice_interruptions()
     spec = read_spec(spec_file)
     output.is_shared = spec.cluster.is_submitted
-    attempt, ending = Attempt(spec, output, details, began_at), threading.Lock()
+    attempt = Attempt(spec, output, details, began_at)
+    ending = threading.Lock()
 
     def end(ended: AttemptEnded, stuck: bool) -> None:
         """Say the last word and end this process; the first caller does it, and any other waits for that."""
@@ -86,15 +84,11 @@ def main(arguments: list[str]) -> None:
         except Exception as error:  # noqa: BLE001 - the last resort: an unforeseen end is told, not swallowed
             details.keep("".join(traceback.format_exception(error)))
             ended = attempt.taken_over() or end_by_error(error, spec.storage)
-    except (_Stopped, KeyboardInterrupt, SystemExit):  # which may come while an error is judged, too
+    except (KeyboardInterrupt, SystemExit):  # which may come while an error is judged, too
         _handle_signals(signal.SIG_IGN)  # a second one must not cut the last word short
         ended = attempt.taken_over() or end_by_signal(spec, spec_file)
     _handle_signals(signal.SIG_IGN)
     end(ended, stuck=False)
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise _Stopped
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from prefect_elastic_train.core.bounds import bounded_metrics
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, ClusterConnected, ClusterWanted
@@ -20,7 +21,6 @@ from prefect_elastic_train.core.outcomes import AttemptFailedError, Configuratio
 from prefect_elastic_train.core.ray_output import Details
 from prefect_elastic_train.core.records import AttemptRecord, EndedRecord, decode
 from prefect_elastic_train.core.request import PRINT_PATCH, DriverSpec
-from prefect_elastic_train.core.result import RunResult
 from prefect_elastic_train.driver.fit import connect, fit_local_cluster, make_datasets, prepare
 from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.driver.relay import AttemptTeller, EventOutput, EventReceiver
@@ -64,7 +64,8 @@ class Attempt:
 
     def run(self) -> AttemptEnded:
         """Run the attempt until the loop has returned; raises whatever ends it otherwise."""
-        spec, teller = self.spec, self.teller
+        spec = self.spec
+        teller = self.teller
 
         def is_new() -> bool:
             return next(RunDirectory(self.store).lineage, None) is None
@@ -139,43 +140,49 @@ class Attempt:
         """Take the fence and say so."""
         from prefect_elastic_train.elastic.standby import may_replace
 
+        spec = self.spec
+        teller = self.teller
         notes: list[str] = []
 
         def seed() -> None:
-            self.teller.doing("copying the checkpoint that the run starts from")
-            notes.extend(seed_from_source(self._storage, self.spec.request, self.store))
+            teller.doing("copying the checkpoint that the run starts from")
+            notes.extend(seed_from_source(self._storage, spec.request, self.store))
 
-        self.teller.doing("looking for where to resume")
-        begun = begin_attempt(self.store, self.spec, seed)
+        teller.doing("looking for where to resume")
+        begun = begin_attempt(self.store, spec, seed)
         if isinstance(begun, EndedRecord):
             return begun
-        self.teller.attempt = begun.attempt
+        teller.attempt = begun.attempt
         impatient = self.store.impatient(HEARTBEAT_SECONDS)
         # The signal ends fit(), as it does when the supervisor sends it.
         interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
         self._heartbeat = HeartbeatWriter(impatient, begun.attempt, on_fenced_off=interrupt)
-        self.teller.history = HistoryWriter(impatient, begun.attempt)
+        teller.history = HistoryWriter(impatient, begun.attempt)
         if begun.attempt > 1:
-            self._past = self.teller.recall(self.spec)
-        scaling = self.spec.scaling
-        needs_none = scaling.standby == "off" or self.spec.is_forked
-        if not needs_none and not may_replace(scaling, self.spec.request.framework):
+            self._past = teller.recall(spec)
+        scaling = spec.scaling
+        needs_none = scaling.standby == "off" or spec.is_forked
+        if not needs_none and not may_replace(scaling, spec.request.framework):
             notes.append("there are no standby workers: each device, but for GPUs with torch, wants its own process")
-        commit, failures = begun.point.commit, self.spec.failures
-        left = {"driver restart": begun.restarts_left, "worker failure": failures.max_failures}
-        left["preemption"] = failures.max_preemption_failures
-        self.teller.emit(
+        commit = begun.point.commit
+        failures = spec.failures
+        left = {
+            "driver restart": begun.restarts_left,
+            "worker failure": failures.max_failures,
+            "preemption": failures.max_preemption_failures,
+        }
+        teller.emit(
             AttemptStarted(
-                run_name=self.spec.request.run_name,
+                run_name=spec.request.run_name,
                 run_uri=self.store.uri,
                 checkpoint=begun.point.checkpoint,
                 checkpoint_at=commit.at if commit is not None else 0.0,
                 driver_started_at=self._began_at,
                 counted=begun.counted,
                 left={name: number for name, number in left.items() if number >= 0},
-                previous_end=self.spec.previous_end,
+                previous_end=spec.previous_end,
                 started_from=RunDirectory(self.store).started_from,
-                inherited=bounded_metrics(begun.point.inherited_metrics, self.spec.checkpoints.score_attribute),
+                inherited=bounded_metrics(begun.point.inherited_metrics, spec.checkpoints.score_attribute),
                 notes=[*notes, *begun.notes],
             )
         )
@@ -188,28 +195,35 @@ class Attempt:
         self._receiver.finish(_LEAVE_SECONDS)
         self.teller.history.close()
         ended = AttemptEnded(outcome=Outcome.COMPLETED, attempt=self.teller.attempt)
-        return ended.model_copy(update={"result": self._result(ended).model_dump(mode="json")})
+        return ended.model_copy(update={"result": self._result(ended)})
 
     def finish(self, finished: EndedRecord) -> AttemptEnded:
         """The end of an attempt with nothing to do: the result that the run has had since an earlier one."""
         self.teller.recall(self.spec)
         message = "the run was finished before, and its result is given back"
-        result = finished.result or self._result().model_dump(mode="json")
+        result = finished.result or self._result()
         trained_with = RunDirectory(self.store).fingerprint
         warning = trained_with.uncompared(self.spec.request.fingerprint) if trained_with is not None else ""
-        ended = AttemptEnded(outcome=Outcome.COMPLETED, already_finished=True, message=message, result=result)
-        return ended.model_copy(update={"warning": warning})
+        return AttemptEnded(
+            outcome=Outcome.COMPLETED, already_finished=True, message=message, warning=warning, result=result
+        )
 
-    def _result(self, *more: AttemptEnded) -> RunResult:
+    def _result(self, *more: AttemptEnded) -> dict[str, Any]:
         from prefect_elastic_train.report.accounts import add_up
         from prefect_elastic_train.runs.inspecting import make_result
 
-        accounts = add_up(chain(read_history(self.store), more))
-        return make_result(self.store, accounts, self.spec.storage_block, self.spec.checkpoints.score_attribute)
+        return make_result(
+            self.store,
+            add_up(chain(read_history(self.store), more)),
+            self.spec.storage_block,
+            self.spec.checkpoints.score_attribute,
+        ).model_dump(mode="json")
 
     def taken_over(self) -> AttemptEnded | None:
         """How the attempt ended if somebody else has the run now, however that showed, as far as the storage tells."""
-        attempt, request, store = self.teller.attempt, self.spec.request, self._patient_enough()
+        attempt = self.teller.attempt
+        request = self.spec.request
+        store = self._patient_enough()
         self.teller.doing("looking whether somebody has taken the run over")
         try:
             newest = newest_attempt(store) if attempt else 0
@@ -239,8 +253,8 @@ class Attempt:
             failed = ended.outcome in (Outcome.USER_ERROR, Outcome.DRIVER_LOST, Outcome.CLUSTER_LOST)
             if failed and teller.details.content():
                 _within(_LEAVE_SECONDS, teller.write_details)
-                details = f"{store.uri}/{layout.details_name(teller.attempt)}"
-                ended = ended.model_copy(update={"message": f"{ended.message.rstrip('.')}; details: {details}"})
+                message = f"{ended.message.rstrip('.')}; details: {store.uri}/{layout.details_name(teller.attempt)}"
+                ended = ended.model_copy(update={"message": message})
             try:
                 end_attempt(store, teller.attempt, ended.outcome.value, ended.message, result=ended.result)
             except OSError as error:

@@ -46,26 +46,31 @@ def _judge(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
     found = _of_ray_train(error, storage) if "ray.train" in sys.modules else None
     if found is not None:
         return found
-    if isinstance(error, ConnectionError):
-        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(error))}"
-    if isinstance(error, OSError):
-        return _of_storage(error, storage)
-    return Outcome.DRIVER_LOST, f"the driver failed: {in_short(f'{type(error).__name__}: {error}')}"
+    cause = getattr(error, "controller_failure", error)  # of Ray Train's ControllerError
+    if isinstance(cause, ConnectionError):
+        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
+    if isinstance(cause, OSError):
+        return _of_storage(cause, storage)
+    who = "the driver" if cause is error else "Ray Train's controller"
+    return Outcome.DRIVER_LOST, f"{who} failed: {in_short(f'{type(cause).__name__}: {cause}')}"
 
 
 def _of_storage(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:
     """The ending by a storage error, which a new driver may heal if it passes; a known fault has its own message."""
     if isinstance(error, StorageFaultError):
-        is_passing, message = not error.permanent, str(error)
+        is_passing = not error.permanent
+        message = str(error)
     else:
         is_passing = error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
-        message = f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that "
-        message += "exists or can be made, with room and write permission for this user"
+        message = (
+            f"cannot use storage {storage.uri!r}: {type(error).__name__}: {error}. Give the training one that exists "
+            "or can be made, with room and write permission for this user"
+        )
     return Outcome.DRIVER_LOST if is_passing else Outcome.STORAGE_ERROR, message
 
 
 def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, str] | None:
-    """The ending by what ``fit()`` has raised; None for what is raised elsewhere, too."""
+    """The ending by what only ``fit()`` raises, None for anything else."""
     import ray.exceptions as rays
     from ray.train import ControllerError, WorkerGroupError
     from ray.train.v2.api.exceptions import PreemptionError
@@ -73,10 +78,11 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     from prefect_elastic_train.elastic.loop_watch import CapacityTimeoutError, cause_of, decisive
 
     cause = error.controller_failure if isinstance(error, ControllerError) else error
-    if isinstance(cause, FencedOffError) or FencedOffError.__name__ in str(cause):
-        return Outcome.INVALID, str(cause)
+    text = str(cause)
+    if isinstance(cause, FencedOffError) or FencedOffError.__name__ in text:
+        return Outcome.INVALID, text
     if isinstance(cause, CapacityTimeoutError):
-        return Outcome.TIMED_OUT, str(cause)
+        return Outcome.TIMED_OUT, text
     if isinstance(error, WorkerGroupError):
         found = decisive(error.worker_failures.values())
         if isinstance(found, StorageFaultError):
@@ -95,12 +101,8 @@ def _of_ray_train(error: Exception, storage: StorageSettings) -> tuple[Outcome, 
     if isinstance(cause, rays.RuntimeEnvSetupError):
         return Outcome.INVALID, f"the runtime environment cannot be set up: {cause}"
     if isinstance(cause, rays.ActorDiedError | rays.ActorUnavailableError):
-        return Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(str(cause))}"
+        return Outcome.DRIVER_LOST, f"Ray Train's controller died: {in_short(text)}"
     # Ray's time-outs are OSErrors by inheritance, and no fault of the storage.
-    if isinstance(cause, rays.RaySystemError | rays.GetTimeoutError | ConnectionError):
-        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
-    if isinstance(cause, OSError):
-        return _of_storage(cause, storage)
-    if cause is not error:
-        return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {in_short(f'{type(cause).__name__}: {cause}')}"
+    if isinstance(cause, rays.RaySystemError | rays.GetTimeoutError):
+        return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(text)}"
     return None

@@ -1,4 +1,8 @@
-"""The driver's work with Ray before ``fit()``: joining the cluster, the user's objects, what they may ask for."""
+"""The driver's work with Ray before ``fit()``: joining the cluster, the user's objects, what they may ask for.
+
+Uses ``_py_driver_sys_path`` of Ray's ``JobConfig``, which fills it from its driver's own ``sys.path``, and ours is not
+the user's script.
+"""
 
 from __future__ import annotations
 
@@ -114,8 +118,9 @@ def make_datasets(payload: Payload) -> dict[str, Any]:
         return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
     except Exception as error:
         logger.error("the datasets could not be made", exc_info=True)
-        message = f"the datasets could not be made: {type(error).__name__}: {error}"
-        raise AttemptFailedError(message, outcome=Outcome.USER_ERROR) from error
+        raise AttemptFailedError(
+            f"the datasets could not be made: {type(error).__name__}: {error}", outcome=Outcome.USER_ERROR
+        ) from error
 
 
 def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
@@ -127,8 +132,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
     address = _cluster_address(spec)
     _check_head(address, spec.cluster.connect_timeout_seconds)
     import ray
-
-    from prefect_elastic_train.elastic.cluster import job_config
+    from ray.job_config import JobConfig
 
     user_env: dict[str, Any] = {}
     if not spec.cluster.is_submitted:  # a job has its environment by now
@@ -145,7 +149,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
         context = ray.init(
             address=address,
             runtime_env=user_env,
-            job_config=job_config(own_path),
+            job_config=JobConfig(_py_driver_sys_path=own_path),
             log_to_driver=True,
             logging_level=logging.WARNING,
         )
@@ -161,17 +165,20 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
 def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
     """Refuse what a local cluster can never hold, since nothing will join it later, and return the scaling."""
     # Beside datasets its ``max_workers`` are those that fit: more would starve them.
-    scaling, problem, fitting = spec.scaling, "", spec.scaling.max_workers
+    scaling = spec.scaling
+    problem = ""
+    fitting = spec.scaling.max_workers
     if not spec.cluster.is_local:
         return scaling
     from prefect_elastic_train.elastic.cluster import resources_per_worker
 
     if scaling.label_selector or (scaling.placement_strategy == "STRICT_SPREAD" and scaling.max_workers > 1):
-        problem = "label_selector and placement_strategy 'STRICT_SPREAD' want nodes that others join"
-        problem += ", and the local cluster is one node without labels; leave them at their defaults, or join another"
-    for_datasets = {"CPU": int(spec.request.has_datasets)}
+        problem = (
+            "label_selector and placement_strategy 'STRICT_SPREAD' want nodes that others join, and the local cluster "
+            "is one node without labels; leave them at their defaults, or join another"
+        )
     for name, amount in resources_per_worker(scaling).items():
-        there = resources.get(name, 0) - for_datasets.get(name, 0)
+        there = resources.get(name, 0) - (name == "CPU" and spec.request.has_datasets)
         if amount * scaling.min_workers > there:
             problem = too_large(scaling, name, amount, there)
         elif amount:
@@ -217,8 +224,10 @@ def _check_head(address: str, timeout: float) -> None:
             time.sleep(0.1)
     problem = ask_head(address, timeout)
     if isinstance(problem, AuthenticationError):
-        message = f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster"
-        raise AttemptFailedError(message, outcome=Outcome.INVALID)
+        raise AttemptFailedError(
+            f"the Ray cluster at {address} refused the token; give its token as auth_token of the RayCluster",
+            outcome=Outcome.INVALID,
+        )
     if problem is not None:
         raise _lost(
             f"something listens at {address} but does not answer as a Ray head within {timeout:g} s; give the port "

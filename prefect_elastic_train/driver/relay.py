@@ -13,19 +13,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.bounds import whole_lines
 from prefect_elastic_train.core.ray_output import Details, ranks_in_words
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.elastic.sending import EventQueue, Receiving
+from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.storage.store import RunStore
-
-if TYPE_CHECKING:
-    from prefect_elastic_train.report.accounts import Tally
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -122,7 +120,8 @@ class LineStream(io.TextIOBase):
         """Write text; a line is handed on when it is complete."""
         pending = getattr(self._rest, "text", "") + text
         # A text of several lines is handed on as a whole: what its first line is, the others are, too.
-        is_whole, too_long = pending.endswith("\n"), len(pending) > _MAX_REST
+        is_whole = pending.endswith("\n")
+        too_long = len(pending) > _MAX_REST
         self._rest.text = "" if is_whole or too_long else pending
         if is_whole or too_long:
             self._write_lines(pending if is_whole else f"{pending}\n")
@@ -150,7 +149,8 @@ class AttemptTeller:
         self._store = store
         self._lock = threading.Lock()
         self._sequence = self._reports = 0
-        self._doing, self._since = "", 0.0
+        self._doing = ""
+        self._since = 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._show_life, name="elastic-train-life", daemon=True).start()
 
@@ -175,7 +175,8 @@ class AttemptTeller:
 
     def doing(self, what: str) -> None:
         """Stand in for the controller, which does not live, during what may rightly take its time; "" is nothing."""
-        self._doing, self._since = what, time.time()
+        self._doing = what
+        self._since = time.time()
 
     def close(self) -> None:
         """Wait, for a while, until everything is told."""
@@ -195,8 +196,11 @@ class AttemptTeller:
         from prefect_elastic_train.report.run_report import RunReport
 
         deadline = time.monotonic() + _RECALL_SECONDS
-        score = spec.checkpoints.model_dump(include={"score_attribute", "score_order"})
-        report = RunReport(run_name=spec.request.run_name, **score)
+        report = RunReport(
+            run_name=spec.request.run_name,
+            score_attribute=spec.checkpoints.score_attribute,
+            score_order=spec.checkpoints.score_order,
+        )
         self.doing("reading the history")
         try:
             for event in read_history(self._store.impatient(_RECALL_SECONDS)):

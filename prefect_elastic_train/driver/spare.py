@@ -31,7 +31,8 @@ def wait_for_spec(framework: str) -> tuple[Path, float]:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     told = threading.Event()
     importing = begin_imports(_modules(framework, told))
-    line, told_at = sys.stdin.readline(), time.time()
+    line = sys.stdin.readline()
+    told_at = time.time()
     if not line:
         os._exit(0)  # imports may be under way
     told.set()

@@ -28,7 +28,8 @@ class Forgiveness:
 
     def end(self) -> None:
         """Note that it does no more; what it has trained and not committed is done again."""
-        self._trained, self._began = self.kept, None
+        self._trained = self.kept
+        self._began = None
 
     def commit(self) -> None:
         """Note a new checkpoint."""

@@ -55,18 +55,15 @@ def current() -> RunCallback:
     return _current
 
 
-def failures_so_far() -> int:
-    """Return how often worker groups have failed in this controller process."""
-    return _current.group_failures if _current is not None else 0
-
-
 def _never_raises(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Count and log what a callback raises, and go on."""
+    """Count and log what a callback raises, and go on, unless it is meant to end the attempt or the worker group."""
 
     @functools.wraps(method)
     def wrapper(self: RunCallback, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
+        except (commits.FencedOffError, WorkerGroupError):
+            raise
         except Exception:
             self.errors += 1
             if self.errors <= _TOLD_ERRORS:
@@ -92,18 +89,23 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def __init__(
         self, receiving: Receiving, store: RunStore, attempt: int, failures: FailureSettings, score_attribute: str = ""
     ) -> None:
-        self._receiving, self._store, self._attempt = receiving, store, attempt
-        self._grace_seconds, self._score_attribute = failures.preemption_grace_seconds, score_attribute
+        self._receiving = receiving
+        self._store = store
+        self._attempt = attempt
+        self._grace_seconds = failures.preemption_grace_seconds
+        self._score_attribute = score_attribute
         self._loops = LoopWatch(failures.ignored_checkpoint == "fail", self.tell, failures.stall_timeout_seconds)
         self._sender: EventSender | None = None  # made in the controller: a lock cannot be pickled on its way there
         self.budget = Forgiveness(failures.forgive_after_seconds)
         self.left: int | None = None
-        self._state, self._state_since = "INITIALIZING", time.time()
+        self._state = "INITIALIZING"
+        self._state_since = time.time()
         self._workers: list[Any] = []  # of the group that trains
         self._failures: dict[int, Exception] = {}  # of the ranks in the last poll, for the decision that follows
         self._has_committed = False
         self._reports_since_checkpoint = 0
-        self._parts, self._passed_at = dict[str, float](), 0.0  # of the start of a worker group
+        self._parts = dict[str, float]()
+        self._passed_at = 0.0  # of the start of a worker group
         self.errors = self.group_failures = 0
         self.start_failure: Exception | None = None
         self.counted_on: frozenset[str] = frozenset()
@@ -116,7 +118,8 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
 
     def take_commit(self) -> bool:
         """Return whether a checkpoint was committed since this was asked last; the policy asks once a turn."""
-        committed, self._has_committed = self._has_committed, False
+        committed = self._has_committed
+        self._has_committed = False
         return committed
 
     def tell(self, event: ev.Event) -> None:
@@ -145,64 +148,101 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         """Report a new state; Ray calls this at every poll, changed or not."""
         name = current_state._state_type.state_name
         if name != self._state:
-            self._state, self._state_since = name, time.time()
+            self._state = name
+            self._state_since = time.time()
             self.tell(ev.StateChanged(state=name))
 
+    @_never_raises
     def before_controller_execute_resize_decision(self, resize_decision: ResizeDecision) -> None:
         """Report that a healthy worker group gives way to another; none is started for an attempt that lost the run."""
         self._stop_if_fenced_off()
-        self._tell_resize(resize_decision)
+        if not self._workers:
+            return
+        self.passed("")
+        self.tell(
+            ev.WorkerGroupResized(
+                old_size=len(self._workers),
+                new_size=resize_decision.num_workers,
+                reason=getattr(resize_decision, "reason", ""),
+                waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
+                reports_lost=self._reports_since_checkpoint,
+            )
+        )
 
+    @_never_raises
     def before_controller_execute_failure_decision(self, failure_decision: FailureDecision) -> None:
         """Report a failure of the worker group, of which another attempt that has taken over may be the cause."""
         self._stop_if_fenced_off()
-        self._tell_failure(failure_decision)
+        failures = self._failures
+        self._failures = {}
+        if not failures and not self.is_draining:
+            return
+        self.group_failures += 1
+        self.passed("")
+        is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
+        errors, also = distinct({rank: in_full(failure) for rank, failure in failures.items()})
+        event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
+        self.tell(
+            event_type(
+                errors=errors,
+                also=also,
+                retried=failure_decision is FailureDecision.RETRY,
+                gives_up=why_never_again(failures.values()) or "the budget is used up",
+                reports_lost=self._reports_since_checkpoint,
+                left=self.left,
+            )
+        )
 
     @_never_raises
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Remove what interrupted uploads left behind: no worker runs now."""
         self.passed("decision")
-        removed = remove_interrupted_uploads(self._store, self._attempt)
-        commits.check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
-        self._store.abandon_uploads()
-        if removed:
-            logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
+        with suppress(commits.FencedOffError):  # the next decision ends this attempt
+            removed = remove_interrupted_uploads(self._store, self._attempt)
+            commits.check_fence(self._store, self._attempt)  # what a successor uploads is not abandoned
+            self._store.abandon_uploads()
+            if removed:
+                logger.warning("Removed checkpoints that no commit needs: %s", ", ".join(map(loop_name, removed)))
         self.passed("tidying up")
 
     @_never_raises
     def after_worker_group_start(self, worker_group: Any) -> None:
         self._workers = worker_group.get_workers()
         self.budget.begin()
-        self._reports_since_checkpoint, self._has_committed = 0, False
+        self._reports_since_checkpoint = 0
+        self._has_committed = False
         commit = RunDirectory(self._store, self._attempt).newest_commit
         latest = latest_checkpoint(commit.snapshot) if commit is not None else None
         self.checkpoint = latest["checkpoint_dir_name"] if latest else ""
         # What another run has counted says nothing of this one.
         is_own = commit is not None and (commit.attempt, commit.sequence) != SEED_COMMIT
         self._loops.begin(self._workers, loop_name(self.checkpoint), latest["metrics"] if latest and is_own else {})
-        found = [(worker.metadata, worker.distributed_context.world_rank) for worker in self._workers]
-        ranks = {f"{process.node_ip}:{process.pid}": rank for process, rank in found}
+        ranks = {
+            f"{worker.metadata.node_ip}:{worker.metadata.pid}": worker.distributed_context.world_rank
+            for worker in self._workers
+        }
         self.passed("process group")
-        started = ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks)
-        self.tell(started.model_copy(update={"parts": self._parts}))
+        self.tell(
+            ev.WorkerGroupStarted(world_size=len(ranks), checkpoint=self.checkpoint, ranks=ranks, parts=self._parts)
+        )
 
+    @_never_raises
     def look_at_reports(self, statuses: Sequence[Any]) -> None:
         """Look at what a poll has found before Ray Train does; raise what the worker group fails of, if it does."""
-        failure = self._look(statuses)
+        failure = self._loops.look(statuses)
         if failure is not None:
             self._failures = dict(failure.worker_failures)
             raise failure
 
     @_never_raises
-    def _look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
-        return self._loops.look(statuses)
-
-    @_never_raises
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Remember the errors of the ranks for the failure decision that follows; end a drain that has its commit."""
         # The statuses' own errors have tracebacks; those that Ray hands out have lost them.
-        statuses = worker_group_status.worker_statuses.items()
-        self._failures = {rank: status.error for rank, status in statuses if status.error is not None}
+        self._failures = {
+            rank: status.error
+            for rank, status in worker_group_status.worker_statuses.items()
+            if status.error is not None
+        }
         preemption = worker_group_status.get_preemption_info()
         if preemption is not None and self.take_commit():
             self._end_drain(preemption)
@@ -219,18 +259,19 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     @_never_raises
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
         """Report what rank 0 reported, and the commit that came with it: Ray has written its snapshot."""
-        checkpoint, world_size = training_report.checkpoint, len(self._workers)
+        checkpoint = training_report.checkpoint
+        world_size = len(self._workers)
         rank_zero = bounded_metrics(plain_metrics(metrics[0]), self._score_attribute) if metrics else {}
         if not checkpoint:
             self._reports_since_checkpoint += 1
             self.tell(ev.Reported(metrics=rank_zero, world_size=world_size))
             return
         name = checkpoint.path.rstrip("/").removeprefix(f"{self._store.path}/")
-        self.checkpoint, self._has_committed = name, True
+        self.checkpoint = name
+        self._has_committed = True
         if not self._loops.ignored:  # else it has done anew what was done
             self.budget.commit()
-        self._reports_since_checkpoint = 0
-        size = 0
+        size = self._reports_since_checkpoint = 0
         with suppress(Exception):  # the commit is told all the same
             size = sum((self._store.file_sizes(name) or {}).values())
         self.tell(ev.CheckpointCommitted(checkpoint=name, size_bytes=size, metrics=rank_zero, world_size=world_size))
@@ -270,40 +311,6 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
         except OSError:
             self.errors += 1
 
-    @_never_raises
-    def _tell_resize(self, resize_decision: ResizeDecision) -> None:
-        if not self._workers:
-            return
-        self.passed("")
-        resized = ev.WorkerGroupResized(
-            old_size=len(self._workers),
-            new_size=resize_decision.num_workers,
-            reason=getattr(resize_decision, "reason", ""),
-            waited_seconds=getattr(resize_decision, "waited_seconds", 0.0),
-            reports_lost=self._reports_since_checkpoint,
-        )
-        self.tell(resized)
-
-    @_never_raises
-    def _tell_failure(self, failure_decision: FailureDecision) -> None:
-        failures, self._failures = self._failures, {}
-        if not failures and not self.is_draining:
-            return
-        self.group_failures += 1
-        self.passed("")
-        is_preempted = self.is_draining or any(_is_preempted_actor(failure) for failure in failures.values())
-        errors, also = distinct({rank: in_full(failure) for rank, failure in failures.items()})
-        event_type = ev.WorkersPreempted if is_preempted else ev.WorkerFailed
-        failed = event_type(
-            errors=errors,
-            also=also,
-            retried=failure_decision is FailureDecision.RETRY,
-            gives_up=why_never_again(failures.values()) or "the budget is used up",
-            reports_lost=self._reports_since_checkpoint,
-            left=self.left,
-        )
-        self.tell(failed)
-
     def _tell_waits(self, who: str, waits: Sequence[Waits]) -> None:
         tries = sum(waited.tries for waited in waits)
         if tries:
@@ -318,8 +325,10 @@ class RunCallback(ControllerCallback, WorkerGroupCallback, ReportCallback):  # t
     def _show_life(self, closed: threading.Event) -> None:
         while not closed.wait(ev.ALIVE_SECONDS):
             if (waiting := waiting_since()) is not None:
-                doing, seconds = "waiting for the storage", time.monotonic() - waiting
+                doing = "waiting for the storage"
+                seconds = time.monotonic() - waiting
             else:
                 self._tell_waits("controller", [take_waits()])
-                doing, seconds = self._state, time.time() - self._state_since
+                doing = self._state
+                seconds = time.time() - self._state_since
             self.tell(ev.ControllerAlive(doing=doing, seconds=seconds))

@@ -70,7 +70,8 @@ class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
 
     def name(self, path: str) -> str:
         """Return a path relative to the run directory, empty for itself; whatever is not in it is refused."""
-        root, parts = PurePosixPath(self.store.path), PurePosixPath(path)
+        root = PurePosixPath(self.store.path)
+        parts = PurePosixPath(path)
         if not parts.is_relative_to(root) or ".." in parts.parts:
             raise ElasticTrainError(f"{path} is not in {self.store.uri}")
         return "" if parts == root else parts.relative_to(root).as_posix()
@@ -215,7 +216,8 @@ def name_folders(context: TrainContext, attempt: int, group: int) -> None:
 
     Rank 0's name is that of all ranks; ``group`` is how many worker groups the attempt has started.
     """
-    agree, reports = context._sync_checkpoint_dir_name_across_ranks, itertools.count(1)
+    agree = context._sync_checkpoint_dir_name_across_ranks
+    reports = itertools.count(1)
 
     def agree_on_folder(name: str | None = None) -> str:
         name = name or context.storage_context.make_default_checkpoint_dir_name()
@@ -267,8 +269,8 @@ class RankedCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _get_checkpoint_score(self, result: Any) -> tuple[bool, float, int]:
         config = self._checkpoint_config
-        attribute, order = config.checkpoint_score_attribute or "", config.checkpoint_score_order
-        return *rank_of(result.metrics, attribute, order), self._checkpoint_to_report_index[result.checkpoint]
+        rank = rank_of(result.metrics, config.checkpoint_score_attribute or "", config.checkpoint_score_order)
+        return *rank, self._checkpoint_to_report_index[result.checkpoint]
 
     def _load_state(self, json_state: str) -> None:
         """Load, and rank what another version or policy may have ranked."""

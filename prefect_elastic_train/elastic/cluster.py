@@ -4,8 +4,7 @@ Uses ``ray._private.state``, as Ray Train does: there is no public way to see wh
 of them has free, or whose a placement group is. Uses ``ray._raylet`` and ``ray._private.services``: ``ray.init``
 answers a refused token with the same "Failed to connect" as a dead head, waits without a bound of its own for something
 that accepts connections and says nothing, and does not tell what it takes for the address ``"auto"``. And
-``ScalingConfig`` alone knows what a worker takes when the user says nothing (``_resources_per_worker_not_none``), while
-``JobConfig`` fills ``_py_driver_sys_path`` from its driver's own ``sys.path``, and ours is not the user's script.
+``ScalingConfig`` alone knows what a worker takes when the user says nothing (``_resources_per_worker_not_none``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 
 import ray
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
-from ray.job_config import JobConfig
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -112,7 +110,7 @@ def demand_of(scaling_config: ScalingConfig) -> Demand:
         resources=resources,
         min_workers=scaling_config.min_workers,
         max_workers=scaling_config.max_workers,
-        labels=scaling_config.label_selector if isinstance(scaling_config.label_selector, dict) else {},
+        labels=scaling_config.label_selector or {},
         strategy=scaling_config.placement_strategy,
         shape=shape,
     )
@@ -144,12 +142,15 @@ def try_from_nodes(probe: Probe, resources_per_worker: Mapping[str, float]) -> N
 
 def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
     """Return Ray's ``ScalingConfig``: always elastic, also when min equals max, so that our policy is in charge."""
-    resources, topology, accelerator_type = dict(scaling.resources_per_worker), "", scaling.accelerator_type
+    resources = dict(scaling.resources_per_worker)
+    topology = ""
+    accelerator_type = scaling.accelerator_type
     # Of TPUs all in Ray's own spelling: it completes the resources of a worker only if none are given, and not the same
     # where it counts (a worker without CPU takes none) and where it reserves a slice (it takes one).
     if scaling.topology:
         shape = slice_shape(scaling.topology, accelerator_type, resources)
-        topology, accelerator_type = shape.topology, shape.accelerator_type
+        topology = shape.topology
+        accelerator_type = shape.accelerator_type
         resources |= {"CPU": resources.get("CPU") or 1, "TPU": shape.chips_per_worker}
     elif scaling.accelerator == "tpu":
         resources.setdefault("TPU", 1)
@@ -170,11 +171,6 @@ def scaling_config(scaling: ScalingSettings) -> ScalingConfig:
 def resources_per_worker(scaling: ScalingSettings) -> dict[str, float]:
     """Return what Ray reserves for each worker."""
     return dict(scaling_config(scaling)._resources_per_worker_not_none)
-
-
-def job_config(import_paths: list[str]) -> JobConfig:
-    """Return Ray's ``JobConfig`` whose processes look for modules in ``import_paths`` too."""
-    return JobConfig(_py_driver_sys_path=import_paths)
 
 
 def run_config(spec: DriverSpec, storage_path: str, storage_filesystem: Any) -> RunConfig:

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray.exceptions import ActorUnschedulableError, RayActorError
-from ray.train import DataConfig
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -37,7 +36,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.tpu import SlicePlacementGroup, get_tpu_version_from_type
 
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE, DriverSpec, Payload
-from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks, loop_watch, standby
 from prefect_elastic_train.elastic.checkpoints import RankedCheckpointManager, run_filesystem
 from prefect_elastic_train.elastic.cluster import cluster_nodes, demand_of, run_config, scaling_config
@@ -54,7 +52,8 @@ _LOOK_SECONDS = 0.5  # between two looks at the nodes
 _POLL_SECONDS = 0.1  # between two polls for the cause of broken collectives
 _ANSWER_SECONDS = 5.0  # for the ranks to say whether their loops train in a session
 #: Seconds from a poll that has found a report to the next one; of so many workers at most, since each costs time.
-_SHORTEST_INTERVAL, _MANY = 0.01, 32
+_SHORTEST_INTERVAL = 0.01
+_MANY = 32
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,8 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         while loop_watch.cause_of(_failures(statuses), len(statuses), time.monotonic() - began).outcome is None:
             self._worker_health_check_timeout_s = loop_watch.SILENT_SECONDS  # of this group, which has failed
             time.sleep(_POLL_SECONDS)
-            before, statuses = statuses, super()._poll_workers_and_collect_errors(timeout)
+            before = statuses
+            statuses = super()._poll_workers_and_collect_errors(timeout)
             for earlier, status in zip(before, statuses, strict=True):
                 status.training_report = earlier.training_report or status.training_report
         callbacks.current().look_at_reports(statuses)
@@ -84,8 +84,9 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
         """Return none of Ray Train's own for processes that have it all from their node."""
-        is_forked = FORK_SERVER_VARIABLE in os.environ
-        return custom_runtime_env if is_forked else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+        if FORK_SERVER_VARIABLE in os.environ:
+            return custom_runtime_env
+        return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
     def _start(self) -> None:
         """Start; what fails at any moment leaves nothing behind, and the death of a worker is a failed start."""
@@ -112,7 +113,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
         starting_world_rank: int = 0,
         world_size: int | None = None,
         replica_group_size: int | None = None,
-    ) -> list[Any]:
+    ) -> Any:
         """Take standbys where there are, boot the others, and rank them as Ray does."""
         callbacks.current().passed("placement")
         indices = placement_group_bundle_indices or list(range(num_workers))
@@ -125,7 +126,7 @@ class RunWorkerGroup(WorkerGroup):  # type: ignore[misc]
             standby.end(worker.actor for worker in taken.values())
             raise
         workers = sorted([*taken.values(), *booted], key=lambda worker: worker.placement_group_bundle_index)
-        ranked: list[Any] = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
+        ranked = self._assign_worker_ranks(workers, starting_world_rank, world_size, replica_group_size)
         callbacks.current().passed("workers")
         return ranked
 
@@ -197,7 +198,8 @@ def _failures(statuses: list[Any]) -> dict[int, Exception]:
 
 def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float], bool]:
     """Return how to wait for a placement group: only while all nodes are there that its size was decided from."""
-    wait, counted_on = handle.wait, callbacks.current().counted_on
+    wait = handle.wait
+    counted_on = callbacks.current().counted_on
 
     def wait_or_give_up(timeout_seconds: float = 30) -> bool:
         deadline = time.monotonic() + timeout_seconds
@@ -215,7 +217,8 @@ def _while_nodes_live(handle: handles.PlacementGroupHandle) -> Callable[[float],
 @contextmanager
 def _given_up_without_nodes(group: PlacementGroup) -> Iterator[None]:
     """Remove a placement group, and with it what waits for a place in it, if a node of it goes while workers boot."""
-    nodes, are_there = frozenset(placement_group_table(group)["bundles_to_node_id"].values()), threading.Event()
+    nodes = frozenset(placement_group_table(group)["bundles_to_node_id"].values())
+    are_there = threading.Event()
 
     def watch() -> None:
         while not are_there.wait(_LOOK_SECONDS):
@@ -245,7 +248,8 @@ def _create_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHan
     """Reserve slices that are whole and free, by their names."""
     shape = demand.shape
     assert shape is not None
-    chosen, heads = _free_slices(demand, context.num_slices), list[PlacementGroup]()
+    chosen = _free_slices(demand, context.num_slices)
+    heads = list[PlacementGroup]()
     if len(chosen) < context.num_slices:
         raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
     selectors: list[dict[str, str]] = []
@@ -256,8 +260,12 @@ def _create_on_slices(demand: Demand, context: Any) -> handles.PlacementGroupHan
             if len(found.nodes) > 1:
                 selector = {"ray.io/tpu-slice-name": found.name}
                 # Ray's own function to reserve a head asks a task on its host for the slice's name, without a bound.
-                head = {head_resource(shape.pod_type): 1}
-                heads.append(placement_group([head], bundle_label_selector=[selector | {"ray.io/tpu-worker-id": "0"}]))
+                heads.append(
+                    placement_group(
+                        [{head_resource(shape.pod_type): 1}],
+                        bundle_label_selector=[selector | {"ray.io/tpu-worker-id": "0"}],
+                    )
+                )
                 if not heads[-1].wait(_HEAD_SECONDS):
                     raise WorkerGroupStartupTimeoutError(num_workers=context.num_workers)
             selectors += [selector] * shape.workers
@@ -296,31 +304,28 @@ class _NoVariables(dict[str, str]):
 
 
 class _ElasticTrainerMixin:
-    """Puts our parts into the controller of a Ray Train trainer, which has those of a run in ``_parts``."""
+    """Puts the policies and callbacks of a run into the controller of a Ray Train trainer."""
 
-    _parts: tuple[str, ScalingSettings, list[Any]]
-    scaling_config: Any
-    run_config: Any
+    _policies: dict[str, Any]
+    _callbacks: list[Any]
     datasets: Any
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Any:
-        requester_id, scaling, _ = self._parts
-        controller_arguments["scaling_policy"] = RunScalingPolicy(self.scaling_config, requester_id, scaling)
-        controller_arguments["failure_policy"] = RunFailurePolicy(self.run_config.failure_config)
         data_parallel_trainer.TrainController = TrainController
         if FORK_SERVER_VARIABLE in os.environ:
             data_parallel_trainer.get_env_vars_to_propagate = _NoVariables
-        return super()._initialize_and_run_controller(**controller_arguments)  # type: ignore[misc]
+        return super()._initialize_and_run_controller(**controller_arguments | self._policies)  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         # Placement groups go with the job of their driver; the cleaner may ask another cluster on the same host whether
         # the controller lives, and remove a living group. Without datasets, no start need wait for their manager.
-        ours = self._parts[2]
-        unwanted: tuple[type, ...] = (PlacementGroupCleanerCallback,)
+        unwanted = [PlacementGroupCleanerCallback]
+        ours = self._callbacks
         if not self.datasets:
-            unwanted, ours = (*unwanted, DatasetsCallback), [*ours, NoDatasetsCallback()]
+            unwanted.append(DatasetsCallback)
+            ours = [*ours, NoDatasetsCallback()]
         rays = super()._create_default_callbacks()  # type: ignore[misc]
-        return [*(callback for callback in rays if not isinstance(callback, unwanted)), *ours]
+        return [callback for callback in rays if not isinstance(callback, tuple(unwanted))] + ours
 
 
 def make_trainer(
@@ -332,14 +337,15 @@ def make_trainer(
     receiving: Receiving,
 ) -> DataParallelTrainer:
     """Return the trainer of the framework that a run is for, with our parts in its controller."""
-    framework, scaling = spec.request.framework, spec.scaling
+    framework = spec.request.framework
+    scaling = spec.scaling
     arguments: dict[str, Any] = {
         "train_loop_per_worker": payload.train_loop,
         "train_loop_config": payload.train_loop_config,
         "scaling_config": scaling_config(scaling),
         "run_config": run_config(spec, store.path.rpartition("/")[0], run_filesystem(store, context.attempt)),
         "datasets": datasets,
-        "dataset_config": payload.dataset_config or DataConfig(),
+        "dataset_config": payload.dataset_config,
         "validation_config": payload.validation_config,
     }
     base: type[DataParallelTrainer] = DataParallelTrainer
@@ -357,7 +363,11 @@ def make_trainer(
     ours: list[Any] = [callback, LoopCallback(context)]
     if scaling.standby != "off" and not spec.is_forked and standby.may_replace(scaling, framework):
         ours.append(standby.Standbys(framework, in_any_case=scaling.standby == "on"))
-    parts = "" if spec.is_alone else requester_id(store), scaling, ours
-    trainer_type = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {"_parts": parts})
-    trainer: DataParallelTrainer = trainer_type(**arguments)
+    trainer: Any = type(f"Elastic{base.__name__}", (_ElasticTrainerMixin, base), {})(**arguments)
+    requester = "" if spec.is_alone else requester_id(store)
+    trainer._callbacks = ours
+    trainer._policies = {
+        "scaling_policy": RunScalingPolicy(arguments["scaling_config"], requester, scaling),
+        "failure_policy": RunFailurePolicy(arguments["run_config"].failure_config),
+    }
     return trainer

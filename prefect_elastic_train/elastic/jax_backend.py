@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import ray.exceptions
 from ray.train._internal.utils import get_address_and_port
 from ray.train.v2.jax.config import JaxConfig, _JaxBackend
 from ray.util.tpu import get_tpu_coordinator_env_vars
@@ -59,10 +58,9 @@ class RunJaxBackend(_JaxBackend):  # type: ignore[misc]
             super().on_start(worker_group, backend_config)
             return
         platform = "cuda,cpu" if backend_config.use_gpu else "cpu"  # the first is the default
-        size, address = len(worker_group), ""
-        if size > 1:
-            host, port = worker_group.execute_single(0, get_address_and_port)
-            address = f"{host}:{port}"
+        size = len(worker_group)
+        host, port = worker_group.execute_single(0, get_address_and_port)
+        address = f"{host}:{port}"
         ray.get([worker_group.execute_single_async(rank, _join, platform, address, size, rank) for rank in range(size)])
 
     def on_shutdown(self, worker_group: Any, backend_config: JaxConfig) -> None:

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 #: Reports of a rank that are not through, beyond which another one waits, and for how many seconds at most.
 _UPLOADS_AT_ONCE = 2
 _UPLOAD_SECONDS = 3600.0
-_HOLD_SECONDS, _LOOK_SECONDS = 60.0, 0.02  # seconds that a rank stands still; and between two looks
+_HOLD_SECONDS = 60.0
+_LOOK_SECONDS = 0.02  # seconds that a rank stands still; and between two looks
 
 
 class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  # type: ignore[misc]
@@ -40,14 +41,16 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context, self._failures_before = context, context.failures
+        self._context = context
+        self._failures_before = context.failures
         self._group = 0
-        self._reporting, self._saves = 0, False  # the loop's thread while it reports; whether with a checkpoint
+        self._reporting = 0
+        self._saves = False  # the loop's thread while it reports; whether with a checkpoint
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Count worker groups and failures in the controller; the workers are sent a copy of this callback next."""
         self._group += 1
-        self._context = replace(self._context, failures=self._failures_before + callbacks.failures_so_far())
+        self._context = replace(self._context, failures=self._failures_before + callbacks.current().group_failures)
         return {}
 
     def after_init_train_context(self) -> None:
@@ -63,7 +66,8 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
     @contextmanager
     def on_report(self) -> Iterator[None]:
         """Wrap a report; an upload in the same thread holds the loop up."""
-        self._reporting, self._saves = threading.get_ident(), False
+        self._reporting = threading.get_ident()
+        self._saves = False
         try:
             with self._stalling():
                 _wait_for_uploads(get_train_context())
@@ -115,7 +119,8 @@ class NoDatasetsCallback(WorkerGroupCallback):  # type: ignore[misc]
 
 def _wait_for_uploads(context: Any) -> None:
     """Wait until at most one report of this rank waits for its upload, besides the one that is uploaded."""
-    condition, deadline = context.report_order_condition, time.monotonic() + _UPLOAD_SECONDS
+    condition = context.report_order_condition
+    deadline = time.monotonic() + _UPLOAD_SECONDS
     with condition:
         while context.report_call_index - context.current_report_index >= _UPLOADS_AT_ONCE:
             if time.monotonic() > deadline:
@@ -126,7 +131,8 @@ def _wait_for_uploads(context: Any) -> None:
 
 def _hold(saved: bool) -> None:
     """Stand still after a report that a restart was waiting for; bounded, and ended by a withdrawal."""
-    asked_to_save, notice.known.asked_to_save = notice.known.asked_to_save, False
+    asked_to_save = notice.known.asked_to_save
+    notice.known.asked_to_save = False
     context = notice.train_context() if saved or asked_to_save else None
     coming = notice.coming_restart(context) if context is not None else None
     deadline = time.monotonic() + _HOLD_SECONDS

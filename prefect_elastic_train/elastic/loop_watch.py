@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
-import ray.exceptions
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
@@ -35,7 +34,8 @@ from prefect_elastic_train.storage.retries import Waits, take_waits
 _ANSWER_SECONDS = 5.0
 _STACKS_SECONDS = 10.0
 #: How long the cause of broken collectives is waited for; and how long a rank may leave a poll unanswered meanwhile.
-_CAUSE_SECONDS, SILENT_SECONDS = 10.0, 5.0
+_CAUSE_SECONDS = 10.0
+SILENT_SECONDS = 5.0
 #: A loop without any checkpoint is told of after so many reports, if they took so long or its workers end.
 _UNSAVED_REPORTS = 10
 _UNSAVED_SECONDS = 30.0
@@ -134,7 +134,8 @@ def has_opened() -> bool:
 
 def take_news() -> tuple[Waits, float, str]:
     """Return what this worker has waited for since this was asked last, and how often it saves if that is new."""
-    stalled, state.stalled = state.stalled, 0.0
+    stalled = state.stalled
+    state.stalled = 0.0
     return take_waits(), stalled, _new_plan()
 
 
@@ -198,10 +199,15 @@ def _new_plan() -> str:
     )
 
 
+def answered(references: list[Any], timeout_seconds: float) -> set[Any]:
+    """Return those of Ray's references that are ready, once all are or the time is over."""
+    return set(ray.wait(references, num_returns=len(references), timeout=timeout_seconds)[0]) if references else set()
+
+
 def ask(workers: Sequence[Any], question: Callable[[], Any], timeout_seconds: float) -> dict[int, Any]:
     """Have each worker run a function; return what has come by then, by rank. One that is gone has no answer."""
     asked = [worker.execute_async(question) for worker in workers]
-    done = set(ray.wait(asked, num_returns=len(asked), timeout=timeout_seconds)[0]) if asked else set()
+    done = answered(asked, timeout_seconds)
     answers = {}
     for rank, reference in enumerate(asked):
         if reference in done:
@@ -222,18 +228,24 @@ class LoopWatch:
     """
 
     def __init__(self, fails: bool, tell: Callable[[Event], None], hangs_after_seconds: float = 0.0) -> None:
-        self._fails, self._tell, self._hangs_after = fails, tell, hangs_after_seconds
+        self._fails = fails
+        self._tell = tell
+        self._hangs_after = hangs_after_seconds
         self._has_saved = self.ignored = False
         self.begin([], "", {})
 
     def begin(self, workers: Sequence[Any], checkpoint: str, metrics: Mapping[str, Any]) -> None:
         """Begin with a new worker group, and what was reported with the checkpoint that it is offered, if it is."""
         self._workers = workers
-        self._checkpoint, self._before, self._is_judged = checkpoint, _counters(metrics), not checkpoint
-        self._has_saved = self._has_saved or bool(checkpoint)
+        self._checkpoint = checkpoint
+        self._before = _counters(metrics)
+        self._is_judged = not checkpoint
+        self._has_saved |= bool(checkpoint)
         self._began = self._quiet_since = time.monotonic()
-        self._reports, self._was_polled = 0, False
-        self.step, self._has_begun = 0, False
+        self._reports = 0
+        self._was_polled = False
+        self.step = 0
+        self._has_begun = False
 
     def look(self, statuses: Sequence[Any]) -> WorkerGroupError | None:
         """Look at each rank's status before Ray Train does; return what the worker group fails of, if it does."""
@@ -241,15 +253,17 @@ class LoopWatch:
         failure: WorkerGroupError | None = None
         positions = [found for status in statuses if (found := getattr(status, "position", None))]
         if positions and len(positions) == len(statuses) and not self._has_begun:
-            self._has_begun, self.step = True, positions[0].began_from
-            began_at = time.time() - min(found.age for found in positions)
-            self._tell(FirstStep(at=began_at, world_size=len(statuses)))
+            self._has_begun = True
+            self.step = positions[0].began_from
+            age = min(found.age for found in positions)
+            self._tell(FirstStep(at=time.time() - age, world_size=len(statuses)))
         self.step = max([self.step, *(found.done for found in positions)])
         reports = [status.training_report for status in statuses if status.training_report is not None]
         if reports or not self._was_polled:
-            self._was_polled, self._quiet_since = True, now
+            self._was_polled = True
+            self._quiet_since = now
         has_checkpoint = any(report.checkpoint is not None for report in reports)
-        self._has_saved = self._has_saved or has_checkpoint
+        self._has_saved |= has_checkpoint
         has_ended = any(status.error for status in statuses) or not any(status.running for status in statuses)
         if statuses and statuses[0].training_report is not None:
             self._reports += 1
@@ -277,7 +291,8 @@ class LoopWatch:
         goes_on = any(value > self._before[name] for name, value in here.items()) or self._has_opened()
         if not (goes_on or here or has_checkpoint) and self._reports == 1:
             return None  # a loop may report something before it asks
-        self._is_judged, self.ignored = True, not goes_on
+        self._is_judged = True
+        self.ignored = not goes_on
         if goes_on:
             return None
         message = (

@@ -17,15 +17,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.train import ControllerError, PreemptionInfo
+from ray.train import (
+    ControllerError,
+    PreemptionError,
+    PreemptionInfo,
+    ScalingConfig,
+    TrainingFailedError,
+    WorkerGroupError,
+)
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import scaling_policy as rays
 from ray.train.v2._internal.execution.context import TrainRunContext
 from ray.train.v2._internal.execution.controller.state import PreemptingState
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import _is_preemption_failure
-from ray.train.v2.api.config import ScalingConfig
-from ray.train.v2.api.exceptions import PreemptionError, TrainingFailedError, WorkerGroupError
 
 from prefect_elastic_train.core.events import WaitingForCapacity
 from prefect_elastic_train.core.settings import ScalingSettings
@@ -114,7 +119,10 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
         Before the first worker group, ``max_workers`` have their time to come; after a loss, work goes on at once.
         """
-        now, workers, possible, missing = time.monotonic(), 0, 0, "an answer of the cluster"
+        now = time.monotonic()
+        workers = 0
+        possible = 0
+        missing = "an answer of the cluster"
         try:
             self._take_in_the_last_start(now)
             self._maybe_send_resource_request()
@@ -151,8 +159,10 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
     def _take_in_the_last_start(self, now: float) -> None:
         callback = callbacks.current()
-        asked_for, self._asked_for = self._asked_for, 0
-        failure, callback.start_failure = callback.start_failure, None
+        asked_for = self._asked_for
+        self._asked_for = 0
+        failure = callback.start_failure
+        callback.start_failure = None
         if not asked_for:
             return
         if failure is None:
@@ -172,14 +182,15 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             self._told_at = now
             if waited >= _LONG_WAIT_SECONDS:
                 standby.release()
-            waiting = WaitingForCapacity(
-                possible_workers=possible,
-                min_workers=self._demand.min_workers,
-                resources_per_worker=dict(self._demand.resources),
-                missing=missing,
-                since=time.time() - waited,
+            callbacks.current().tell(
+                WaitingForCapacity(
+                    possible_workers=possible,
+                    min_workers=self._demand.min_workers,
+                    resources_per_worker=dict(self._demand.resources),
+                    missing=missing,
+                    since=time.time() - waited,
+                )
             )
-            callbacks.current().tell(waiting)
         if bound and waited >= bound:
             raise CapacityTimeoutError(
                 f"{self._demand.min_workers} worker(s) did not fit within capacity_timeout_seconds ({bound:g} s): "
@@ -187,9 +198,12 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
             )
 
     def _decide_growth(self, group: Any, status: Any) -> rays.ScalingDecision:
-        now, callback, growth = time.monotonic(), callbacks.current(), self._growth
+        now = time.monotonic()
+        callback = callbacks.current()
+        growth = self._growth
         if group.start_time != self._group_started_at:
-            self._group_started_at, self._commit_to_use = group.start_time, False
+            self._group_started_at = group.start_time
+            self._commit_to_use = False
             growth = self._growth = sizing.Growth(self._settings.resize_patience_seconds)
         committed = callback.take_commit() or self._commit_to_use
         # The ranks stand still since they have saved: that is used as soon as the cluster answers.
@@ -243,17 +257,19 @@ class RunFailurePolicy(DefaultFailurePolicy):  # type: ignore[misc]
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """Decide whether to go on, and from which budget."""
+        callback = callbacks.current()
         if isinstance(training_failed_error, ControllerError):
-            callbacks.current().start_failure = training_failed_error.controller_failure
+            callback.start_failure = training_failed_error.controller_failure
         if isinstance(training_failed_error, WorkerGroupError):
             if why_never_again(training_failed_error.worker_failures.values()):
                 return FailureDecision.RAISE
-            if callbacks.current().is_draining:
+            if callback.is_draining:
                 training_failed_error = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={}))
         if isinstance(training_failed_error, WorkerGroupError | PreemptionError):
             kind = "preemption" if _is_preemption_failure(training_failed_error) else "worker_group"
-            counting, config = callbacks.current().budget.count(kind), self.failure_config
+            counting = callback.budget.count(kind)
+            config = self.failure_config
             setattr(self, f"_{kind}_failures", counting)
             limit = config.max_preemption_failures if kind == "preemption" else config.max_failures
-            callbacks.current().left = max(0, limit - counting - 1) if limit >= 0 else None
+            callback.left = max(0, limit - counting - 1) if limit >= 0 else None
         return super().make_decision(training_failed_error)

@@ -85,6 +85,7 @@ class EventSender(EventQueue):
         return True
 
     def _leave(self) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             connection.close()

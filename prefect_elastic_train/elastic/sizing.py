@@ -107,13 +107,15 @@ def slices_of(nodes: Collection[Node], demand: Demand, held: Mapping[str, int] |
             name = node.id if is_whole else node.labels.get("ray.io/tpu-slice-name", "")
             if name:
                 members.setdefault(name, []).append(node)
-    found = sorted(members.items())
-    return [Slice(name, tuple(hosts), _problem(hosts, demand, shape, held or {})) for name, hosts in found]
+    return [
+        Slice(name, tuple(hosts), _problem(hosts, demand, shape, held or {})) for name, hosts in sorted(members.items())
+    ]
 
 
 def describe_missing(nodes: Collection[Node], demand: Demand, possible: int) -> str:
     """Say in one line what a start waits for."""
-    lacking, shape = demand.min_workers - possible, demand.shape
+    lacking = demand.min_workers - possible
+    shape = demand.shape
     if possible_workers(nodes, demand) >= demand.min_workers:
         return "a reservation of Ray's coordinator, which keeps what is free for another training"
     if shape is None:
@@ -156,7 +158,8 @@ def _fitting(free: Mapping[str, float], resources: Mapping[str, float], devices:
     """Return how many workers fit into what is free; of a device that is shared, each takes part of one."""
     counts = []
     for name, amount in resources.items():
-        units, there = round(amount * _UNITS), round(free.get(name, 0) * _UNITS)
+        units = round(amount * _UNITS)
+        there = round(free.get(name, 0) * _UNITS)
         if units and units < _UNITS and name in devices:
             counts.append(there // _UNITS * (_UNITS // units) + there % _UNITS // units)
         elif units:
@@ -204,7 +207,8 @@ class Growth:
 
     def look(self, now: float, current: int, possible: int) -> bool:
         """Take in how many workers fit beside ``current``; return whether that begins or ends the wait for a commit."""
-        before, self.target = self.target, possible if possible > current else 0
+        before = self.target
+        self.target = possible if possible > current else 0
         if self.target and not before:
             self._decided_at = now
         return bool(self.target) != bool(before)
@@ -249,7 +253,9 @@ class Start:
 
     def started(self, size: int) -> None:
         """Take in that a group of that size trains."""
-        self._lost, self._since, self._failures = size, None, 0
+        self._lost = size
+        self._since = None
+        self._failures = 0
 
     def failed(self, now: float, refused: int = 0) -> None:
         """Take in that a group did not start; one of size ``refused`` was counted to fit and could not be placed."""
@@ -263,8 +269,10 @@ class Start:
 
     def size(self, now: float, possible: int, stable: int) -> int:
         """Return how many workers to start of those that fit now, on any or on stable nodes; 0 to go on waiting."""
-        waited, limit = self.waited(now), self.limit(now)
-        possible, stable = min(possible, limit), min(stable, limit)
+        waited = self.waited(now)
+        limit = self.limit(now)
+        possible = min(possible, limit)
+        stable = min(stable, limit)
         if possible < self.demand.min_workers or now < self._not_before:
             return 0
         if self._lost is None:

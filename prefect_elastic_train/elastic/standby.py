@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from prefect_elastic_train.core.events import StandbysParked
 from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
-from prefect_elastic_train.elastic.loop_watch import ask
+from prefect_elastic_train.elastic.loop_watch import answered, ask
 from prefect_elastic_train.elastic.sizing import DEVICES
 from prefect_elastic_train.elastic.standby_process import GONE_SECONDS, about, own_devices, use_devices, warm_up
 from prefect_elastic_train.elastic.warming import memory_left
@@ -116,27 +116,34 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     """Boots, parks and ends the standbys of a run's worker groups."""
 
     def __init__(self, framework: str, in_any_case: bool) -> None:
-        self._framework, self._in_any_case = framework, in_any_case
+        self._framework = framework
+        self._in_any_case = in_any_case
         self._parked: list[Standby] = []
         self._group: Any = None
         self._has_reported = False
         self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
-        self._looks_at, self._beyond_since = 0.0, float("inf")
-        self._told, self._size_bytes, self._losses = (0, 0), 0, 0
+        self._looks_at = 0.0
+        self._beyond_since = float("inf")
+        self._told = (0, 0)
+        self._size_bytes = 0
+        self._losses = 0
 
     def after_controller_start(self, train_run_context: Any) -> None:
         global _current
         _current = self
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
-        self._group, self._losses, self._has_reported = worker_group, 0, False
+        self._group = worker_group
+        self._losses = 0
+        self._has_reported = False
         self._looks_at = time.monotonic() + _BOOT_AFTER_SECONDS
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Boot what is missing, in a group that trains and is not about to be restarted."""
         now = time.monotonic()
         if not self._has_reported and any(one.training_report for one in worker_group_status.worker_statuses.values()):
-            self._has_reported, self._looks_at = True, now
+            self._has_reported = True
+            self._looks_at = now
         if self._group is None or now < self._looks_at or callbacks.current().is_draining:
             return
         try:
@@ -162,8 +169,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     def wait_for_booting(self) -> None:
         """Wait for workers that boot beside the last ones: no others are sooner ready."""
         booting = [one.asked for one in self._parked if one.metadata is None and not one.is_beyond]
-        if booting:
-            ray.wait(booting, num_returns=len(booting), timeout=_BOOTING_SECONDS)
+        answered(booting, _BOOTING_SECONDS)
 
     def prepare(self, beyond: Mapping[str, int]) -> bool:
         """Have so many standbys on each node beside those of the workers; return whether they need not be waited for.
@@ -175,10 +181,11 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         for one in [one for one in self._parked if one.is_beyond and one.node_id not in beyond]:
             self._parked.remove(one)
             end([one.actor])
-        resources = self._group.get_worker_group_context().resources_per_worker if self._group is not None else {}
-        for node_id, number in beyond.items() if self._group is not None and not resources.get("GPU") else ():
-            there = sum(one.is_beyond and one.node_id == node_id for one in self._parked)
-            self._parked += [self._boot(node_id, "", is_beyond=True) for _ in range(there, number)]
+        group = self._group
+        if group is not None and not group.get_worker_group_context().resources_per_worker.get("GPU"):
+            for node_id, number in beyond.items():
+                there = sum(one.is_beyond and one.node_id == node_id for one in self._parked)
+                self._parked += [self._boot(node_id, "", is_beyond=True) for _ in range(there, number)]
         if beyond and self._beyond_since == float("inf"):
             self._looks_at = 0.0  # those of the workers that are there shall be warm by then, too
         elif not beyond or not any(one.metadata is None for one in self._parked):
@@ -188,7 +195,8 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def release(self) -> None:
         """End what is parked."""
-        parked, self._parked = self._parked, []
+        parked = self._parked
+        self._parked = []
         end(one.actor for one in parked)
 
     def take(self, group: PlacementGroup, indices: list[int], resources: dict[str, float]) -> dict[int, Worker]:
@@ -197,13 +205,17 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         None of them boots on while the others of the group do.
         """
         self._settle()
-        parked, self._parked, self._told, self._beyond_since = self._parked, [], (0, 0), float("inf")
+        parked = self._parked
+        self._parked = []
+        self._told = (0, 0)
+        self._beyond_since = float("inf")
         warm = [one for one in parked if one.metadata is not None]
         taken: dict[int, Worker] = {}
         try:
-            indices = indices if warm else []
-            nodes = placement_group_table(group)["bundles_to_node_id"] if warm else {}
-            found = _devices(group, indices, resources["GPU"]) if warm and resources.get("GPU") else {}
+            if not warm:
+                return taken
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            found = _devices(group, indices, resources["GPU"]) if resources.get("GPU") else {}
             visible = _visible((nodes[index], found.get(index, {})) for index in indices)
             for index in indices:
                 place = nodes[index], visible[nodes[index]]
@@ -243,8 +255,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def _settle(self) -> None:
         """Take in what the standbys have said; one that is gone is no more."""
-        asked = [one.asked for one in self._parked]
-        ready = set(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) if asked else set()
+        ready = answered([one.asked for one in self._parked], timeout_seconds=0)
         for one in [one for one in self._parked if one.asked in ready]:
             try:
                 self._size_bytes, one.metadata = ray.get(one.asked, timeout=_ANSWER_SECONDS)
@@ -257,10 +268,12 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def _boot(self, node_id: str, visible: str, is_beyond: bool = False) -> Standby:
         """Boot a standby, and have it warm up with what it may see."""
-        group, affinity = self._group, NodeAffinitySchedulingStrategy(node_id, soft=False)
+        group = self._group
+        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
         own = group._train_run_context.run_config.worker_runtime_env or {}
-        how = {"runtime_env": WorkerGroup._get_worker_runtime_env(own), "scheduling_strategy": affinity}
-        actor = ray.remote(num_cpus=0, **how)(group._worker_cls).remote()
+        environment = WorkerGroup._get_worker_runtime_env(own)
+        worker = ray.remote(num_cpus=0, runtime_env=environment, scheduling_strategy=affinity)(group._worker_cls)
+        actor = worker.remote()
         cpus = group.get_worker_group_context().resources_per_worker.get("CPU", 0)
         asked = actor.execute.remote(warm_up, visible, self._framework, cpus)
         return Standby(actor, node_id, visible, asked, is_beyond=is_beyond)
@@ -277,10 +290,14 @@ def _visible(places: Iterable[tuple[str, Mapping[str, list[Any]]]]) -> dict[str,
 def _devices(group: PlacementGroup, indices: list[int], gpus: float) -> dict[int, dict[str, list[Any]]]:
     """Return which devices Ray has given to each bundle, as a task in it sees them."""
     tell = ray.remote(num_cpus=0, num_gpus=gpus, max_retries=0)(own_devices)
-    asked = []
-    for index in indices:
-        where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-        asked.append(tell.options(scheduling_strategy=where).remote())
+    asked = [
+        tell.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=index
+            )
+        ).remote()
+        for index in indices
+    ]
     return dict(zip(indices, ray.get(asked, timeout=30 * _ANSWER_SECONDS), strict=True))
 
 

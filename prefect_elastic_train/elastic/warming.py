@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 #: What is kept ready takes no more of a node's memory than leaves this share of it.
 _LEFT_FREE = 0.15
-_IDLE_SECONDS, _BOOT_SECONDS = 60.0, 240.0  # for which imports are waited for, first at the lowest priority
+_IDLE_SECONDS = 60.0
+_BOOT_SECONDS = 240.0  # for which imports are waited for, first at the lowest priority
 #: What the first steps of a loop import, by framework; with torch, what does not import Ray comes first.
 TORCH_MODULES = ("torch._dynamo", "torch.distributed.checkpoint", "torch.nn.parallel.distributed")
 TORCH_RAY_MODULES = ("ray.train.torch", "prefect_elastic_train.loop.torch_state")
@@ -30,11 +31,12 @@ def begin_imports(modules: Iterable[str]) -> threading.Thread:
     that others are to be preferred.
     """
     importing = threading.Thread(target=import_ahead, args=(modules,), daemon=True)
-    trial, may_leave = threading.Thread(target=lambda: may_leave.append(_may_leave_idling())), list[bool]()
+    trial = threading.Thread(target=lambda: may_leave.append(_may_leave_idling()))
+    may_leave = list[bool]()
     trial.start()
     trial.join()
     importing.start()
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         if importing.native_id is not None:
             policy = os.SCHED_IDLE if may_leave == [True] else os.SCHED_BATCH
             os.sched_setscheduler(importing.native_id, policy, os.sched_param(0))
@@ -92,7 +94,7 @@ def import_ahead(modules: Iterable[str]) -> None:
 
 
 def _may_leave_idling() -> bool:
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         return True

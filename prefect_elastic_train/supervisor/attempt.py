@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 #: How often a follower looks after everything but the driver's output.
 TURN_SECONDS = 0.2
 NO_LAST_WORD = "the driver ended well, but its last word was lost: the next one finds the result"
-_LAST_WORDS, _LAST_WORD_BYTES = 30, 1000
+_LAST_WORDS = 30
+_LAST_WORD_BYTES = 1000
 #: How long a driver may take from its last word to its end, and the rest of a dead driver's output to come.
-_LEAVE_SECONDS, _PIPE_SECONDS = 15.0, 2.0
+_LEAVE_SECONDS = 15.0
+_PIPE_SECONDS = 2.0
 _PIECE_BYTES = 64 * 1024
 _OUTPUT_QUEUE = 10_000
 
@@ -48,7 +50,8 @@ class Driver(ABC):
         self._ended: ev.AttemptEnded | None = None
         self._ended_at = float("inf")
         #: From when the time without a sign of life counts, and what was done then.
-        self._alive_at, self._doing = time.monotonic(), "starting"
+        self._alive_at = time.monotonic()
+        self._doing = "starting"
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
         #: What comes now was told by an earlier process of the flow run.
         self._is_past = False
@@ -69,8 +72,7 @@ class Driver(ABC):
     def leave(self, reason: BaseException) -> None:
         """Prepare for the end of the following, by what was raised, before the driver has gone."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a driver that runs elsewhere holds nothing here
         """Follow it no longer."""
 
     def take(self, source: str, line: bytes) -> None:
@@ -85,11 +87,14 @@ class Driver(ABC):
                 self.follower.on_line(source, text)
             return
         if isinstance(event, ev.AttemptStarted):
-            self._attempt, self._alive_at = event.attempt, time.monotonic()
+            self._attempt = event.attempt
+            self._alive_at = time.monotonic()
         elif isinstance(event, ev.ControllerAlive):
-            self._doing, self._alive_at = event.doing, time.monotonic()
+            self._doing = event.doing
+            self._alive_at = time.monotonic()
         elif isinstance(event, ev.AttemptEnded):
-            self._ended, self._ended_at = event, time.monotonic()
+            self._ended = event
+            self._ended_at = time.monotonic()
         self.tell(event)
 
     def tell(self, event: ev.Event) -> None:
@@ -101,8 +106,9 @@ class Driver(ABC):
         limit = self.follower.settings.liveness_timeout_seconds
         if time.monotonic() - self._alive_at <= limit:
             return None
-        silence = f"{limit:g} s, last {self._doing}"
-        return self.lost(f"the driver and Ray Train's controller gave no sign of life for {silence}")
+        return self.lost(
+            f"the driver and Ray Train's controller gave no sign of life for {limit:g} s, last {self._doing}"
+        )
 
     def lost(self, message: str, outcome: Outcome = Outcome.DRIVER_LOST) -> ev.AttemptEnded:
         """The end of an attempt that did not say how it ended."""
@@ -141,16 +147,14 @@ def start_process(
     environment: Mapping[str, str],
     stdin: int,
     output: int | IO[bytes],
-    errors: IO[bytes] | None = None,
-    cwd: Path | None = None,
-    inherited: Sequence[int] = (),
+    **more: Any,
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own; standard output and standard error are both ``output`` unless told.
 
-    It inherits the file descriptors ``inherited`` besides.
+    ``more`` are further arguments of :class:`subprocess.Popen`.
     """
-    streams: Any = {"stdin": stdin, "stdout": output, "stderr": output if errors is None else errors}
-    return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, pass_fds=inherited, **streams)
+    more = {"stdin": stdin, "stdout": output, "stderr": output, **more}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **more)
 
 
 class ChildDriver(Driver):
@@ -170,8 +174,10 @@ class ChildDriver(Driver):
     ) -> None:
         super().__init__(follower)
         self._cluster = cluster
-        self._gone_at, self._is_told = float("inf"), False
-        self._spec_file, self._stop_file = folder / "spec", folder / STOP_FILE
+        self._gone_at = float("inf")
+        self._is_told = False
+        self._spec_file = folder / "spec"
+        self._stop_file = folder / STOP_FILE
         self._stop_file.unlink(missing_ok=True)
         write_spec(spec, self._spec_file)
         told = [*follower.driver_command, str(self._spec_file)]
@@ -237,8 +243,9 @@ class ChildDriver(Driver):
         names = {-one: f" ({one.name})" for one in signal.Signals}  # a real-time signal has none
         how = f"signal {-code}{names.get(code, '')}" if code < 0 else f"exit code {code}"
         said = self.last_error() if code != -signal.SIGKILL else ""
-        message = f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
-        return self._cluster_lost() or self.lost(message)
+        return self._cluster_lost() or self.lost(
+            f"the driver process (pid {self._process.pid}) was ended by {how}{said}"
+        )
 
     def _cluster_lost(self) -> ev.AttemptEnded | None:
         if self._cluster is None or not self._cluster.is_dead():

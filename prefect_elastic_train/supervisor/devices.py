@@ -50,15 +50,20 @@ class DeviceClaims:
         """
         if self.sockets:
             return ""
-        scaling, cluster = spec.scaling, spec.cluster
+        scaling = spec.scaling
+        cluster = spec.cluster
         each = scaling.resources_per_worker.get("GPU", float(scaling.accelerator == "gpu"))
-        least, most = math.ceil(each * scaling.min_workers), math.ceil(each * scaling.max_workers)
+        least = math.ceil(each * scaling.min_workers)
+        most = math.ceil(each * scaling.max_workers)
         if cluster.num_gpus >= 0:
             least = most = cluster.num_gpus
         gpus = _visible_gpus() if least else {}
         if gpus and least > len(gpus):
-            what = f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: {', '.join(gpus)}"
-            raise AttemptFailedError(f"{what}. Lower min_workers or num_gpus", outcome=Outcome.INVALID)
+            raise AttemptFailedError(
+                f"the local cluster needs {least} GPUs, and this process may use {len(gpus)}: {', '.join(gpus)}. Lower "
+                "min_workers or num_gpus",
+                outcome=Outcome.INVALID,
+            )
         cpus = float(cluster.num_cpus or len(os.sched_getaffinity(0)))
         if spec.is_alone:
             cpus = min(cpus, scaling.max_workers * max(1.0, scaling.resources_per_worker.get("CPU", 1)))
@@ -81,7 +86,8 @@ class DeviceClaims:
         if in_use:
             tell(f"{in_use}; the local cluster has GPU {', '.join(self.gpus)}")
         others = {f"training {run!r} (pid {pid})": float(what) for kind, what, pid, run in claims if kind == "cpu"}
-        total, there = cpus + sum(others.values()), os.cpu_count() or math.inf
+        total = cpus + sum(others.values())
+        there = os.cpu_count() or math.inf
         if others and total > there:
             tell(
                 f"The workers of the local clusters on this machine may use {total:g} CPUs together, and it has "
@@ -95,7 +101,8 @@ class DeviceClaims:
         """Give all claims back."""
         for one in self.sockets:
             one.close()
-        self.sockets, self.gpus = [], []
+        self.sockets = []
+        self.gpus = []
 
 
 def _bind(name: str) -> socket.socket:

@@ -40,7 +40,8 @@ _REQUEST_SECONDS = 5.0
 
 def serve(framework: str, threads: str) -> dict[str, Any]:
     """Fork for each request; return what is asked for in the process that it is asked for."""
-    environment, is_first = _plain(os.environ), True
+    environment = _plain(os.environ)
+    is_first = True
     # Read when torch, numpy or JAX is imported; Ray tells the one its actors, and we the others.
     os.environ.setdefault("OMP_NUM_THREADS", threads)
     if framework == "jax":

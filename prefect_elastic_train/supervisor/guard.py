@@ -52,14 +52,14 @@ def main(folder: str, parent: int) -> None:
 
 def marked_processes(mark: str) -> list[psutil.Process]:
     """Return the living processes that carry a mark, and their descendants; this process is none of them."""
-    found: dict[int, psutil.Process] = {}
+    found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid not in found and process.pid != os.getpid() and _carries(process, mark):
-                found |= {one.pid: one for one in (process, *process.children(recursive=True))}
-    found.pop(os.getpid(), None)
+            if process not in found and process.pid != os.getpid() and _carries(process, mark):
+                found |= {process, *process.children(recursive=True)}
+    found.discard(psutil.Process())
     alive = []
-    for process in found.values():
+    for process in found:
         with suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)

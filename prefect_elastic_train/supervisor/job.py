@@ -34,12 +34,15 @@ _SUBMIT_SECONDS = 60.0
 #: After so long without an answer or a start a note says so.
 NOTE_SECONDS = 30.0
 #: How often a job is asked after while the dashboard answers, and while it does not.
-_ASK_SECONDS, _SELDOM_SECONDS = 1.0, 5.0
+_ASK_SECONDS = 1.0
+_SELDOM_SECONDS = 5.0
 #: How long the rest of an ended job's log is tried, and how long a job may take to end after its driver's last word.
-_LAST_LINES_SECONDS, _LEAVE_SECONDS = 60.0, 30.0
+_LAST_LINES_SECONDS = 60.0
+_LEAVE_SECONDS = 30.0
 _STOP_SECONDS = 20.0
 #: How long a stopped job may be pending until it is ended otherwise, and how late one cut short on its way may arrive.
-_STOP_PENDING_SECONDS, _STOP_UNKNOWN_SECONDS = 1.5, 5.0
+_STOP_PENDING_SECONDS = 1.5
+_STOP_UNKNOWN_SECONDS = 5.0
 #: How many lines before its end a log is read from at least.
 _LEAST_LINES = 100
 
@@ -50,24 +53,31 @@ class JobDriver(Driver):
     The one before is that of the attempt before, in this process.
     """
 
+    #: Whether a dashboard was there: then it is away, and not misspelt.
+    _is_known = False
+    #: Id of a job that may go on although nobody follows it.
+    _left = ""
+    #: Up to where jobs were told of, in seconds since the epoch.
+    _told_until = 0.0
+
     def __init__(self, follower: Runtime, spec: DriverSpec, folder: Path, before: JobDriver | None) -> None:
         super().__init__(follower)
         self._spec = spec
         self._folder = folder
         self._client = JobClient(spec.cluster)
-        #: Whether a dashboard was there: then it is away, and not misspelt.
-        self._is_known: bool = before is not None and before._is_known
-        #: Id of a job that may go on although nobody follows it.
-        self._left: str = before._left if before is not None else ""
-        #: Up to where jobs were told of, in seconds since the epoch.
-        self._told_until: float = before._told_until if before is not None else 0.0
+        if before is not None:
+            self._is_known = before._is_known
+            self._left = before._left
+            self._told_until = before._told_until
         self._is_gone = self._log_is_complete = False
-        self._problem, self._noted = "no answer", ""
+        self._problem = "no answer"
+        self._noted = ""
         self._over_at = float("inf")
 
     def start(self) -> None:
         """Look for the run's job, and submit one if none is there that is not over."""
-        request, cluster = self._spec.request, self._spec.cluster
+        request = self._spec.request
+        cluster = self._spec.cluster
         self._is_known = self._is_known or request.resumed
         metadata = {
             "elastic_train_run": request.run_name,
@@ -80,20 +90,23 @@ class JobDriver(Driver):
         found = next((job for job in own if not job.status.is_terminal()), None)
         self._was_found = found is not None
         if found is not None:
-            self.job, is_running = found, " already, which is followed from now on"
+            self.job = found
+            is_running = " already, which is followed from now on"
             self._told_until = self._told_until or self.follower.followed_until()
         else:
             prefix = f"elastic-train-{request.run_name}-{_digest(json.dumps(metadata, sort_keys=True))[:8]}-"
             number = max((int(job.submission_id.removeprefix(prefix)) for job in own), default=0) + 1
-            self.job, is_running = self._submit(f"{prefix}{number}", metadata), ""
+            self.job = self._submit(f"{prefix}{number}", metadata)
+            is_running = ""
             self._told_until = 0.0
         self._is_past = self._told_until > 0
         self._id: str = self.job.submission_id
         self._left = self._id
         # Counted from now, since the submission may have taken long.
         self._ask_at = self._began = self._heard_at = self._alive_at = time.monotonic()
-        log = f"{self._client.address}/#/jobs/{self._id}"
-        self.follower.on_note(f"The training runs as job {self._id}{is_running}; its log: {log}")
+        self.follower.on_note(
+            f"The training runs as job {self._id}{is_running}; its log: {self._client.address}/#/jobs/{self._id}"
+        )
         self._log = JobLog(self._client)
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
@@ -113,13 +126,15 @@ class JobDriver(Driver):
                     yield "driver", line
                 self._log_is_complete = has_ended
         except (UnreachableError, RefusedError) as error:  # what is known of the job stays what it is
-            self._problem, pause = str(error), _SELDOM_SECONDS
+            self._problem = str(error)
+            pause = _SELDOM_SECONDS
             self._alive_at = time.monotonic()  # or dead: nobody can say
         self._ask_at = time.monotonic() + pause
 
     def look(self) -> AttemptEnded | None:
         """How the attempt ended: the job has ended or is gone, its driver hangs, or nobody has seen it for too long."""
-        now, unreachable_seconds = time.monotonic(), self._spec.cluster.unreachable_timeout_seconds
+        now = time.monotonic()
+        unreachable_seconds = self._spec.cluster.unreachable_timeout_seconds
         if self.job.status.is_terminal():
             self._left = ""
             self._over_at = min(self._over_at, now)
@@ -130,8 +145,9 @@ class JobDriver(Driver):
         if self._ended is not None and (self._is_gone or now - self._ended_at > _LEAVE_SECONDS):
             return self._outcome()  # a cluster may be gone as soon as its job is done
         if self._is_gone:
-            message = f"job {self._id}: the cluster does not know it any more; it was started anew"
-            return self.lost(message, Outcome.CLUSTER_LOST)
+            return self.lost(
+                f"job {self._id}: the cluster does not know it any more; it was started anew", Outcome.CLUSTER_LOST
+            )
         blind = now - self._heard_at
         if blind > unreachable_seconds:
             return self.lost(
@@ -141,8 +157,10 @@ class JobDriver(Driver):
             )
         note = ""
         if blind > NOTE_SECONDS:
-            note = f"The dashboard has not answered for {NOTE_SECONDS:g} s: job {self._id} may go on unseen, and is "
-            note += f"asked after again and again ({self._problem})"
+            note = (
+                f"The dashboard has not answered for {NOTE_SECONDS:g} s: job {self._id} may go on unseen, and is "
+                f"asked after again and again ({self._problem})"
+            )
         elif self.job.status == "PENDING" and now - self._began > NOTE_SECONDS:
             note = f"Job {self._id} has not started yet: {self.job.message}"
         if note and note != self._noted:
@@ -167,12 +185,10 @@ class JobDriver(Driver):
             "it is resumed"
         )
 
-    def close(self) -> None:
-        """A job holds nothing here."""
-
     def end(self) -> None:
         """Stop a job that may go on, or is on its way, and wait until it has ended or the cluster does not know it."""
-        began, problem = time.monotonic(), ""
+        began = time.monotonic()
+        problem = ""
         while self._left and (waited := time.monotonic() - began) < _STOP_SECONDS:
             try:
                 self._client.stop(self._left)
@@ -230,7 +246,8 @@ class JobDriver(Driver):
 
     def _ask(self, ask: Callable[[], _T], seconds: float) -> _T:
         """Ask, again and again for so long if there is no answer; raises that there was none."""
-        deadline, is_noted = time.monotonic() + seconds, False
+        deadline = time.monotonic() + seconds
+        is_noted = False
         while True:
             try:
                 answer = ask()
@@ -252,7 +269,8 @@ class JobDriver(Driver):
 
     def _outcome(self) -> AttemptEnded:
         """How the attempt ended, by Ray and the driver's last word, which does not know who has sent it a signal."""
-        ended, status = self._ended, self.job.status
+        ended = self._ended
+        status = self.job.status
         if status == "STOPPED" and (ended is None or ended.outcome.retryable or ended.outcome is Outcome.CANCELLED):
             return self.lost(f"job {self._id} was stopped, but not by this flow run", Outcome.CANCELLED)
         if ended is not None and ended.outcome is Outcome.CANCELLED:
@@ -300,7 +318,8 @@ class JobLog:
             raise UnreachableError("the log does not hold what it held before")
         for line in islice(lines, self._since_anchor, None):
             if line.startswith(EVENT_TAG.encode()):
-                self._anchor, self._since_anchor = line, 0
+                self._anchor = line
+                self._since_anchor = 0
             else:
                 self._since_anchor += 1
             yield line

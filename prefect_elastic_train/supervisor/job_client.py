@@ -30,7 +30,8 @@ from prefect_elastic_train.core.request import JOB_MODULE, DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.core.version import VERSION_FILE, __version__
 
-_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
 #: The list holds all jobs that the cluster ever ran, and a submission may wait for the node of the head.
 _JOBS_SECONDS = 60.0
 #: A package goes in one piece; so long may Ray itself take to read a log, too.
@@ -91,8 +92,9 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
                 self, cluster.address, headers=_authorization(cluster), verify=cluster.verify_tls and (bundle or True)
             )
         except OSError as error:
-            message = f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
-            raise _refused(message) from error
+            raise _refused(
+                f"the certificates of the RayCluster, ca_bundle {bundle!r}, cannot be read: {error}"
+            ) from error
         self.address = str(self._address)
 
     def check_version(self) -> None:
@@ -101,7 +103,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
             answer = self._do_request("GET", "/api/version")
             if answer.status_code != 200:
                 self._raise_error(answer)
-            there, here = str(answer.json()["ray_version"]), ray.__version__
+            there = str(answer.json()["ray_version"])
+            here = ray.__version__
         if there.split(".")[:2] != here.split(".")[:2]:
             raise _refused(
                 f"the cluster at {self.address} runs Ray {there} and the flow Ray {here}; use the same minor version"
@@ -136,7 +139,8 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
         resources: dict[str, float] = {}
         try:
             if package is not None:
-                environment, resources = dict(self._cluster.runtime_env), dict(self._cluster.driver_resources)
+                environment = dict(self._cluster.runtime_env)
+                resources = dict(self._cluster.driver_resources)
                 if self._cluster.working_dir:
                     environment["working_dir"] = os.path.expanduser(self._cluster.working_dir)
                 environment["env_vars"] = {**_VARIABLES, **(environment.get("env_vars") or {})}

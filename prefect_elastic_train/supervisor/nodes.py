@@ -17,7 +17,8 @@ from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.supervisor import forked_worker
 
 #: Free of those that Ray gives its workers, below, and that the kernel gives out by itself, above.
-_PORTS, _PORT_PROBES = range(20_000, 32_768), 100
+_PORTS = range(20_000, 32_768)
+_PORT_PROBES = 100
 #: How long a node waits for its agents and workers to boot, for which those may wait for the fork server; Ray's own are
 #: 30 and 60 s.
 _REGISTRATION = {"RAY_agent_register_timeout_ms": "120000", "RAY_worker_register_timeout_seconds": "120"}
@@ -37,17 +38,17 @@ def change_nodes() -> None:
     os.environ.update(_REGISTRATION)
 
     def start_raylet_otherwise(*arguments: Any, **more: Any) -> Any:
-        given = inspect.signature(start_raylet).bind(*arguments, **more)
+        given = inspect.signature(start_raylet).bind(*arguments, **more).arguments
         ports = set[int]()
         while len(ports) < len(_AGENTS_PORTS):
             ports.add(free_port())
         for name, port in zip(_AGENTS_PORTS, ports, strict=True):
-            given.arguments[name] = given.arguments.get(name) or port
-            persist_port(given.arguments["session_dir"], given.arguments["node_id"], name, given.arguments[name])
+            given[name] = given.get(name) or port
+            persist_port(given["session_dir"], given["node_id"], name, given[name])
         if FORK_SERVER_VARIABLE in os.environ:
-            os.environ[forked_worker.WORKER_VARIABLE] = given.arguments["worker_path"]
-            given.arguments["worker_path"] = forked_worker.__file__
-        return start_raylet(*given.args, **given.kwargs)
+            os.environ[forked_worker.WORKER_VARIABLE] = given["worker_path"]
+            given["worker_path"] = forked_worker.__file__
+        return start_raylet(**given)
 
     services.start_raylet = start_raylet_otherwise
 

@@ -15,9 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,13 @@ from prefect_elastic_train.core.events import AttemptEnded, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.ray_output import DETAIL_TAG, without_marks
-from prefect_elastic_train.core.request import DRIVER_MODULE, FORK_SERVER_VARIABLE, MARK_VARIABLE, PRINT_PATCH
+from prefect_elastic_train.core.request import (
+    DRIVER_MODULE,
+    FORK_SERVER_VARIABLE,
+    MARK_VARIABLE,
+    PRINT_PATCH,
+    DriverSpec,
+)
 from prefect_elastic_train.driver.spare import SPARE
 from prefect_elastic_train.supervisor.attempt import TURN_SECONDS, ChildDriver, Driver, in_one_go, start_process
 from prefect_elastic_train.supervisor.devices import DeviceClaims
@@ -33,14 +38,15 @@ from prefect_elastic_train.supervisor.guard import DISMISSED, end_marked
 from prefect_elastic_train.supervisor.nodes import free_port
 
 if TYPE_CHECKING:
-    from prefect_elastic_train.core.request import DriverSpec
     from prefect_elastic_train.supervisor.job import JobDriver
 
 #: Sockets below the private folder must fit into 107 characters with Ray's session name.
 _MAX_FOLDER_CHARACTERS = 24
 _DRIVER: tuple[str, ...] = (sys.executable, "-m", DRIVER_MODULE)
 _END_SECONDS = 10.0
-_SPARE_AFTER_SECONDS = 15.0, 5.0  # of training, in which the standby workers boot: the first, and later ones
+#: Of training, in which the standby workers boot: for the first spare driver, and for later ones.
+_SPARE_AFTER_SECONDS = 15.0
+_LATER_SPARES_AFTER_SECONDS = 5.0
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
 
@@ -71,24 +77,27 @@ class Runtime:
     on_event: Callable[[Event], None]
     on_line: Callable[[str, str], None]
     check_stop: Callable[[], None] = lambda: None
-    on_note: Callable[..., None] = lambda text, level=INFO: None
+    on_note: Callable[..., None] = lambda *note: None
     on_past_event: Callable[[Event], None] = lambda event: None
     detaches: Callable[[BaseException], bool] = lambda reason: False
     followed_until: Callable[[], float] = time.time
 
     #: What starts a driver as a child process, in all trainings; the path of its spec follows.
     driver_command = _DRIVER
-    _job: JobDriver | None = field(default=None, init=False)
-    _folder: Path | None = field(default=None, init=False)
-    _guard: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _cluster: LocalCluster | None = field(default=None, init=False)
-    #: They outlast a cluster that has died, so that its successor has them.
-    _claims: DeviceClaims = field(default_factory=DeviceClaims, init=False)
-    _spare: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _spare_is_due: float = field(default=float("inf"), init=False)
-    _had_spare: bool = field(default=False, init=False)
-    #: What starts a spare driver, in which environment.
-    _spare_start: tuple[list[str], dict[str, str]] = field(default=([], {}), init=False)
+
+    def __post_init__(self) -> None:
+        self._job: JobDriver | None = None
+        self._folder: Path | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._cluster: LocalCluster | None = None
+        #: They outlast a cluster that has died, so that its successor has them.
+        self._claims = DeviceClaims()
+        self._spare: subprocess.Popen[bytes] | None = None
+        self._spare_is_due = float("inf")
+        self._spare_after = _SPARE_AFTER_SECONDS
+        #: What starts a spare driver, nothing if there shall be none, and in which environment.
+        self._spare_command: list[str] = []
+        self._spare_environment: dict[str, str] = {}
 
     def run_attempt(self, spec: DriverSpec) -> AttemptEnded:
         """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
@@ -104,7 +113,8 @@ class Runtime:
 
             self._job = JobDriver(self, spec, folder, self._job)
             return self.follow(self._job)
-        cluster, token = None, spec.cluster.auth_token.get_secret_value()
+        cluster = None
+        token = spec.cluster.auth_token.get_secret_value()
         if spec.cluster.is_local:
             if self._cluster is not None and self._cluster.is_dead():
                 end_marked(str(folder), _END_SECONDS)
@@ -114,14 +124,16 @@ class Runtime:
                 self._cluster = LocalCluster(spec, folder, environment, self._claims)
             cluster = self._cluster
             cluster.admit(environment)
-            patience = {"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
-            settings = spec.cluster.model_copy(update=patience)
+            settings = spec.cluster.model_copy(
+                update={"connect_timeout_seconds": self.settings.local_cluster_timeout_seconds}
+            )
             spec = replace(spec, cluster=settings, local_address=cluster.address)
         elif token:
             use_token(environment, token, folder)
         spare = self._take_spare(environment)
         has_spares = spec.scaling.standby != "off" and self.driver_command == _DRIVER
-        self._spare_start = ([*_DRIVER, SPARE, spec.request.framework] if has_spares else []), environment
+        self._spare_command = [*_DRIVER, SPARE, spec.request.framework] if has_spares else []
+        self._spare_environment = environment
         ended = self.follow(ChildDriver(self, environment, spec, folder, cluster, spare))
         if cluster is not None:
             cluster.is_lost = ended.outcome is Outcome.CLUSTER_LOST and not ended.attempt
@@ -136,13 +148,16 @@ class Runtime:
 
     def _wait_for_devices(self, spec: DriverSpec) -> None:
         """Claim the GPUs of a local cluster, once they are free."""
-        limit, began, before = spec.scaling.capacity_timeout_seconds, time.monotonic(), ""
+        limit = spec.scaling.capacity_timeout_seconds
+        began = time.monotonic()
+        before = ""
         while reason := self._claims.take(spec, self.on_note):
             if reason != before:
                 self.on_note(reason)
             if limit and time.monotonic() - began > limit:
-                message = f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}"
-                raise AttemptFailedError(message, outcome=Outcome.TIMED_OUT)
+                raise AttemptFailedError(
+                    f"capacity_timeout_seconds ({limit:g} s) have passed: {reason}", outcome=Outcome.TIMED_OUT
+                )
             before = reason
             self.wait(TURN_SECONDS)
 
@@ -174,30 +189,35 @@ class Runtime:
                 self._cluster.keep_forking(self.on_note)
         if time.monotonic() > self._spare_is_due:
             self._spare_is_due = float("inf")
-            command, environment = self._spare_start
             with suppress(OSError):  # the next driver boots when it is needed
-                self._spare = start_process(command, environment, subprocess.PIPE, subprocess.PIPE)
+                self._spare = start_process(
+                    self._spare_command, self._spare_environment, subprocess.PIPE, subprocess.PIPE
+                )
 
     def start_beside(self, command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start another process of the training, spoken to by pipes, with more in its environment; it ends with it."""
         folder, environment = self._prepare()
+        environment |= {"RAY_TMPDIR": str(folder), **variables}
         with (folder / "beside.log").open("wb") as log:
-            more = {"RAY_TMPDIR": str(folder), **variables}
-            return start_process(command, environment | more, subprocess.PIPE, subprocess.PIPE, log)
+            return start_process(command, environment, subprocess.PIPE, subprocess.PIPE, stderr=log)
 
     def want_spare(self) -> None:
         """Have a spare driver soon, now that a worker group trains, unless there is one."""
-        if self._spare_start[0] and (self._spare is None or self._spare.poll() is not None):
+        if self._spare_command and (self._spare is None or self._spare.poll() is not None):
             self._end_spare()
-            first, later = _SPARE_AFTER_SECONDS
-            self._spare_is_due = time.monotonic() + (later if self._had_spare else first)
-            self._had_spare = True
+            self._spare_is_due = time.monotonic() + self._spare_after
+            self._spare_after = _LATER_SPARES_AFTER_SECONDS
 
     def keep_guarded(self) -> None:
         """Start the guard, or another one if it was killed."""
         if self._folder is not None and (self._guard is None or self._guard.poll() is not None):
-            module = "prefect_elastic_train.supervisor.guard"
-            command = [sys.executable, "-m", module, str(self._folder), str(os.getpid())]
+            command = [
+                sys.executable,
+                "-m",
+                "prefect_elastic_train.supervisor.guard",
+                str(self._folder),
+                str(os.getpid()),
+            ]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}
             self._guard = start_process(command, environment, subprocess.PIPE, subprocess.DEVNULL)
 
@@ -224,9 +244,10 @@ class Runtime:
     def _take_spare(self, environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
         """Return the spare driver, if it lives and was started in the same environment."""
         self._spare_is_due = float("inf")
-        if self._spare is not None and (self._spare.poll() is not None or environment != self._spare_start[1]):
+        if self._spare is not None and (self._spare.poll() is not None or environment != self._spare_environment):
             self._end_spare()
-        spare, self._spare = self._spare, None
+        spare = self._spare
+        self._spare = None
         return spare
 
     def _end_spare(self) -> None:
@@ -240,12 +261,18 @@ class Runtime:
         """Return the private folder, guarded from now on, and the environment of processes that end with it."""
         if self._folder is None:
             base = tempfile.gettempdir()
-            base = base if len(base) <= _MAX_FOLDER_CHARACTERS else "/tmp"
+            if len(base) > _MAX_FOLDER_CHARACTERS:
+                base = "/tmp"
             self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
         self.keep_guarded()
-        own = {MARK_VARIABLE: str(self._folder), "PYTHONPATH": os.pathsep.join(import_path()), "PYTHONUNBUFFERED": "1"}
-        # A person's prints are not to be guessed at; the run's log has a limit of its own.
-        environment = {"RAY_DEDUP_LOGS": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1", **os.environ, **own}
+        environment = {
+            "RAY_DEDUP_LOGS": "0",  # a person's prints are not to be guessed at; the run's log has a limit of its own
+            "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+            **os.environ,
+            MARK_VARIABLE: str(self._folder),
+            "PYTHONPATH": os.pathsep.join(import_path()),
+            "PYTHONUNBUFFERED": "1",
+        }
         environment.pop(FORK_SERVER_VARIABLE, None)  # another training's, in whose worker this one is
         return self._folder, environment
 
@@ -266,43 +293,44 @@ class LocalCluster:
     path of the training's private folder is short, since sockets are made below it.
     """
 
-    def __init__(
-        self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims | None = None
-    ) -> None:
+    def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims) -> None:
         self.folder = folder
-        self._claims = claims or DeviceClaims()
-        self._settings = spec.cluster
+        self._claims = claims
         # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
         # the limits of a container.
-        own_cpus = self._settings.num_cpus or len(os.sched_getaffinity(0))
-        self._num_cpus = own_cpus + 1 if spec.request.has_datasets else self._settings.num_cpus
+        self._num_cpus = spec.cluster.num_cpus
+        if spec.request.has_datasets:
+            self._num_cpus = (self._num_cpus or len(os.sched_getaffinity(0))) + 1
+        self._num_gpus = len(claims.gpus) or spec.cluster.num_gpus
         self._forking: subprocess.Popen[bytes] | None = None
         self._has_told = False
         #: Of processes that are forked, which have no runtime environment: what Ray Train says by one.
-        self._forked = {
+        forked = {
             FORK_SERVER_VARIABLE: str(self.folder / "fork"),
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(spec.poll_interval_seconds),
             "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": environment.get("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0"),
         }
-        self._forked = self._forked if spec.is_forked else {}
+        self._forked = forked if spec.is_forked else {}
         threads = max(1, int(spec.scaling.resources_per_worker.get("CPU", 1)))
         self._fork_arguments = [spec.request.framework, str(threads)]
         self._log = self.folder / "r0.log"
         #: Whether a driver could not join it, though its head lives: another one could not, either.
         self.is_lost = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = free_port()
         #: Nothing listens there before it is up.
-        self.address = f"127.0.0.1:{self._port}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._token = secrets.token_hex(32)
         # What workers read is here, for a runtime environment would cost each of the first ones a process before its
         # own, and those that Ray boots ahead would not fit. Ray's tools would look for any cluster on the host.
-        own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": self.address}
-        self._environment = {PRINT_PATCH: "0", **environment, **own}
+        self._environment = {
+            PRINT_PATCH: "0",
+            **environment,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ADDRESS": self.address,
+        }
         self.admit(self._environment)
-        if gpus := self._claims.gpus:
-            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            self._settings = spec.cluster.model_copy(update={"num_gpus": len(gpus)})
+        if claims.gpus:
+            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(claims.gpus)
 
     def admit(self, environment: dict[str, str]) -> None:
         """Add to the environment of a process what it needs to join."""
@@ -317,11 +345,11 @@ class LocalCluster:
             return
         session_folder = self.folder / "r0"
         shutil.rmtree(session_folder, ignore_errors=True)
-        command = self._command(self._port, session_folder)
+        command = self._command(self.address.rpartition(":")[2], session_folder)
+        claims = [one.fileno() for one in self._claims.sockets]
         with self._log.open("wb") as stream:
-            inherited = [one.fileno() for one in self._claims.sockets]
             self._process = start_process(
-                command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder, inherited=inherited
+                command, self._environment, subprocess.DEVNULL, stream, cwd=self.folder, pass_fds=claims
             )
 
     def keep_forking(self, tell: Callable[[str], None]) -> None:
@@ -356,7 +384,7 @@ class LocalCluster:
             return ", ".join(re.findall(r"\w+ \[exit code=-?\d+\]", words)) or words
         return ""
 
-    def _command(self, port: int, session_folder: Path) -> list[str]:
+    def _command(self, port: str, session_folder: Path) -> list[str]:
         command = [
             *(sys.executable, "-m", "prefect_elastic_train.supervisor.head", "start", "--head", "--block"),
             "--no-monitor",  # which would ask for nodes, where none can come
@@ -367,6 +395,6 @@ class LocalCluster:
         ]
         if self._num_cpus:
             command.append(f"--num-cpus={self._num_cpus}")
-        if self._settings.num_gpus >= 0:
-            command.append(f"--num-gpus={self._settings.num_gpus}")
+        if self._num_gpus >= 0:
+            command.append(f"--num-gpus={self._num_gpus}")
         return command

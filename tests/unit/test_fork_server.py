@@ -16,6 +16,7 @@ import pytest
 from prefect_elastic_train.core.request import FORK_SERVER_VARIABLE
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
 from prefect_elastic_train.supervisor import fork_server, forked_worker
+from prefect_elastic_train.supervisor.devices import DeviceClaims
 from prefect_elastic_train.supervisor.runtime import LocalCluster
 from tests.support.processes import wait_for
 from tests.unit.support import spec
@@ -126,7 +127,7 @@ def test_without_a_server_a_worker_boots_by_itself(
 
 def test_why_a_fork_server_has_ended_by_itself_is_told_once_and_one_that_was_killed_is_replaced(tmp_path: Path) -> None:
     told: list[str] = []
-    cluster = LocalCluster(spec(), tmp_path, {**os.environ})
+    cluster = LocalCluster(spec(), tmp_path, {**os.environ}, DeviceClaims())
     cluster._process = head = subprocess.Popen(["sleep", "100"])
     try:
         cluster.keep_forking(told.append)
