@@ -56,10 +56,12 @@ _DEATH = re.compile(
 )
 #: What the survivors' collectives raise when a rank is lost; Python's own ConnectionError is no collective's.
 _CONSEQUENCE = re.compile(
-    r"(?:Runtime|Dist\w*)Error: .*(?:(?:closed|reset) by (?:remote )?peer|connection (?:closed|reset)|broken pipe"
-    r"|remote (?:peer|process)|coordination serv|heartbeat|watchdog|nccl(?:Remote|System)Error|unhandled system error"
-    r"|communicator was aborted|(?:gloo|nccl|socket|store|barrier|collective).*time[d ]*-?out|timed out waiting"
-    r"|wait timeout)",
+    # A store's and a network's error is always that; of the others the text tells, which of NCCL has several lines.
+    r"Dist(?:Network|Store)Error:|(?:Runtime|DistBackend)Error: (?=[^\n]*(?:gloo|unbound_buffer|nccl|c10d|tcpstore"
+    r"|processgroup|coordination serv|heartbeat|watchdog|collective|barrier))[\s\S]{0,500}?"
+    r"(?:(?:closed|reset) by (?:remote )?peer|connection (?:closed|reset)|broken pipe|remote (?:peer|process)"
+    r"|coordination serv|heartbeat|watchdog|nccl(?:Remote|System)Error|unhandled system error"
+    r"|communicator was aborted|time[d ]*-?out)",
     re.I,
 )
 #: What Ray Train says of a worker that does not answer begins with this, whatever else it holds.

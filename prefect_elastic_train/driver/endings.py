@@ -51,8 +51,10 @@ def _judge(error: Exception, storage: StorageSettings) -> tuple[Outcome, str]:
         return Outcome.CLUSTER_LOST, f"the Ray cluster was lost: {in_short(str(cause))}"
     if isinstance(cause, OSError):
         return _of_storage(cause, storage)
-    who = "the driver" if cause is error else "Ray Train's controller"
-    return Outcome.DRIVER_LOST, f"{who} failed: {in_short(f'{type(cause).__name__}: {cause}')}"
+    text = in_short(f"{type(cause).__name__}: {cause}")
+    if cause is error:
+        return Outcome.DRIVER_LOST, f"the driver failed: {text}"
+    return Outcome.DRIVER_LOST, f"Ray Train's controller failed: {text}"
 
 
 def _of_storage(error: OSError, storage: StorageSettings) -> tuple[Outcome, str]:

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
@@ -32,6 +32,7 @@ SESSION_FILE = "loop.json"
 #: waits for Ray Train's controller. And how long a save may wait for the one before it to be uploaded.
 _REPORT_SECONDS, _REPORT_TIMES, _WRITE_SECONDS = (5.0, 100.0), 200.0, 3600.0
 
+_SAVED_IN_A_ROW = 2  # scores of steps without a gap that are saved, beyond which there is one of each step
 _LONE_SCORE_SECONDS = 30.0  # for which a rank waits for the others, to save a score, before it warns
 
 current: Session | None = None  # of this process, for those who look on from outside
@@ -148,12 +149,13 @@ class Session(AbstractContextManager["Session"]):
         self._ledger, self._taken, self._writing = Ledger(), list[Indices](), threading.Lock()
         #: Sum and number of each metric since the last report, 0 for what is no number; and the metrics of that report.
         self._metrics, self._reported = dict[str, tuple[Any, int]](), dict[str, Any]()
+        self._run = known.run_id, known.run_name  # the name, in a checkpoint that plain Ray Train has written
         self._score = known.score_attribute
-        self._score_names = {self._score, self._score.partition("/")[0]} - {""}  # Ray flattens nested metrics
-        self._means, self._save_scored = frozenset(means) - self._score_names, save_scored
-        self._scored_at = self._reported_at = 0  # the steps of the last score and report
-        #: Whether the step just done is still to be saved or reported, must be saved, and has a score that the step
-        #: before has not; and whether the loop computes with a batch.
+        self._means, self._save_scored = frozenset(means) - {self._score}, save_scored
+        #: The steps of the last score and report; and how many steps up to the last score had one, without a gap.
+        self._scored_at = self._reported_at = self._scores_in_a_row = 0
+        #: Whether the step just done is still to be saved or reported, must be saved, and has a score that is not one
+        #: of each step; and whether the loop computes with a batch.
         self._is_open = self._must_save = self._has_score = self._in_batches = False
         remove_left_folders()
         seed_everything(seed, 0, self.rank)
@@ -224,14 +226,19 @@ class Session(AbstractContextManager["Session"]):
         """Yield this rank's share of a whole dataset, for an evaluation, in batches of so many samples over all ranks.
 
         ``sum(mean(batch) * session.weight for batch in session.once(...))``, averaged over the ranks, is the mean over
-        the dataset. The weight is 0 where the last batch has fewer samples than there are ranks.
+        the dataset. The weight is 0 where the last batch has fewer samples than there are ranks. After the last batch
+        ``weight`` and ``samples`` are those of the training batch again.
         """
         order = SampleOrder(length_of(dataset), batch, shuffle=False)
         sampler = StepBatches(order, range(order.steps_per_epoch), *self._share)
-        for step, (self.samples, found) in enumerate(load(dataset, sampler, loader)):
-            begin, end = order.bounds(step, *self._share)
-            self.weight = (end - begin) * self._share[1] / order.length
-            yield found
+        of_training = self.weight, self.samples
+        try:
+            for step, (self.samples, found) in enumerate(load(dataset, sampler, loader)):
+                begin, end = order.bounds(step, *self._share)
+                self.weight = (end - begin) * self._share[1] / order.length
+                yield found
+        finally:
+            self.weight, self.samples = of_training
 
     def step(self, metrics: dict[str, Any] | None = None, save: bool = False) -> None:
         """Note that an optimizer step is done, which is saved if it is time, and reported now and then.
@@ -259,9 +266,11 @@ class Session(AbstractContextManager["Session"]):
 
     def _note(self, metrics: dict[str, Any] | None, save: bool) -> None:
         for name, value in (metrics or {}).items():
-            if name in self._score_names:
-                self._has_score = self._has_score or self._scored_at < self.done - 1
-                self._scored_at = self.done
+            if self._is_score(name, value) and self._scored_at < self.done:
+                self._scores_in_a_row = self._scores_in_a_row + 1 if self._scored_at == self.done - 1 else 1
+                self._has_score, self._scored_at = self._scores_in_a_row <= _SAVED_IN_A_ROW, self.done
+                if self._scores_in_a_row == _SAVED_IN_A_ROW + 1 and value is None and self.rank == 0:
+                    logger.warning("%s is None at each step: leave it out where nothing is evaluated", name)
             if hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool):
                 wide = value.detach().clone() if hasattr(value, "detach") else value  # the loop may overwrite its own
                 if getattr(value, "itemsize", 8) < 4:  # half precision would not hold the sum of many
@@ -271,6 +280,11 @@ class Session(AbstractContextManager["Session"]):
             else:
                 self._metrics[name] = value, 0
         self._is_open, self._must_save = True, self._must_save or save
+
+    def _is_score(self, name: str, value: Any) -> bool:
+        """Return whether a metric is the score, or a mapping with it: Ray's name of that is ``outer/inner``."""
+        outer, _, inner = self._score.partition("/")
+        return name == self._score or (name == outer and bool(inner) and (value is None or isinstance(value, Mapping)))
 
     def _close_step(self) -> None:
         """Save or report the step just done, unless that has happened."""
@@ -321,7 +335,7 @@ class Session(AbstractContextManager["Session"]):
             "trained": self.cadence.trained(),
             "failures": self.cadence.failures,
             "announced": announced,
-            "scored_at": self._scored_at,
+            "scored": (self._scored_at, self._scores_in_a_row),
             "cost": (self.cadence.blocked, self.cadence.background),
         }
         context, staged_at, written = self._ray.get_context(), time.monotonic(), threading.Event()
@@ -346,10 +360,10 @@ class Session(AbstractContextManager["Session"]):
 
     def _report(self, checkpoint: Any = None, upload: Callable[..., Any] | None = None, now: bool = False) -> None:
         metrics = {name: float(total / count) if count else total for name, (total, count) in self._metrics.items()}
-        if not metrics or self._reported_at == self.done:  # a save right after a report has its metrics, too
+        if self._reported_at == self.done:  # a save right after a report of the step has its metrics, too
             metrics = self._reported | metrics
         if self._scored_at != self.done:  # the score is that of other weights
-            metrics = {name: value for name, value in metrics.items() if name not in self._score_names}
+            metrics = {name: value for name, value in metrics.items() if not self._is_score(name, value)}
         self._reported, self._reported_at = metrics, self.done
         counts = {"step": self.done, "total_steps": self.end, "samples": self._about["seen"], "epoch": self.epoch}
         began, self._metrics = time.monotonic(), {}
@@ -368,7 +382,8 @@ class Session(AbstractContextManager["Session"]):
         with checkpoint.as_directory() as directory:
             about = read_about(directory)
             self._state.read(directory)
-            self.done, self._scored_at = about["step"], about["scored_at"]
+            self.done = about["step"]
+            self._scored_at, self._scores_in_a_row = about["scored"]
             self.cadence.blocked, self.cadence.background = about["cost"]
             if about["world_size"] == self.world_size:
                 with np.load(rank_file(directory, self.rank, self.world_size), allow_pickle=False) as own:
@@ -376,7 +391,7 @@ class Session(AbstractContextManager["Session"]):
             else:
                 seed_everything(self._seed, self.done, self.rank)
             self._ledger = Ledger(self.done)
-            if about["run"] != self._about["run"]:  # this one begins here
+            if about["run"] not in self._run:  # of another run: this one begins here
                 self._about["began_at"] = self.done
                 return
             self.cadence.trained_seconds = max(self.cadence.trained_seconds, about["trained"])

@@ -115,6 +115,10 @@ class CommitLog:
             # A loop that places its checkpoints itself may have written over the newest.
             is_final = name != names[-1] or written_by(name) is not None
             files = known[name] if is_final and name in known else self._store.file_sizes(name)
+            deadline = time.monotonic() + _SEEN_SECONDS
+            while files is not None and missing_parts(files) and time.monotonic() < deadline:
+                time.sleep(min(1.0, _SEEN_SECONDS / 10))
+                files = self._store.file_sizes(name)
             if files is None:
                 raise ElasticTrainError(f"checkpoint {name} is not in {self._store.uri}; not committed")
             if missing := missing_parts(files):

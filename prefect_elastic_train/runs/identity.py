@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import re
 import sys
 import types
 from collections.abc import Callable, Mapping, MutableSequence, Sequence, Set
+from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -178,11 +180,14 @@ def _stable(value: Any, unstable: set[str]) -> Any:
         content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
         content = vars(value)
+    elif isinstance(value, re.Pattern):
+        content = [value.pattern, value.flags]
     elif module in _ARRAY_MODULES and hasattr(value, "__array__"):
-        array = sys.modules["numpy"].asarray(value)
-        data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
-        content = [str(array.dtype), array.shape, data]
-    elif module in _REPR_MODULES:
+        with suppress(TypeError, RuntimeError):  # of torch: with gradients, in bfloat16, on a GPU
+            array = sys.modules["numpy"].asarray(value)
+            data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
+            content = [str(array.dtype), array.shape, data]
+    elif module in _REPR_MODULES and not isinstance(value, types.ModuleType | logging.Logger):
         content = repr(value)
     if content is None or (isinstance(content, str) and _NO_VALUE.search(content)):
         unstable.add(kind)

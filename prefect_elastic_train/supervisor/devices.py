@@ -123,4 +123,4 @@ def _uuids() -> dict[str, str]:
 def _visible_gpus() -> dict[str, str]:
     """Return the GPUs that this process may use, by name in CUDA_VISIBLE_DEVICES: UUID, else that; empty if unknown."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(_uuids())).split(",")
-    return {name: _uuids().get(name, name) for name in names if name not in ("", "-1")}
+    return {name: _uuids().get(name, name) for name in map(str.strip, names) if name not in ("", "-1")}

@@ -42,7 +42,8 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
     A ``compute_loss`` of a subclass calls this one, or multiplies the mean of a batch by :attr:`weight`.
 
     Raises:
-        ValueError: The last step of an epoch has fewer samples than there are workers.
+        ValueError: The last step of an epoch has fewer samples than there are workers, or the trainer is to order the
+            samples itself, to choose the batch size, or to train with FSDP or DeepSpeed.
     """
 
     def __init__(
@@ -84,6 +85,15 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
     def train(self, *args: Any, **options: Any) -> Any:
         """Train from the newest checkpoint of the run."""
         length, drop_last = length_of(self.train_dataset), self.args.dataloader_drop_last
+        unsupported = {
+            "auto_find_batch_size": self.args.auto_find_batch_size,
+            "train_sampling_strategy": self.args.train_sampling_strategy != "random",
+            "_get_train_sampler": type(self)._get_train_sampler is not transformers.Trainer._get_train_sampler,
+            "FSDP": self.is_fsdp_enabled,
+            "DeepSpeed": self.is_deepspeed_enabled,
+        }
+        if names := [name for name, is_used in unsupported.items() if is_used]:
+            raise ValueError(f"SessionTrainer does not support {', '.join(names)}: the session orders and saves")
         left = length % self._global_batch
         if not drop_last and 0 < left < self.args.world_size:
             raise ValueError(f"The last step of an epoch has {left} samples: set dataloader_drop_last=True")
@@ -137,12 +147,16 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         self._weights.popleft()
         return loss
 
+    @property
+    def _has_ended(self) -> bool:
+        return bool(self._own["stopped"]) or self.session.done >= self.session.end
+
     def _run_epoch(self, **more: Any) -> None:
-        if not self._own["stopped"]:  # before a restart
+        if not self._has_ended:  # before a restart
             super()._run_epoch(**more)
 
     def _finalize_training(self, *args: Any) -> Any:
-        if not self._own["stopped"]:
+        if not self._has_ended:
             self._end_step()
             self.session.__exit__(None)
         return super()._finalize_training(*args)
@@ -174,7 +188,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
             if best := self.state.best_model_checkpoint:
                 shutil.copytree(best, Path(directory, _BEST))
         own = {
-            "stopped": self.control.should_training_stop,
+            "stopped": self.control.should_training_stop and self.state.global_step < self.state.max_steps,
             "callbacks": [one.state()["attributes"] for one in self._exportable()],
             "sums": {name: getattr(self, name) for name in _SUMS},
         }

@@ -120,6 +120,14 @@ def test_a_trainer_with_a_session_ends_as_if_it_had_not_been_killed(
     assert len(weights) == 1, "all ranks of both trainings end with the same weights"
 
 
+def test_a_finished_run_of_transformers_trains_on_if_it_is_given_more_steps(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install prefect-elastic-train[transformers]")
+    file = _block("trainers.md", "SessionTrainer(", tmp_path / "longer")
+    for steps, more in ((8, {}), (12, {"resume": True})):
+        flow = _begin(start, file, 1, {"max_steps": steps}, storage=str(tmp_path / "runs"), run_name="longer", **more)
+        assert flow.completed(300)["metrics"]["step"] == steps
+
+
 @pytest.mark.full
 def test_the_fine_tune_of_the_page_runs_under_torchrun(tmp_path: Path) -> None:
     file = _block("fine_tune.md", "init_process_group", tmp_path / "torchrun")

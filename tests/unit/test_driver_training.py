@@ -151,14 +151,18 @@ STORAGE = LocalStorageSettings(path="/runs")
 _DIED = WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError())
 
 _PREEMPTED = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"n": [1]})
-_PEER_LOST = RuntimeError("Connection closed by peer")
+_PEER_LOST = RuntimeError("[/gloo/pair.cc:534] Connection closed by peer")
 
 ENDS: list[tuple[Exception, Outcome, str]] = [
     (AttemptFailedError("gone", outcome=Outcome.CLUSTER_LOST, final=True), Outcome.CLUSTER_LOST, "gone"),
     (WorkerGroupError("boom", {0: ValueError("user"), 1: ConnectionError("peer closed")}), Outcome.USER_ERROR, ""),
     (WorkerGroupError("[Rank 1] …\n", {1: ValueError("nan\n3")}), Outcome.USER_ERROR, ": rank 1: ValueError: nan"),
     (WorkerGroupError("boom", {0: _PEER_LOST, 1: _DIED}), Outcome.CLUSTER_LOST, ""),
-    (WorkerGroupError("boom", {0: _PEER_LOST}), Outcome.CLUSTER_LOST, "0: RuntimeError: Connection closed by peer"),
+    (
+        WorkerGroupError("boom", {0: _PEER_LOST}),
+        Outcome.CLUSTER_LOST,
+        "0: RuntimeError: [/gloo/pair.cc:534] Connection closed by peer",
+    ),
     (WorkerGroupError("boom", {0: _PEER_LOST, 1: ValueError("nan")}), Outcome.USER_ERROR, " rank 1: ValueError: nan"),
     (WorkerGroupError("boom", {0: WorkerHealthCheckTimeoutError("a worker hangs")}), Outcome.CLUSTER_LOST, ""),
     (ControllerError(FencedOffError("attempt 1 was taken over by attempt 2")), Outcome.INVALID, ""),

@@ -237,7 +237,7 @@ def test_what_fails_while_a_node_is_drained_is_charged_to_the_drain(
     preemption = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"n0": [0]})
     state = PreemptingState(preemption_info=preemption, detected_at_s=0.0) if draining else RunningState()
     controller.callback.after_controller_state_update(InitializingState(), state)
-    broken = WorkerGroupError("ranks failed", {1: RuntimeError("Connection closed by peer")})
+    broken = WorkerGroupError("ranks failed", {1: RuntimeError("[/gloo/pair.cc:534] Connection closed by peer")})
     assert policy.make_decision(broken) is decision
     controller.poll(dict(broken.worker_failures))
     controller.callback.before_controller_execute_failure_decision(decision)

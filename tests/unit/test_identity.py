@@ -7,8 +7,10 @@ import dataclasses
 import datetime
 import enum
 import functools
+import logging
 import math
 import operator
+import re
 import threading
 import types
 import uuid
@@ -298,3 +300,27 @@ def test_differences_are_told_in_words_and_without_values() -> None:
         "train_loop_config['gone'] was removed",
         "train_loop_config['lr'] changed",
     ]
+
+
+def _differ(one: Any, other: Any) -> bool:
+    of_both = (fingerprint("package:loop", "none", {"x": value}) for value in (one, other))
+    return bool(next(of_both).differences(next(of_both)))
+
+
+def test_a_value_without_a_stable_form_hides_no_change_beside_it() -> None:
+    opaque = torch.zeros(2, requires_grad=True)
+    assert _differ({"rate": 1, "start": opaque}, {"rate": 2, "start": opaque})
+    assert _differ([1, torch.zeros(1, dtype=torch.bfloat16)], [2, torch.zeros(1, dtype=torch.bfloat16)])
+    assert not _differ({"rate": 1, "start": opaque}, {"rate": 1, "start": torch.ones(2, requires_grad=True)})
+
+
+def test_patterns_are_compared_whole_and_modules_and_loggers_by_nothing_that_a_process_may_change() -> None:
+    assert _differ(re.compile("a" * 300 + "b"), re.compile("a" * 300 + "c"))
+    before, logger = types.ModuleType("settings"), logging.getLogger("of.a.configuration")
+    before.__file__ = "/tmp/pull-1/settings.py"
+    after = types.ModuleType("settings")
+    after.__file__ = "/tmp/pull-2/settings.py"
+    assert not _differ(before, after)
+    one = fingerprint("package:loop", "none", {"x": logger})
+    logger.setLevel(logging.ERROR)
+    assert not one.differences(fingerprint("package:loop", "none", {"x": logger}))

@@ -134,6 +134,18 @@ def test_an_evaluation_weighed_and_averaged_over_ranks_is_the_mean_over_the_data
     assert np.mean(means) == pytest.approx(right.mean(), abs=1e-12)
 
 
+def test_an_evaluation_leaves_the_weight_and_the_samples_of_the_training_batch() -> None:
+    with loop.session(NoState(), steps=2, global_batch=4) as session:
+        for _ in session.batches(np.arange(8)):
+            before = session.weight, session.samples.tolist()
+            for whole in (True, False):
+                for _ in session.once(np.arange(9), 2):
+                    if not whole:
+                        break
+            assert (session.weight, session.samples.tolist()) == before
+            session.step()
+
+
 def test_ranks_of_a_tensor_parallel_group_share_their_samples_and_are_counted_once() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -219,7 +231,42 @@ def test_a_score_is_that_of_the_checkpoints_own_weights(save_every: Any) -> None
 @pytest.mark.usefixtures("scored_run")
 def test_a_score_of_each_step_saves_nothing_and_counts_where_a_step_is_saved() -> None:
     recorder = _train(lambda step: {"val_loss": 1.0 / step}, save_every=30, means=["loss", "val_loss"])
-    assert recorder.scored == [(1.0 / step, step) for step in (30, 60, 90, 100)]
+    assert recorder.scored == [(1.0 / step, step) for step in (1, 2, 30, 60, 90, 100)], (
+        "which it is, the first two show"
+    )
+
+
+@pytest.mark.usefixtures("scored_run")
+def test_scores_of_the_first_step_and_of_neighbouring_steps_are_saved() -> None:
+    recorder = _train(lambda step: {"val_loss": 0.5} if step in (1, 40, 41) else {}, save_every=100)
+    assert [weights for _, weights in recorder.scored] == [1, 40, 41]
+
+
+@pytest.mark.usefixtures("scored_run")
+def test_a_score_that_is_none_at_each_step_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    _train(lambda step: {"val_loss": 0.5 if step % 40 == 0 else None}, save_every=100)
+    assert caplog.text.count("val_loss is None at each step: leave it out where nothing is evaluated") == 1
+
+
+def test_a_score_in_a_mapping_is_not_its_neighbour_of_a_shorter_name() -> None:
+    context = loop.RunContext("run", "id", 1, "/", "/run", score_attribute="loss/val")
+    for score in ({"loss/val": 0.5}, {"loss": {"val": 0.5}}):
+        with loop.use_run_context(context):
+            recorder = _train(lambda step, score=score: score if step == 7 else {}, save_every=10)
+        kept = {weights: metrics for metrics, weights in recorder.reports if weights in (7.0, 10.0)}
+        assert score.items() <= kept[7.0].items()
+        assert "loss/val" not in kept[10.0]
+        assert not isinstance(kept[10.0].get("loss"), dict)
+
+
+def test_a_report_without_metrics_does_not_repeat_those_of_an_earlier_step() -> None:
+    state = loop.ArrayState(weights=0.0)
+    with loop.session(state, steps=10, global_batch=4, save_every=5) as session:
+        recorder = Recorder(session)
+        for _ in session.batches(np.arange(40)):
+            session.step({"rate": 0.1} if session.done == 3 else None)
+    saved = {metrics["step"]: metrics for metrics, weights in recorder.reports if weights is not None}
+    assert (saved[5]["rate"], "rate" in saved[10]) == (0.1, False)
 
 
 @pytest.mark.usefixtures("scored_run")

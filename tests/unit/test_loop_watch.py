@@ -223,6 +223,9 @@ def test_broken_collectives_wait_for_their_cause_within_a_bound_and_nothing_else
         ("RuntimeError", "CUDA out of memory", False),
         ("ValueError", "mat1 and mat2 shapes cannot be multiplied", False),
         ("ConnectionError", "Connection reset by peer", False),
+        ("RuntimeError", "dataset download failed: connection reset by peer", False),
+        ("DistNetworkError", "failed to recv, got 0 bytes", True),
+        ("DistBackendError", "NCCL error in: NCCLUtils.hpp:268\nncclRemoteError: a call failed", True),
     ],
 )
 def test_the_errors_of_collectives_that_lost_a_peer_are_told_from_those_of_the_loop(
