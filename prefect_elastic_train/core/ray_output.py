@@ -56,7 +56,7 @@ _DEATH = re.compile(
 )
 #: What the survivors' collectives raise when a rank is lost; Python's own ConnectionError is no collective's.
 _CONSEQUENCE = re.compile(
-    # A store's and a network's error is always that; of the others the text tells, which of NCCL has several lines.
+    # An error of a store or the network is always that. The others are known by their text; NCCL's has several lines.
     r"Dist(?:Network|Store)Error:|(?:Runtime|DistBackend)Error: (?=[^\n]*(?:gloo|unbound_buffer|nccl|c10d|tcpstore"
     r"|processgroup|coordination serv|heartbeat|watchdog|collective|barrier))[\s\S]{0,500}?"
     r"(?:(?:closed|reset) by (?:remote )?peer|connection (?:closed|reset)|broken pipe|remote (?:peer|process)"
@@ -160,7 +160,7 @@ def _leading(errors: Mapping[str, str]) -> list[tuple[int, str, bool]]:
 
 
 def is_consequence(text: str) -> bool:
-    """Return whether an error is that of a collective whose peer or connection was lost."""
+    """True for the error of a collective whose peer or connection was lost."""
     return _CONSEQUENCE.search(text) is not None
 
 

@@ -23,6 +23,6 @@ def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
 
 
 def rank_of(metrics: Mapping[str, Any], attribute: str, order: str) -> tuple[bool, float]:
-    """Return what checkpoints are compared by, the best is highest; one without a score is below all that have one."""
+    """Return the key by which checkpoints are compared, highest for the best and lowest without a score."""
     score = score_of(metrics, attribute)
     return score is not None, (score or 0.0) * (1 if order == "max" else -1)

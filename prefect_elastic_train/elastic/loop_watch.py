@@ -151,7 +151,7 @@ class Position(NamedTuple):
 
 
 def position() -> Position | None:
-    """Return how far this worker's session is, None before its first step or without a session."""
+    """Return the progress of this worker's session, None before its first step or without a session."""
     session = _session()
     if session is None or not session.began_at:
         return None
@@ -159,7 +159,7 @@ def position() -> Position | None:
 
 
 def has_session() -> bool:
-    """Return whether this worker's loop trains in a session."""
+    """True if this worker's loop trains in a session."""
     return _session() is not None
 
 

@@ -15,7 +15,7 @@ def rank_file(directory: str | Path, rank: int, world_size: int) -> Path:
 
 
 def is_rank_file(name: str) -> bool:
-    """Return whether a file's name is that of a :func:`rank_file`."""
+    """True for the name of a :func:`rank_file`."""
     return _RANK_FILE.fullmatch(name) is not None
 
 

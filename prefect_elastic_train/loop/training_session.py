@@ -200,7 +200,7 @@ class Session(AbstractContextManager["Session"]):
         if before != order:
             raise LoopError(
                 f"the checkpoint was written with {before}, and this is {order}: "
-                "which samples were seen cannot be told. Give the same, or begin another run"
+                "which samples were seen is unknown. Give the same, or begin another run"
             )
         self._close_step()
         self._order, self._taken = order, []
@@ -241,7 +241,7 @@ class Session(AbstractContextManager["Session"]):
             self.weight, self.samples = of_training
 
     def step(self, metrics: dict[str, Any] | None = None, save: bool = False) -> None:
-        """Note that an optimizer step is done, which is saved if it is time, and reported now and then.
+        """Count an optimizer step as done; save it if it is time, and report it now and then.
 
         Args:
             metrics: Values to report; those of rank 0 count. ``step``, ``total_steps``, ``epoch`` and ``samples`` are
@@ -282,7 +282,7 @@ class Session(AbstractContextManager["Session"]):
         self._is_open, self._must_save = True, self._must_save or save
 
     def _is_score(self, name: str, value: Any) -> bool:
-        """Return whether a metric is the score, or a mapping with it: Ray's name of that is ``outer/inner``."""
+        """True for the score, and for a mapping that holds it: Ray's name of that is ``outer/inner``."""
         outer, _, inner = self._score.partition("/")
         return name == self._score or (name == outer and bool(inner) and (value is None or isinstance(value, Mapping)))
 

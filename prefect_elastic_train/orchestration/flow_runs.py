@@ -100,7 +100,7 @@ def last_told_at(client: SyncPrefectClient, run_name: str, flow_run_ids: Sequenc
 
 
 def has_begun(client: SyncPrefectClient, run_name: str, flow_run_id: str) -> bool:
-    """Return whether Prefect has events of an attempt of a run that belongs to the flow run."""
+    """True if Prefect has events of an attempt of the run that belongs to the flow run."""
     found = client.read_events(
         EventFilter(
             event=EventNameFilter(name=OF_ATTEMPTS),

@@ -172,7 +172,7 @@ class Training:
         return TrainingResult.model_validate(ended.result)
 
     def _may_retry(self) -> bool:
-        """Return whether another attempt may follow, and set the retries by which Prefect decides, to be the same.
+        """Decide if another attempt may follow, and set the retries by which Prefect decides, to be the same.
 
         After a commit an earlier attempt may no longer count, which the next driver finds in the run directory.
         """
@@ -326,7 +326,7 @@ class Training:
         return any(flow_runs.wants_an_end(run.state) for run in runs or ())
 
     def _began_earlier(self) -> bool:
-        """Return whether Prefect knows of an attempt in an earlier execution of the flow run."""
+        """True if Prefect knows of an attempt in an earlier execution of the flow run."""
         look = partial(flow_runs.has_begun, run_name=self.request.run_name, flow_run_id=self.request.owner.flow_run_id)
         return bool(flow_runs.ask_prefect(look, _STATE_SECONDS))
 

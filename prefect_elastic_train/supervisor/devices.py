@@ -98,7 +98,7 @@ class DeviceClaims:
         return ""
 
     def release(self) -> None:
-        """Give all claims back."""
+        """Release all claims."""
         for one in self.sockets:
             one.close()
         self.sockets = []

@@ -48,7 +48,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         self._logged: list[dict[str, Any]] = []
 
     def dataloader(self, dataset: Any, **options: Any) -> SessionCallback:
-        """Return what loads the samples of each step; the options are those of ``session.batches``."""
+        """Return the loader of the samples of each step; the options are those of ``session.batches``."""
         self._dataset, self._loader = dataset, options
         self._batches = self._steps()
         return self

@@ -185,7 +185,9 @@ def test_libraries_of_data_are_read_by_position(name: str) -> None:
     ],
     ids=lambda dataset: type(dataset).__name__,
 )
-@pytest.mark.parametrize("options", [{"num_workers": 0}, {"collate_fn": torch.utils.data.default_collate}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"collate_fn": torch.utils.data.default_collate}], ids=["workers", "collate"]
+)
 def test_anything_with_a_length_and_an_index_goes_through_torchs_loader_if_options_of_that_are_given(
     dataset: Any, options: dict[str, Any]
 ) -> None:
