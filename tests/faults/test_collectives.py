@@ -61,7 +61,7 @@ def test_a_lost_node_is_a_lost_cluster_for_a_new_driver_whatever_its_peers_colle
         assert (record["outcome"], flow.process.poll()) == ("cluster_lost", None), record["message"]
         assert record["message"].startswith("workers died more often than max_failures allows: rank 1: ")
     assert len(_failures(flow)) == LOSSES
-    assert f"Retry {LOSSES}/{LOSSES} will start" in flow.log
+    flow.wait_for(lambda: f"Retry {LOSSES}/{LOSSES} will start" in flow.log, 60, "Prefect's line about the retry")
 
 
 def test_a_lost_node_is_one_failure_of_the_budget(start: Start, cluster: ElasticCluster, tmp_path: Path) -> None:
