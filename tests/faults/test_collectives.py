@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.runs.history import read_history
@@ -49,6 +50,7 @@ def _ended(flow: FlowProcess) -> list[dict[str, Any]]:
     return records(flow.run, "ended")
 
 
+@pytest.mark.full
 def test_a_lost_node_is_a_lost_cluster_for_a_new_driver_whatever_its_peers_collectives_say(
     start: Start, cluster: ElasticCluster, tmp_path: Path
 ) -> None:

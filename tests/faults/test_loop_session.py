@@ -145,7 +145,10 @@ def test_scores_are_those_of_their_checkpoints_weights_and_a_killed_evaluation_i
     assert weights.weights == 30
 
 
-@pytest.mark.parametrize(("relax", "dies"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("relax", "dies"),
+    [(True, False), *(pytest.param(*case, marks=pytest.mark.full) for case in ((False, False), (True, True)))],
+)
 def test_a_drain_commits_the_parts_of_all_ranks_or_nothing_also_if_the_drained_rank_is_slower_to_store_its_own(
     start: Start, cluster: ElasticCluster, tmp_path: Path, relax: bool, dies: bool
 ) -> None:

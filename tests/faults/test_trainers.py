@@ -91,9 +91,8 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        ("lightning", 1),
-        ("transformers", 1),
         ("by hand", 1),
+        *(pytest.param(name, 1, marks=pytest.mark.full) for name in ("lightning", "transformers")),
         *(pytest.param(name, 2, marks=pytest.mark.full) for name in CASES),
     ],
 )
@@ -120,6 +119,7 @@ def test_a_trainer_with_a_session_ends_as_if_it_had_not_been_killed(
     assert len(weights) == 1, "all ranks of both trainings end with the same weights"
 
 
+@pytest.mark.full
 def test_a_finished_run_of_transformers_trains_on_if_it_is_given_more_steps(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="pip install prefect-elastic-train[transformers]")
     file = _block("trainers.md", "SessionTrainer(", tmp_path / "longer")

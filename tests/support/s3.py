@@ -86,7 +86,7 @@ class MotoServer(_Served):
         from botocore.config import Config
 
         once = Config(
-            retries={"total_max_attempts": 1}, connect_timeout=2, read_timeout=10, s3={"addressing_style": "path"}
+            retries={"total_max_attempts": 3}, connect_timeout=2, read_timeout=10, s3={"addressing_style": "path"}
         )
         keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": "secret", "region_name": "us-east-1"}
         return boto3.session.Session().client("s3", endpoint_url=self.endpoint_url, config=once, **keys)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from prefect_elastic_train.core.checkpoint_names import age_of, loop_name, physical_name, written_by
 from prefect_elastic_train.core.outcomes import ConfigurationError
+from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.checkpoints import name_folders
 from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.loop import RunContext
@@ -51,6 +52,7 @@ def test_a_worker_takes_the_folder_that_the_ranks_agree_on_and_never_offers_one_
     assert len(sent[3].rpartition("/")[2].encode()) in (254, 255), "what is too long for a disk is cut"
 
 
-def test_each_worker_group_of_an_attempt_has_another_number() -> None:
+def test_each_worker_group_of_an_attempt_has_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "_current", SimpleNamespace(group_failures=0))
     callback = LoopCallback(RunContext("run", "", 1, "", ""))
     assert [(callback.before_init_train_context([]), callback._group) for _ in range(2)] == [({}, 1), ({}, 2)]

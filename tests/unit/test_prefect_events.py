@@ -39,7 +39,7 @@ def committed(number: int, **metrics: Any) -> ev.CheckpointCommitted:
     )
 
 
-ERRORS = {"1": "The actor died", "0": "RuntimeError: Connection closed"}
+ERRORS = {"1": "The actor died", "0": "RuntimeError: [/gloo/pair.cc:534] Connection closed"}
 FAILED = {"retried": True, "gives_up": "", "reports_lost": 2, "worker_failures": 1, "preemptions": 0}
 PREEMPTED = {
     "retried": False,
@@ -184,6 +184,7 @@ def test_the_end_tells_what_there_was() -> None:
         "resizes": 0,
         "driver_restarts": 0,
         "reports_lost": 2,
+        "steps_redone": 0,
         "goodput": account.goodput,
         "time": account.model_dump(),
     }

@@ -13,7 +13,7 @@ import pytest
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, standby
+from prefect_elastic_train.elastic import callbacks, loop_watch, standby
 from prefect_elastic_train.elastic.standby import Standby, Standbys
 
 GIB, NODE, OTHER = 2**30, "ab" * 28, "cd" * 28
@@ -66,7 +66,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return of
 
     ready = lambda asked, num_returns, timeout: ([one for one in asked if one.actor.state != "boots"], [])  # noqa: E731
-    monkeypatch.setattr(standby, "ray", SimpleNamespace(wait=ready, get=get, kill=found.ended.append, remote=remote))
+    fake = SimpleNamespace(wait=ready, get=get, kill=found.ended.append, remote=remote)
+    monkeypatch.setattr(standby, "ray", fake)
+    monkeypatch.setattr(loop_watch, "ray", fake)
     monkeypatch.setattr(standby, "placement_group_table", lambda group: {"bundles_to_node_id": found.nodes})
     monkeypatch.setattr(standby, "_devices", lambda group, indices, resources: found.devices)
     monkeypatch.setattr(callbacks, "_current", SimpleNamespace(is_draining=False, tell=found.told.append))
@@ -108,9 +110,10 @@ def test_a_restart_waits_for_workers_that_boot_by_now_and_not_for_those_of_a_lar
 ) -> None:
     waits: list[tuple[list[str], float]] = []
 
-    def wait(asked: list[Answer], num_returns: int, timeout: float) -> None:
+    def wait(asked: list[Answer], num_returns: int, timeout: float) -> tuple[list[Answer], list[Answer]]:
         assert num_returns == len(asked)
         waits.append(([one.actor.name for one in asked], timeout))
+        return [], asked
 
     monkeypatch.setattr(standby.ray, "wait", wait)
     pool = _parked(("a", "", "warm"), ("b", "", "boots"), ("c", "", "boots"))
