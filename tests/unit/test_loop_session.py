@@ -243,6 +243,12 @@ def test_scores_of_the_first_step_and_of_neighbouring_steps_are_saved() -> None:
 
 
 @pytest.mark.usefixtures("scored_run")
+def test_a_score_that_was_neither_saved_nor_reported_does_not_reach_the_checkpoint_of_a_later_step() -> None:
+    recorder = _train(lambda step: {"val_loss": 0.5} if step < 10 else {}, save_every=10)
+    assert [weights for _, weights in recorder.scored] == [1, 2]
+
+
+@pytest.mark.usefixtures("scored_run")
 def test_a_score_that_is_none_at_each_step_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     _train(lambda step: {"val_loss": 0.5 if step % 40 == 0 else None}, save_every=100)
     assert caplog.text.count("val_loss is None at each step: leave it out where nothing is evaluated") == 1
