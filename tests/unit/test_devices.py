@@ -121,9 +121,12 @@ def test_the_head_that_inherits_a_claim_keeps_it_and_a_process_that_is_forked_do
 ) -> None:
     first, second = make(), make()
     assert _take(first, _of(gpus=2)) == ""
+    forked_runs, runs = os.pipe()
     forked = os.fork()
     if forked == 0:
+        os.write(runs, b"1")
         signal.pause()
+    assert os.read(forked_runs, 1) == b"1"
     head = subprocess.Popen(["sleep", "100"], pass_fds=[one.fileno() for one in first.sockets])
     try:
         first.release()
