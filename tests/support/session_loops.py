@@ -233,16 +233,25 @@ def misusing_loop(config: dict[str, Any]) -> None:
                     break
                 session.step()
 
+    def wait_for_checkpoint(step: int) -> None:
+        """Wait until this rank knows of the checkpoint: the ranks learn of it at different times."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if (checkpoint := ray.train.get_checkpoint()) is not None:
+                with checkpoint.as_directory() as folder:
+                    if training_session.read_about(folder)["step"] == step:
+                        return
+            time.sleep(0.1)
+
     import torch
 
     told("too small a batch", lambda: train(global_batch=1))
     told("an early end on all ranks", lambda: train(until=3))
-    deadline = time.monotonic() + 30
-    while ray.train.get_checkpoint() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for_checkpoint(3)
     told("another length", lambda: train(length=21))
     told("another order", lambda: train(seed=1))
     told("all as before", lambda: train(steps=5))
+    wait_for_checkpoint(5)
     told("a second session", lambda: train(again=True))
     train(steps=9, until=7 if rank else 100)
 
