@@ -26,7 +26,6 @@ from prefect_elastic_train.cli.common import (
 )
 from prefect_elastic_train.core.checkpoint_names import loop_name
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, StorageFaultError
-from prefect_elastic_train.core.records import Fingerprint
 from prefect_elastic_train.report.accounts import counts_in_words
 from prefect_elastic_train.report.markdown import duration, size
 from prefect_elastic_train.runs.inspecting import RunDetails, RunState, RunSummary, describe, summarize, verify
@@ -236,7 +235,6 @@ def _print_details(details: RunDetails) -> None:
             ("created", f"{age(run.created_at, now)} ago by {run.creator.describe()}" if run else ""),
             ("started from", details.started_from),
             ("train loop", f"{run.fingerprint.loop} ({run.fingerprint.framework})" if run else ""),
-            ("config", _config(run.fingerprint) if run else ""),
             ("workers", " → ".join(str(world.size) for world in accounts.world_sizes)),
             ("faults", f"{faults(accounts)}, {accounts.storage_wait_seconds:.1f} s of storage waits"),
             ("may still fail", counts_in_words(accounts.left)),
@@ -257,12 +255,6 @@ def _print_details(details: RunDetails) -> None:
         rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
     headings = ["checkpoint", "report", "metrics", "files", "size", ""]
     print_table(headings, rows, right=["report", "files", "size"])
-
-
-def _config(fingerprint: Fingerprint) -> str:
-    shown = ", ".join(f"{name}={words}" for name, words in fingerprint.values.items())
-    hidden = ", ".join(sorted(fingerprint.config.keys() - fingerprint.values.keys()))
-    return "; ".join(filter(None, [shown, hidden and f"not shown: {hidden}"]))
 
 
 def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:

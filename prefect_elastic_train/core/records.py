@@ -50,7 +50,7 @@ class Owner(_Record):
 
 
 class Fingerprint(_Record):
-    """What tells one training from another: a digest a part, and those values in words that are hardly secret."""
+    """What tells one training from another; of the configuration a digest of each value."""
 
     loop: str
     #: Where the loop is imported from, ``<module or file>:<function>``; empty if it went by value. Only for telling
@@ -58,7 +58,6 @@ class Fingerprint(_Record):
     path: str = ""
     framework: str
     config: dict[str, str] = Field(default_factory=dict)
-    values: dict[str, str] = Field(default_factory=dict)
     #: By key of the configuration, the types in its value that have no stable value and are digested by name only.
     opaque: dict[str, str] = Field(default_factory=dict)
 

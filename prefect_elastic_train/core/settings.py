@@ -122,15 +122,6 @@ class ScalingSettings(SettingsModel):
         return self
 
 
-def too_large(scaling: ScalingSettings, resource: str, amount: float, there: float) -> str:
-    """Return in words why a local cluster with so much of a resource cannot hold the smallest worker group."""
-    return (
-        f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {resource}, and the local cluster on "
-        f"this machine has {there:g} for them; lower min_workers or resources_per_worker, set num_cpus or num_gpus, or "
-        "join a larger cluster"
-    )
-
-
 def _check_tpu(scaling: ScalingSettings) -> None:
     """Check what Ray reserves TPUs by; it knows the slices, and is loaded for TPUs only."""
     from prefect_elastic_train.core import slices

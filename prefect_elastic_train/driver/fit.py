@@ -23,7 +23,7 @@ from typing import Any
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, ConfigurationError, Outcome
 from prefect_elastic_train.core.request import DriverSpec, Payload
-from prefect_elastic_train.core.settings import ScalingSettings, too_large
+from prefect_elastic_train.core.settings import ScalingSettings
 
 logger = logging.getLogger("prefect_elastic_train.driver")
 
@@ -180,7 +180,11 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
     for name, amount in resources_per_worker(scaling).items():
         there = resources.get(name, 0) - (name == "CPU" and spec.request.has_datasets)
         if amount * scaling.min_workers > there:
-            problem = too_large(scaling, name, amount, there)
+            problem = (
+                f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}, and the local "
+                f"cluster on this machine has {there:g} for them; lower min_workers or resources_per_worker, set "
+                "num_cpus or num_gpus, or join a larger cluster"
+            )
         elif amount:
             fitting = min(fitting, int(there / amount))
     if problem:

@@ -5,13 +5,11 @@ People name a train loop in a form or a shell by an import path, or by a file an
 
 from __future__ import annotations
 
-import glob
-import math
 import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -32,42 +30,12 @@ from prefect_elastic_train.report.run_report import TOTALS
 from prefect_elastic_train.runs import identity
 from prefect_elastic_train.supervisor.runtime import import_path
 
-#: What a machine has for each GPU of NVIDIA's; and what it has where Ray has to count: other makes, parts of a GPU.
-_GPUS = "/dev/nvidia[0-9]*"
-_UNCOUNTED = ("/dev/dxg", "/dev/kfd", "/dev/dri/render*", "/dev/nvidia-caps/*cap[3-9]", "/dev/nvidia-caps/*cap[0-9]?*")
-
 FRAMEWORKS = ("torch", "jax", "none")
 #: A pattern that both ways to name a loop match.
 LOOP_PATTERN = r"^([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_][\w.]*$"
 
-#: What is named otherwise in Ray's trainers and their configurations: arguments, and fields of blocks.
-_RAYS_NAMES = {
-    "train_loop_per_worker": "train_loop",
-    "name": "run_name",
-    "scaling_config": "scaling",
-    "failure_config": "failures",
-    "checkpoint_config": "checkpoints",
-    "num_workers": "max_workers",
-    "use_gpu": "accelerator",
-    "use_tpu": "accelerator",
-    "storage_path": "path",
-    "num_to_keep": "keep",
-    "checkpoint_score_attribute": "score_attribute",
-    "checkpoint_score_order": "score_order",
-}
-
 #: A block as it was given, or the name of a saved one, which is loaded anew at each attempt.
 GivenBlock = TrainingBlock | str
-
-
-def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that ``elastic_train`` does not have, and say where what they mean is given."""
-    for name in [name for name in given if name not in known]:
-        here = _RAYS_NAMES.get(name, name)
-        fields = ((argument, kind) for argument, kinds in lookup.BLOCK_TYPES.items() for kind in kinds)
-        places = [f"{argument}={kind.__name__}({here}=...)" for argument, kind in fields if here in kind.model_fields]
-        where = f"{here}=..." if here in known else " or ".join(places) or f"one of {', '.join(known)}"
-        raise ConfigurationError(f"elastic_train has no argument {name!r}: give {where}")
 
 
 def check_arguments(
@@ -156,34 +124,10 @@ def given_blocks(**given: GivenBlock | None) -> dict[str, GivenBlock]:
     """Return a training's blocks by argument: as given, else by the name in the settings, else the default."""
     # All are loaded once now, so that a typing error ends nothing later.
     loaded = {argument: load_given(argument, block or "") for argument, block in given.items()}
-    if "cluster" in loaded:
-        scaling = settings.plain(settings.ScalingSettings, loaded["scaling"])
-        check_machine(scaling, settings.plain(settings.ClusterSettings, loaded["cluster"]))
     return {
         argument: (given[argument] or default_block_name(argument)) if lookup.saved_name(block) else block
         for argument, block in loaded.items()
     }
-
-
-def check_machine(scaling: settings.ScalingSettings, cluster: settings.ClusterSettings) -> None:
-    """Refuse workers that no local cluster on this machine can hold; what Ray finds there is the driver's to check."""
-    if not cluster.is_local or "RAY_OVERRIDE_RESOURCES" in os.environ:
-        return
-    gpus = gpus_here() if cluster.num_gpus < 0 else cluster.num_gpus
-    there = {"CPU": cluster.num_cpus or os.cpu_count() or math.inf, "GPU": gpus}
-    wanted = dict(scaling.resources_per_worker)
-    if not wanted or scaling.accelerator == "gpu":
-        wanted.setdefault(scaling.accelerator.upper(), 1.0)
-    for name, amount in wanted.items():
-        if amount * scaling.min_workers > there.get(name, math.inf):
-            raise ConfigurationError(settings.too_large(scaling, name, amount, there[name]))
-
-
-def gpus_here() -> float:
-    """Return how many GPUs this machine has at most, of those that this process may see."""
-    count = math.inf if any(map(glob.glob, _UNCOUNTED)) else len(glob.glob(_GPUS))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count if visible is None else min(count, len([one for one in visible.split(",") if one not in ("", "-1")]))
 
 
 def load_given(argument: str, given: GivenBlock) -> TrainingBlock:

@@ -31,7 +31,6 @@ from prefect_elastic_train.core.request import Payload
 from prefect_elastic_train.driver.interruptions import interruptions, notice_interruptions
 from prefect_elastic_train.orchestration.arguments import (
     check_arguments,
-    check_names,
     given_blocks,
     load_given,
     make_request,
@@ -50,12 +49,7 @@ class _ElasticTrain(Generic[_Arguments]):
     def __init__(self, ask: Callable[_Arguments, Training]) -> None:
         update_wrapper(self, ask)
         self.__signature__ = inspect.signature(ask).replace(return_annotation="TrainingResult")
-
-        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Training:
-            check_names(kwargs, self.__signature__.parameters)
-            return ask(*args, **kwargs)
-
-        self.ask = checked
+        self.ask = ask
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> TrainingResult:
         training = self.ask(*args, **kwargs)

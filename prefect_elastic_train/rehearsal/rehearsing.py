@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -21,12 +23,7 @@ from prefect.context import FlowRunContext
 from prefect_elastic_train.blocks import ElasticScaling
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
 from prefect_elastic_train.core.request import Payload
-from prefect_elastic_train.orchestration.arguments import (
-    GivenBlock,
-    check_arguments,
-    gpus_here,
-    load_given,
-)
+from prefect_elastic_train.orchestration.arguments import GivenBlock, check_arguments, load_given
 from prefect_elastic_train.rehearsal import judging
 from prefect_elastic_train.rehearsal.certificate import Certificate
 from prefect_elastic_train.rehearsal.course import Course
@@ -43,6 +40,9 @@ _SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
 _FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 2.0
 _MOST_TRAININGS, _PATIENCE_SECONDS = 5, 120.0
 _LATER = 3.0  # times so long there are further trainings, for faults that are left
+#: What a machine has for each GPU of NVIDIA's; and what it has where Ray has to count: other makes, parts of a GPU.
+_GPUS = "/dev/nvidia[0-9]*"
+_UNCOUNTED = ("/dev/dxg", "/dev/kfd", "/dev/dri/render*", "/dev/nvidia-caps/*cap[3-9]", "/dev/nvidia-caps/*cap[0-9]?*")
 
 
 def rehearse(
@@ -196,9 +196,9 @@ def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
     if block.accelerator == "tpu":
         raise ConfigurationError("a TPU host cannot be divided into nodes; rehearse the loop with accelerator 'cpu'")
     gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
-    if gpus > gpus_here():
+    if gpus > _gpus_here():
         raise ConfigurationError(
-            f"{workers} workers on a node each need {gpus} GPUs, and here are {gpus_here()}; give fewer workers"
+            f"{workers} workers on a node each need {gpus} GPUs, and here are {_gpus_here()}; give fewer workers"
         )
     return block.model_copy(
         update={
@@ -209,3 +209,10 @@ def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
             "placement_strategy": "PACK",
         }
     )
+
+
+def _gpus_here() -> float:
+    """Return how many GPUs this machine has at most, of those that this process may see."""
+    count = math.inf if any(map(glob.glob, _UNCOUNTED)) else len(glob.glob(_GPUS))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count if visible is None else min(count, len([one for one in visible.split(",") if one not in ("", "-1")]))

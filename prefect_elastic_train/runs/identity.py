@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import hashlib
 import json
-import logging
 import re
 import sys
 import types
@@ -25,18 +23,20 @@ from prefect_elastic_train.core.records import Fingerprint
 LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-#: What a secret is called, and the parts of a text that is none: words, numbers, and words with a number behind.
-_SECRET_NAME = re.compile(
-    r"pass|pwd|pw\b|secret|token|key|cred|auth|cookie|dsn|hook|salt|pin|otp|jwt|bearer|sas\b|mnemonic|login|conn|private"
-    r"|sign",
-    re.IGNORECASE,
+#: Modules whose types are arrays or have a repr that is the value, unless an address or a file in it shows otherwise.
+_VALUE_MODULES = (
+    "builtins",
+    "datetime",
+    "decimal",
+    "fractions",
+    "uuid",
+    "numpy",
+    "numpy.dtypes",
+    "torch",
+    "jaxlib._jax",
+    "jaxlib.xla_extension",
 )
-_PLAIN = re.compile(r"[A-Za-z]?[a-z]{0,20}\d{0,4}|[A-Z]{1,10}\d{0,4}|\d{1,8}[a-z]?")
-_MAX_WORDS = 80
-#: Modules whose types are arrays, or have a repr that is the value; addresses in it show which have not.
-_ARRAY_MODULES = ("numpy", "torch", "jaxlib._jax", "jaxlib.xla_extension")
-_REPR_MODULES = {*sys.stdlib_module_names, *_ARRAY_MODULES, "numpy.dtypes"}
-_NO_VALUE = re.compile(" at 0x|<locals>|<lambda>")
+_NO_VALUE = re.compile(" at 0x|<locals>|<lambda>|^<module ")
 
 
 class Call(NamedTuple):
@@ -99,37 +99,14 @@ def loop_name(train_loop: Callable[..., Any] | str) -> str:
 
 def fingerprint(train_loop: Callable[..., Any] | str, framework: str, config: Mapping[str, Any] | None) -> Fingerprint:
     """Return what makes a training the same: its loop's name, framework and config; the code may have been mended."""
-    named = {str(key): value for key, value in (config or {}).items()}
     opaque: dict[str, str] = {}
     return Fingerprint(
         loop=loop_name(train_loop),
         path=train_loop if isinstance(train_loop, str) else _import_path(train_loop),
         framework=framework,
-        config={name: _digest(name, value, opaque) for name, value in named.items()},
-        values={name: text for name, value in named.items() if name not in opaque and (text := _in_words(name, value))},
+        config={str(name): _digest(str(name), value, opaque) for name, value in (config or {}).items()},
         opaque=opaque,
     )
-
-
-def _in_words(name: str, value: Any) -> str:
-    """Return a value of a configuration as a person reads it, empty if it is long or may be a secret."""
-    if _SECRET_NAME.search(name):
-        return ""
-    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**12):
-        return str(value)
-    if isinstance(value, str):
-        # A path or a few words: what has queries or assignments, or names a secret, may hold one.
-        is_plain = 0 < len(value) <= _MAX_WORDS and not re.search(r"[^\w./:, -]", value) and value.count(" ") <= 2
-        is_plain = is_plain and not _SECRET_NAME.search(value)
-        return value if is_plain and all(map(_PLAIN.fullmatch, re.split(r"[\W_]+", value))) else ""
-    if not isinstance(value, Mapping | list | tuple) or len(value) > _MAX_WORDS // 4:
-        return ""
-    if isinstance(value, Mapping):
-        inner = [(f"{key}=", _in_words(str(key), one)) for key, one in value.items()]
-    else:
-        inner = [("", _in_words(name, one)) for one in value]
-    words = f"({', '.join(map(''.join, inner))})"
-    return words if all(one for _, one in inner) and len(words) <= _MAX_WORDS else ""
 
 
 def _qualified_name(train_loop: Callable[..., Any]) -> str:
@@ -168,8 +145,6 @@ def _stable(value: Any, unstable: set[str]) -> Any:
         content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
     elif isinstance(value, type | types.FunctionType):
         content = _full_name(value)
-    elif isinstance(value, functools.partial):
-        content = [value.func, value.args, value.keywords]
     elif isinstance(value, Enum):
         content = value.name
     elif isinstance(value, SecretStr):
@@ -178,16 +153,12 @@ def _stable(value: Any, unstable: set[str]) -> Any:
         content = dict(value)
     elif dataclasses.is_dataclass(value):
         content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        content = vars(value)
-    elif isinstance(value, re.Pattern):
-        content = [value.pattern, value.flags]
-    elif module in _ARRAY_MODULES and hasattr(value, "__array__"):
+    elif module in _VALUE_MODULES and hasattr(value, "__array__"):
         with suppress(TypeError, RuntimeError):  # of torch: with gradients, in bfloat16, on a GPU
             array = sys.modules["numpy"].asarray(value)
             data = array.tolist() if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
             content = [str(array.dtype), array.shape, data]
-    elif module in _REPR_MODULES and not isinstance(value, types.ModuleType | logging.Logger):
+    elif module in _VALUE_MODULES:
         content = repr(value)
     if content is None or (isinstance(content, str) and _NO_VALUE.search(content)):
         unstable.add(kind)

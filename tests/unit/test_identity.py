@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import enum
@@ -16,6 +15,7 @@ import types
 import uuid
 from collections import OrderedDict, UserDict
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -87,60 +87,6 @@ def test_a_loop_keeps_its_name_when_its_module_is_loaded_under_another() -> None
     assert loop_name(functools.partial(_loop, {})) == "partial"
 
 
-def test_a_fingerprint_shows_what_is_hardly_secret_and_hides_the_rest() -> None:
-    shown = {
-        "lr": "0.125",
-        "model": "resnet50",
-        "data": "/mnt/data/imagenet_1k/train",
-        "betas": "(0.9, 0.999)",
-        "schedule": "(name=cosine, warmup=(steps=500))",
-        "amp": "True",
-        "seed": "None",
-    }
-    config = {
-        **shown,
-        "lr": 0.125,
-        "betas": [0.9, 0.999],
-        "schedule": {"name": "cosine", "warmup": {"steps": 500}},
-        "amp": True,
-        "seed": None,
-        "password": "correct-horse",
-        "API_KEY": 12345678,
-        "nested": {"token": "battery-staple", "of": 1},
-        "tracker": "wJalrXUtnFEMIK7MDENGbPxRfiCY",
-        "database": "postgresql://ada:lovelace@host/runs",
-        "wandb": "4f2c9a1be07d55e8",
-        "db_pwd": "sesame",
-        "pin_code": 1234,
-        "url": "https://x/y?sig=sesame2024",
-        "dsn_like": "mysql:host=db;user=root",
-        "arguments": ["--password", "hunter2"],
-        "entry": {"name": "password", "value": "hunter2"},
-        "phrase": "abcd efgh ijkl mnop",
-        "number": 10**20,
-        "huge": list(range(1000)),
-        "object": object(),
-    }
-    mine = fingerprint(_loop, "torch", config)
-    assert mine.values == shown
-    assert mine.config.keys() == config.keys()
-    text = mine.model_dump_json()
-    for secret in (
-        "correct-horse",
-        "12345678",
-        "battery",
-        "wJalr",
-        "lovelace",
-        "4f2c9",
-        "sesame",
-        "hunter2",
-        "efgh",
-        "mysql",
-        "999, ",
-    ):
-        assert secret not in text
-
-
 def test_the_same_training_has_the_same_fingerprint_in_any_process() -> None:
     config = {"b": [1, 2.5, None, True], "a": {"y": 1, "x": "é"}}
     reordered = {"a": {"x": "é", "y": 1}, "b": [1, 2.5, None, True]}
@@ -192,6 +138,7 @@ def _differences(before: Any, after: Any) -> list[str]:
         (Model(width=1), Model(width=2)),
         (Model(width=1, key=SecretStr("a")), Model(width=1, key=SecretStr("b"))),
         (Decimal("0.1"), Decimal("0.9")),
+        (Fraction(1, 2), Fraction(1, 3)),
         (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)),
         (datetime.timedelta(1), datetime.timedelta(2)),
         (uuid.UUID(int=1), uuid.UUID(int=2)),
@@ -203,9 +150,6 @@ def _differences(before: Any, after: Any) -> list[str]:
         ({(1, 2): "a"}, {(1, 3): "a"}),
         (UserDict(a=Path("/a")), UserDict(a=Path("/b"))),
         ([1, {"deep": (np.float32(0.1),)}], [1, {"deep": (np.float32(0.9),)}]),
-        (argparse.Namespace(lr=1), argparse.Namespace(lr=2)),
-        (types.SimpleNamespace(lr=1), types.SimpleNamespace(lr=2)),
-        (functools.partial(_loop, 1), functools.partial(_loop, 2)),
         (operator.add, operator.mul),
         (Hyper, Model),
         (1, 1.0),
@@ -319,13 +263,23 @@ def test_a_value_without_a_stable_form_hides_no_change_beside_it() -> None:
     assert not _differ({"rate": 1, "start": opaque}, {"rate": 1, "start": torch.ones(2, requires_grad=True)})
 
 
-def test_patterns_are_compared_whole_and_modules_and_loggers_by_nothing_that_a_process_may_change() -> None:
-    assert _differ(re.compile("a" * 300 + "b"), re.compile("a" * 300 + "c"))
-    before, logger = types.ModuleType("settings"), logging.getLogger("of.a.configuration")
+def test_modules_are_compared_by_nothing_that_a_process_may_change() -> None:
+    before, after = types.ModuleType("settings"), types.ModuleType("settings")
     before.__file__ = "/tmp/pull-1/settings.py"
-    after = types.ModuleType("settings")
     after.__file__ = "/tmp/pull-2/settings.py"
     assert not _differ(before, after)
-    one = fingerprint("package:loop", "none", {"x": logger})
-    logger.setLevel(logging.ERROR)
-    assert not one.differences(fingerprint("package:loop", "none", {"x": logger}))
+
+
+def test_no_repr_counts_as_the_value_that_may_be_cut_short_or_of_another_order() -> None:
+    config = {
+        "pattern": re.compile("a" * 300),
+        "namespace": types.SimpleNamespace(names={"a", "b"}),
+        "bound": functools.partial(print, {"a", "b"}),
+        "logger": logging.getLogger("of.a.configuration"),
+    }
+    assert fingerprint(_loop, "torch", config).opaque.keys() == config.keys()
+
+
+def test_what_another_version_has_recorded_besides_is_ignored() -> None:
+    recorded = {"loop": "_loop", "framework": "torch", "config": {"lr": "a"}, "values": {"lr": "0.1"}}
+    assert Fingerprint.model_validate(recorded).config == {"lr": "a"}

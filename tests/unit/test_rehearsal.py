@@ -431,9 +431,21 @@ def test_bad_arguments_are_refused_before_anything_starts(arguments: dict[str, A
 
 
 def test_more_gpus_than_there_are_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsing, "gpus_here", lambda: 1)
+    monkeypatch.setattr(rehearsing, "_gpus_here", lambda: 1)
     with pytest.raises(ConfigurationError, match="2 workers on a node each need 2 GPUs, and here are 1"):
         rehearse("json:loads", scaling=ElasticScaling(accelerator="gpu", resources_per_worker={"GPU": 0.5}))
+
+
+@pytest.mark.parametrize(("visible", "count"), [("2,3", 2), ("0,1,2,3,4", 4), ("", 0), ("-1", 0)])
+def test_gpus_that_this_process_may_not_see_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, count: int
+) -> None:
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+    monkeypatch.setattr(rehearsing, "_GPUS", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(rehearsing, "_UNCOUNTED", ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert rehearsing._gpus_here() == count
 
 
 def test_the_command_refuses_what_the_function_does_and_knows_the_loop() -> None:

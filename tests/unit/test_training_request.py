@@ -50,11 +50,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"scaling": FailureBudget()}, ["expected ElasticScaling or the name of one, got FailureBudget"]),
     ({"cluster": {"address": "auto"}}, ["expected RayCluster or the name of one, got dict"]),
     ({"train_loop_config": {"lock": threading.Lock()}}, ["cannot be sent to another process", "lock"]),
-    ({"num_workers": 2}, ["no argument 'num_workers'", "scaling=ElasticScaling(max_workers=...)"]),
-    ({"storage_path": "/a"}, ["storage=LocalStorage(path=...)"]),
-    ({"scaling_config": 1}, ["give scaling=..."]),
-    ({"max_failures": 1}, ["failures=FailureBudget(max_failures=...)"]),
-    ({"colour": "red"}, ["one of train_loop, train_loop_config, framework"]),
     ({"cluster": RayCluster(auth_token="********")}, ["RayCluster.auth_token is masked", "Save the block"]),
 ]
 
@@ -65,6 +60,11 @@ def test_a_bad_request_is_refused_before_anything_starts(arguments: dict[str, An
         elastic_train.ask(**{"train_loop": loop, **arguments})
     for word in words:
         assert word in str(refused.value)
+
+
+def test_an_argument_that_there_is_none_of_is_refused_as_pythons_functions_do() -> None:
+    with pytest.raises(TypeError, match=r"elastic_train\(\) got an unexpected keyword argument 'num_workers'"):
+        elastic_train(loop, num_workers=2)  # type: ignore[call-arg]
 
 
 def test_a_request_without_anything_but_a_loop_works_on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,63 +133,6 @@ def test_a_storage_is_also_a_directory_or_a_url_which_stays_that_of_the_call(
     bucket = arguments.given_blocks(storage="s3://bucket/prefix")["storage"]
     assert isinstance(bucket, S3Storage)
     assert bucket.bucket_path == "bucket/prefix"
-
-
-@pytest.mark.parametrize(
-    ("scaling", "cluster", "says"),
-    [
-        (
-            {"min_workers": 8, "max_workers": 8},
-            {},
-            "min_workers=8 need 8 CPU, and the local cluster on this machine has 2",
-        ),
-        ({"max_workers": 8}, {}, ""),
-        ({"min_workers": 8, "max_workers": 8}, {"num_cpus": 8}, ""),
-        ({"min_workers": 8, "max_workers": 8}, {"address": "auto"}, ""),
-        ({"min_workers": 2, "max_workers": 2, "resources_per_worker": {"CPU": 1.5}}, {}, "need 3 CPU"),
-        ({"resources_per_worker": {"memory": 1e15}}, {}, ""),  # which Ray counts
-        (
-            {"accelerator": "gpu", "min_workers": 3, "max_workers": 3},
-            {},
-            "need 3 GPU, and the local cluster on this machine has 2",
-        ),
-        (
-            {"accelerator": "gpu", "min_workers": 3, "max_workers": 3, "resources_per_worker": {"CPU": 0.1}},
-            {},
-            "need 3 GPU",
-        ),
-        ({"accelerator": "gpu", "min_workers": 2, "max_workers": 2}, {}, ""),
-        ({"accelerator": "gpu", "resources_per_worker": {"GPU": 4}}, {"num_gpus": 2}, "need 4 GPU"),
-        ({"accelerator": "gpu"}, {"num_gpus": 1}, ""),
-    ],
-)
-def test_workers_that_this_machine_cannot_hold_are_refused_before_a_cluster_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scaling: dict[str, Any], cluster: dict[str, Any], says: str
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    for device in ("nvidia0", "nvidia1", "nvidiactl"):
-        (tmp_path / device).touch()
-    monkeypatch.setattr(arguments, "_GPUS", f"{tmp_path}/nvidia[0-9]*")
-    monkeypatch.setattr(arguments, "_UNCOUNTED", ())
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    given = {"scaling": ElasticScaling(**scaling), "cluster": RayCluster(**cluster)}
-    if not says:
-        assert arguments.given_blocks(**given) == given
-        return
-    with pytest.raises(ConfigurationError, match=says):
-        arguments.given_blocks(**given)
-
-
-@pytest.mark.parametrize(("visible", "count"), [("2,3", 2), ("0,1,2,3,4", 4), ("", 0), ("-1", 0)])
-def test_gpus_that_this_process_may_not_see_are_not_counted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, count: int
-) -> None:
-    for number in range(4):
-        (tmp_path / f"nvidia{number}").touch()
-    monkeypatch.setattr(arguments, "_GPUS", f"{tmp_path}/nvidia[0-9]*")
-    monkeypatch.setattr(arguments, "_UNCOUNTED", ())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert arguments.gpus_here() == count
 
 
 @pytest.mark.parametrize(("restarts", "forgiving", "retries"), [(4, 0, 4), (0, 60, 0), (4, 60, 4)])
