@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> None:
     spec_file = Path(arguments[0])
     began_at = psutil.Process().create_time()
     if arguments[0] == SPARE:
-        spec_file, began_at = wait_for_spec(arguments[1])
+        spec_file = wait_for_spec(arguments[1])
+        began_at = spec_file.stat().st_mtime  # from then on it was needed
     output = EventOutput(sys.stdout)
     details = Details()
     sys.stdout = LineStream(partial(details.take, output.write_text), 1)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from prefect_elastic_train.elastic.warming import begin_imports, finish_imports, hurry, memory_left
+from prefect_elastic_train.elastic.warming import import_ahead, memory_left
 
 #: Stands in for the path of a spec on the command line of a spare.
 SPARE = "--spare"
@@ -23,26 +21,18 @@ _OWN_MODULES = (
 )
 
 
-def wait_for_spec(framework: str) -> tuple[Path, float]:
-    """Return the path of a spec, once the supervisor writes it to the standard input, and when that was.
+def wait_for_spec(framework: str) -> Path:
+    """Return the path of a spec, once the supervisor has written it to the standard input.
 
-    Ends this process if the standard input closes before.
+    Ends this process if the standard input is closed instead, or if the machine is short of memory.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    told = threading.Event()
-    importing = begin_imports(_modules(framework, told))
-    line = sys.stdin.readline()
-    told_at = time.time()
-    if not line:
-        os._exit(0)  # imports may be under way
-    told.set()
-    hurry()
-    finish_imports(importing)
-    return Path(line.rstrip("\n")), told_at
-
-
-def _modules(framework: str, told: threading.Event) -> Iterator[str]:
-    yield "ray"
-    if memory_left() < 0 and not told.is_set():
+    import_ahead(["ray"])
+    is_told, _, _ = select.select([sys.stdin], [], [], 0)
+    if memory_left() < 0 and not is_told:
         os._exit(0)
-    yield from (*_MODULES.get(framework, ()), *_OWN_MODULES)
+    import_ahead((*_MODULES.get(framework, ()), *_OWN_MODULES))
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)
+    return Path(line.rstrip("\n"))

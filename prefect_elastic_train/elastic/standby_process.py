@@ -15,7 +15,7 @@ import psutil
 import ray
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 
-from prefect_elastic_train.elastic.warming import WORKER_MODULES, begin_imports, finish_imports, step_of_torch
+from prefect_elastic_train.elastic.warming import WORKER_MODULES, import_ahead, step_of_torch
 
 GONE_SECONDS = 10.0  # for which a worker waits for the end of those that had its devices
 
@@ -35,7 +35,7 @@ def warm_up(visible: str, framework: str, cpus: float) -> tuple[int, ActorMetada
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     if framework == "jax":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported; on GPUs there is no standby
-    finish_imports(begin_imports(WORKER_MODULES.get(framework, ())))
+    import_ahead(WORKER_MODULES.get(framework, ()))
     if framework == "torch":
         step_of_torch()
     return about()

@@ -26,6 +26,7 @@ from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import MARK_VARIABLE, write_spec
 from prefect_elastic_train.core.settings import ClusterSettings, ScalingSettings
+from prefect_elastic_train.driver import spare
 from prefect_elastic_train.supervisor import attempt
 from prefect_elastic_train.supervisor import runtime as runtime_module
 from prefect_elastic_train.supervisor.guard import end_marked, marked_processes
@@ -196,12 +197,26 @@ def test_a_spare_driver_is_the_next_one_if_its_environment_is_the_same_and_ends_
 
 def test_a_spare_driver_ends_with_its_supervisor() -> None:
     command = [sys.executable, "-m", "prefect_elastic_train.driver", "--spare", "none"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as spare:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as process:
         with pytest.raises(subprocess.TimeoutExpired):
-            spare.wait(3)
-        assert spare.stdin is not None
-        spare.stdin.close()
-        assert spare.wait(30) == 0
+            process.wait(3)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
+def test_a_spare_driver_ends_for_want_of_memory_unless_it_is_needed_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare, "memory_left", lambda: -1.0)
+    monkeypatch.setattr(spare, "import_ahead", lambda modules: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    reader, writer = os.pipe()
+    with open(reader) as stdin, open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(SystemExit):
+            spare.wait_for_spec("none")
+        print("/run/spec", file=stream, flush=True)
+        assert spare.wait_for_spec("none") == Path("/run/spec")
 
 
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:

@@ -239,8 +239,6 @@ warming.about = lambda: (1, None)
 ray.get_runtime_context = lambda: SimpleNamespace(runtime_env={})
 assert warming.warm_up("", sys.argv[1], 2) == (1, None)
 assert os.environ["OMP_NUM_THREADS"] == "2"
-policies = {os.sched_getscheduler(int(one)) for one in os.listdir("/proc/self/task")}
-assert policies == {os.SCHED_OTHER}, policies
 if sys.argv[1] == "torch":
     import torch
     assert torch.get_num_threads() == min(2, os.cpu_count())
