@@ -1,14 +1,13 @@
 """Save the profiles as block documents: `python -m blocks.apply [PROFILE]... [--dry-run]`, as often as you like."""
 
 import os
-from collections import Counter
 from typing import Annotated
 
 import typer
 
 from blocks.profiles import PROFILES, Blocks, Environment, UnsetVariableError
 from prefect_elastic_train.blocks.documents import apply
-from prefect_elastic_train.cli.common import clean, errors
+from prefect_elastic_train.cli.common import errors
 from prefect_elastic_train.core.outcomes import ConfigurationError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,7 +36,7 @@ def chosen_documents(names: list[str], environment: Environment) -> tuple[dict[s
         except UnsetVariableError as error:
             if names:
                 raise ConfigurationError(f"profile {name}: {error}") from error
-            skipped.append(f"- {name}  skipped: {error}")
+            skipped.append(f"skipped {name}: {error}")
     return documents, skipped
 
 
@@ -46,21 +45,20 @@ def main(
     profiles: Annotated[
         list[str] | None, typer.Argument(help=f"{', '.join(PROFILES)}; default all.", metavar="[PROFILE]...")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would change.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be saved.")] = False,
 ) -> None:
-    """Create or update the block documents of the profiles; print what changes, field by field.
+    """Create or update the block documents of the profiles; print their names.
 
     Values of the code replace what was typed in the UI. A secret that the code does not give stays as it is. A profile
     that needs an environment variable that is not set is left out, or an error if it was named.
     """
     with errors():
         documents, skipped = chosen_documents(profiles or [], os.environ)
-        changes = apply(documents, dry_run=dry_run)
-    for line in [*(line for change in changes for line in change.lines()), *skipped]:
-        typer.echo(clean(line))
-    counts = Counter(change.what for change in changes)
-    told = ", ".join(f"{counts[what]} {what}" for what in ("created", "updated", "unchanged"))
-    typer.echo(f"{told}{' (dry run: nothing was written)' if dry_run else ''}")
+        saved = apply(documents, dry_run=dry_run)
+    for line in [*saved, *skipped]:
+        typer.echo(line)
+    if dry_run:
+        typer.echo("dry run: nothing was written")
 
 
 if __name__ == "__main__":
