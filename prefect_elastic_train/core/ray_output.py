@@ -27,29 +27,26 @@ _OF_RAY = re.compile(
     r"ActorLocationTracker|AutoscalingRequester|DatasetManager|PlacementGroupCleaner|PreemptionWatcher|SplitCoordinator"
     r"|SynchronizationActor|TrainController|TrainStateActor|_AutoscalingCoordinatorActor|_StatsActor|gcs_server|raylet"
 )
-#: What Ray's core and its Python parts, and the collectives of torch, begin a line with; and stacks of native code.
+#: What Ray's core and its Python parts, the collectives of torch and JAX, and the stacks of both begin a line with.
 _RAYS_FORM = re.compile(
-    r"\s*\[\d{4}-\d\d-\d\d [\d:,.]+ [A-Z] \d+ \d+\] |\(pid=(?:gcs_server|raylet)\) "
-    r"|\d{4}-\d\d-\d\d [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- "
-    r"|(?:\[rank\d+\]:)?\[[A-Z]\d{4} [\d:.]+ (?:\d+ )?\w*(?:socket|TCPStore|ProcessGroup|NCCL|[Gg]loo)\w*\.[ch]pp\b"
-    r"|[A-Z]\d{4} [\d:.]+\s+\d+ \w*(?:coordination|[Gg]loo|grpc)\w*\.(?:cc|h):\d+\] "
+    r"\s*\[\d{4}-\d\d-\d\d [\d:,.]+ [A-Z] \d+ \d+\] |\d{4}-\d\d-\d\d [\d:,]+\s+[A-Z]+ \w+\.py:\d+ -- "
+    r"|\(pid=(?:gcs_server|raylet)\) |Actor with class name: 'PreemptionWatcher' and ID: "
+    r"|Running entrypoint for job |-- Runtime env is setting up"
+    r"|(?:\[rank\d+\]:)?\[?[A-Z]\d{4} [\d:.]+\s+(?:\d+ )?"
+    r"\w*(?:socket|TCPStore|ProcessGroup|NCCL|[Gg]loo|coordination|grpc)\w*\.\w+:\d+\] "
     r"|\[Gloo\] Rank \d+ is connected to |(?:Starting|Connecting to) JAX distributed service on "
-    r"|\[(?:failure_signal_handler|symbolize)\w*\.cc ?: ?\d+\] "
-    r"|\*\*\* (?:SIG[A-Z]+ received at|StackTrace Information)"
-    r"|PC: @ +0x|    @ +0x|[^\s(]{1,200}\([^\s)]{0,200}\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]"
-    r"|Actor with class name: 'PreemptionWatcher' and ID: |Running entrypoint for job |-- Runtime env is setting up"
+    r"|(?:PC:|   ) @ +0x|\*\*\* SIG"
 )
 #: What a node says of itself that a person can act on.
 _OF_USE = re.compile(r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE, _MAX_LINES = 2000, 2000
 
-#: A line that names an exception, possibly behind its module.
-_EXCEPTION = re.compile(
+#: A line that names an exception, possibly behind its module, or an error of Ray's core.
+_ERROR = re.compile(
     r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Killed|Fault|Failure|Timeout)\b|Fatal Python error"
+    r"|\[\d{4}-\d\d-\d\d [\d:,.]+ [EFC] \d+ \d+\] "
 )
-#: How Ray's core begins an error of its own.
-_OF_CORE = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,.]+ [EFC] \d+ \d+\] (?:\(\S+\) )?\S+ +")
 #: How Ray says that a process is gone, rather than that its code failed.
 _DEATH = re.compile(
     r"actor (?:is dead|died)|worker (?:is )?died|node \S+ (?:is dead|died)|Worker unexpectedly exits", re.I
@@ -80,12 +77,11 @@ _MAX_CAUSE = 240
 #: Bytes of an error, which is a log record, and of all errors of a failure, which are an event.
 _MAX_ERROR = 100_000
 _MAX_ERRORS = 200_000
-_TINY = 200
 
 
 def without_marks(text: str) -> str:
     """Return text without the terminal's colour codes and our tags."""
-    return _COLOURS.sub("", text).replace(DETAIL_TAG, "", 1).replace(_TOLD_TAG, "", 1)
+    return _COLOURS.sub("", text).replace(DETAIL_TAG, "").replace(_TOLD_TAG, "")
 
 
 def is_detail(text: str) -> bool:
@@ -101,8 +97,8 @@ def is_detail(text: str) -> bool:
 def silence_ray_train() -> None:
     """Let Ray Train write to its files alone in this worker: it says each report, and what the loop raised."""
     logger = logging.getLogger("ray.train")
-    for handler in [handler for handler in logger.handlers if hasattr(handler, "plain_handler")]:
-        logger.removeHandler(handler)  # the root logger, which has the same one, keeps it for the loop
+    # The root logger, which has the same one for the console, keeps it for the loop.
+    logger.handlers = [handler for handler in logger.handlers if not hasattr(handler, "plain_handler")]
     for name, other in list(logging.root.manager.loggerDict.items()):
         if "/ray/train/" in name and isinstance(other, logging.Logger):
             other.parent = logger  # named by its file rather than its module, it would be heard as the root's
@@ -123,11 +119,11 @@ class Details:
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
 
     def take(self, write: Callable[[str], object], lines: str) -> None:
-        """Take lines that the driver wrote at once and hand them on, marked where a record of Ray's own goes on."""
-        of_ray = is_detail(lines.partition("\n")[0])
-        tagged = [DETAIL_TAG + line if of_ray and not is_detail(line) else line for line in lines.splitlines(True)]
-        self.keep("".join(filter(is_detail, tagged)))
-        write("".join(tagged))
+        """Take lines that the driver wrote at once and hand them on, marked if they are a record of Ray's own."""
+        if is_detail(lines):
+            self.keep(lines)
+            lines = "".join(DETAIL_TAG + line for line in lines.splitlines(True))
+        write(lines)
 
     def keep(self, text: str) -> None:
         """Keep text, and give up the oldest for it."""
@@ -146,9 +142,8 @@ def distinct(errors: Mapping[int, str]) -> tuple[dict[str, str], dict[str, list[
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(errors.items()):
         ranks.setdefault(_VARIABLE.sub("#", text), []).append(rank)
-    firsts = [first for first, *_ in ranks.values()][: _MAX_ERRORS // _TINY]
-    most = min(_MAX_ERROR, _MAX_ERRORS // max(1, len(firsts)))
-    return {str(first): cut(errors[first], most) for first in firsts}, {
+    most = min(_MAX_ERROR, _MAX_ERRORS // max(1, len(ranks)))
+    return {str(first): cut(errors[first], most) for first, *_ in ranks.values()}, {
         str(first): others for first, *others in ranks.values() if others
     }
 
@@ -190,9 +185,8 @@ def own_errors(errors: Mapping[str, str]) -> dict[str, str]:
 def last_cause(lines: Sequence[str]) -> str:
     """Return in short which error a process has written last; empty if it has written none."""
     for line in reversed(lines):
-        core = _OF_CORE.match(line)
-        if core or _EXCEPTION.match(line):
-            return line[core.end() if core else 0 :].split(". ")[0][:_MAX_CAUSE]
+        if _ERROR.match(line):
+            return line.split(". ")[0][:_MAX_CAUSE]
     return ""
 
 

@@ -53,7 +53,6 @@ def main(arguments: list[str]) -> None:
     _handle_signals(signal.default_int_handler)
     notice_interruptions()
     spec = read_spec(spec_file)
-    output.is_shared = spec.cluster.is_submitted
     attempt = Attempt(spec, output, details, began_at)
     ending = threading.Lock()
 

@@ -85,8 +85,6 @@ class EventOutput(EventQueue):
     """
 
     def __init__(self, stream: IO[str]) -> None:
-        #: Others write into the same file, and perhaps no whole lines.
-        self.is_shared = False
         self._descriptor = os.dup(stream.fileno())
         self._lock = threading.Lock()
         super().__init__(self._write_event, "elastic-train-output")
@@ -100,7 +98,8 @@ class EventOutput(EventQueue):
 
     def _write_event(self, line: bytes) -> bool:
         with suppress(OSError):  # the supervisor is gone, and with it soon this process
-            self.write_text(("\n" if self.is_shared else "") + f"{ev.EVENT_TAG}{line.decode()}\n")
+            # A job's errors go into the same file, and perhaps in no whole lines.
+            self.write_text(f"\n{ev.EVENT_TAG}{line.decode()}\n")
         return True
 
 
@@ -119,12 +118,12 @@ class LineStream(io.TextIOBase):
     def write(self, text: str) -> int:
         """Write text; a line is handed on when it is complete."""
         pending = getattr(self._rest, "text", "") + text
+        if len(pending) > _MAX_REST:
+            pending += "\n"
         # A text of several lines is handed on as a whole: what its first line is, the others are, too.
-        is_whole = pending.endswith("\n")
-        too_long = len(pending) > _MAX_REST
-        self._rest.text = "" if is_whole or too_long else pending
-        if is_whole or too_long:
-            self._write_lines(pending if is_whole else f"{pending}\n")
+        self._rest.text = "" if pending.endswith("\n") else pending
+        if not self._rest.text:
+            self._write_lines(pending)
         return len(text)
 
     def writable(self) -> bool:

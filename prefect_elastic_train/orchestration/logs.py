@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from logging import DEBUG, INFO, WARNING
 
 from prefect_elastic_train.core import events as ev
@@ -25,33 +23,30 @@ _WINDOW_SECONDS = 10.0
 _IN_FULL = 1000.0
 #: Between two lines about checkpoints, unless something happens.
 _COMMITS_SECONDS = 30.0
-#: What a worker group says until its first report, for so long and so many lines at most, is its start.
-_START_SECONDS, _MOST_SAID = 120.0, 2000
-_TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d(?:[.,]\d+)?")
 
 
 class OutputLimits:
     """Decides for each line: what each source may print on average over a window, ranks other than 0 together."""
 
-    def __init__(self, lines_per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._clock = lines_per_second, clock
+    def __init__(self, lines_per_second: float) -> None:
+        self._rate = lines_per_second
         self._begin()
 
     def _begin(self) -> None:
-        self._began, self._lines, self._left_out = self._clock(), Counter[str](), Counter[str]()
+        self._began, self._lines, self._left_out = time.monotonic(), Counter[str](), Counter[str]()
 
     def lets_through(self, source: str) -> bool:
         """Whether the next line of a source, such as ``rank 3`` or ``driver``, is let through."""
         rate = _IN_FULL if source == "rank 0" else self._rate
         share = "other ranks" if source.startswith(("rank ", "worker ")) and source != "rank 0" else source
+        let = self._lines[share] < rate * _WINDOW_SECONDS  # so the first line always is
         self._lines[share] += 1
-        let = self._lines[share] <= max(1.0, rate * _WINDOW_SECONDS)
         self._left_out[source] += not let
         return let
 
     def notice(self, at_once: bool = False) -> str:
         """Count anew if it is time, and return what was left out, of five sources at most; empty if nothing was."""
-        if not at_once and self._clock() - self._began < _WINDOW_SECONDS:
+        if not at_once and time.monotonic() - self._began < _WINDOW_SECONDS:
             return ""
         left_out = +self._left_out
         self._begin()
@@ -70,11 +65,9 @@ class RunLog(ev.EventHandler):
         self._attempt, self._run_uri = 0, ""
         #: Where a restart begins, as far as is known, and since when there is nobody to train; 0: somebody does.
         self._checkpoint, self._stopped_at, self._last_at = "", 0.0, 0.0
-        #: The newest commit that no line has told of, how many there are besides, and when a line told of one.
-        self._commit: ev.CheckpointCommitted | None = None
-        self._others, self._commit_told_at, self._best = 0, 0.0, ""
-        #: What worker groups said at the last start and say at this one, until when it is one, and what is left out.
-        self._said_before, self._says, self._starts_until, self._repeated = set[int](), set[int](), math.inf, 0
+        #: The commits that no line has told of, and when the newest was that a line has told of.
+        self._commits: list[ev.CheckpointCommitted] = []
+        self._commit_told_at = 0.0
 
     def line(self, source: str, text: str) -> None:
         """Write a line of output; a worker's is tagged with its rank, and Ray's own is a detail."""
@@ -82,13 +75,11 @@ class RunLog(ev.EventHandler):
             self.note(f"An event of the driver cannot be read, and what it told is lost: {cut(text, 300)}", WARNING)
             return
         detail = ray_output.is_detail(text)
-        if (detail and not self._logger.isEnabledFor(DEBUG)) or not text.replace(ray_output.DETAIL_TAG, "").strip():
-            return
         who, rest = self._source(source, text)
+        if (detail and not self._logger.isEnabledFor(DEBUG)) or not rest.strip():
+            return
         self.note(self._limits.notice())
-        if not detail and self._is_repeated(who, rest):
-            self._repeated += 1
-        elif self._limits.lets_through(who):
+        if self._limits.lets_through(who):
             tag = f"attempt {self._attempt} {who}" if self._attempt else who
             self.note(cut(f"[{tag}] {rest}", _MAX_LINE), DEBUG if detail else INFO)
 
@@ -106,11 +97,8 @@ class RunLog(ev.EventHandler):
                 self._has_failed = True
                 logging.getLogger(__name__).exception("some of the training's output cannot be written to its log")
 
-    def event(self, event: ev.Event, told: bool = False, best: str = "") -> None:
-        """Write an event that a person wants to know of; one that was told before counts for what comes only.
-
-        ``best`` is the name of the best checkpoint now, empty if they have no scores.
-        """
+    def event(self, event: ev.Event, told: bool = False) -> None:
+        """Write an event that a person wants to know of; one that was told before counts for what comes only."""
         if isinstance(event, ev.AttemptStarted):
             self._attempt, self._run_uri, self._checkpoint = event.attempt, event.run_uri, event.checkpoint
             self._stopped_at = (self._last_at or event.driver_started_at) if event.attempt > 1 else 0.0
@@ -121,47 +109,24 @@ class RunLog(ev.EventHandler):
         elif isinstance(event, ev.WorkerGroupStarted):
             by_pid = {f":{worker.rpartition(':')[2]}": rank for worker, rank in reversed(event.ranks.items())}
             self._ranks = {**event.ranks, **by_pid}
-            self._starts_until = event.at + _START_SECONDS
-        if isinstance(event, ev.GroupFailed | ev.WorkerGroupResized | ev.AttemptStarted):
-            self._end_start(math.inf)
-        elif isinstance(event, ev.Report) and self._starts_until:
-            self._end_start()
         again = ""
         if isinstance(event, ev.FirstStep | ev.Report) and self._stopped_at:
             who = "1 worker trains" if event.world_size == 1 else f"{event.world_size} workers train"
             again, self._stopped_at = f"{who} again after {event.at - self._stopped_at:.1f} s", 0.0
         self._last_at = max(self._last_at, event.at)
         if not told:
-            self._best, is_steady = best, isinstance(event, ev.STEADY)
+            is_steady = isinstance(event, ev.STEADY)
             if not is_steady:
                 self._tell_commits()
             self.note(again)
             self.handle(event)
             if is_steady and event.at - self._commit_told_at >= _COMMITS_SECONDS:
-                self._tell_commits(event.at)
+                self._tell_commits()
 
     def close(self) -> None:
         """Say at the end what was not said, and how many lines were left out."""
-        self._end_start()
         self._tell_commits()
         self.note(self._limits.notice(at_once=True))
-
-    def _is_repeated(self, who: str, text: str) -> bool:
-        """Return whether a worker says at the start of its group what was said at the start before."""
-        if self._starts_until and time.time() > self._starts_until:
-            self._end_start()
-        if not who.startswith(("rank ", "worker ")) or not self._starts_until:
-            return False
-        said = hash(_TIME_OF_DAY.sub("", text))
-        if len(self._says) < _MOST_SAID:
-            self._says.add(said)
-        return said in self._said_before
-
-    def _end_start(self, next_until: float = 0.0) -> None:
-        self._said_before, self._says = self._says or self._said_before, set()
-        repeated, self._repeated, self._starts_until = self._repeated, 0, next_until
-        lines = f"{repeated} line{'s' * (repeated > 1)} of output left out"
-        self.note(f"[{lines}: the same as at the start before]" if repeated else "")
 
     def on_cluster_wanted(self, _: ev.ClusterWanted) -> None:
         if not self._attempt:  # later ones find it there
@@ -228,26 +193,24 @@ class RunLog(ev.EventHandler):
             self.note(f"The {event.who} waited {event.seconds:.1f} s for the storage, {tries}", WARNING)
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
-        self._others += self._commit is not None
-        self._commit = event
+        self._commits.append(event)
 
     def on_attempt_ended(self, event: ev.AttemptEnded) -> None:
         if event.already_finished:
             self.note(f"Nothing to train: {event.message}")
             self.note(event.warning, WARNING)
 
-    def _tell_commits(self, at: float = 0.0) -> None:
-        """Tell of the newest commit, unless a line has, and of those before it."""
-        event, others, self._commit, self._others = self._commit, self._others, None, 0
-        if event is None:
+    def _tell_commits(self) -> None:
+        """Tell of the newest commit, unless a line has, and of how many were before it."""
+        if not self._commits:
             return
-        self._commit_told_at = at or event.at
+        *others, event = self._commits
+        self._commits = []
+        self._commit_told_at = event.at
         metrics = (f"{name}={one:{'.4g' if isinstance(one, float) else ''}}" for name, one in event.metrics.items())
         said = f": {cut(', '.join(metrics), 500)}" if event.metrics else ""
-        text = f"{loop_name(event.checkpoint)} is committed ({size(event.size_bytes)}){said}"
-        best = "the best so far" if self._best == event.checkpoint else f"best so far {loop_name(self._best)}"
-        more = [f"{others} more since the last line"] * (others > 0) + [best] * bool(self._best)
-        self.note("; ".join([f"Checkpoint {text}", *more]))
+        more = f"; {len(others)} more since the last line" if others else ""
+        self.note(f"Checkpoint {loop_name(event.checkpoint)} is committed ({size(event.size_bytes)}){said}{more}")
 
     def _named(self, ranks: Sequence[int]) -> str:
         """Return ranks in words; a single one with its process."""

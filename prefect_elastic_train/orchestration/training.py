@@ -287,8 +287,7 @@ class Training:
             self.request = replace(self.request, begun=True)
         if self._publisher is not None:
             self._publisher.take(event, told)
-        best = self._publisher.report.best if self._publisher is not None else None
-        self._log.event(event, told, best.name if best is not None else "")
+        self._log.event(event, told)
 
     def _is_told_to_end(self) -> bool:
         told = self.cancelled.is_set() or interruptions() > self._interruptions

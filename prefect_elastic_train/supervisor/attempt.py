@@ -83,7 +83,7 @@ class Driver(ABC):
             words = without_marks(text)
             if words and not WORKER_LINE.match(words):
                 self._last_words.append(cut(words, _LAST_WORD_BYTES))
-            if not self._is_past:
+            if words and not self._is_past:
                 self.follower.on_line(source, text)
             return
         if isinstance(event, ev.AttemptStarted):

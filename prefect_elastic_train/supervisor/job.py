@@ -33,9 +33,8 @@ _T = TypeVar("_T")
 _SUBMIT_SECONDS = 60.0
 #: After so long without an answer or a start a note says so.
 NOTE_SECONDS = 30.0
-#: How often a job is asked after while the dashboard answers, and while it does not.
+#: How often a job is asked after.
 _ASK_SECONDS = 1.0
-_SELDOM_SECONDS = 5.0
 #: How long the rest of an ended job's log is tried, and how long a job may take to end after its driver's last word.
 _LAST_LINES_SECONDS = 60.0
 _LEAVE_SECONDS = 30.0
@@ -114,7 +113,6 @@ class JobDriver(Driver):
         if time.monotonic() < self._ask_at:
             time.sleep(TURN_SECONDS)
             return
-        pause = _ASK_SECONDS
         try:
             found = self._client.job(self._id)
             self._heard_at = time.monotonic()
@@ -127,9 +125,8 @@ class JobDriver(Driver):
                 self._log_is_complete = has_ended
         except (UnreachableError, RefusedError) as error:  # what is known of the job stays what it is
             self._problem = str(error)
-            pause = _SELDOM_SECONDS
             self._alive_at = time.monotonic()  # or dead: nobody can say
-        self._ask_at = time.monotonic() + pause
+        self._ask_at = time.monotonic() + _ASK_SECONDS
 
     def look(self) -> AttemptEnded | None:
         """How the attempt ended: the job has ended or is gone, its driver hangs, or nobody has seen it for too long."""

@@ -118,10 +118,7 @@ class JobClient(JobSubmissionClient):  # type: ignore[misc]
     def job(self, submission_id: str) -> JobDetails | None:
         """Look a job up; None if the cluster does not know it."""
         with _reading(), suppress(UnknownJobError):
-            found = self.get_job_info(submission_id)
-            if found.submission_id != submission_id:
-                raise ValueError("another job")
-            return found
+            return self.get_job_info(submission_id)
         return None
 
     def submit(

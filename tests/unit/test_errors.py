@@ -117,7 +117,10 @@ def test_only_so_many_causes_are_told_in_short_and_the_rest_counted() -> None:
     ("lines", "cause"),
     [
         (["ValueError: a", "torch.cuda.OutOfMemoryError: b. Tried to", "  bye"], "torch.cuda.OutOfMemoryError: b"),
-        (["[2026-11-22 15:36:29,080 E 7 70] (raylet) core_worker.cc:1: Failed. x"], "Failed"),
+        (
+            ["[2026-11-22 15:36:29,080 E 7 70] (raylet) core_worker.cc:1: Failed. x"],
+            "[2026-11-22 15:36:29,080 E 7 70] (raylet) core_worker.cc:1: Failed",
+        ),
         (["Fatal Python error: Aborted"], "Fatal Python error: Aborted"),
         (["all is well"], ""),
     ],

@@ -111,7 +111,7 @@ _CORE = "[2026-11-22 15:36:29,080 E 6449 6500] (python-core-driver) gcs_rpc_clie
         ("raise RuntimeError('no such package')", "RuntimeError: no such package"),
         (
             f"print({_CORE!r})\nprint('(RayTrainWorker pid=7) ValueError: of a rank', flush=True)\nos._exit(1)",
-            "was ended by exit code 1: Failed to connect to GCS.",
+            f"was ended by exit code 1: {_CORE}",
         ),
     ],
 )

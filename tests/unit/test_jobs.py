@@ -198,7 +198,7 @@ class Dashboard:
 def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
     """A dashboard without jobs, which is asked often."""
     monkeypatch.setattr(runtime, "TURN_SECONDS", 0.01)
-    for name in ("TURN_SECONDS", "_ASK_SECONDS", "_SELDOM_SECONDS"):
+    for name in ("TURN_SECONDS", "_ASK_SECONDS"):
         monkeypatch.setattr(job_module, name, 0.02)
     dashboard = Dashboard()
     yield dashboard

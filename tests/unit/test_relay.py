@@ -158,7 +158,7 @@ def test_lines_of_several_threads_and_events_leave_whole(tmp_path: Path) -> None
     output.close(10)
     found = (tmp_path / "output").read_text().splitlines()
     told = [ev.decode_event(line[len(ev.EVENT_TAG) :]) for line in found if line.startswith(ev.EVENT_TAG)]
-    lines = [line for line in found if not line.startswith(ev.EVENT_TAG)]
+    lines = [line for line in found if line and not line.startswith(ev.EVENT_TAG)]
     assert sorted(lines) == sorted(f"<{name} {number} {name * 50}>" for name in "abcd" for number in range(300))
     assert (len(told), None in told) == (1200, False)
 

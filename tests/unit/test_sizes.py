@@ -66,6 +66,8 @@ class Supervisor(logging.Handler):
         logger.addHandler(self)
         log = RunLog(logger, 1000)
         while (line := self._lines.get(timeout=30)[1]) is not None:
+            if not line:  # before an event
+                continue
             said = decode_event(line.removeprefix(EVENT_TAG.encode()))
             assert said is not None, "only events are told"
             self.events.append(said)
