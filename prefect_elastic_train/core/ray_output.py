@@ -37,8 +37,10 @@ _RAYS_FORM = re.compile(
     r"|\[Gloo\] Rank \d+ is connected to |(?:Starting|Connecting to) JAX distributed service on "
     r"|(?:PC:|   ) @ +0x|\*\*\* SIG"
 )
-#: What a node says of itself that a person can act on.
-_OF_USE = re.compile(r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk", re.IGNORECASE)
+#: What a node says of itself that a person can act on; and Ray Train's ranks that others wait for, once a minute.
+_OF_USE = re.compile(
+    r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk|for the following ranks to join", re.I
+)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_LINE, _MAX_LINES = 2000, 2000
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +33,6 @@ SESSION_FILE = "loop.json"
 _REPORT_SECONDS, _REPORT_TIMES, _WRITE_SECONDS = (5.0, 100.0), 200.0, 3600.0
 
 _SAVED_IN_A_ROW = 2  # scores of steps without a gap that are saved, beyond which there is one of each step
-_LONE_SCORE_SECONDS = 30.0  # for which a rank waits for the others, to save a score, before it warns
 
 current: Session | None = None  # of this process, for those who look on from outside
 
@@ -283,8 +282,8 @@ class Session(AbstractContextManager["Session"]):
 
     def _is_score(self, name: str, value: Any) -> bool:
         """True for the score, and for a mapping that holds it: Ray's name of that is ``outer/inner``."""
-        outer, _, inner = self._score.partition("/")
-        return name == self._score or (name == outer and bool(inner) and (value is None or isinstance(value, Mapping)))
+        is_outer = name == self._score.partition("/")[0] and isinstance(value, Mapping | None)
+        return name == self._score or is_outer
 
     def _close_step(self) -> None:
         """Save or report the step just done, unless that has happened."""
@@ -296,8 +295,7 @@ class Session(AbstractContextManager["Session"]):
 
     def _act(self, together: bool, at_end: bool = False) -> None:
         """Save or report if rank 0 decides so; it is asked before each save, so that no rank waits in one."""
-        with _warning_of_a_lone_score(self._score, self.done) if self._has_score else nullcontext():
-            restart, decided = ask(self._decide, together)
+        restart, decided = ask(self._decide, together)
         saves, reports, at = decided or (False, False, self.done)
         if at != self.done:
             raise LoopError(
@@ -401,22 +399,6 @@ class Session(AbstractContextManager["Session"]):
             for rank in range(about["world_size"]) if self.rank == 0 else ():
                 with np.load(rank_file(directory, rank, about["world_size"]), allow_pickle=False) as own:
                     self._ledger.total = combine([self._ledger.total, own["total"], *own["steps"]])
-
-
-@contextmanager
-def _warning_of_a_lone_score(score: str, step: int) -> Iterator[None]:
-    """Warn if the other ranks do not come to save a score within half a minute."""
-    message = (
-        "The other ranks have not come within %.0f s to save step %d with its score %r. If only this rank reports it, "
-        "give it to session.step() on all ranks, where its value may be None"
-    )
-    timer = threading.Timer(_LONE_SCORE_SECONDS, logger.warning, (message, _LONE_SCORE_SECONDS, step, score))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 session = Session
