@@ -14,13 +14,12 @@ from matplotlib.figure import Figure  # not pyplot, whose state belongs to whoev
 from matplotlib.ticker import MaxNLocator
 
 from prefect_elastic_train.report.markdown import one_line
-from prefect_elastic_train.report.run_report import Curve, Recovery, RunReport
+from prefect_elastic_train.report.run_report import Curve, RunReport
 
 _WIDTH = 6.9  # inches of the column that Prefect's UI shows an artifact in
 _INK = "#7a808b"
 _LINE = "#3b82f6"
 _BAD = "#e5484d"
-_SHOWN = 0.01  # of the longest recovery: what took less is left blank
 
 
 def draw(report: RunReport, now: float) -> dict[str, str]:
@@ -30,8 +29,6 @@ def draw(report: RunReport, now: float) -> dict[str, str]:
         pictures["metrics"] = _uri(_draw_metrics(report.curves))
     if report.world_sizes:
         pictures["workers"] = _uri(_draw_workers(report, now))
-    if report.recoveries:
-        pictures["recoveries"] = _uri(_draw_recoveries(report.recoveries))
     return pictures
 
 
@@ -74,21 +71,6 @@ def _draw_workers(report: RunReport, now: float) -> Figure:
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=timezone.utc))  # type: ignore[no-untyped-call]
     axes.xaxis.get_offset_text().set(color=_INK, fontsize=8)
     _style(axes, "workers (red: a failure, a preemption, a new driver or a loop gone wrong)" if bad else "workers")
-    return figure
-
-
-def _draw_recoveries(recoveries: list[Recovery]) -> Figure:
-    figure = Figure(figsize=(_WIDTH, 0.8 + 0.26 * len(recoveries)), layout="constrained")
-    axes, rows, ends = figure.add_subplot(), range(len(recoveries)), [0.0] * len(recoveries)
-    for number, part in enumerate(dict.fromkeys(part for one in recoveries for part in one.parts)):
-        widths = [one.parts.get(part, 0.0) for one in recoveries]
-        if max(widths) > _SHOWN * max(sum(one.parts.values()) for one in recoveries):
-            axes.barh(rows, widths, left=ends, height=0.7, color=f"C{number}", label=part)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    axes.set_yticks(rows, [f"{_time(one.at):%H:%M:%S} {one.kind}" for one in recoveries])
-    axes.invert_yaxis()
-    _style(axes, "recoveries: seconds until workers trained again")
-    axes.legend(fontsize=8, labelcolor=_INK, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

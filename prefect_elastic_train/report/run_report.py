@@ -24,7 +24,6 @@ _MAX_CURVES = 8
 MAX_POINTS = 400
 _MAX_INCIDENTS = 60
 _MAX_CHECKPOINTS = 10
-_MAX_RECOVERIES = 12
 _MAX_METRICS = 12
 _MAX_WORLD_SIZES = 400
 _MAX_TEXT = 500
@@ -75,14 +74,6 @@ class Checkpoint(BaseModel, ser_json_inf_nan="constants"):
     size_bytes: int = 0
     metrics: dict[str, Any]
     score: float | None = None
-
-
-class Recovery(BaseModel):
-    """What was restarted or resized, when, and the seconds until workers trained again by what was done in them."""
-
-    at: float
-    kind: Kind
-    parts: dict[str, float]
 
 
 class Progress(BaseModel):
@@ -144,10 +135,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     last_event_at: float = 0.0
     tally: Tally = Tally()
     incidents: list[Incident] = []
-    recoveries: list[Recovery] = []
     broken: tuple[float, Kind] | None = None  # since when no workers train that did, or will again, and why
-    #: When the worker group started, and what the seconds before went to, until its first step or report.
-    started: tuple[float, dict[str, float]] | None = None
     checkpoints: list[Checkpoint] = []
     checkpoints_made: int = 0
     best: Checkpoint | None = None
@@ -262,23 +250,16 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         self._set_state("waiting for capacity", why)
 
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
-        self.paced_from, self.rates, self.started = None, {}, (event.at, event.parts)
+        self.paced_from, self.rates = None, {}
         self._set_world(event.at, event.world_size)
         self._set_state("training")
 
     def on_first_step(self, event: ev.FirstStep | ev.Report) -> None:
         """Take in that the worker group trains: by a session's first step, else by its first report."""
-        started, self.started = self.started, None
-        if started is None or self.broken is None:
+        if self.broken is None or self.world_size == 0:
             return
-        (since, kind), self.broken = self.broken, None
-        started_at, parts = started
-        parts = {
-            "until it was begun": max(0.0, started_at - since - sum(parts.values())),
-            **parts,
-            "loop, to its first step or report": max(0.0, event.at - started_at),
-        }
-        self.recoveries = [*self.recoveries, Recovery(at=since, kind=kind, parts=parts)][-_MAX_RECOVERIES:]
+        since, kind = self.broken
+        self.broken = None
         for last in [one for one in self.incidents if one.kind == kind][-1:]:
             last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"
 

@@ -369,30 +369,14 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
     assert "![" not in text
 
 
-LOOP = "loop, to its first step or report"
-
-
-def test_each_recovery_is_kept_with_what_its_seconds_went_to() -> None:
-    again = group(90).model_copy(update={"parts": {"decision": 1.0, "workers": 3.0}})
-    by_a_new_driver = group(130).model_copy(update={"parts": {"the controller's process": 8.0}})
-    unfinished = report_of(started(), group(20), failed(85), again)
+def test_a_recovery_ends_with_the_first_step_or_report_of_a_group() -> None:
+    unfinished = report_of(started(), group(20), failed(85), reported(86), group(90))
     assert "train after" not in unfinished.incidents[-1].what, "its loop has not begun a step"
     first = ev.FirstStep(at=T + 97, world_size=4)
-    events = [started(), group(20), failed(85), again, first, reported(98), started(2, 120), by_a_new_driver]
+    events = [started(), group(20), failed(85), group(90), first, reported(98), started(2, 120), group(130)]
     report = report_of(*events, reported(137, world_size=4))
-    assert [(one.at - T, one.kind, one.parts) for one in report.recoveries] == [
-        (85, "failure", {"until it was begun": 1.0, "decision": 1.0, "workers": 3.0, LOOP: 7.0}),
-        (
-            110,
-            "driver",
-            {"until it was begun": 12.0, "the controller's process": 8.0, LOOP: 7.0},
-        ),
-    ]
+    assert "4 workers train after 12.0 s" in report.incidents[-2].what
     assert "4 workers train after 27.0 s" in report.incidents[-1].what
-    again_and_again = report_of(
-        started(), *(event for at in range(30, 90, 2) for event in (failed(at), group(at + 1), reported(at + 1)))
-    )
-    assert len(again_and_again.recoveries) == 12
 
 
 def test_values_are_said_in_short() -> None:
@@ -412,7 +396,7 @@ def test_pictures_are_svg_without_a_ground_of_their_own_whatever_metrics_are_cal
     report = report_of(started(), group(20), *said, failed(85), group(90), reported(91))
     assert len(report.curves) == len(names)
     pictures = draw(report, T + 200)
-    assert set(pictures) == {"metrics", "workers", "recoveries"}
+    assert set(pictures) == {"metrics", "workers"}
     for uri in pictures.values():
         svg = ElementTree.fromstring(base64.b64decode(uri.removeprefix("data:image/svg+xml;base64,")))
         assert svg.tag == "{http://www.w3.org/2000/svg}svg"
