@@ -89,8 +89,6 @@ class ScalingSettings(SettingsModel):
     """TPU slice topology, such as 4x4. Needed for several TPU workers, which fill whole slices."""
     accelerator_type: _Text = ""
     """Ray's accelerator type, such as A100 or TPU-V6E. Empty: any. Needed with a topology."""
-    price_per_worker_hour: NonNegativeFloat = 0.0
-    """What a worker costs an hour, in any currency: the report tells what the training has cost. 0: it does not."""
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> ScalingSettings:

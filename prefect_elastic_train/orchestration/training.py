@@ -243,8 +243,6 @@ class Training:
                 score_attribute=spec.checkpoints.score_attribute,
                 score_order=spec.checkpoints.score_order,
                 flow_run_url=(url_for("flow-run", UUID(flow_run_id)) if flow_run_id else "") or "",
-                accelerator=spec.scaling.accelerator_type or spec.scaling.accelerator,
-                price_per_worker_hour=spec.scaling.price_per_worker_hour,
             )
             self._publisher = Publisher(
                 report,

@@ -27,7 +27,7 @@ _MAX_CODE = 300
 
 def headline(report: RunReport) -> str:
     """What the run does and how far it is, in a few words."""
-    words = report.state[:1].upper() + report.state[1:]
+    words = report.state.capitalize()
     if report.progress is not None:
         fraction = f" ({report.progress.fraction:.1%})"
         words += f": {report.progress.words}" + (fraction if report.is_live and "of" in report.progress.words else "")
@@ -90,8 +90,6 @@ def _facts(report: RunReport, now: float) -> Iterator[str]:
         "resize": tally.resizes,
     }
     yield counts_in_words({name: count for name, count in counts.items() if count}) or "no failures"
-    if report.standbys and report.is_live:
-        yield report.standbys
     if tally.left and report.is_live:
         yield f"may still fail: {counts_in_words(tally.left)}"
     yield f"goodput {tally.account(now if report.is_live else None).goodput:.1%}"
@@ -115,10 +113,8 @@ def _time(account: TimeAccount) -> str:
 
 def _worker_hours(report: RunReport, now: float) -> str:
     since = max(0.0, now - report.tally.mark) if report.is_live else 0.0
-    seconds, price = report.tally.worker_seconds + since * report.tally.workers, report.price_per_worker_hour
-    cost = f", which cost {seconds / 3600 * price:,.2f} at {price:g} an hour each" if price else ""
-    spent = f"{seconds / 3600:,.2f} hours" if seconds >= 3600 else duration(seconds)
-    return f"Workers were up for {spent} in all ({plain(report.accelerator or 'cpu')}){cost}."
+    seconds = report.tally.worker_seconds + since * report.tally.workers
+    return f"Workers were up for {seconds / 3600:,.2f} hours in all."
 
 
 def _checkpoints(report: RunReport, now: float) -> str:
@@ -133,9 +129,7 @@ def _checkpoints(report: RunReport, now: float) -> str:
         + (f"  \n  {words}" if (words := metrics_in_words(made.metrics, 4, TOTALS)) else "")
         for made in shown
     ]
-    more = report.checkpoints_made - len(shown)
-    earlier = f"\n\nEarlier ones: {more}. The checkpoint policy says which are kept." if more > 0 else ""
-    return "\n".join(lines) + earlier
+    return "\n".join(lines)
 
 
 def _places(report: RunReport) -> str:
@@ -157,15 +151,11 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span in its two largest units."""
-    seconds = max(0.0, seconds)
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = round(seconds) // 60
-    hours = minutes // 60
-    parts = [(hours // 24, "d"), (hours % 24, "h")] if hours >= 48 else [(hours, "h"), (minutes % 60, "min")]
-    parts = parts if hours else [(minutes, "min"), (round(seconds) % 60, "s")]
-    return " ".join(f"{count} {unit}" for count, unit in parts if count)
+    """A time span in the largest unit that it fills."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(0.0, seconds):.1f} s"
 
 
 def clock(at: float, now: float | None = None) -> str:

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+from matplotlib.dates import ConciseDateFormatter
 from matplotlib.figure import Figure  # not pyplot, whose state belongs to whoever else draws in this process
 from matplotlib.ticker import MaxNLocator
 
@@ -66,9 +66,7 @@ def _draw_workers(report: RunReport, now: float) -> Figure:
         axes.axvline(_time(at), color=_BAD, linewidth=0.8, linestyle="--")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    locator = AutoDateLocator(tz=timezone.utc, minticks=3, maxticks=8)  # type: ignore[no-untyped-call]
-    axes.xaxis.set_major_locator(locator)
-    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=timezone.utc))  # type: ignore[no-untyped-call]
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(axes.xaxis.get_major_locator()))  # type: ignore[no-untyped-call]
     axes.xaxis.get_offset_text().set(color=_INK, fontsize=8)
     _style(axes, "workers (red: a failure, a preemption, a new driver or a loop gone wrong)" if bad else "workers")
     return figure

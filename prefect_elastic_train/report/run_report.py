@@ -111,8 +111,6 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     score_order: str = "max"
     totals: dict[str, Any] = {}  # what the loop's configuration says that there is to do
     flow_run_url: str = ""
-    accelerator: str = ""  # of its workers, and what one costs an hour; 0: unknown
-    price_per_worker_hour: float = 0.0
     run_uri: str = ""
     started_from: str = ""
     dashboard_url: str = ""
@@ -131,7 +129,6 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     paced_from: tuple[float, dict[str, float]] | None = None
     rates: dict[str, float] = {}  # what the loop counts of its way, a second, since then
     saves: str = ""  # how often the loop saves, and why
-    standbys: str = ""  # how many standby workers there are
     last_event_at: float = 0.0
     tally: Tally = Tally()
     incidents: list[Incident] = []
@@ -174,7 +171,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
             recalled = RunReport.model_validate(event.report)
         except ValidationError:  # another version's
             return
-        own = {"run_name", "score_attribute", "score_order", "totals", "accelerator", "price_per_worker_hour"}
+        own = {"run_name", "score_attribute", "score_order", "totals"}
         own |= {"flow_run_url", "dashboard_url", "state", "detail"}
         for name in RunReport.model_fields.keys() - own:
             setattr(self, name, getattr(recalled, name))
@@ -301,9 +298,6 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
     def on_saves_planned(self, event: ev.SavesPlanned) -> None:
         self.saves = event.words[:_MAX_TEXT]
 
-    def on_standbys_parked(self, event: ev.StandbysParked) -> None:
-        self.standbys = event.words
-
     def on_worker_group_resized(self, event: ev.WorkerGroupResized) -> None:
         sizes = f"from {event.old_size} to {event.new_size} workers"
         lost = f"; reports that are done again: {event.reports_lost}" if event.reports_lost else ""
@@ -363,7 +357,6 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         if not self.world_sizes or self.world_sizes[-1][1] != size:
             self.world_sizes = [*self.world_sizes, (at, size)][-_MAX_WORLD_SIZES:]
         self.world_size = size
-        self.standbys = self.standbys if size else ""
 
     def _tell(self, at: float, kind: Kind, what: str, why: str = "") -> None:
         told = Incident(at=at, kind=kind, what=what[:_MAX_TEXT], why=_first_line(why))
