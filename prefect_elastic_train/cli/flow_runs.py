@@ -8,7 +8,7 @@ from uuid import UUID
 
 import typer
 
-from prefect_elastic_train.cli.common import Json, console, errors, fail, open_briefly, print_json
+from prefect_elastic_train.cli.common import Json, console, errors, open_briefly, print_json
 from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -64,6 +64,11 @@ def resume_flow_run(
                 print_json({"flow_run_id": str(flow_run_id), "said": said})
 
 
+@app.callback()
+def automations() -> None:
+    """Automations that resume dead flow runs, start evaluations, and alert."""
+
+
 @app.command("create")
 def create_automations(
     deployments: Deployments = None,
@@ -85,7 +90,10 @@ def create_automations(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Create or update the automations that resume crashed and lost runs. May be repeated."""
+    """Create or update the automations that resume crashed and lost runs. May be repeated.
+
+    `prefect automation ls` lists them, and `prefect automation delete` deletes one.
+    """
     from prefect.client.orchestration import get_client
 
     from prefect_elastic_train.orchestration import resuming
@@ -93,35 +101,9 @@ def create_automations(
     with errors(), get_client(sync_client=True) as client:
         scopes = resuming.scopes(client, deployments or [], tags or [])
         how = max_resumes, heartbeat_timeout, evaluate_with, evaluate_at, alert
-        _tell(resuming.apply(client, scopes, *how), as_json)
-
-
-@app.command("delete")
-def delete_automations(
-    deployments: Deployments = None,
-    tags: Tags = None,
-    everything: Annotated[bool, typer.Option("--all", help="All that this command ever created.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Delete automations that `create` has made."""
-    from prefect.client.orchestration import get_client
-
-    from prefect_elastic_train.orchestration import resuming
-
-    labels = [*(deployments or []), *(f"tag {tag}" for tag in tags or [])]
-    if everything == bool(labels):
-        raise typer.BadParameter("name deployments or tags, or give --all")
-    with errors(), get_client(sync_client=True) as client:
-        deleted = resuming.delete(client, None if everything else labels)
-    _tell([("deleted", name) for name in deleted], as_json)
-    if not deleted:
-        fail("there are no such automations; see `prefect automation ls`")
-
-
-def _tell(done: list[tuple[str, str]], as_json: bool) -> None:
-    """Print what was done with which automation."""
+        done = resuming.apply(client, scopes, *how)
     if as_json:
         print_json([{"done": what, "name": name} for what, name in done])
-    else:
-        for what, name in done:
-            console().print(f"{what:<10}{name}", markup=False)
+        return
+    for what, name in done:
+        console().print(f"{what:<10}{name}", markup=False)

@@ -50,7 +50,6 @@ _EVALUATIONS = {
 }
 _EVALUATE = "elastic-train: evaluate {} of "
 _ALERT = "elastic-train: alert on failures of "
-_NAMES = (_RESUME, _FIND, _ALERT, *(_EVALUATE.format(what) for what, _, _ in _EVALUATIONS.values()))
 #: Prefect's names for a run that begins to run, the first time and again.
 _BEGINNINGS = {f"prefect.flow-run.{name}" for name in ("Running", "Retrying", "Rerunning")}
 _HEARTBEAT = "prefect.flow-run.heartbeat"
@@ -231,17 +230,6 @@ def apply(
         block_id = _notification_block_id(client, alert)
         automations += [_alerting(scope, alert, block_id) for scope in wanted]
     return [(_save(client, automation), automation.name) for automation in automations]
-
-
-def delete(client: SyncPrefectClient, labels: Sequence[str] | None = None) -> list[str]:
-    """Delete automations that :func:`apply` has created, by the labels of their scopes; return the names of these."""
-    deleted = []
-    for automation in client.read_automations():
-        label = next((automation.name.removeprefix(name) for name in _NAMES if automation.name.startswith(name)), None)
-        if label is not None and (labels is None or label in labels):
-            client.delete_automation(automation.id)
-            deleted.append(automation.name)
-    return deleted
 
 
 def _resuming(scope: Scope, max_resumes: int, heartbeat_timeout_seconds: float) -> Iterator[AutomationCore]:

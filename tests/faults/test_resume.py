@@ -25,7 +25,15 @@ from typer.testing import CliRunner
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.orchestration.publisher import DRIVER_RESTARTED, WORKER_FAILED
 from tests.support.clusters import RayHead
-from tests.support.deployments import DATABASE_SECONDS, SERVED, Deploy, Program, deployment_id, serve_flows
+from tests.support.deployments import (
+    DATABASE_SECONDS,
+    SERVED,
+    Deploy,
+    Program,
+    delete_automations,
+    deployment_id,
+    serve_flows,
+)
 from tests.support.loops import CHECKPOINT_EVERY, STEPS, is_right, train_config
 from tests.support.processes import (
     FlowProcess,
@@ -86,7 +94,7 @@ def resuming(served: Program, client: SyncPrefectClient) -> Iterator[Resuming]:
         time.sleep(2)  # a server takes up to a second to load them
 
     yield create
-    _command("automations", "delete", DEPLOYMENT)
+    delete_automations(client, DEPLOYMENT)
 
 
 @pytest.mark.full
@@ -195,7 +203,7 @@ def test_flow_run_that_nobody_executes_is_resumed_by_the_command_and_one_that_li
     assert (code, "there is nothing left to resume" in said) == (1, True)
 
 
-def test_automations_are_created_once_updated_and_deleted(served: Program, client: SyncPrefectClient) -> None:
+def test_automations_are_created_once_and_updated(served: Program, client: SyncPrefectClient) -> None:
     deployment_id(client, DEPLOYMENT)
 
     def done(*arguments: str) -> list[str]:
@@ -206,10 +214,9 @@ def test_automations_are_created_once_updated_and_deleted(served: Program, clien
     assert done("create", DEPLOYMENT) == ["unchanged", "unchanged"]
     assert done("create", DEPLOYMENT, "--max-resumes=4") == ["updated", "unchanged"]
     assert sum(one.name.startswith("elastic-train") for one in client.read_automations()) == 2
-    deleted = json.loads(_command("automations", "delete", DEPLOYMENT, "--json").stdout)
-    assert [one["done"] for one in deleted] == ["deleted", "deleted"]
+    said = json.loads(_command("automations", "create", DEPLOYMENT, "--max-resumes=4", "--json").stdout)
+    assert [one["name"] for one in said] == delete_automations(client, DEPLOYMENT)
     assert "there is no deployment 'no/such'" in done("create", "no/such")[0]
-    assert "there are no such automations" in done("delete", DEPLOYMENT)[0]
 
 
 def test_an_alert_tells_of_each_failure_with_its_run_why_what_follows_and_a_link(
@@ -244,7 +251,7 @@ def test_an_alert_tells_of_each_failure_with_its_run_why_what_follows_and_a_link
             wait_for(lambda: len(messages) >= 3, 60, "three messages")
             time.sleep(3)
         finally:
-            _command("automations", "delete", DEPLOYMENT)
+            delete_automations(client, DEPLOYMENT)
     name = client.read_flow_run(run.id).name
     wanted = [
         (f"Workers failed: {name} |", "rank 1: killed; rank 2: NaN. The worker group is restarted; reports that"),
@@ -259,7 +266,13 @@ def test_an_alert_tells_of_each_failure_with_its_run_why_what_follows_and_a_link
 
 @pytest.mark.full
 def test_runner_and_flow_process_killed_together_are_resumed(
-    deployed: Deploy, api_url: str, ledger: str, head: RayHead, tmp_path: Path, resuming: Resuming
+    deployed: Deploy,
+    api_url: str,
+    client: SyncPrefectClient,
+    ledger: str,
+    head: RayHead,
+    tmp_path: Path,
+    resuming: Resuming,
 ) -> None:
     runner = serve_flows(tmp_path / "runner", api_url, "killed", PREFECT_FLOWS_HEARTBEAT_FREQUENCY="30")
     other = None
@@ -276,7 +289,7 @@ def test_runner_and_flow_process_killed_together_are_resumed(
         assert run.wait_for_end(240).type == StateType.COMPLETED
         assert_every_step_counts_once(ledger, STEPS, CHECKPOINT_EVERY)
     finally:
-        _command("automations", "delete", "fault test/killed")
+        delete_automations(client, "fault test/killed")
         runner.close()
         if other is not None:
             other.close()

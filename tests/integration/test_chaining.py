@@ -21,7 +21,7 @@ from flows.digits_jax import digits_jax
 from prefect_elastic_train import CheckpointPolicy, ElasticScaling, LocalStorage, RayCluster, TrainingResult
 from prefect_elastic_train.cli import app
 from prefect_elastic_train.orchestration import resuming
-from tests.support.deployments import deployment_id, end_of, flow_run_log, project_served, runs_of
+from tests.support.deployments import delete_automations, deployment_id, end_of, flow_run_log, project_served, runs_of
 from tests.support.processes import wait_for
 from tests.support.reports import artifacts_of, report_of, run_events
 
@@ -95,7 +95,7 @@ def test_nights_are_chained_by_deployments_and_each_goes_on_from_the_best_checkp
     evaluation = wait_for(lambda: [r for r in runs_of(client, evaluate) if r.id != evaluated.id], 30, "an evaluation")[
         0
     ]
-    resuming.delete(client, ["train/train"])
+    delete_automations(client, "train/train")
     best = second.best_checkpoints[-1]
     assert evaluation.parameters["checkpoint_uri"] == told["payload"]["best_checkpoint_uri"] == best.uri
     assert _completed(client, evaluation.id, 60)["epoch"] == best.metrics["epoch"]
@@ -129,7 +129,7 @@ def test_digits_deployment_learns_to_read_and_its_best_checkpoints_are_evaluated
     assert {related["prefect.resource.role"] for related in bests[-1]["related"]} >= {"flow-run", "flow", "deployment"}
     evaluate = deployment_id(client, "evaluate/digits")
     wait_for(lambda: len(runs_of(client, evaluate)) == len(bests), 30, "an evaluation of each")
-    resuming.delete(client, ["digits/digits"])
+    delete_automations(client, "digits/digits")
     for made in runs_of(client, evaluate):
         assert made.parameters["checkpoint_uri"] in uris
         # A checkpoint that is not kept may be gone before its evaluation starts.

@@ -185,3 +185,13 @@ class DeployedRun:
 
 #: Starts a run of a deployment: the fixture ``deployed``.
 Deploy = Callable[..., DeployedRun]
+
+
+def delete_automations(client: SyncPrefectClient, scope: str) -> list[str]:
+    """Delete the automations that `elastic-train automations create` has made for a deployment or tag."""
+    ours = [
+        one for one in client.read_automations() if one.name.startswith("elastic-train: ") and one.name.endswith(scope)
+    ]
+    for one in ours:
+        client.delete_automation(one.id)
+    return [one.name for one in ours]
