@@ -258,7 +258,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
         since, kind = self.broken
         self.broken = None
         for last in [one for one in self.incidents if one.kind == kind][-1:]:
-            last.what += f"; {event.world_size} workers train after {event.at - since:.1f} s"
+            last.what += f"; training again after {event.at - since:.1f} s"
 
     def on_report(self, event: ev.Report) -> None:
         self.on_first_step(event)

@@ -351,7 +351,7 @@ def test_the_words_alone_tell_what_there_is_to_tell() -> None:
         "loss 0.0625",
         "last checkpoint 29.0 s ago",
         "1 worker failure · goodput",
-        "worker failure: the workers are restarted; reports that are done again: 3; 4 workers train after 15.0 s**"
+        "worker failure: the workers are restarted; reports that are done again: 3; training again after 15.0 s**"
         "  \n  "
         "rank 1: ValueError: nan\n",
         "restarts after failures",
@@ -373,8 +373,8 @@ def test_a_recovery_ends_with_the_first_step_or_report_of_a_group() -> None:
     first = ev.FirstStep(at=T + 97, world_size=4)
     events = [started(), group(20), failed(85), group(90), first, reported(98), started(2, 120), group(130)]
     report = report_of(*events, reported(137, world_size=4))
-    assert "4 workers train after 12.0 s" in report.incidents[-2].what
-    assert "4 workers train after 27.0 s" in report.incidents[-1].what
+    assert "training again after 12.0 s" in report.incidents[-2].what
+    assert "training again after 27.0 s" in report.incidents[-1].what
 
 
 def test_values_are_said_in_short() -> None:
