@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,24 @@ from tests.unit.support import spec
 claims = DeviceClaims()
 print(claims.take(spec(cluster=ClusterSettings(num_gpus=1)), print), claims.gpus, flush=True)
 time.sleep(100)
+"""
+#: Claims two GPUs, forks, starts what stands in for the head of a cluster, and says the ids of head and fork.
+_FORKER = """
+import os, signal, subprocess
+from prefect_elastic_train.core.settings import ClusterSettings
+from prefect_elastic_train.supervisor.devices import DeviceClaims
+from tests.unit.support import spec
+claims = DeviceClaims()
+assert claims.take(spec(cluster=ClusterSettings(num_gpus=2)), print) == ""
+runs, says = os.pipe()
+forked = os.fork()
+if forked == 0:
+    os.write(says, b".")
+    signal.pause()
+os.read(runs, 1)
+head = subprocess.Popen(["sleep", "100"], pass_fds=[one.fileno() for one in claims.sockets])
+print(head.pid, forked, flush=True)
+signal.pause()
 """
 
 
@@ -119,26 +138,22 @@ def test_the_claims_of_a_process_that_was_killed_are_free_at_once(gpus: list[str
 def test_the_head_that_inherits_a_claim_keeps_it_and_a_process_that_is_forked_does_not(
     gpus: list[str], make: Make
 ) -> None:
-    first, second = make(), make()
-    assert _take(first, _of(gpus=2)) == ""
-    forked_runs, runs = os.pipe()
-    forked = os.fork()
-    if forked == 0:
-        os.write(runs, b"1")
-        signal.pause()
-    assert os.read(forked_runs, 1) == b"1"
-    head = subprocess.Popen(["sleep", "100"], pass_fds=[one.fileno() for one in first.sockets])
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    holder = subprocess.Popen([sys.executable, "-c", _FORKER], env=environment, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    head, forked = map(int, holder.stdout.readline().split())
     try:
-        first.release()
-        assert "waits for 2 GPUs" in _take(second, _of(gpus=2))
-        head.kill()
-        head.wait(10)
-        assert _take(second, _of(gpus=2)) == "", "only the head had them"
+        holder.kill()
+        holder.wait(10)
+        assert "waits for 2 GPUs" in _take(make(), _of(gpus=2))
+        os.kill(head, signal.SIGKILL)
+        claims = make()
+        wait_for(lambda: _take(claims, _of(gpus=2)) == "", 10, "the end of the claims: only the head had them")
     finally:
-        os.kill(forked, signal.SIGKILL)
-        os.waitpid(forked, 0)
-        head.kill()
-        head.wait(10)
+        for pid in (head, forked):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        holder.communicate()
 
 
 def test_an_index_that_means_another_gpu_to_another_process_is_another_gpu(
