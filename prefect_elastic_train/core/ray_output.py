@@ -37,7 +37,7 @@ _RAYS_FORM = re.compile(
     r"|\[Gloo\] Rank \d+ is connected to |(?:Starting|Connecting to) JAX distributed service on "
     r"|(?:PC:|   ) @ +0x|\*\*\* SIG"
 )
-#: What a node says of itself that a person can act on; and Ray Train's ranks that others wait for, once a minute.
+#: Lines of Ray that the user can act on: a node short of memory or disk, and ranks that the others wait for.
 _OF_USE = re.compile(
     r"low on memory|memory pressure|is over 9\d(?:\.\d+)?% full|Out of disk|for the following ranks to join", re.I
 )
@@ -53,7 +53,7 @@ _ERROR = re.compile(
 _DEATH = re.compile(
     r"actor (?:is dead|died)|worker (?:is )?died|node \S+ (?:is dead|died)|Worker unexpectedly exits", re.I
 )
-#: What the survivors' collectives raise when a rank is lost; Python's own ConnectionError is no collective's.
+#: Errors of collectives on the surviving ranks when a rank is lost. Python's ConnectionError is not one of them.
 _CONSEQUENCE = re.compile(
     # An error of a store or the network is always that. The others are known by their text; NCCL's has several lines.
     r"Dist(?:Network|Store)Error:|(?:Runtime|DistBackend)Error: (?=[^\n]*(?:gloo|unbound_buffer|nccl|c10d|tcpstore"

@@ -77,7 +77,7 @@ class Fingerprint(_Record):
         return found
 
     def uncompared(self, other: Fingerprint) -> str:
-        """Return a warning that names the values of which nobody can say that ``other`` has the same; else nothing."""
+        """Return a warning naming the values that cannot be compared with those of ``other``; empty without any."""
         opaque = sorted((self.opaque | other.opaque).items())
         named = [f"train_loop_config[{key!r}] ({types})" for key, types in opaque if key in other.config]
         advice = "cannot be compared with what the run was trained with; if they changed, give another run_name"

@@ -6,13 +6,13 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_SCORE = 1e300  # above it a number is none that Ray Train could compare or write
+_MAX_SCORE = 1e300  # larger numbers do not count as a score: Ray Train could not compare or write them
 
 
 def score_of(metrics: Mapping[str, Any], attribute: str) -> float | None:
     """Return the score that was reported under a name, ``a/b`` for ``b`` in the mapping ``a``.
 
-    None without one, or if it is no finite number, which Ray Train's file cannot hold.
+    Return None if there is none, or if it is not a finite number: Ray Train's file cannot hold NaN or infinity.
     """
     value: Any = metrics.get(attribute)
     outer, _, inner = attribute.partition("/")

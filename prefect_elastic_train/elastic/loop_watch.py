@@ -77,11 +77,11 @@ class Cause(NamedTuple):
 
 
 def cause_of(failures: Mapping[int, Exception], workers: int = 0, waited_seconds: float = math.inf) -> Cause:
-    """Return the cause of what the ranks of a group of `workers` failed of, `waited_seconds` after the first of it.
+    """Return why a group of `workers` ranks has failed, `waited_seconds` after its first failure.
 
-    A collective that has lost its peer fails before Ray knows the peer's process or node to be dead, and before a peer
-    that has closed it while its own exception was on the way has raised that. So as long as nothing else has failed,
-    the ranks without a failure are waited for, up to `_CAUSE_SECONDS`.
+    A failed collective is often only a consequence. It can fail before Ray notices that a peer's process or node is
+    dead, and before the exception of a peer that closed the connection is known. So while only collectives have
+    failed, the outcome is None, until all ranks have failed or `_CAUSE_SECONDS` have passed.
     """
     if any(map(is_death, failures.values())):
         return Cause(Outcome.CLUSTER_LOST, "workers died more often than max_failures allows")

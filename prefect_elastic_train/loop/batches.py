@@ -38,7 +38,7 @@ def length_of(dataset: Any) -> int:
     """Return the number of samples of a dataset.
 
     Raises:
-        TypeError: Its samples cannot be read by their positions, as those of a stream; or its parts differ in length.
+        TypeError: Its samples cannot be read by position, such as those of a stream, or its parts differ in length.
     """
     has_columns = isinstance(dataset, Mapping) and all(isinstance(name, str) for name in dataset)
     if has_columns or isinstance(dataset, tuple):
@@ -49,14 +49,14 @@ def length_of(dataset: Any) -> int:
     kind = type(dataset).__name__
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
-            f"{kind} has no __len__ and __getitem__ (of a DataLoader, give loader.dataset): in Ray Data's shards and "
-            "other streams no position is found again. Load the samples by their index (Parquet files by memory map, "
+            f"{kind} has no __len__ and __getitem__ (of a DataLoader, give loader.dataset): streams such as shards of "
+            "Ray Data cannot be resumed at a position. Load the samples by their index (Parquet files by memory map, "
             "for instance), or keep to ray.train.get_dataset_shard and accept that a restart begins its epoch again"
         )
     is_labelled = kind == "Subset" and hasattr(dataset.dataset, "iloc")  # torch indexes that with []
     if is_labelled or hasattr(dataset, "nnz") or isinstance(dataset, Mapping | str):
         raise TypeError(
-            f"the samples of {kind} are not read by position: "
+            f"the samples of {kind} cannot be read by position: "
             "give an array of them (such as .to_numpy() or .toarray() returns) or a list"
         )
     return len(dataset)
@@ -77,7 +77,7 @@ def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterato
     elif options:
         raise TypeError(
             f"batches({type(dataset).__name__}, {next(iter(options))}=...): "
-            "options are those of torch's DataLoader; import torch to use them"
+            "this is an option of torch's DataLoader; import torch to use it"
         )
     else:
         for samples in sampler.arrays():
@@ -93,7 +93,7 @@ def _read(dataset: Any, at: Any) -> Any:
     is_one, library = isinstance(at, int), type(dataset).__module__.partition(".")[0]
     if library == "pyarrow":  # where [] takes columns of a table
         return dataset.take([at]).to_pylist()[0] if is_one else dataset.take(at)
-    if hasattr(dataset, "iloc"):  # pandas and the like, where [] takes labels. Parts of a batch must not meet by them.
+    if hasattr(dataset, "iloc"):  # pandas, where [] reads by label; a new index, or parts of a batch would be aligned
         return dataset.iloc[at] if is_one else dataset.iloc[at].reset_index(drop=True)
     if is_one or library == "polars" or hasattr(dataset, "__dlpack__"):  # an array in memory
         return dataset[at]

@@ -30,8 +30,8 @@ class JaxState(ArrayState):
     ``JaxState(params=params, key=jax.random.key(0))`` has ``params`` and ``key``. Leaves are arrays of JAX and
     numpy, keys of ``jax.random``, and numbers. Each process writes with `Orbax` the shards that are its own; of what is
     not sharded over the processes, it is the first one's value that is kept. A checkpoint is read at any number of
-    processes, into the shardings and types that the attributes have then. Dtypes are those that were saved, but for
-    JAX arrays of floating point: these get the dtype that the attributes have then.
+    processes, into the shardings and types of the attributes at that time. Dtypes are restored as they were saved, but
+    floating-point JAX arrays get the dtype of the attribute.
 
     Raises:
         ValueError: A leaf is of another type, or an empty array; or a part has a method's name.

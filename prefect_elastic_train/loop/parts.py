@@ -1,4 +1,4 @@
-"""The files of a checkpoint which show that the parts of all ranks are stored: each rank stores its own last."""
+"""Rank files of a session's checkpoint. Each rank stores its own last, so with all of them a checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def is_rank_file(name: str) -> bool:
 
 
 def missing_parts(names: Iterable[str]) -> str:
-    """Return which rank files a checkpoint lacks, from the names of those that it has; empty for none.
+    """Return a message about missing rank files, from the names of a checkpoint's files; empty if none is missing.
 
-    A checkpoint without any is not one of a session, and lacks none.
+    A checkpoint without any rank file was not written by a session, and counts as complete.
     """
     files = set(names)
     sizes = {int(match[2]) for match in map(_RANK_FILE.fullmatch, files) if match is not None}

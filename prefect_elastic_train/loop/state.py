@@ -50,9 +50,9 @@ class State(Protocol):
 def random_state() -> str:
     """Return the states of python's, numpy's and torch's global random generators in this process, as JSON.
 
-    The states of GPUs begin with that of the current device, which has another index after a restart elsewhere.
-    Generators that a loop makes itself (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not
-    among them: seed those with the seed and ``session.done``, or keep their states in the session's state.
+    The list of GPU states begins with the current device, whose index may be different after a restart. Generators that
+    the loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not included: seed them
+    with the seed and ``session.done``, or keep their states in the session's state.
     """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
@@ -87,10 +87,10 @@ def seed_everything(*key: int) -> None:
 
 
 class ArrayState(State):
-    """The state of a loop of numpy: arrays, numbers, texts and tensors, the same on all ranks.
+    """The state of a numpy loop: arrays, numbers, strings and tensors that are the same on all ranks.
 
     Each is an attribute that the loop reads and sets: ``ArrayState(weights=np.zeros(3))`` has ``weights``. It is
-    restored with the values and the dtype that were saved, a tensor in place.
+    restored with the saved values and dtype, a tensor in place.
 
     Raises:
         ValueError: A part is of a type that would not be restored exactly, or has a method's name.
@@ -122,8 +122,8 @@ class ArrayState(State):
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"{type(self).__name__}({name}={type(part).__name__}) would not be restored exactly: {error}. "
-                    "Give arrays of numpy and numbers, each of its own; modules and optimizers belong into a "
-                    "TorchState, and arrays of JAX into a JaxState"
+                    "Give each numpy array and number as an argument of its own, modules and optimizers to a "
+                    "TorchState, and arrays of JAX to a JaxState"
                 ) from None
         return copies
 
@@ -137,7 +137,7 @@ class ArrayState(State):
 
 
 def _copy(part: Any) -> Any:
-    """Return a copy as an array; a TypeError or ValueError if the part cannot be made of that again."""
+    """Return a copy as an array. Raise a TypeError or ValueError if the part cannot be restored from it exactly."""
     part = part.detach().cpu().numpy() if hasattr(part, "detach") else part
     copy = np.array(part)
     is_foreign = copy.dtype.hasobject or copy.dtype.isbuiltin == 2  # registered by another library, such as bfloat16
@@ -147,7 +147,7 @@ def _copy(part: Any) -> Any:
 
 
 def restored(part: Any, saved: Any) -> Any:
-    """Return a saved array as what the part is; a tensor itself, since an optimizer may hold it."""
+    """Return a saved array in the type of the part. A tensor is overwritten in place: an optimizer may refer to it."""
     if hasattr(part, "detach"):
         part.data = sys.modules["torch"].as_tensor(saved, device=part.device)
         return part

@@ -32,7 +32,7 @@ SESSION_FILE = "loop.json"
 #: waits for Ray Train's controller. And how long a save may wait for the one before it to be uploaded.
 _REPORT_SECONDS, _REPORT_TIMES, _WRITE_SECONDS = (5.0, 100.0), 200.0, 3600.0
 
-_SAVED_IN_A_ROW = 2  # scores of steps without a gap that are saved, beyond which there is one of each step
+_SAVED_IN_A_ROW = 2  # consecutive steps with a score that are saved; with more, the score is one of every step
 
 current: Session | None = None  # of this process, for those who look on from outside
 
@@ -73,9 +73,11 @@ class Session(AbstractContextManager["Session"]):
         means: Names of the metrics that are reported as their mean over the steps since the last report. All others,
             such as learning rates, counters and evaluations, are reported by their last value.
         save_scored: Whether a step that reports the score (``CheckpointPolicy.score_attribute``) is saved, so that
-            the score is that of the checkpoint's weights. A score that is reported at each step saves nothing.
-        mesh: The torch ``DeviceMesh`` of the ranks that differ in their data, such as ``mesh["dp"]`` beside a tensor
-            parallel dimension. Default: all ranks.
+            the checkpoint has the weights that were scored. A score that is reported at every step causes no saves
+            from the third step in a row on.
+        mesh: The torch ``DeviceMesh`` of the dimension along which the data is divided, such as ``mesh["dp"]``. Ranks
+            that differ only in another dimension, such as tensor parallel, get the same samples. Default: every rank
+            has its own share.
 
     Attributes:
         done, end: Optimizer steps that are done, by all worker groups of the run, and that are when the loop ends.
@@ -84,17 +86,18 @@ class Session(AbstractContextManager["Session"]):
             batches of a step (or of :meth:`once`) and averaged over the ranks, are the mean over all samples.
         samples: The indices of the current batch's samples.
         is_last_part: Whether the current batch is the last of its step.
-        began_at: When this worker's first step began, in seconds since the epoch; 0.0 before. That is when the first
-            batch was handed out; without :meth:`batches` when the session was entered, known from the first step on.
-        began_from: Optimizer steps that were done before that.
+        began_at: Start of this worker's first step in the session, in seconds since the epoch; 0.0 until it is known.
+            With :meth:`batches` it is the time at which the first batch was yielded. Without, it is the time at which
+            the session was created, and becomes known with the first call of :meth:`step`.
+        began_from: Optimizer steps that were done before this worker's first step.
         cadence: What decides when to save.
 
     Raises:
         ValueError: An argument is out of range.
-        TypeError: The dataset is a stream, in which no position is found again.
+        TypeError: The samples of the dataset cannot be read by position, such as those of a stream.
         StateMismatchError: The checkpoint is of another model.
-        LoopError: The ranks are not at the same step, a batch had no step, the dataset has changed, or the loop has had
-            a session before: each position in a training belongs to one.
+        LoopError: The ranks are not at the same step, :meth:`step` was not called after a batch, the dataset has
+            changed, or the loop has had a session before: a checkpoint holds the position of one session only.
     """
 
     def __init__(
@@ -129,11 +132,11 @@ class Session(AbstractContextManager["Session"]):
             raise ValueError(f"means={means!r}: must be a collection of names, such as means=[{means!r}]")
         if self._ray is not None and current is not None and current._ray is not None:
             raise LoopError(
-                "this loop has had a session, and its checkpoints have one position: "
+                "this loop already had a session, and a checkpoint holds the position of only one: "
                 "give one session the steps of all phases, and choose the phase by session.done"
             )
         data_ranks = [*range(self.world_size)] if mesh is None else mesh.mesh.flatten().tolist()
-        #: Number of this rank's share of the data, and how many there are; and whether it counts the share's samples.
+        #: Index of this rank's share and number of shares; whether this rank records the samples of its share.
         self._share = self.rank if mesh is None else data_ranks.index(mesh.get_rank()), len(data_ranks)
         self._counts = 0 in data_ranks
         if global_batch < len(data_ranks):
@@ -146,15 +149,15 @@ class Session(AbstractContextManager["Session"]):
         self._about: dict[str, Any] = {"run": known.run_id, "began_at": 0, "seen": 0}  # said in checkpoints
         self.done, self.weight, self.samples, self.is_last_part = 0, 1.0, np.zeros(0, dtype=np.int64), True
         self._ledger, self._taken, self._writing = Ledger(), list[Indices](), threading.Lock()
-        #: Sum and number of each metric since the last report, 0 for what is no number; and the metrics of that report.
+        #: Sum of each metric since the last report and number of its values (0: not a number); metrics of that report.
         self._metrics, self._reported = dict[str, tuple[Any, int]](), dict[str, Any]()
         self._run = known.run_id, known.run_name  # the name, in a checkpoint that plain Ray Train has written
         self._score = known.score_attribute
         self._means, self._save_scored = frozenset(means) - {self._score}, save_scored
-        #: The steps of the last score and report; and how many steps up to the last score had one, without a gap.
+        #: Steps of the last score and of the last report; number of consecutive steps with a score, up to the last one.
         self._scored_at = self._reported_at = self._scores_in_a_row = 0
-        #: Whether the step just done is still to be saved or reported, must be saved, and has a score that is not one
-        #: of each step; and whether the loop computes with a batch.
+        #: The last step is not yet saved or reported; it must be saved; it has a score, and not every step has one. The
+        #: loop is working on a batch of `batches`.
         self._is_open = self._must_save = self._has_score = self._in_batches = False
         remove_left_folders()
         seed_everything(seed, 0, self.rank)
@@ -183,8 +186,8 @@ class Session(AbstractContextManager["Session"]):
     ) -> Iterator[Any]:
         """Yield this rank's share of each step's samples, until the loop ends; call :meth:`step` after each.
 
-        A step is saved and reported when the next batch is asked for, or the session ends: an evaluation between
-        :meth:`step` and the next batch belongs to the step, and a kill meanwhile does not lose it.
+        A step is saved and reported when the loop requests the next batch, or when the session ends. So an evaluation
+        between :meth:`step` and the next batch belongs to the step: after a kill in it, both are done again.
 
         Args:
             dataset: Anything with ``__len__`` and ``__getitem__``: a map-style torch dataset, a random access source of
@@ -192,14 +195,16 @@ class Session(AbstractContextManager["Session"]):
             shuffle, drop_last: As those of :class:`SampleOrder`.
             micro_batch: Most samples of a batch. A step has several then: call ``backward`` for each, and the
                 optimizer and :meth:`step` where :attr:`is_last_part` is true. 0: no bound.
-            loader: Options of ``torch.utils.data.DataLoader``, such as ``num_workers``, for a torch dataset.
+            loader: Options of ``torch.utils.data.DataLoader``, such as ``num_workers``. With any of them the samples
+                are loaded by it, as those of a torch dataset always are.
         """
         order = SampleOrder(length_of(dataset), self._global_batch, self._seed, shuffle, drop_last)
         before = SampleOrder(**self._about.setdefault("order", asdict(order)))
         if before != order:
             raise LoopError(
                 f"the checkpoint was written with {before}, and this is {order}: "
-                "which samples were seen is unknown. Give the same, or begin another run"
+                "it is unknown which samples were seen. Give the same dataset, global_batch, seed, shuffle and "
+                "drop_last, or train under a new run_name"
             )
         self._close_step()
         self._order, self._taken = order, []
@@ -222,11 +227,11 @@ class Session(AbstractContextManager["Session"]):
             self._close_step()
 
     def once(self, dataset: Any, batch: int, **loader: Any) -> Iterator[Any]:
-        """Yield this rank's share of a whole dataset, for an evaluation, in batches of so many samples over all ranks.
+        """Yield this rank's share of a whole dataset, for an evaluation; ``batch`` counts the samples over all ranks.
 
         ``sum(mean(batch) * session.weight for batch in session.once(...))``, averaged over the ranks, is the mean over
-        the dataset. The weight is 0 where the last batch has fewer samples than there are ranks. After the last batch
-        ``weight`` and ``samples`` are those of the training batch again.
+        the dataset. If the last batch has fewer samples than there are ranks, a rank without a share gets one sample of
+        weight 0. After the loop ``weight`` and ``samples`` are those of the training batch again.
         """
         order = SampleOrder(length_of(dataset), batch, shuffle=False)
         sampler = StepBatches(order, range(order.steps_per_epoch), *self._share)
@@ -244,7 +249,7 @@ class Session(AbstractContextManager["Session"]):
 
         Args:
             metrics: Values to report; those of rank 0 count. ``step``, ``total_steps``, ``epoch`` and ``samples`` are
-                added. The score's name must be in those of all ranks or of none, as saving is done by all.
+                added. Report the score on all ranks or on none, since all ranks save together.
             save: Whether to save this step in any case; the same on all ranks.
         """
         self._close_step()
@@ -281,7 +286,7 @@ class Session(AbstractContextManager["Session"]):
         self._is_open, self._must_save = True, self._must_save or save
 
     def _is_score(self, name: str, value: Any) -> bool:
-        """True for the score, and for a mapping that holds it: Ray's name of that is ``outer/inner``."""
+        """True for the score, and for a mapping that contains it: Ray names that score ``outer/inner``."""
         is_outer = name == self._score.partition("/")[0] and isinstance(value, Mapping | None)
         return name == self._score or is_outer
 
@@ -294,7 +299,10 @@ class Session(AbstractContextManager["Session"]):
         self._is_open = False
 
     def _act(self, together: bool, at_end: bool = False) -> None:
-        """Save or report if rank 0 decides so; it is asked before each save, so that no rank waits in one."""
+        """Save or report if rank 0 decides so.
+
+        Each save begins with a broadcast of rank 0's step, so that ranks at other steps raise instead of hanging.
+        """
         restart, decided = ask(self._decide, together)
         saves, reports, at = decided or (False, False, self.done)
         if at != self.done:
@@ -315,7 +323,7 @@ class Session(AbstractContextManager["Session"]):
         is_due = self.cadence.due(self.done) and self.done > self._saved and (idle or self.cadence.steps > 0)
         saves = is_due or self._must_save
         if self._has_score and not saves:
-            logger.warning("%s of step %d ranks no checkpoint: save_scored=False", self._score, self.done)
+            logger.warning("%s of step %d has no checkpoint to rank: save_scored=False", self._score, self.done)
         return saves, (idle and late) or self._has_score, self.done
 
     def _save(self, announced: bool = False) -> None:
@@ -358,7 +366,7 @@ class Session(AbstractContextManager["Session"]):
 
     def _report(self, checkpoint: Any = None, upload: Callable[..., Any] | None = None, now: bool = False) -> None:
         metrics = {name: float(total / count) if count else total for name, (total, count) in self._metrics.items()}
-        if self._reported_at == self.done:  # a save right after a report of the step has its metrics, too
+        if self._reported_at == self.done:  # a second report of the same step repeats the metrics of the first
             metrics = self._reported | metrics
         if self._scored_at != self.done:  # the score is that of other weights
             metrics = {name: value for name, value in metrics.items() if not self._is_score(name, value)}

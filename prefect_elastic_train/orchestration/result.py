@@ -28,7 +28,8 @@ class TrainingResult(RunResult):
         """Return the newest checkpoint as Ray's type. It can be read wherever its storage can be reached.
 
         Args:
-            best: The best of the kept ones instead, by the score of the checkpoint policy; without one the newest.
+            best: Return the kept checkpoint with the best score instead; the newest if the checkpoint policy has no
+                ``score_attribute``.
             storage: The storage block, or the name of one. Default: :attr:`storage_block`; for a storage that was
                 given inline, its URI with the ambient credentials.
 

@@ -172,9 +172,10 @@ class Training:
         return TrainingResult.model_validate(ended.result)
 
     def _may_retry(self) -> bool:
-        """Decide if another attempt may follow, and set the retries by which Prefect decides, to be the same.
+        """Return whether another attempt may follow, and set the retries of Prefect's task to the same effect.
 
-        After a commit an earlier attempt may no longer count, which the next driver finds in the run directory.
+        With nothing left, one more attempt follows a commit: an earlier attempt may no longer count by then, which only
+        the next driver can read from the run directory.
         """
         if self._task is None:
             return False

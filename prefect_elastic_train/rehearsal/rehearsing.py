@@ -40,7 +40,7 @@ _SHARE, _LEAST_SECONDS = 0.15, 12.0  # of the time, for the undisturbed training
 _FIRST_STALL_SECONDS, _LEAST_STALL_SECONDS, _GAPS = 60.0, 15.0, 2.0
 _MOST_TRAININGS, _PATIENCE_SECONDS = 5, 120.0
 _LATER = 3.0  # times so long there are further trainings, for faults that are left
-#: What a machine has for each GPU of NVIDIA's; and what it has where Ray has to count: other makes, parts of a GPU.
+#: Device files: one for each NVIDIA GPU; and those of GPUs that are not counted here (other makes, parts of a GPU).
 _GPUS = "/dev/nvidia[0-9]*"
 _UNCOUNTED = ("/dev/dxg", "/dev/kfd", "/dev/dri/render*", "/dev/nvidia-caps/*cap[3-9]", "/dev/nvidia-caps/*cap[0-9]?*")
 
@@ -198,7 +198,7 @@ def _scaling(given: GivenBlock | None, workers: int) -> ElasticScaling:
     gpus = workers * math.ceil(block.resources_per_worker.get("GPU", block.accelerator == "gpu"))
     if gpus > _gpus_here():
         raise ConfigurationError(
-            f"{workers} workers on a node each need {gpus} GPUs, and here are {_gpus_here()}; give fewer workers"
+            f"{workers} workers need {gpus} GPUs, and this machine has {_gpus_here()}; give fewer workers"
         )
     return block.model_copy(
         update={

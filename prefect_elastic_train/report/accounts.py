@@ -109,7 +109,7 @@ class Tally(Counts, ev.EventHandler):
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
 
     def on_first_step(self, event: ev.FirstStep) -> None:
-        """Count the steps that are done again. What came before the step was setting up, and nothing is estimated."""
+        """Count the steps that are done again. The time before the first step is start-up; no estimate is needed."""
         self.steps_redone += max(0, self.step - event.step)
         self.step = self.step_kept = event.step
         if self.phase == "first" and self.first is not None:
@@ -210,7 +210,7 @@ class Tally(Counts, ev.EventHandler):
         self.spent[bucket] = self.spent.get(bucket, 0.0) + seconds
 
     def _preserve(self, checkpoint: str, later: float = 0.0) -> None:
-        """Keep what was trained up to a commit, which is all but so many seconds, and remember how much that is."""
+        """Count the pending training as productive, except for the last `later` seconds, which stay pending."""
         self.productive += self.pending - later
         self.pending = later
         self.unsettled += self.first is not None

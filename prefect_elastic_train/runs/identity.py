@@ -23,7 +23,7 @@ from prefect_elastic_train.core.records import Fingerprint
 LATEST_RUN = "latest"  # what ``resume_from`` calls the newest earlier run of the same training; no run can be named so
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-#: Modules whose types are arrays or have a repr that is the value, unless an address or a file in it shows otherwise.
+#: Modules whose types are arrays, or have a repr that stands for the value unless `_NO_VALUE` matches it.
 _VALUE_MODULES = (
     "builtins",
     "datetime",

@@ -293,10 +293,10 @@ class RunDirectory:
         return str(best["checkpoint_dir_name"]) if has_score else ""
 
     def look_back(self, *, whole: bool) -> ResumePoint:
-        """Return the newest commit that counts with a checkpoint left, or the beginning; ``whole`` looks at files.
+        """Return the newest commit of the lineage that has a checkpoint left, or a point without a commit.
 
-        If none of these is whole, an overtaken attempt, whose mount shows listings late, may have committed and deleted
-        what the others began from. Then its newest whole commit is returned.
+        ``whole`` also checks the files. If no commit of the lineage is whole, the newest whole commit of an overtaken
+        attempt is returned: on a mount with stale listings it may have gone on, and deleted its successor's base.
         """
         lost: set[str] = set()
         dropped: list[str] = []

@@ -3,8 +3,8 @@
 A claim is an abstract Unix socket whose name says what is claimed and by whom. The kernel lists all names in
 ``/proc/net/unix``, for all users of the machine, and removes a name when the last process that holds the socket has
 exited, however it ended. There is no file that could be left behind, deleted or unreadable. The flow process and the
-head of the cluster hold the sockets. Containers with a network of their own do not see each other's claims, nor are
-processes seen that are no local clusters of this package.
+head of the cluster hold the sockets. Containers with a network of their own do not see each other's claims. Processes
+other than local clusters of this package make no claims, so GPUs that they use count as free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeviceClaims:
         os.register_at_fork(after_in_child=self.release)  # or a forked process would keep them
 
     def take(self, spec: DriverSpec, tell: Callable[..., None]) -> str:
-        """Claim what a local cluster needs, unless that was done; return why it must wait, empty if it need not.
+        """Claim the GPUs that a local cluster needs, unless it has them; return why it must wait, or an empty text.
 
         Raises:
             AttemptFailedError: It needs more GPUs than this process may use.
@@ -121,6 +121,9 @@ def _uuids() -> dict[str, str]:
 
 
 def _visible_gpus() -> dict[str, str]:
-    """Return the GPUs that this process may use, by name in CUDA_VISIBLE_DEVICES: UUID, else that; empty if unknown."""
+    """Map each GPU that this process may use, as named in CUDA_VISIBLE_DEVICES, to its UUID; empty if none is known.
+
+    A GPU whose UUID is not known is mapped to its name.
+    """
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(_uuids())).split(",")
     return {name: _uuids().get(name, name) for name in map(str.strip, names) if name not in ("", "-1")}

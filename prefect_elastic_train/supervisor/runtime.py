@@ -90,12 +90,12 @@ class Runtime:
         self._folder: Path | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._cluster: LocalCluster | None = None
-        #: They outlast a cluster that has died, so that its successor has them.
+        #: Kept when a cluster dies, so that the next one gets the same GPUs.
         self._claims = DeviceClaims()
         self._spare: subprocess.Popen[bytes] | None = None
         self._spare_is_due = float("inf")
         self._spare_after = _SPARE_AFTER_SECONDS
-        #: What starts a spare driver, nothing if there shall be none, and in which environment.
+        #: Command and environment of a spare driver; no command: no spare driver is started.
         self._spare_command: list[str] = []
         self._spare_environment: dict[str, str] = {}
 
@@ -103,7 +103,8 @@ class Runtime:
         """Run one driver to its end, and return how it ended by its last word or, without one, by how it died.
 
         Raises:
-            AttemptFailedError: The cluster cannot be reached, or GPUs for a local one are not free for too long.
+            AttemptFailedError: The cluster cannot be reached, or the GPUs of a local one are not free within
+                ``capacity_timeout_seconds``.
         """
         folder, environment = self._prepare()
         if spec.cluster.address != "auto":

@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer`` with a session, which restores all of it in the middle of an epoch, too. Tried with 2.6."""
+"""A session in Lightning's ``Trainer``: restores its whole state, also in the middle of an epoch. Tested with 2.6."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prefect_elastic_train.loop.order import SampleOrder, StepBatches
 from prefect_elastic_train.loop.state import State, random_state, restore_random_state
 from prefect_elastic_train.loop.training_session import Session
 
-#: Lightning's own checkpoint, of the name that Ray's integration gives it, and the files of its ``ModelCheckpoint``.
+#: Names in a checkpoint: Lightning's own file, named as in Ray's integration, and the folder of ``ModelCheckpoint``.
 CHECKPOINT_NAME, _MODELS = "checkpoint.ckpt", "models"
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
@@ -26,18 +26,20 @@ _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 class SessionCallback(Callback, State):  # type: ignore[misc]
     """Train with a session: ``trainer.fit(module, callback.dataloader(dataset), ...)``.
 
-    Each rank's loss is weighted by its share of the samples, and all that Lightning's checkpoints hold is saved and
-    restored: optimizers, schedules, precision, loops and callbacks. So are the files of ``ModelCheckpoint``, the means
-    of ``self.log``, torchmetrics of the module, ``trainer.should_stop`` and random states. What was logged since the
-    step before is reported. ``Trainer(max_epochs=...)`` counts the epochs of a checkpoint that a run starts from, too.
+    The gradient of each rank is weighted by the rank's share of the samples. Checkpoints hold everything that is in
+    Lightning's own (optimizers, schedules, precision, loops, callbacks), the files of ``ModelCheckpoint``, the means of
+    ``self.log``, torchmetrics of the module, ``trainer.should_stop`` and random states. Each step reports the metrics
+    that were logged since the step before. The epochs of a checkpoint from another run (``resume_from``) count towards
+    ``Trainer(max_epochs=...)``.
 
     Args:
         global_batch: Samples of an optimizer step, over all workers.
-        micro_batch: Most samples of a batch; ``accumulate_grad_batches`` follows from it. 0: as the trainer says.
+        micro_batch: Largest number of samples of a batch on a worker; sets the trainer's ``accumulate_grad_batches``.
+            0: a worker's share of ``global_batch``, divided by the trainer's ``accumulate_grad_batches``.
         session: Further arguments of :func:`loop.session`, such as ``seed`` and ``save_every``.
 
     Raises:
-        ValueError: The strategy's checkpoint is not one file of rank 0's, as it is with FSDP and DeepSpeed.
+        ValueError: The strategy does not write its checkpoint as one file on rank 0. FSDP and DeepSpeed do not.
     """
 
     def __init__(self, *, global_batch: int, micro_batch: int = 0, **session: Any) -> None:
@@ -82,7 +84,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         limits = [trainer.max_epochs * self._order.steps_per_epoch, trainer.max_steps]
         steps = max(1, min([limit for limit in limits if limit >= 0], default=2**40))
         self.session = Session(self, steps=steps, global_batch=self._global_batch, **self._options)
-        if self.session.done + steps == self.session.end:  # the run of the checkpoint may have ended
+        if self.session.done + steps == self.session.end:  # a new run; the run of its first checkpoint may have stopped
             trainer.should_stop = False
         self._random = random_state()
 
@@ -124,7 +126,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         return {name: one for name, one in self._trainer.lightning_module.named_modules() if isinstance(one, Metric)}
 
     def stage(self, directory: str) -> Callable[[], None]:
-        """Write Lightning's checkpoint, what it lacks and the files of ``ModelCheckpoint``; all ranks must."""
+        """Write Lightning's checkpoint, the state it lacks and the files of ``ModelCheckpoint``. Call on all ranks."""
         trainer, connector = self._trainer, self._trainer._logger_connector
         trainer.save_checkpoint(Path(directory, CHECKPOINT_NAME), weights_only=False)
         results = trainer.fit_loop.epoch_loop._results.items()
@@ -168,7 +170,7 @@ class SessionCallback(Callback, State):  # type: ignore[misc]
         vars(trainer._logger_connector).update(self._own["connector"])
 
     def _restore_rank(self) -> None:
-        """Restore what Lightning's checkpoint lacks, after all that comes before the first batch."""
+        """Restore the state that Lightning's checkpoint lacks, directly before the first batch."""
         self._trainer.fit_loop._restarting = False  # or the schedules would not be stepped at the end of this epoch
         for name, state in self._own.get("metrics", {}).items():
             vars(self._metrics()[name]).update(state)
@@ -184,7 +186,7 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 
 def _to_batch_end(loops: dict[str, Any], parts: int, before: int) -> None:
-    """Change the progress of an epoch to that of a checkpoint made at a batch's end: Lightning redoes no validation."""
+    """Set the progress to the end of the batch, so that Lightning does not repeat the validation after a restart."""
     progress = loops["epoch_loop.batch_progress"]
     if loops["epoch_progress"]["current"]["ready"] > loops["epoch_progress"]["current"]["processed"]:
         for counts in (progress["total"], progress["current"]):

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` with a session, which restores all of it in the middle of an epoch, too. Tried with 5.24."""
+"""A session in ``transformers.Trainer``: restores its whole state, also within an epoch. Tested with 5.24."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from prefect_elastic_train.loop.scratch import ScratchFolder
 from prefect_elastic_train.loop.state import State, random_state, restore_random_state
 from prefect_elastic_train.loop.training_session import Session
 
-#: The files of ``TrainerState`` and of the best model so far, in a checkpoint; the trainer's sums of what it logs next.
+#: In a checkpoint, the file of ``TrainerState`` and the folder of the best model so far; below, the attributes in which
+#: the trainer adds up the values of its next log entry.
 _STATE, _BEST = "trainer_state.json", "best"
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 
@@ -28,22 +29,23 @@ _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_
 class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):  # type: ignore[misc]
     """``transformers.Trainer`` with a session: ``SessionTrainer(..., global_batch=256).train()``.
 
-    Its checkpoints are those of ``transformers.Trainer``, with the best model in the folder ``best``, so that
-    ``load_best_model_at_end`` loads it on all ranks. Saved and restored are model, optimizer, schedule, scaler,
-    ``TrainerState``, the sums of what is logged next, random states and the state of callbacks that are
-    ``ExportableState``. What is logged and evaluated is reported. ``output_dir`` holds the best model
-    only, in the folder ``best``.
+    Its checkpoints are those of ``transformers.Trainer``, and have the best model in the folder ``best``, from which
+    ``load_best_model_at_end`` loads it on all ranks. They hold model, optimizer, schedule, scaler, ``TrainerState``,
+    the running sums for the next log entry, random states, and the state of callbacks that are ``ExportableState``.
+    All logged and evaluated metrics are reported. ``output_dir`` holds only the best model, in the folder ``best``.
 
     Args:
-        global_batch: Samples of an optimizer step, over all workers. ``gradient_accumulation_steps`` follows from it
-            and ``per_device_train_batch_size``, the most samples of a batch.
-        session: Further arguments of :func:`loop.session`, such as ``save_every``; the seed is ``TrainingArguments``'.
+        global_batch: Samples of an optimizer step, over all workers. ``gradient_accumulation_steps`` is computed from
+            it and from ``per_device_train_batch_size``, the largest number of samples of a batch.
+        session: Further arguments of :func:`loop.session`, such as ``save_every``. The seed of the order of samples is
+            ``data_seed``, or else ``seed``, of the ``TrainingArguments``.
 
-    A ``compute_loss`` of a subclass calls this one, or multiplies the mean of a batch by :attr:`weight`.
+    A subclass that overrides ``compute_loss`` must call this one, or multiply the mean loss of a batch by
+    :attr:`weight`.
 
     Raises:
-        ValueError: The last step of an epoch has fewer samples than there are workers, or the trainer is to order the
-            samples itself, to choose the batch size, or to train with FSDP or DeepSpeed.
+        ValueError: The last step of an epoch has fewer samples than there are workers, or the trainer has a sampler of
+            its own, another ``train_sampling_strategy`` than "random", ``auto_find_batch_size``, FSDP or DeepSpeed.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         self.add_callback(self)
 
     def get_train_dataloader(self) -> Any:
-        """Return what has the length of an epoch; the batches are the session's."""
+        """Return a placeholder with the number of batches of an epoch. The session loads the batches themselves."""
         epoch = range(self._order.steps_per_epoch)
         batches = StepBatches(self._order, epoch, 0, self.args.world_size, self._micro_batch)
         return torch.utils.data.DataLoader(range(len(batches)), generator=torch.Generator())
@@ -79,7 +81,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
 
     @property
     def weight(self) -> float:
-        """What the mean over the current batch counts."""
+        """Factor for the mean loss of the current batch, so that unequal batches and shares count by their samples."""
         return float(self._weights[0] * self.current_gradient_accumulation_steps)
 
     def train(self, *args: Any, **options: Any) -> Any:
@@ -103,7 +105,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         if steps <= 0:
             steps = math.ceil(self.args.num_train_epochs * self._order.steps_per_epoch)
         self.session = Session(self, steps=steps, global_batch=self._global_batch, seed=seed, **self._session_options)
-        if self.session.end - steps == self.session.done:  # what a run starts from may have ended
+        if self.session.end - steps == self.session.done:  # a new run; the run of its first checkpoint may have stopped
             self._own["stopped"] = False
         self._random, self._batches = random_state(), self._steps()
         folder = self._resumed.path if self._resumed else None
@@ -135,7 +137,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         self.session.step(metrics)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        """Weight the loss; one that is normalized by the tokens of all ranks is right as it is."""
+        """Multiply the loss by :attr:`weight`, unless it is already normalized by the number of tokens of all ranks."""
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
         if model.training and more.get("num_items_in_batch") is None:
             loss = loss * self.weight
@@ -165,7 +167,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         """Keep the model if it is the best so far; the session saves all else when it is time."""
         if self.state.best_global_step == self.state.global_step:
             self.save_model(str(self._best), _internal_call=True)
-            self._best.mkdir(parents=True, exist_ok=True)  # on the other ranks, that all know of it
+            self._best.mkdir(parents=True, exist_ok=True)  # also on ranks that save nothing: all record the path
             self.state.best_model_checkpoint = str(self._best)
 
     def _load_best_model(self) -> None:
@@ -178,7 +180,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
     def stage(self, directory: str) -> Callable[[], None]:
-        """Write the checkpoint of ``transformers.Trainer``, what it lacks and the best model; all ranks must."""
+        """Write the trainer's checkpoint, the state that is missing in it, and the best model. Call on all ranks."""
         self.store_flos()
         self.save_model(directory, _internal_call=True)
         self._save_optimizer_and_scheduler(directory)
@@ -211,7 +213,7 @@ class SessionTrainer(transformers.Trainer, transformers.TrainerCallback, State):
             state.save_to_json(str(Path(self._resumed.path, _STATE)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Restore what the trainer has not, before its first step."""
+        """Restore the state that the trainer does not restore itself, before the first step."""
         self.__dict__.update(self._own["sums"])
         for callback, attributes in zip(self._exportable(), self._own["callbacks"], strict=False):
             vars(callback).update(attributes)

@@ -99,7 +99,7 @@ def test_a_loop_that_uses_its_session_wrongly_is_told_what_to_change(train: Trai
     assert "this is SampleOrder(length=21, " in found["another length"][1]
     assert "or begin another run" in found["another order"][0]
     assert found["all as before"] == ["nothing"] * 2
-    assert found["a second session"][0].startswith("LoopError: this loop has had a session")
+    assert found["a second session"][0].startswith("LoopError: this loop already had a session")
     assert found["a second session"][1].endswith(
         "give one session the steps of all phases, and choose the phase by session.done"
     )

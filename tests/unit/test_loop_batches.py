@@ -131,13 +131,13 @@ def test_a_mixtures_masked_samples_stay_masked() -> None:
 @pytest.mark.parametrize(
     ("dataset", "says"),
     [
-        ({0: X, 1: X}, "the samples of dict are not read by position: give an array"),
-        (({5: 1.0, 0: 2.0}, X[:2]), "the samples of dict are not read by position"),
-        ("text", "the samples of str are not read by position"),
-        (sparse.csr_array(np.eye(3)), r"the samples of csr_array are not read by position.*\.toarray\(\)"),
+        ({0: X, 1: X}, "the samples of dict cannot be read by position: give an array"),
+        (({5: 1.0, 0: 2.0}, X[:2]), "the samples of dict cannot be read by position"),
+        ("text", "the samples of str cannot be read by position"),
+        (sparse.csr_array(np.eye(3)), r"the samples of csr_array cannot be read by position.*\.toarray\(\)"),
         (
             torch.utils.data.Subset(FRAME["y"], [3, 4]),
-            r"the samples of Subset are not read by position.*\.to_numpy\(\)",
+            r"the samples of Subset cannot be read by position.*\.to_numpy\(\)",
         ),
         (torch.utils.data.DataLoader(Own(X)), r"DataLoader has no .* \(of a DataLoader, give loader\.dataset\)"),
         (({"x": X, "y": X}, X[:2]), r"one length, not \[2, 10\]"),

@@ -280,7 +280,7 @@ def test_a_score_that_saves_nothing_is_reported_at_its_step_with_a_warning(caplo
     recorder = _train(lambda step: {"val_loss": 0.5} if step % 40 == 0 else {}, save_every=30, save_scored=False)
     assert recorder.scored == []
     assert [one["step"] for one, _ in recorder.reports if "val_loss" in one] == [40, 80]
-    assert "val_loss of step 40 ranks no checkpoint: save_scored=False" in caplog.text
+    assert "val_loss of step 40 has no checkpoint to rank: save_scored=False" in caplog.text
 
 
 def test_metrics_are_last_values_unless_they_are_named_as_means() -> None:
@@ -349,12 +349,12 @@ def test_a_loop_that_does_not_step_once_for_each_batch_is_told() -> None:
 
 def test_a_stream_is_refused_with_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     with loop.session(NoState(), steps=3, global_batch=2) as session:
-        with pytest.raises(TypeError, match=r"no position is found again. Load the samples by their index"):
+        with pytest.raises(TypeError, match=r"cannot be resumed at a position. Load the samples by their index"):
             next(session.batches(iter(range(9))))
         with pytest.raises(TypeError, match=r"one length, not \[8, 9\]"):
             next(session.batches((np.arange(8), np.arange(9))))
         monkeypatch.delitem(sys.modules, "torch")
-        with pytest.raises(TypeError, match="options are those of torch's DataLoader; import torch to use them"):
+        with pytest.raises(TypeError, match="this is an option of torch's DataLoader; import torch to use it"):
             next(session.batches(np.arange(8), num_workers=2))
 
 

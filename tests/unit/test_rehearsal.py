@@ -432,7 +432,7 @@ def test_bad_arguments_are_refused_before_anything_starts(arguments: dict[str, A
 
 def test_more_gpus_than_there_are_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsing, "_gpus_here", lambda: 1)
-    with pytest.raises(ConfigurationError, match="2 workers on a node each need 2 GPUs, and here are 1"):
+    with pytest.raises(ConfigurationError, match="2 workers need 2 GPUs, and this machine has 1"):
         rehearse("json:loads", scaling=ElasticScaling(accelerator="gpu", resources_per_worker={"GPU": 0.5}))
 
 
