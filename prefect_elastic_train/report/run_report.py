@@ -253,7 +253,7 @@ class RunReport(BaseModel, ev.EventHandler, ser_json_inf_nan="constants"):
 
     def on_first_step(self, event: ev.FirstStep | ev.Report) -> None:
         """Take in that the worker group trains: by a session's first step, else by its first report."""
-        if self.broken is None or self.world_size == 0:
+        if self.broken is None or not self.world_size:
             return
         since, kind = self.broken
         self.broken = None

@@ -83,19 +83,28 @@ class JobDriver(Driver):
             "elastic_train_storage": _digest(self._spec.storage.uri)[:16],
             "elastic_train_owner": request.owner.flow_run_id,
         }
-        limit = cluster.unreachable_timeout_seconds if self._is_known else cluster.connect_timeout_seconds
-        jobs = self._ask(self._client.jobs, limit)
+        jobs = self._ask(
+            self._client.jobs,
+            cluster.unreachable_timeout_seconds if self._is_known else cluster.connect_timeout_seconds,
+        )
         own = [job for job in jobs if metadata.items() <= (job.metadata or {}).items()]
         found = next((job for job in own if not job.status.is_terminal()), None)
         self._was_found = found is not None
+        config = _digest(json.dumps(request.fingerprint.config, sort_keys=True))
         if found is not None:
+            if (found.metadata or {}).get("elastic_train_config", config) != config:
+                raise AttemptFailedError(
+                    f"job {found.submission_id} still trains run {request.run_name!r} with another train_loop_config. "
+                    f"End it with `ray job stop {found.submission_id}` and retry, or wait for its end",
+                    outcome=Outcome.INVALID,
+                )
             self.job = found
             is_running = " already, which is followed from now on"
             self._told_until = self._told_until or self.follower.followed_until()
         else:
             prefix = f"elastic-train-{request.run_name}-{_digest(json.dumps(metadata, sort_keys=True))[:8]}-"
             number = max((int(job.submission_id.removeprefix(prefix)) for job in own), default=0) + 1
-            self.job = self._submit(f"{prefix}{number}", metadata)
+            self.job = self._submit(f"{prefix}{number}", {**metadata, "elastic_train_config": config})
             is_running = ""
             self._told_until = 0.0
         self._is_past = self._told_until > 0

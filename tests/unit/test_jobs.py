@@ -31,7 +31,7 @@ from ray.job_submission import JobDetails
 
 from prefect_elastic_train.core import events as ev
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
-from prefect_elastic_train.core.outcomes import Outcome
+from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 from prefect_elastic_train.core.settings import ClusterSettings
 from prefect_elastic_train.supervisor import job as job_module
@@ -294,9 +294,9 @@ class Flow(Runtime):
         self.folder = folder
         self.job: JobDriver | None = None
 
-    def train(self, dashboard: Dashboard) -> ev.AttemptEnded:
+    def train(self, dashboard: Dashboard, spec: DriverSpec = SPEC) -> ev.AttemptEnded:
         """Run an attempt as a job."""
-        self.job = JobDriver(self, replace(SPEC, cluster=dashboard.cluster), self.folder, self.job)
+        self.job = JobDriver(self, replace(spec, cluster=dashboard.cluster), self.folder, self.job)
         return self.follow(self.job)
 
 
@@ -406,6 +406,15 @@ def test_a_job_that_runs_is_followed_whatever_ray_it_has_and_what_was_told_befor
     assert flow.train(dashboard) == ENDED
     assert (flow.past, flow.events, flow.lines) == ([STARTED], [STATE, ENDED], ["told now"])
     assert "POST /api/jobs/" not in dashboard.asked
+
+
+@pytest.mark.usefixtures("own_job")
+def test_a_job_that_trains_with_another_configuration_is_not_followed(dashboard: Dashboard, flow: Flow) -> None:
+    fingerprint = SPEC.request.fingerprint.model_copy(update={"config": {"lr": "2"}})
+    spec = replace(SPEC, request=replace(SPEC.request, fingerprint=fingerprint))
+    with pytest.raises(AttemptFailedError, match="still trains run 'mnist' with another train_loop_config") as caught:
+        flow.train(dashboard, spec=spec)
+    assert (caught.value.outcome, dashboard.statuses()) == (Outcome.INVALID, ["RUNNING"])
 
 
 @pytest.mark.usefixtures("own_job")
