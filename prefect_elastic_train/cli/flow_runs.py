@@ -8,7 +8,7 @@ from uuid import UUID
 
 import typer
 
-from prefect_elastic_train.cli.common import Json, console, errors, open_briefly, print_json
+from prefect_elastic_train.cli.common import console, errors, open_briefly
 from prefect_elastic_train.core.storage_settings import DEFAULT_STORAGE
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -32,7 +32,6 @@ def resume_flow_run(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Do not look for signs of life.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Resume a flow run whose machine was lost, and which looks running ever since.
 
@@ -53,15 +52,8 @@ def resume_flow_run(
                 default = default_block_name("storage") or DEFAULT_STORAGE
                 storages = [default] if default != DEFAULT_STORAGE or Path(default).expanduser().is_dir() else []
             flow_run_id = resuming.flow_run_of(client, run, [open_briefly(text) for text in storages])
-        said = []
-        try:
-            for line in resuming.resume(client, flow_run_id, force=force):
-                said.append(line)
-                if not as_json:
-                    console().print(line, markup=False)
-        finally:  # what was done is told, also if the rest was refused
-            if as_json:
-                print_json({"flow_run_id": str(flow_run_id), "said": said})
+        for line in resuming.resume(client, flow_run_id, force=force):
+            console().print(line, markup=False)
 
 
 @app.callback()
@@ -88,7 +80,6 @@ def create_automations(
     alert: Annotated[
         str, typer.Option(metavar="BLOCK", help="Notification block that tells of each failure, as type/name.")
     ] = "",
-    as_json: Json = False,
 ) -> None:
     """Create or update the automations that resume crashed and lost runs. May be repeated.
 
@@ -101,9 +92,5 @@ def create_automations(
     with errors(), get_client(sync_client=True) as client:
         scopes = resuming.scopes(client, deployments or [], tags or [])
         how = max_resumes, heartbeat_timeout, evaluate_with, evaluate_at, alert
-        done = resuming.apply(client, scopes, *how)
-    if as_json:
-        print_json([{"done": what, "name": name} for what, name in done])
-        return
-    for what, name in done:
-        console().print(f"{what:<10}{name}", markup=False)
+        for what, name in resuming.apply(client, scopes, *how):
+            console().print(f"{what:<10}{name}", markup=False)

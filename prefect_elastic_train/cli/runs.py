@@ -141,7 +141,6 @@ def prune_runs(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Delete what no resume needs, of runs that nobody trains; with --older-than whole runs.
 
@@ -153,28 +152,21 @@ def prune_runs(
         seconds = None if older_than is None else older_than * 86400
         plans = _of_each(lambda run: plan_run(run, seconds), opened, _chosen(opened, runs))
         wanted = [(plan.run, deletion) for plan in plans for deletion in plan.deletions]
-        kept, deleted = {plan.run: plan.kept for plan in plans if plan.kept}, []
-        say = _say if not as_json else lambda *lines: None
-        if wanted and not as_json:
+        if wanted:
             rows = [[run, one.folder or "the whole run", size(one.size_bytes), one.reason] for run, one in wanted]
             print_table(["run", "what", "size", "why"], rows, right=["size"])
-        say(*(f"left alone: {run}: {why}" for run, why in kept.items()))
+        _say(*(f"left alone: {plan.run}: {plan.kept}" for plan in plans if plan.kept))
         if not wanted:
-            say(f"nothing to delete in {opened.uri}")
+            _say(f"nothing to delete in {opened.uri}")
         elif not dry_run:
             if not yes:
-                typer.confirm("Delete this for good?", abort=True, err=as_json)
+                typer.confirm("Delete this for good?", abort=True)
             for plan in plans:
                 try:
                     for deletion in carry_out(opened.run(plan.run), plan):
-                        deleted.append({"run": plan.run, "folder": deletion.folder})
-                        say(f"deleted {plan.run} {deletion.folder}".rstrip())
+                        _say(f"deleted {plan.run} {deletion.folder}".rstrip())
                 except RunChangedError as error:
-                    kept[plan.run] = str(error)
-                    say(f"left alone: {plan.run}: {error}")
-        if as_json:
-            found = [{"run": run, **one._asdict()} for run, one in wanted]
-            print_json({"storage": opened.uri, "wanted": found, "deleted": deleted, "left_alone": kept})
+                    _say(f"left alone: {plan.run}: {error}")
 
 
 def _columns(run: RunSummary) -> dict[str, str]:

@@ -33,9 +33,9 @@ _RAYS_FORM = re.compile(
     r"|\(pid=(?:gcs_server|raylet)\) |Actor with class name: 'PreemptionWatcher' and ID: "
     r"|Running entrypoint for job |-- Runtime env is setting up"
     r"|(?:\[rank\d+\]:)?\[?[A-Z]\d{4} [\d:.]+\s+(?:\d+ )?"
-    r"\w*(?:socket|TCPStore|ProcessGroup|NCCL|[Gg]loo|coordination|grpc)\w*\.\w+:\d+\] "
+    r"\w*(?:socket|TCPStore|ProcessGroup|NCCL|[Gg]loo|coordination|grpc)\w*\.(?:cc|[ch]pp|h):\d+\] "
     r"|\[Gloo\] Rank \d+ is connected to |(?:Starting|Connecting to) JAX distributed service on "
-    r"|(?:PC:|   ) @ +0x|\*\*\* SIG"
+    r"|(?:PC:|   ) @ +0x|\*\*\* SIG[A-Z]+ received at "
 )
 #: Lines of Ray that the user can act on: a node short of memory or disk, and ranks that the others wait for.
 _OF_USE = re.compile(

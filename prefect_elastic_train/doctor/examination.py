@@ -22,8 +22,7 @@ from prefect.client.schemas.objects import BlockDocument
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from prefect_elastic_train.blocks._common import TrainingBlock
-from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name, values_of
+from prefect_elastic_train.blocks.lookup import BLOCK_TYPES, chosen_blocks, saved_name
 from prefect_elastic_train.core.events import ClusterConnected, Event
 from prefect_elastic_train.core.operator_settings import ElasticTrainSettings
 from prefect_elastic_train.core.outcomes import ConfigurationError, ElasticTrainError
@@ -50,7 +49,6 @@ class Finding:
 ok, warn, skip, fail = (partial(Finding, level) for level in ("ok", "warn", "skip", "fail"))
 
 _PACKAGE = "prefect-elastic-train"
-_EXTRAS = ("torch", "jax", "s3")
 _QUICK_SECONDS = 10.0
 _ANSWER_SECONDS = 3.0
 #: Documents that the Prefect server gives at once.
@@ -73,7 +71,7 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
         blocks = chosen_blocks({"storage": storage, "cluster": cluster}, profile)
         request = RunRequest("doctor", Owner(flow_run_id="doctor"), fingerprint("doctor:none", "none", None))
         specs.append(driver_spec(request, blocks))
-        yield ok(f"a training takes {', '.join(map(_in_words, blocks.values()))}")
+        yield ok(f"a training takes {', '.join(saved_name(one) or type(one).__name__ for one in blocks.values())}")
 
     def check_storage() -> Iterator[Finding]:
         with preflight(specs[0].storage):
@@ -119,11 +117,10 @@ def check_versions(requirements: Iterable[str]) -> Iterator[Finding]:
     """Compare what is installed with requirements; those of extras only if they are installed."""
     wrong = []
     for one in map(Requirement, requirements):
-        marker, there = one.marker, _installed(one.name)
-        is_needed = marker is None or marker.evaluate({"extra": ""})
-        is_used = marker is not None and there and any(marker.evaluate({"extra": extra}) for extra in _EXTRAS)
+        there = _installed(one.name)
+        is_needed = one.marker is None or one.marker.evaluate({"extra": ""})
         # Builds of one's own count as the version that they are built from.
-        if (is_needed or is_used) and not (there and one.specifier.contains(there, prereleases=True)):
+        if (is_needed or there) and not (there and one.specifier.contains(there, prereleases=True)):
             told = f"{one.name} is {there or 'not installed'}, and {_PACKAGE} needs {one.specifier}"
             wrong.append((fail if is_needed else warn)(told, f"`pip install '{one.name}{one.specifier}'`"))
     told = ", ".join(f"{name} {_installed(name)}" for name in (_PACKAGE, "ray", "prefect"))
@@ -236,12 +233,6 @@ def _asking_prefect() -> Iterator[SyncPrefectClient]:
         get_client(httpx_settings={"timeout": _ANSWER_SECONDS}, sync_client=True) as client,
     ):
         yield client
-
-
-def _in_words(block: TrainingBlock) -> str:
-    """Return a block's name, and what it says otherwise than by default; secrets are asterisks."""
-    words = ", ".join(f"{name}={value}" for name, value in values_of(block, exclude_defaults=True).items())
-    return f"{saved_name(block) or type(block).__name__}{f' ({words})' if words else ''}"
 
 
 def _installed(name: str) -> str:

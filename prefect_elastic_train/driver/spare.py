@@ -28,8 +28,7 @@ def wait_for_spec(framework: str) -> Path:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     import_ahead(["ray"])
-    is_told, _, _ = select.select([sys.stdin], [], [], 0)
-    if memory_left() < 0 and not is_told:
+    if memory_left() < 0 and not select.select([sys.stdin], [], [], 0)[0]:
         os._exit(0)
     import_ahead((*_MODULES.get(framework, ()), *_OWN_MODULES))
     line = sys.stdin.readline()

@@ -53,13 +53,22 @@ def length_of(dataset: Any) -> int:
             "Ray Data cannot be resumed at a position. Load the samples by their index (Parquet files by memory map, "
             "for instance), or keep to ray.train.get_dataset_shard and accept that a restart begins its epoch again"
         )
-    is_labelled = kind == "Subset" and hasattr(dataset.dataset, "iloc")  # torch indexes that with []
-    if is_labelled or hasattr(dataset, "nnz") or isinstance(dataset, Mapping | str):
+    if _reads_labels(dataset) or hasattr(dataset, "nnz") or isinstance(dataset, Mapping | str):
         raise TypeError(
             f"the samples of {kind} cannot be read by position: "
             "give an array of them (such as .to_numpy() or .toarray() returns) or a list"
         )
     return len(dataset)
+
+
+def _reads_labels(dataset: Any) -> bool:
+    """Return whether a dataset of torch, such as ``Subset``, holds one of pandas, which it reads by label."""
+    if type(dataset).__module__ != "torch.utils.data.dataset":
+        return False
+    held = vars(dataset).get("datasets") or [vars(dataset).get("dataset")]
+    return any(
+        hasattr(one, "iloc") or _reads_labels(one) for one in (held.values() if hasattr(held, "values") else held)
+    )
 
 
 def load(dataset: Any, sampler: StepBatches, options: dict[str, Any]) -> Iterator[tuple[Indices, Any]]:

@@ -141,7 +141,8 @@ def _copy(part: Any) -> Any:
     part = part.detach().cpu().numpy() if hasattr(part, "detach") else part
     copy = np.array(part)
     is_foreign = copy.dtype.hasobject or copy.dtype.isbuiltin == 2  # registered by another library, such as bfloat16
-    if is_foreign or type(restored(part, copy)) is not type(part):
+    is_cut = isinstance(part, str | bytes) and copy.item() != part  # by zeros at its end
+    if is_foreign or is_cut or type(restored(part, copy)) is not type(part):
         raise TypeError(f"numpy keeps it as an array of {copy.dtype}")
     return copy
 

@@ -160,7 +160,7 @@ class Session(AbstractContextManager["Session"]):
         #: loop is working on a batch of `batches`.
         self._is_open = self._must_save = self._has_score = self._in_batches = False
         remove_left_folders()
-        seed_everything(seed, 0, self.rank)
+        seed_everything(seed, 0, self._share[0])  # alike where the data is
         if self._ray is not None and (checkpoint := self._ray.get_checkpoint()) is not None:
             self._restore(checkpoint)
         self.began_at, self.began_from, self._entered_at = 0.0, self.done, time.time()
@@ -252,6 +252,8 @@ class Session(AbstractContextManager["Session"]):
                 added. Report the score on all ranks or on none, since all ranks save together.
             save: Whether to save this step in any case; the same on all ranks.
         """
+        if self._order is not None and self.done >= self.end:
+            raise LoopError("session.step() was called after the last batch: call it once for each batch")
         self._close_step()
         self._about["seen"] += self._order.size(self.done) if self._order is not None else self._global_batch
         taken, self._taken = self._taken, []
@@ -395,7 +397,7 @@ class Session(AbstractContextManager["Session"]):
                 with np.load(rank_file(directory, self.rank, self.world_size), allow_pickle=False) as own:
                     restore_random_state(own["random"].item())
             else:
-                seed_everything(self._seed, self.done, self.rank)
+                seed_everything(self._seed, self.done, self._share[0])
             self._ledger = Ledger(self.done)
             if about["run"] not in self._run:  # of another run: this one begins here
                 self._about["began_at"] = self.done

@@ -36,7 +36,7 @@ _VALUE_MODULES = (
     "jaxlib._jax",
     "jaxlib.xla_extension",
 )
-_NO_VALUE = re.compile(" at 0x|<locals>|<lambda>|^<module ")
+_NO_VALUE = re.compile(r" at 0x|<locals>|<lambda>|^<|\.\.\.")
 
 
 class Call(NamedTuple):
@@ -131,7 +131,7 @@ def _stable(value: Any, unstable: set[str]) -> Any:
     stable = functools.partial(_stable, unstable=unstable)
     kind, module = _full_name(type(value)), type(value).__module__
     content: Any = None
-    if value is None or isinstance(value, str | int | float):
+    if value is None or (isinstance(value, str | int | float) and not isinstance(value, Enum)):
         return value
     if isinstance(value, PurePath):
         return str(value)
@@ -139,11 +139,11 @@ def _stable(value: Any, unstable: set[str]) -> Any:
         pairs = {key if isinstance(key, str) else json.dumps(stable(key)): stable(one) for key, one in value.items()}
         assert len(pairs) == len(value), "keys such as 1 and '1'"
         return pairs
-    if isinstance(value, tuple | MutableSequence):
+    if isinstance(value, tuple | MutableSequence) and not hasattr(value, "_fields"):
         return [stable(one) for one in value]
     if isinstance(value, Set):
         content = sorted(json.dumps(stable(one), sort_keys=True) for one in value)
-    elif isinstance(value, type | types.FunctionType):
+    elif isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         content = _full_name(value)
     elif isinstance(value, Enum):
         content = value.name
@@ -153,6 +153,10 @@ def _stable(value: Any, unstable: set[str]) -> Any:
         content = dict(value)
     elif dataclasses.is_dataclass(value):
         content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if getattr(value, "__dict__", {}).keys() - content.keys():  # what is no field may be a part of the value
+            unstable.add(kind)
+    elif hasattr(value, "_fields"):
+        content = value._asdict()
     elif module in _VALUE_MODULES and hasattr(value, "__array__"):
         with suppress(TypeError, RuntimeError):  # of torch: with gradients, in bfloat16, on a GPU
             array = sys.modules["numpy"].asarray(value)

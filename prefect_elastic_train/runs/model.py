@@ -272,12 +272,15 @@ class RunDirectory:
         """What is wrong with a checkpoint's files, of which the manifest has paths and sizes; empty for nothing."""
         if incomplete := missing_parts(manifest):
             return incomplete
-        files = self.file_sizes(checkpoint) or {}
-        missing = sorted(manifest.keys() - files.keys())
+        sizes = self.file_sizes(checkpoint) or {}
+        # A listing may be behind: what it lacks is looked up by its name.
+        unlisted = {name: self.store.size(f"{checkpoint}/{name}") for name in sorted(manifest.keys() - sizes.keys())}
+        missing = [name for name, size in unlisted.items() if size is None]
         if missing:
             return f"{len(missing)} of {len(manifest)} files are missing, first {missing[0]}"
-        wrong = [name for name, size in sorted(manifest.items()) if files[name] != size]
-        return f"{wrong[0]} has {files[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
+        found = sizes | unlisted
+        wrong = [name for name, size in sorted(manifest.items()) if found[name] != size]
+        return f"{wrong[0]} has {found[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
 
     def score_attribute(self, commit: CommitRecord) -> str:
         """Return the metric by which the checkpoints of a commit are ranked, empty for none."""
@@ -346,8 +349,9 @@ class RunDirectory:
 
     def _check_nothing_is_given_up(self) -> None:
         """Refuse to begin anew over checkpoints that only lost commits could tell apart from interrupted uploads."""
-        left = self._folders
-        is_named = _overlapping(snapshots.checkpoint_names(self.mirror))
+        named = snapshots.checkpoint_names(self.mirror)
+        left = sorted({*self._folders, *filter(self.store.file_sizes, named)})  # the listing may be behind
+        is_named = _overlapping(named)
         # Traces of commits, which may be lost by now, since an attempt began anew. Ray's file is written after one.
         begun = [(one.number, one.record) for one in self.attempts if one.record is not None and one.record.confirmed]
         anew = max((number for number, record in begun if record.base is None), default=0)

@@ -76,7 +76,7 @@ class DeviceClaims:
                 in_use = "; ".join(f"GPU {name} is used by {users[gpu]}" for name, gpu in gpus.items() if gpu in users)
                 free = [name for name, gpu in gpus.items() if gpu not in users]
                 if gpus and len(free) < least:
-                    return f"{in_use}; the local cluster waits for {least} GPU{'s' * (least > 1)}"
+                    return f"{in_use}; the local cluster waits for GPUs: {least}"
                 self.gpus = free[:most]
                 for what in [f"cpu {cpus:g}", *(f"gpu {gpus[name]}" for name in self.gpus)]:
                     name = f"{secrets.token_hex(3)} {what} {os.getpid()} {spec.request.run_name}"

@@ -214,8 +214,7 @@ def test_automations_are_created_once_and_updated(served: Program, client: SyncP
     assert done("create", DEPLOYMENT) == ["unchanged", "unchanged"]
     assert done("create", DEPLOYMENT, "--max-resumes=4") == ["updated", "unchanged"]
     assert sum(one.name.startswith("elastic-train") for one in client.read_automations()) == 2
-    said = json.loads(_command("automations", "create", DEPLOYMENT, "--max-resumes=4", "--json").stdout)
-    assert [one["name"] for one in said] == delete_automations(client, DEPLOYMENT)
+    assert len(delete_automations(client, DEPLOYMENT)) == 2
     assert "there is no deployment 'no/such'" in done("create", "no/such")[0]
 
 

@@ -100,7 +100,7 @@ def test_each_gpu_is_claimed_by_one_cluster_and_the_next_one_waits_until_it_is_g
     by_first = f"GPU {gpus[0]} is used by training 'first' (pid {os.getpid()})"
     assert (first.gpus + second.gpus, told) == (gpus, [f"{by_first}; the local cluster has GPU {gpus[1]}"])
     by_second = f"GPU {gpus[1]} is used by training 'second' (pid {os.getpid()})"
-    assert _take(third, _of("third", gpus=1)) == f"{by_first}; {by_second}; the local cluster waits for 1 GPU"
+    assert _take(third, _of("third", gpus=1)) == f"{by_first}; {by_second}; the local cluster waits for GPUs: 1"
     assert _take(first, _of("first", gpus=1)) == "", "it keeps what it has"
     first.release()
     assert _take(third, _of("third", gpus=1)) == ""
@@ -145,7 +145,7 @@ def test_the_head_that_inherits_a_claim_keeps_it_and_a_process_that_is_forked_do
     try:
         holder.kill()
         holder.wait(10)
-        assert "waits for 2 GPUs" in _take(make(), _of(gpus=2))
+        assert "waits for GPUs: 2" in _take(make(), _of(gpus=2))
         os.kill(head, signal.SIGKILL)
         claims = make()
         wait_for(lambda: _take(claims, _of(gpus=2)) == "", 10, "the end of the claims: only the head had them")

@@ -175,6 +175,8 @@ RAYS = [
 USERS = [
     "(RayTrainWorker pid=7) [W1122 15:36:29.123456789 reducer.cpp:1400] Warning: find_unused_parameters=True",
     "(MapBatches(clean) pid=7) a row without a number",
+    "(RayTrainWorker pid=7) *** SIGTERM received, saving ***",
+    "(RayTrainWorker pid=7) W1127 15:36:29.123456 7 socket_reader.py:9] lost 300 samples",
     "(TrainController pid=5) @elastic-train-told Removed checkpoints whose upload was interrupted: a",
     "(raylet) 3 Workers (tasks / actors) killed due to memory pressure (OOM)",
     "",

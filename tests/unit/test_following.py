@@ -316,7 +316,7 @@ def test_a_cluster_waits_for_a_gpu_that_another_has_for_no_longer_than_is_wanted
     limited, patient = spec(scaling=scaling), spec(scaling=ScalingSettings(accelerator="gpu"))
     try:
         assert first.run_attempt(limited).outcome is Outcome.COMPLETED
-        in_use = f"GPU {gpu} is used by training 'mnist' (pid {os.getpid()}); the local cluster waits for 1 GPU"
+        in_use = f"GPU {gpu} is used by training 'mnist' (pid {os.getpid()}); the local cluster waits for GPUs: 1"
         with pytest.raises(AttemptFailedError) as caught:
             second.run_attempt(limited)
         assert caught.value.outcome is Outcome.TIMED_OUT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import dataclasses
 import datetime
 import enum
@@ -17,7 +18,7 @@ from collections import OrderedDict, UserDict
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -107,6 +108,25 @@ class Optimizer(enum.Enum):
     ADAM = 2
 
 
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Size(enum.IntEnum):
+    SMALL = 1
+
+
+class Warmup(NamedTuple):
+    steps: float
+    total: float
+
+
+class Decay(NamedTuple):
+    total: float
+    steps: float
+
+
 class Model(BaseModel):
     width: int
     key: SecretStr = SecretStr("")
@@ -151,6 +171,11 @@ def _differences(before: Any, after: Any) -> list[str]:
         (UserDict(a=Path("/a")), UserDict(a=Path("/b"))),
         ([1, {"deep": (np.float32(0.1),)}], [1, {"deep": (np.float32(0.9),)}]),
         (operator.add, operator.mul),
+        (math.sqrt, cmath.sqrt),
+        (Warmup(10, 100), Decay(10, 100)),
+        (Warmup(10, 100), Warmup(10, 200)),
+        (Level.LOW, Level.HIGH),
+        (Level.LOW, Size.SMALL),
         (Hyper, Model),
         (1, 1.0),
         (1, True),
@@ -206,6 +231,9 @@ print(fingerprint(loop, "torch", config).model_dump_json())
 
 
 def test_a_value_without_a_stable_form_counts_by_its_type_and_is_named_as_such() -> None:
+    extended = Hyper(0.1)
+    extended.schedule = "cosine"  # type: ignore[attr-defined] # as some configurations of libraries hold more
+
     def config() -> dict[str, Any]:
         return {
             "plain": Plain(),
@@ -213,12 +241,14 @@ def test_a_value_without_a_stable_form_counts_by_its_type_and_is_named_as_such()
             "function": lambda: None,
             "weights": torch.ones(1, requires_grad=True),
             "keys": {1: 2, "1": 3},
+            "long": {"x": np.arange(9999)}.values(),
+            "more": extended,
             "lr": 0.1,
         }
 
     mine, other = fingerprint(_loop, "torch", config()), fingerprint(_loop, "torch", config())
     assert mine.differences(other) == [], "a retry would be refused"
-    assert mine.opaque.keys() == {"plain", "nested", "function", "weights", "keys"}
+    assert mine.opaque.keys() == {"plain", "nested", "function", "weights", "keys", "long", "more"}
     assert mine.opaque["nested"] == "_thread:lock"
     warning = mine.uncompared(other)
     assert "train_loop_config['plain'] (tests.unit.test_identity:Plain)" in warning

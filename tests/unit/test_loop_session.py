@@ -150,12 +150,13 @@ def test_ranks_of_a_tensor_parallel_group_share_their_samples_and_are_counted_on
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    shares, counted = [], []
+    shares, counted, draws = [], [], []
     for rank in range(4):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
         try:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
             with loop.session(NoState(), steps=1, global_batch=8, mesh=mesh) as session:
+                draws.append(torch.rand(1).item())
                 [batch] = session.batches(np.arange(8))
                 assert session.weight == 1.0
                 shares.append(batch.tolist())
@@ -164,6 +165,7 @@ def test_ranks_of_a_tensor_parallel_group_share_their_samples_and_are_counted_on
         finally:
             torch.distributed.destroy_process_group()
     assert shares[0] == shares[1] != shares[2] == shares[3]
+    assert draws[0] == draws[1] != draws[2] == draws[3], "the same augmentation and dropout of the same samples"
     assert sorted(shares[0] + shares[2]) == sorted(counted) == [*range(8)]
 
 
@@ -345,6 +347,13 @@ def test_a_loop_that_does_not_step_once_for_each_batch_is_told() -> None:
     ):
         for _ in session.batches(np.arange(9)):
             pass
+    with (
+        pytest.raises(loop.LoopError, match="was called after the last batch"),
+        loop.session(NoState(), steps=3, global_batch=2) as session,
+    ):
+        for _ in session.batches(np.arange(9)):
+            session.step()
+        session.step()
 
 
 def test_a_stream_is_refused_with_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,8 @@ def test_a_part_whose_dtype_has_changed_before_it_was_saved_keeps_what_it_was_tr
         (torch.zeros(2, dtype=torch.bfloat16), "part=Tensor.*BFloat16.*TorchState"),
         (torch.eye(2).to_sparse(), "part=Tensor.*[Ss]parse"),
         ([1.0, 2.0], "part=list"),
+        (b"7\0", "part=bytes"),
+        ("seven\0", "part=str"),
         ([1.0], "part=list"),
         ([[1.0], [1.0, 2.0]], "part=list"),
         ({"a": 1}, "part=dict.*array of object"),

@@ -306,6 +306,25 @@ def test_a_run_is_not_begun_again_because_the_listing_of_its_commits_is_behind(s
     assert store.file_sizes(second)
 
 
+@pytest.mark.parametrize("commits_too", [True, False])
+def test_whole_checkpoints_are_found_by_their_names_where_the_listing_of_the_run_is_behind(
+    store: RunStore, commits_too: bool
+) -> None:
+    training = Training(store, begin(store).attempt, keep=1)
+    behind = _behind(store, layout.COMMITS) if commits_too else copy.copy(store)
+    sizes, folders = store.file_sizes(""), store.folders()
+    behind.file_sizes = lambda name: store.file_sizes(name) if name else sizes  # type: ignore[method-assign]
+    behind.folders = lambda: folders  # type: ignore[method-assign]
+    training.report(newest := physical_name("epoch", 1, report=1))
+    if commits_too:
+        with pytest.raises(AttemptFailedError, match=rf"no commit of .* with a whole checkpoint .*\({newest}\)"):
+            begin(behind)
+    else:
+        begun = begin(behind)
+        assert (begun.point.checkpoint, begun.point.repairs) == (newest, [])
+    assert store.file_sizes(newest)
+
+
 def test_ray_starts_from_the_commit_that_its_attempt_has_recorded_though_no_listing_shows_it(store: RunStore) -> None:
     behind = _behind(store, layout.COMMITS)
     training = Training(store, begin(store).attempt)
