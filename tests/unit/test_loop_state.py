@@ -135,7 +135,7 @@ def test_what_would_not_come_back_exactly_is_refused_by_type_at_once(part: Any, 
 def test_dtypes_of_jax_that_numpy_does_not_keep_are_refused_too(tmp_path: Path) -> None:
     jax: Any = pytest.importorskip("jax")
     for part in (np.zeros(2, jax.numpy.bfloat16), jax.numpy.bfloat16(1), jax.numpy.zeros(2), jax.random.key(0)):
-        with pytest.raises(ValueError, match="arrays of JAX into a JaxState"):
+        with pytest.raises(ValueError, match="arrays of JAX to a JaxState"):
             loop.ArrayState(part=part)
 
 
