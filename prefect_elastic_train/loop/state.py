@@ -52,7 +52,7 @@ def random_state() -> str:
 
     The list of GPU states begins with the current device, whose index may be different after a restart. Generators that
     the loop creates (``numpy.random.default_rng``, ``random.Random``, ``torch.Generator``) are not included: seed them
-    with the seed and ``session.done``, or keep their states in the session's state.
+    with the seed, the rank and ``session.done``. A part of the session's state is saved once for all ranks.
     """
     state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     if (torch := sys.modules.get("torch")) is not None:
