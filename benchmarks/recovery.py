@@ -40,8 +40,9 @@ from benchmarks.loops import WORKERS, LedgerLine, LoopSettings
 
 DEFAULT_CHECKPOINT_EVERY = 10
 STEP_SECONDS = 0.05
-WARM_SECONDS = 22.0
-"""So long each worker group has trained before the next kill, on all sides: ours has its standby workers by then."""
+WARM_SECONDS = 75.0
+"""So long each worker group has trained before the next kill, on all sides: ours has its standby workers and its spare
+driver by then."""
 
 SIDES = (OURS, RAW_DEFAULT, RAW_SAME_POLL, TORCHRUN)
 WORKER, DRIVER = "worker", "driver"

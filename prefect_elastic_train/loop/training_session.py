@@ -231,8 +231,8 @@ class Session(AbstractContextManager["Session"]):
 
         ``sum(mean(batch) * session.weight for batch in session.once(...))``, averaged over the ranks, is the mean over
         the dataset. If the last batch has fewer samples than there are ranks, a rank without a share gets one sample of
-        weight 0. ``weight`` and ``samples`` are those of the evaluation until the iterator has ended or is closed, and then
-        those of the training batch again: so do not use a training batch while an evaluation goes on.
+        weight 0. ``weight`` and ``samples`` are those of the evaluation until the iterator has ended or is closed, and
+        then those of the training batch again: so do not use a training batch while an evaluation goes on.
         """
         order = SampleOrder(length_of(dataset), batch, shuffle=False)
         sampler = StepBatches(order, range(order.steps_per_epoch), *self._share)

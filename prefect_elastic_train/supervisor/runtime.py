@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 _MAX_FOLDER_CHARACTERS = 24
 _DRIVER: tuple[str, ...] = (sys.executable, "-m", DRIVER_MODULE)
 _END_SECONDS = 10.0
-#: Of training, in which the standby workers boot: for the first spare driver, and for later ones.
-_SPARE_AFTER_SECONDS = 15.0
-_LATER_SPARES_AFTER_SECONDS = 5.0
+#: Of training, before a spare driver takes processor time for its imports: a short training needs none.
+_SPARE_AFTER_SECONDS = 60.0
 #: A driver whose head has died notices it after so many seconds instead of Ray's 60.
 _RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "6"}
 
@@ -94,7 +93,6 @@ class Runtime:
         self._claims = DeviceClaims()
         self._spare: subprocess.Popen[bytes] | None = None
         self._spare_is_due = float("inf")
-        self._spare_after = _SPARE_AFTER_SECONDS
         #: Command and environment of a spare driver; no command: no spare driver is started.
         self._spare_command: list[str] = []
         self._spare_environment: dict[str, str] = {}
@@ -206,8 +204,7 @@ class Runtime:
         """Have a spare driver soon, now that a worker group trains, unless there is one."""
         if self._spare_command and (self._spare is None or self._spare.poll() is not None):
             self._end_spare()
-            self._spare_is_due = time.monotonic() + self._spare_after
-            self._spare_after = _LATER_SPARES_AFTER_SECONDS
+            self._spare_is_due = time.monotonic() + _SPARE_AFTER_SECONDS
 
     def keep_guarded(self) -> None:
         """Start the guard, or another one if it was killed."""

@@ -128,7 +128,7 @@ def test_a_worker_that_dies_is_replaced_by_the_ones_that_stand_by_and_so_is_a_dr
     working, parked = training.ready(1)
     assert len(parked) == 2
     assert training.replaced({max(working)}) == parked, "the others were not waited for"
-    spare = flow.wait_for(lambda: titled(flow.marked(), "--spare"), 60, "a spare driver")
+    spare = flow.wait_for(lambda: titled(flow.marked(), "--spare"), 150, "a spare driver")
     flow.living_driver().kill()
     training.replaced(set())
     assert [flow.living_driver()] == spare, "the one that stood by"

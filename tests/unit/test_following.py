@@ -176,8 +176,7 @@ print(os.getpid(), flush=True)
 def test_a_spare_driver_is_the_next_one_if_its_environment_is_the_same_and_ends_with_the_training(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_SPARE_AFTER_SECONDS", "_LATER_SPARES_AFTER_SECONDS"):
-        monkeypatch.setattr(runtime_module, name, 0)
+    monkeypatch.setattr(runtime_module, "_SPARE_AFTER_SECONDS", 0)
     runtime = supervisor.runtime(_SPARE + _say(ev.WorkerGroupStarted(world_size=1)) + f"time.sleep(1)\n{_KILL}")
     monkeypatch.setattr(runtime_module, "_DRIVER", runtime.driver_command)
     spares = list[int]()

@@ -347,13 +347,11 @@ def test_a_loop_that_does_not_step_once_for_each_batch_is_told() -> None:
     ):
         for _ in session.batches(np.arange(9)):
             pass
-    with (
-        pytest.raises(loop.LoopError, match="was called after the last batch"),
-        loop.session(NoState(), steps=3, global_batch=2) as session,
-    ):
+    with loop.session(NoState(), steps=3, global_batch=2) as session:
         for _ in session.batches(np.arange(9)):
             session.step()
-        session.step()
+        with pytest.raises(loop.LoopError, match="was called after the last batch"):
+            session.step()
 
 
 def test_a_stream_is_refused_with_what_works_instead(monkeypatch: pytest.MonkeyPatch) -> None:
