@@ -97,7 +97,7 @@ def test_a_loop_that_uses_its_session_wrongly_is_told_what_to_change(train: Trai
     assert found["an early end on all ranks"] == ["nothing"] * 2
     assert "written with SampleOrder(length=20, " in found["another length"][0]
     assert "this is SampleOrder(length=21, " in found["another length"][1]
-    assert "or begin another run" in found["another order"][0]
+    assert "or train under a new run_name" in found["another order"][0]
     assert found["all as before"] == ["nothing"] * 2
     assert found["a second session"][0].startswith("LoopError: this loop already had a session")
     assert found["a second session"][1].endswith(
