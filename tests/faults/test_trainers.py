@@ -110,7 +110,7 @@ def test_a_trainer_with_a_session_ends_as_if_it_had_not_been_killed(
         flows[1].living_driver().kill()
     undisturbed, killed = (flow.completed(500) for flow in flows)
     assert len(list((tmp_path / "killed").glob("killed-*"))) == len(kills), "not every kill happened"
-    assert killed["worker_failures"] >= len(kills)
+    assert killed["worker_failures"] >= len(kills) - (workers == 2), "one may die with the driver, and is not counted"
     folders = [Path(result["checkpoint_uri"].removeprefix("file://")) for result in (undisturbed, killed)]
     assert _same(*(contents(folder) for folder in folders))
     names = {"step", "epoch", "total_steps", "samples"}
