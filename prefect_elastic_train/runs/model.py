@@ -272,15 +272,15 @@ class RunDirectory:
         """What is wrong with a checkpoint's files, of which the manifest has paths and sizes; empty for nothing."""
         if incomplete := missing_parts(manifest):
             return incomplete
-        sizes = self.file_sizes(checkpoint) or {}
-        # A listing may be behind: what it lacks is looked up by its name.
-        unlisted = {name: self.store.size(f"{checkpoint}/{name}") for name in sorted(manifest.keys() - sizes.keys())}
-        missing = [name for name, size in unlisted.items() if size is None]
-        if missing:
-            return f"{len(missing)} of {len(manifest)} files are missing, first {missing[0]}"
-        found = sizes | unlisted
-        wrong = [name for name, size in sorted(manifest.items()) if found[name] != size]
-        return f"{wrong[0]} has {found[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
+        sizes = dict(self.file_sizes(checkpoint) or {})
+        unlisted = sorted(manifest.keys() - sizes.keys())
+        for name in unlisted:  # a listing may be behind: looked up by name, up to the first that is really missing
+            size = self.store.size(f"{checkpoint}/{name}")
+            if size is None:
+                return f"{len(unlisted)} of {len(manifest)} files are missing, first {name}"
+            sizes[name] = size
+        wrong = [name for name, size in sorted(manifest.items()) if sizes[name] != size]
+        return f"{wrong[0]} has {sizes[wrong[0]]} bytes instead of {manifest[wrong[0]]}" if wrong else ""
 
     def score_attribute(self, commit: CommitRecord) -> str:
         """Return the metric by which the checkpoints of a commit are ranked, empty for none."""
