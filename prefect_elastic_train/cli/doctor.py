@@ -26,9 +26,6 @@ def examine(
         str, typer.Option(help=f"Saved RayCluster to try. {_OTHERWISE} a local one]", metavar="NAME")
     ] = "",
     profile: Annotated[str, typer.Option(help="Name of a set of saved blocks to try.", metavar="NAME")] = "",
-    timeout: Annotated[
-        float, typer.Option(help="Seconds for each of blocks, storage and cluster.", min=15, max=45)
-    ] = 45.0,
     as_json: Json = False,
 ) -> None:
     """Try all that a training needs, and say what to do about what is wrong.
@@ -42,7 +39,7 @@ def examine(
     from prefect_elastic_train.doctor.examination import examine as run_checks
 
     findings = []
-    for finding in run_checks(storage, cluster, profile, timeout):
+    for finding in run_checks(storage, cluster, profile):
         findings.append(finding)
         if not as_json:
             remedy = f"\n{'':15}to do: {clean(finding.remedy)}" if finding.remedy else ""

@@ -44,6 +44,8 @@ class RunRequest:
         part: Which training of its flow run it is, the same in each night's flow run.
         resumed: The flow run ran before, so that the run may have begun.
         begun: An attempt of the run has begun before, as its events have shown: its run directory must be there.
+        known_storage: The storage that trainings have used by the same block before, and the Prefect variable that says
+            so: it must be there.
         has_datasets: Ray Data needs a CPU beside those that the workers hold.
         totals: How much there is to do, such as ``max_steps``, as far as the loop's configuration says.
     """
@@ -57,6 +59,7 @@ class RunRequest:
     part: str = ""
     resumed: bool = False
     begun: bool = False
+    known_storage: tuple[str, str] = ("", "")
     has_datasets: bool = False
     totals: dict[str, Any] = field(default_factory=dict)
     worker_runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)

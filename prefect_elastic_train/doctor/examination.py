@@ -50,6 +50,8 @@ ok, warn, skip, fail = (partial(Finding, level) for level in ("ok", "warn", "ski
 
 _PACKAGE = "prefect-elastic-train"
 _QUICK_SECONDS = 10.0
+#: For each of blocks, storage and cluster: a local cluster starts meanwhile, a storage that is away is noticed.
+_SECONDS = 45.0
 _ANSWER_SECONDS = 3.0
 #: Documents that the Prefect server gives at once.
 _PAGE = 200
@@ -57,8 +59,8 @@ _PAGE = 200
 _LEAVE_SECONDS = 4.0
 
 
-def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: float = 45.0) -> Iterator[Finding]:
-    """Run all checks, those of blocks, storage and cluster for so long each; skip what needs what is not found.
+def examine(storage: str = "", cluster: str = "", profile: str = "") -> Iterator[Finding]:
+    """Run all checks, each for a bounded time; skip what needs what is not found.
 
     The storage is a directory, a URL or a saved block, the cluster a saved ``RayCluster``, the profile a name that
     blocks of several types are saved under. What is not named is as in :func:`chosen_block`: what the settings name,
@@ -81,12 +83,12 @@ def examine(storage: str = "", cluster: str = "", profile: str = "", seconds: fl
     server = run_check("server", check_server, _QUICK_SECONDS)
     yield from server
     if all(one.level != "fail" for one in server):
-        yield from run_check("blocks", check_blocks, seconds)
+        yield from run_check("blocks", check_blocks, _SECONDS)
     else:
         yield skip("cannot be looked at without the server", check="blocks")
     if specs:
-        yield from run_check("storage", check_storage, seconds)
-        yield from run_check("cluster", lambda: check_cluster(specs[0], seconds), seconds)
+        yield from run_check("storage", check_storage, _SECONDS)
+        yield from run_check("cluster", lambda: check_cluster(specs[0]), _SECONDS)
     else:
         for name in ("storage", "cluster"):
             yield skip("which one to try is not known without the blocks", check=name)
@@ -109,7 +111,7 @@ def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) 
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        found.append(fail(f"no answer within {seconds:g} s", "see what is slow, or give more --timeout"))
+        found.append(fail(f"no answer within {seconds:g} s", "see what is slow"))
     return [replace(one, check=name, message=_clean(one.message), remedy=_clean(one.remedy)) for one in [*found]]
 
 
@@ -151,10 +153,10 @@ def check_server() -> Iterator[Finding]:
         yield ok(f"the server at {url} accepts the credentials; the client is Prefect {client.client_version()}")
 
 
-def check_cluster(spec: DriverSpec, seconds: float) -> Iterator[Finding]:
+def check_cluster(spec: DriverSpec) -> Iterator[Finding]:
     """Join a cluster as a training would, a local one after starting it; of one that takes jobs ask the dashboard."""
     if not spec.cluster.is_submitted:
-        yield _joined(spec, seconds - _LEAVE_SECONDS)
+        yield _joined(spec, _SECONDS - _LEAVE_SECONDS)
         return
     from prefect_elastic_train.supervisor.job_client import JobClient, UnreachableError  # it loads Ray's client
 

@@ -30,7 +30,7 @@ from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.attempts import Begun, begin_attempt, end_attempt, peek
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
 from prefect_elastic_train.runs.liveness import HEARTBEAT_SECONDS, HeartbeatWriter, this_process
-from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_attempt
+from prefect_elastic_train.runs.model import RunDirectory, all_attempts, newest_attempt, refusal
 from prefect_elastic_train.runs.resume import choose_source, note_completed, seed_from_source
 from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.preflight import preflight
@@ -40,6 +40,8 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.
 _LEAVE_SECONDS = 2.5
+#: In the root of a storage that trainings have used, by which it is told from an empty directory without its mount.
+_MARKER = ".elastic_train"
 #: How long a storage that does not answer is asked for the run, before the preflight.
 _LOOK_SECONDS = 15.0
 
@@ -75,8 +77,20 @@ class Attempt:
         finished = peek(RunDirectory(store), spec.request)
         if finished is not None:
             return self.finish(finished)
+        root = self._storage.folder(spec.storage.root)
+        known, variable = spec.request.known_storage
+        if spec.storage.preflight and known == root.uri and not root.read(_MARKER):
+            raise refusal(
+                f"trainings have used storage {known} before, and its file {_MARKER} is gone: the storage is not "
+                "mounted here, or was emptied. Nothing was written. Make the storage available and retry the flow run; "
+                f"to begin in an empty storage, `prefect variable delete {variable}`",
+                Outcome.STORAGE_ERROR,
+            )
         with ExitStack() as trying:
-            probe = trying.enter_context(preflight(spec.storage)) if spec.storage.preflight else None
+            probe = None
+            if spec.storage.preflight:
+                probe = trying.enter_context(preflight(spec.storage))
+                root.create(_MARKER, b"prefect-elastic-train")
             if spec.request.resume_from and is_new():  # refused before a cluster is started or joined
                 teller.doing("looking for the checkpoint that the run starts from")
                 choose_source(self._storage, spec.request)

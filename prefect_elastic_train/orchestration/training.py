@@ -24,6 +24,7 @@ from prefect.states import Cancelled
 from prefect.tasks import Task
 from prefect.transactions import CommitMode, get_transaction
 from prefect.utilities.urls import url_for
+from prefect.variables import Variable
 
 from prefect_elastic_train.core.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event
 from prefect_elastic_train.core.operator_settings import get_settings
@@ -34,7 +35,7 @@ from prefect_elastic_train.driver.interruptions import interruptions
 from prefect_elastic_train.orchestration import flow_runs
 from prefect_elastic_train.orchestration.arguments import GivenBlock, driver_spec
 from prefect_elastic_train.orchestration.logs import RunLog
-from prefect_elastic_train.orchestration.publisher import Publisher
+from prefect_elastic_train.orchestration.publisher import Publisher, artifact_key
 from prefect_elastic_train.orchestration.result import TrainingResult
 from prefect_elastic_train.report.run_report import RunReport
 from prefect_elastic_train.supervisor.runtime import Runtime
@@ -268,8 +269,12 @@ class Training:
             if self.request.resumed and not self.request.begun:
                 self.request = replace(self.request, begun=self._began_earlier())
             spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
-            left = self.timeout_seconds and self.timeout_seconds - (time.monotonic() - self._asked_at)
-            return replace(spec, ends_at=time.time() + left if left else 0.0)
+            left = self.timeout_seconds and self.timeout_seconds - time.monotonic() + self._asked_at
+            if spec.storage_block and not self.request.known_storage[1]:
+                variable = artifact_key(spec.storage_block, "storage")
+                kept = flow_runs.ask_prefect(lambda client: client.read_variable_by_name(variable), _STATE_SECONDS)
+                self.request = replace(self.request, known_storage=(str(kept.value) if kept else "", variable))
+            return replace(spec, request=self.request, ends_at=time.time() + left if left else 0.0)
         except ConfigurationError:
             raise
         except Exception as error:
@@ -284,6 +289,12 @@ class Training:
         elif isinstance(event, AttemptStarted):
             self._left = event.left.get("driver restart", self._left)
             self.request = replace(self.request, begun=True)
+            (known, variable), uri = self.request.known_storage, event.run_uri.rpartition("/")[0]
+            if variable and known != uri:
+                self.request = replace(self.request, known_storage=(uri, variable))
+                # In a thread, and for a flow that may be a coroutine: the decorator of ``set`` takes ``_sync``.
+                keep = partial(Variable.set, variable, uri, overwrite=True, _sync=True)  # type: ignore[call-arg]
+                flow_runs.ask_prefect(lambda client: keep(), _STATE_SECONDS)
         if self._publisher is not None:
             self._publisher.take(event, told)
         self._log.event(event, told)
@@ -325,8 +336,8 @@ class Training:
 
     def _began_earlier(self) -> bool:
         """True if Prefect knows of an attempt in an earlier execution of the flow run."""
-        look = partial(flow_runs.has_begun, run_name=self.request.run_name, flow_run_id=self.request.owner.flow_run_id)
-        return bool(flow_runs.ask_prefect(look, _STATE_SECONDS))
+        name, whose = self.request.run_name, self.request.owner.flow_run_id
+        return bool(flow_runs.ask_prefect(lambda client: flow_runs.has_begun(client, name, whose), _STATE_SECONDS))
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""

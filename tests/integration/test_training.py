@@ -196,3 +196,27 @@ def test_a_flow_run_that_had_trained_does_not_begin_again_where_its_storage_is_m
         nightly()
     assert (refused.value.outcome, len(executions)) == (Outcome.STORAGE_ERROR, 2)
     assert not mount.exists()
+
+
+def test_a_new_flow_run_does_not_begin_where_the_storage_of_a_saved_block_is_missing(
+    where: dict[str, Any], tmp_path: Path, client: SyncPrefectClient
+) -> None:
+    mount = tmp_path / "mnt"
+    LocalStorage(path=str(mount / "runs")).save("mounted")
+    more = {**where, "storage": "training-storage-directory/mounted", "train_loop_config": {"steps": 2}}
+
+    @flow
+    def nightly() -> str:
+        return elastic_train(LOOP, **more).run_uri
+
+    first = Path(nightly())
+    assert Path(nightly()).parent == first.parent
+    mount.rename(tmp_path / "unmounted")
+    with pytest.raises(AttemptFailedError, match=r"is gone: the storage is not mounted here") as refused:
+        nightly()
+    assert (refused.value.outcome, mount.exists()) == (Outcome.STORAGE_ERROR, False)
+    (tmp_path / "unmounted").rename(mount)
+    assert Path(nightly()).parent == first.parent, "it is mounted again"
+    mount.rename(tmp_path / "unmounted")
+    client.delete_variable_by_name(str(refused.value).rstrip("`").rpartition(" ")[2])
+    assert Path(nightly()).parent == first.parent, "it may be empty"

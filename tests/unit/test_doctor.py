@@ -108,7 +108,7 @@ def test_a_cluster_with_another_ray_is_told_with_both_versions() -> None:
     answers = {"/api/version": {"ray_version": "2.40.0", "session_name": "s"}, "/api/jobs/": []}
     with _answering(answers) as url:
         spec = support.spec(cluster=ClusterSettings(address=url))
-        [found] = examination.run_check("cluster", lambda: examination.check_cluster(spec, 10), 10)
+        [found] = examination.run_check("cluster", lambda: examination.check_cluster(spec), 10)
     assert found.level == "fail"
     for part in (url, "runs Ray 2.40.0", f"the flow Ray {version('ray')}", "use the same minor version"):
         assert part in found.message
@@ -131,4 +131,4 @@ def test_without_a_server_the_rest_is_skipped_with_which_setting_to_change(tmp_p
     assert "fail server    ValueError: No Prefect API URL provided. Please set PREFECT_API_URL" in shown.stdout
     assert "trainings cannot run like this: " in shown.stdout
     assert list(tmp_path.iterdir()) == []
-    assert CliRunner().invoke(app, ["doctor", "--timeout", "600"]).exit_code == 2, "wrong usage"
+    assert CliRunner().invoke(app, ["doctor", "--tempo", "600"]).exit_code == 2, "wrong usage"
