@@ -12,18 +12,21 @@ import typer
 from prefect_elastic_train.cli.common import Json, clean, console, print_json
 
 _STYLES = {"ok": "default", "warn": "yellow", "skip": "dim", "fail": "red"}
-_OTHERWISE = "[default: as the profile or the settings say, else"
 
 
 def examine(
     storage: Annotated[
         str,
         typer.Option(
-            help=f"Directory, URL or saved block to try. {_OTHERWISE} ~/elastic_train_runs]", metavar="STORAGE"
+            help="Directory, URL or saved block to try. [default: of profile or settings, else ~/elastic_train_runs]",
+            metavar="STORAGE",
         ),
     ] = "",
     cluster: Annotated[
-        str, typer.Option(help=f"Saved RayCluster to try. {_OTHERWISE} a local one]", metavar="NAME")
+        str,
+        typer.Option(
+            help="Saved RayCluster to try. [default: that of profile or settings, else a local one]", metavar="NAME"
+        ),
     ] = "",
     profile: Annotated[str, typer.Option(help="Name of a set of saved blocks to try.", metavar="NAME")] = "",
     as_json: Json = False,

@@ -241,12 +241,12 @@ def _print_details(details: RunDetails) -> None:
     which = {"latest": latest, "best": details.best_checkpoint}
     for index, one in reported(snapshot) if snapshot else []:
         name = one["checkpoint_dir_name"]
-        files = manifest.get(name, {})
-        words = ", ".join(word for word, folder in which.items() if name == folder)
+        size_bytes = sum(manifest.get(name, {}).values())
+        marks = ", ".join(mark for mark, folder in which.items() if name == folder)
         metrics = metrics_in_short(one["metrics"] or {}, 6)
-        rows.append([loop_name(name), str(index), metrics, str(len(files)), size(sum(files.values())), words])
-    headings = ["checkpoint", "report", "metrics", "files", "size", ""]
-    print_table(headings, rows, right=["report", "files", "size"])
+        rows.append([loop_name(name), str(index), metrics, size(size_bytes), marks])
+    headings = ["checkpoint", "report", "metrics", "size", ""]
+    print_table(headings, rows, right=["report", "size"])
 
 
 def _attempts(details: RunDetails, now: float) -> Iterator[list[str]]:

@@ -44,8 +44,8 @@ class RunRequest:
         part: Which training of its flow run it is, the same in each night's flow run.
         resumed: The flow run ran before, so that the run may have begun.
         begun: An attempt of the run has begun before, as its events have shown: its run directory must be there.
-        known_storage: The storage that trainings have used by the same block before, and the Prefect variable that says
-            so: it must be there.
+        known_storage: URI of the storage that earlier trainings used through the same saved block, which must not be
+            empty now, and the name of the Prefect variable that keeps the URI; both empty if that is not known.
         has_datasets: Ray Data needs a CPU beside those that the workers hold.
         totals: How much there is to do, such as ``max_steps``, as far as the loop's configuration says.
     """

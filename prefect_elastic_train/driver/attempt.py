@@ -40,8 +40,6 @@ logger = logging.getLogger("prefect_elastic_train.driver")
 
 #: How long each step of leaving the cluster may take. With one, that stays below the grace of supervisor and guard.
 _LEAVE_SECONDS = 2.5
-#: In the root of a storage that trainings have used, by which it is told from an empty directory without its mount.
-_MARKER = ".elastic_train"
 #: How long a storage that does not answer is asked for the run, before the preflight.
 _LOOK_SECONDS = 15.0
 
@@ -79,18 +77,15 @@ class Attempt:
             return self.finish(finished)
         root = self._storage.folder(spec.storage.root)
         known, variable = spec.request.known_storage
-        if spec.storage.preflight and known == root.uri and not root.read(_MARKER):
+        if known == root.uri and not root.folders():
             raise refusal(
-                f"trainings have used storage {known} before, and its file {_MARKER} is gone: the storage is not "
-                "mounted here, or was emptied. Nothing was written. Make the storage available and retry the flow run; "
-                f"to begin in an empty storage, `prefect variable delete {variable}`",
+                f"trainings have used storage {known} before, and it is empty: its mount is missing here, or it was "
+                "emptied. Nothing was written. Make the storage available and retry the flow run; if it was emptied on "
+                f"purpose, run `prefect variable delete {variable}` first",
                 Outcome.STORAGE_ERROR,
             )
         with ExitStack() as trying:
-            probe = None
-            if spec.storage.preflight:
-                probe = trying.enter_context(preflight(spec.storage))
-                root.create(_MARKER, b"prefect-elastic-train")
+            probe = trying.enter_context(preflight(spec.storage)) if spec.storage.preflight else None
             if spec.request.resume_from and is_new():  # refused before a cluster is started or joined
                 teller.doing("looking for the checkpoint that the run starts from")
                 choose_source(self._storage, spec.request)

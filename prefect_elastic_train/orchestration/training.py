@@ -264,16 +264,20 @@ class Training:
         return ended
 
     def _driver_spec(self) -> DriverSpec:
-        name, publisher = self.request.run_name, self._publisher
+        name, whose, publisher = self.request.run_name, self.request.owner.flow_run_id, self._publisher
         try:
-            if self.request.resumed and not self.request.begun:
-                self.request = replace(self.request, begun=self._began_earlier())
+            if self.request.resumed and not self.request.begun:  # perhaps in an earlier process
+                begun = flow_runs.ask_prefect(lambda client: flow_runs.has_begun(client, name, whose), _STATE_SECONDS)
+                self.request = replace(self.request, begun=bool(begun))
             spec = driver_spec(self.request, self.blocks, publisher.report.last_end if publisher is not None else "")
             left = self.timeout_seconds and self.timeout_seconds - time.monotonic() + self._asked_at
-            if spec.storage_block and not self.request.known_storage[1]:
+            if spec.storage_block and spec.storage.preflight and not self.request.known_storage[1]:
                 variable = artifact_key(spec.storage_block, "storage")
-                kept = flow_runs.ask_prefect(lambda client: client.read_variable_by_name(variable), _STATE_SECONDS)
-                self.request = replace(self.request, known_storage=(str(kept.value) if kept else "", variable))
+                known = flow_runs.ask_prefect(
+                    lambda client: str(getattr(client.read_variable_by_name(variable), "value", "")), _STATE_SECONDS
+                )
+                if known is not None:  # else the next attempt asks again
+                    self.request = replace(self.request, known_storage=(known, variable))
             return replace(spec, request=self.request, ends_at=time.time() + left if left else 0.0)
         except ConfigurationError:
             raise
@@ -292,7 +296,7 @@ class Training:
             (known, variable), uri = self.request.known_storage, event.run_uri.rpartition("/")[0]
             if variable and known != uri:
                 self.request = replace(self.request, known_storage=(uri, variable))
-                # In a thread, and for a flow that may be a coroutine: the decorator of ``set`` takes ``_sync``.
+                # Without ``_sync``, ``set`` would return a coroutine in an async flow.
                 keep = partial(Variable.set, variable, uri, overwrite=True, _sync=True)  # type: ignore[call-arg]
                 flow_runs.ask_prefect(lambda client: keep(), _STATE_SECONDS)
         if self._publisher is not None:
@@ -333,11 +337,6 @@ class Training:
             return True
         runs = flow_runs.ask_prefect(lambda client: [client.read_flow_run(UUID(one)) for one in ids], _STATE_SECONDS)
         return any(flow_runs.wants_an_end(run.state) for run in runs or ())
-
-    def _began_earlier(self) -> bool:
-        """True if Prefect knows of an attempt in an earlier execution of the flow run."""
-        name, whose = self.request.run_name, self.request.owner.flow_run_id
-        return bool(flow_runs.ask_prefect(lambda client: flow_runs.has_begun(client, name, whose), _STATE_SECONDS))
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""

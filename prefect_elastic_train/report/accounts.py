@@ -32,8 +32,6 @@ class Tally(Counts, ev.EventHandler):
     setup: Literal["startup", "restart", "resize"] = "startup"
     mark: float = 0.0
     spent: dict[str, float] = Field(default_factory=dict)  # in all but training, by what it is called in the account
-    workers: int = 0
-    worker_seconds: float = 0.0
     #: Trained and preserved, and trained since the last commit.
     productive: float = 0.0
     pending: float = 0.0
@@ -104,7 +102,7 @@ class Tally(Counts, ev.EventHandler):
     def on_worker_group_started(self, event: ev.WorkerGroupStarted) -> None:
         self._close_group(self.setup)
         self._lose_reports()
-        self.phase, self.workers = "first", event.world_size
+        self.phase = "first"
         self.seconds_at_start, self.reports_at_start = self.productive, self.position
         self.first, self.since_first, self.interval, self.unsettled = 0.0, 0.0, None, 0
 
@@ -185,7 +183,7 @@ class Tally(Counts, ev.EventHandler):
             self.phase = "winding"  # also a loop that never reported has done its work
             self._settle()
             self.productive, self.pending = self.productive + self.pending, 0.0
-            self.phase, self.workers = "done", 0
+            self.phase = "done"
         elif event.outcome.retryable and not event.final:
             self._close_group("restart")
         else:
@@ -196,7 +194,6 @@ class Tally(Counts, ev.EventHandler):
         """Spend the time up to `at` on what the run does."""
         seconds = max(0.0, at - self.mark)
         self.mark += seconds
-        self.worker_seconds += self.workers * seconds
         if self.phase == "first" and self.first is not None:
             self.first += seconds
         elif self.phase == "training":
@@ -242,7 +239,7 @@ class Tally(Counts, ev.EventHandler):
         self._settle()
         self._spend("lost", max(0.0, self.pending))
         self.productive += min(0.0, self.pending)
-        self.pending, self.workers = 0.0, 0
+        self.pending = 0.0
         self.phase, self.setup = "setup", then
 
     def _close_attempt(self, event: ev.AttemptStarted, then: Literal["startup", "restart"]) -> None:

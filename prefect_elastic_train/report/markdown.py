@@ -54,7 +54,7 @@ def _sections(report: RunReport, now: float, pictures: Mapping[str, str]) -> Ite
     incidents = [_incident(incident, now) for incident in reversed(report.incidents)] or ["Nothing yet."]
     yield "### What happened\n\n" + "\n".join(incidents)
     account = report.tally.account(now if report.is_live else None)
-    yield f"### Where the time went\n\n{_time(account)}\n\n{_worker_hours(report, now)}"
+    yield f"### Where the time went\n\n{_time(account)}"
     saves = f"The loop saves {plain(report.saves)}.\n\n" if report.saves else ""
     yield f"### Checkpoints\n\n{saves}{_checkpoints(report, now)}"
     yield f"### Where\n\n{_places(report)}"
@@ -109,12 +109,6 @@ def _time(account: TimeAccount) -> str:
     if account.stopped_seconds:
         rows.append(("beside that, stopped", duration(account.stopped_seconds), ""))
     return table(["", "time", "share"], rows)
-
-
-def _worker_hours(report: RunReport, now: float) -> str:
-    since = max(0.0, now - report.tally.mark) if report.is_live else 0.0
-    seconds = report.tally.worker_seconds + since * report.tally.workers
-    return f"Workers were up for {seconds / 3600:,.2f} hours in all."
 
 
 def _checkpoints(report: RunReport, now: float) -> str:

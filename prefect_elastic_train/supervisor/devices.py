@@ -1,4 +1,4 @@
-"""Claims of local clusters on the GPUs of their machine, so that a GPU is used by one cluster at a time.
+"""Claims of local clusters on the GPUs and CPUs of their machine, so that a GPU is used by one cluster at a time.
 
 A claim is an abstract Unix socket whose name says what is claimed and by whom. The kernel lists all names in
 ``/proc/net/unix``, for all users of the machine, and removes a name when the last process that holds the socket has
@@ -19,13 +19,14 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from logging import WARNING
 from pathlib import Path
 
 from prefect_elastic_train.core.outcomes import AttemptFailedError, Outcome
 from prefect_elastic_train.core.request import DriverSpec
 
-#: The GPU's UUID, process id of the flow, and run name; before that a random part.
-_CLAIM = re.compile("@elastic-train [0-9a-f]+ gpu (.+?) ([0-9]+) (.*)")
+#: Kind, GPU's UUID or number of CPUs, process id of the flow, and run name; before that a random part.
+_CLAIM = re.compile("@elastic-train [0-9a-f]+ (gpu|cpu) (.+?) ([0-9]+) (.*)")
 _SMI_SECONDS = 20.0
 
 
@@ -41,7 +42,7 @@ class DeviceClaims:
         self.sockets: list[socket.socket] = []
         os.register_at_fork(after_in_child=self.release)  # or a forked process would keep them
 
-    def take(self, spec: DriverSpec, tell: Callable[[str], object]) -> str:
+    def take(self, spec: DriverSpec, tell: Callable[..., None]) -> str:
         """Claim the GPUs that a local cluster needs, unless it has them; return why it must wait, or an empty text.
 
         Raises:
@@ -49,7 +50,8 @@ class DeviceClaims:
         """
         if self.sockets:
             return ""
-        scaling, given = spec.scaling, spec.cluster.num_gpus
+        scaling = spec.scaling
+        given = spec.cluster.num_gpus
         each = scaling.resources_per_worker.get("GPU", float(scaling.accelerator == "gpu"))
         least = math.ceil(each * scaling.min_workers)
         most: int | None = math.ceil(each * scaling.max_workers)
@@ -64,21 +66,36 @@ class DeviceClaims:
                 "min_workers or num_gpus",
                 outcome=Outcome.INVALID,
             )
+        cpus = float(spec.cluster.num_cpus or len(os.sched_getaffinity(0)))
+        if spec.is_alone:
+            cpus = min(cpus, scaling.max_workers * max(1.0, scaling.resources_per_worker.get("CPU", 1)))
         try:
             with _bind("lock"):  # one process at a time looks and claims
                 claims = _CLAIM.findall(Path("/proc/net/unix").read_text(errors="replace"))
-                users = {gpu: f"training {run!r} (pid {pid})" for gpu, pid, run in claims}
+                users = {what: f"training {run!r} (pid {pid})" for kind, what, pid, run in claims if kind == "gpu"}
                 in_use = "; ".join(f"GPU {name} is used by {users[gpu]}" for name, gpu in gpus.items() if gpu in users)
                 free = [name for name, gpu in gpus.items() if gpu not in users]
                 if gpus and len(free) < least:
                     return f"{in_use}; the local cluster waits for GPUs: {least}"
                 self.gpus = free[:most]
-                user = f"{os.getpid()} {spec.request.run_name}"
-                self.sockets = [_bind(f"{secrets.token_hex(3)} gpu {gpus[name]} {user}") for name in self.gpus]
+                self.sockets = [
+                    _bind(f"{secrets.token_hex(3)} {what} {os.getpid()} {spec.request.run_name}")
+                    for what in [f"cpu {cpus:g}", *(f"gpu {gpus[name]}" for name in self.gpus)]
+                ]
         except OSError as error:  # where there is no such socket, nothing is divided
             return "another local cluster claims its GPUs" if error.errno == errno.EADDRINUSE else ""
         if in_use:
             tell(f"{in_use}; the local cluster has GPU {', '.join(self.gpus)}")
+        others = {f"training {run!r} (pid {pid})": float(what) for kind, what, pid, run in claims if kind == "cpu"}
+        total = cpus + sum(others.values())
+        there = os.cpu_count() or math.inf
+        if others and total > there:
+            tell(
+                f"The workers of the local clusters on this machine may use {total:g} CPUs together, and it has "
+                f"{there:g}: they slow each other down. Besides this training, {', '.join(others)}. Run fewer at a "
+                "time, or have them join one Ray cluster, in which each waits for free CPUs",
+                WARNING,
+            )
         return ""
 
     def release(self) -> None:

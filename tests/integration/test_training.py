@@ -212,11 +212,11 @@ def test_a_new_flow_run_does_not_begin_where_the_storage_of_a_saved_block_is_mis
     first = Path(nightly())
     assert Path(nightly()).parent == first.parent
     mount.rename(tmp_path / "unmounted")
-    with pytest.raises(AttemptFailedError, match=r"is gone: the storage is not mounted here") as refused:
+    with pytest.raises(AttemptFailedError, match="it is empty: its mount is missing here") as refused:
         nightly()
     assert (refused.value.outcome, mount.exists()) == (Outcome.STORAGE_ERROR, False)
     (tmp_path / "unmounted").rename(mount)
     assert Path(nightly()).parent == first.parent, "it is mounted again"
     mount.rename(tmp_path / "unmounted")
-    client.delete_variable_by_name(str(refused.value).rstrip("`").rpartition(" ")[2])
+    client.delete_variable_by_name(str(refused.value).rpartition("delete ")[2].partition("`")[0])
     assert Path(nightly()).parent == first.parent, "it may be empty"

@@ -326,7 +326,7 @@ def test_show_tells_all_about_a_run(storage: Storage) -> None:
     for words in ("2 → 1", "worker failures: 1, preemptions: 1, resizes: 1, reports done again: 2", "4.5 s"):
         assert words in text
     assert "checkpoint b was dropped: 2 of 2 files are missing" in text
-    assert re.search(r"c +2 +epoch=2 loss=0.3 +2 +3 B +latest, best", text)
+    assert re.search(r"c +2 +epoch=2 loss=0.3 +3 B +latest, best", text)
 
 
 def test_a_whole_run_is_told_to_be_whole_and_nothing_is_written(storage: Storage) -> None:

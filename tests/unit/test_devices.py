@@ -1,4 +1,4 @@
-"""Claims of local clusters on the GPUs of their machine, with pretended GPUs that no other test has."""
+"""Claims of local clusters on the GPUs and CPUs of their machine, with pretended GPUs that no other test has."""
 
 from __future__ import annotations
 
@@ -75,15 +75,20 @@ def make() -> Iterator[Make]:
         one.release()
 
 
-def _of(name: str = "mnist", *, gpus: int = -1, **scaling: Any) -> DriverSpec:
+def _of(name: str = "mnist", *, gpus: int = -1, cpus: int = 0, **scaling: Any) -> DriverSpec:
     request: RunRequest = claim(name=name).request
-    settings = {"scaling": ScalingSettings(**scaling), "cluster": ClusterSettings(num_gpus=gpus)}
+    settings = {"scaling": ScalingSettings(**scaling), "cluster": ClusterSettings(num_gpus=gpus, num_cpus=cpus)}
     return spec(request, **settings)
 
 
-def _take(claims: DeviceClaims, wanted: DriverSpec, told: list[str] | None = None) -> str:
-    """Claim, and note what is told."""
-    return claims.take(wanted, (told if told is not None else []).append)
+def _take(claims: DeviceClaims, wanted: DriverSpec, told: list[str] | None = None, about: str = "GPU ") -> str:
+    """Claim, and note what is told of GPUs; other tests on this machine may share its CPUs."""
+
+    def tell(text: str, level: int = 0) -> None:
+        if told is not None and text.startswith(about):
+            told.append(text)
+
+    return claims.take(wanted, tell)
 
 
 def test_each_gpu_is_claimed_by_one_cluster_and_the_next_one_waits_until_it_is_given_back(
@@ -172,3 +177,19 @@ def test_an_index_that_means_another_gpu_to_another_process_is_another_gpu(
         assert waits.startswith(f"GPU {uuids[0]} is used by"), "another name of the first"
     finally:
         devices._uuids.cache_clear()
+
+
+def test_clusters_whose_workers_may_use_more_cpus_than_the_machine_has_are_warned_of(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, told = len(os.sched_getaffinity(0)), list[str]()
+    _take(make(), _of("first", cpus=there, max_workers=there))
+    _take(make(), _of("second"), told, "The workers")
+    (warning,) = told
+    assert f"and it has {os.cpu_count()}: they slow each other down" in warning
+    assert f"training 'first' (pid {os.getpid()})" in warning
+    assert f"'second' (pid {os.getpid()})" not in warning
+    monkeypatch.setattr(os, "cpu_count", lambda: 10_000)
+    told.clear()
+    _take(make(), _of("third"), told, "The workers")
+    assert told == []

@@ -185,19 +185,6 @@ def test_how_much_there_is_to_do_may_stand_in_the_loops_configuration() -> None:
     assert headline(report) == "Training: epoch 5 of 20 (25.0%)"
 
 
-def test_worker_hours_count_while_a_group_is_up_and_cost_what_the_scaling_says() -> None:
-    up = [
-        started(),
-        group(20, 4),
-        committed(920),
-        failed(1820),
-        group(1900, 2),
-        committed(3700),
-        ended(Outcome.COMPLETED, 3700),
-    ]
-    assert "Workers were up for 3.00 hours in all." in render(report_of(*up), T + 4000)
-
-
 def test_a_report_that_does_not_say_how_far_it_is_leaves_the_progress_as_it_was() -> None:
     report = report_of(started(), group(), reported(30, step=99, total_steps=100), reported(31, val_accuracy=0.9))
     assert headline(report) == "Training: step 99 of 100 (99.0%)"
