@@ -169,7 +169,7 @@ def test_any_number_of_drivers_may_die_if_each_has_taken_the_run_further(
     kills, until = 10, tmp_path / "until"
     flow = start(
         config=train_config(ledger, steps=100_000, until=str(until)),
-        failures={"driver_restarts": 3, "driver_restart_delay_seconds": 60, "forgive_after_seconds": 0.5},
+        failures={"driver_restarts": 3, "driver_restart_delay_seconds": 300, "forgive_after_seconds": 0.5},
     )
     for attempt in range(1, kills + 1):
         has_committed = lambda attempt=attempt: attempt in {c["attempt"] for c in commits(flow.run)}  # noqa: E731
