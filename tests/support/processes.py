@@ -62,7 +62,7 @@ def free_port() -> int:
 
 
 def patient(timeout: float) -> float:
-    """Return a timeout of a minute or more, which only ends a test that hangs, for a machine that is three times slower."""
+    """Return three times a timeout of a minute or more, which only ends a test that hangs: a machine may be slow."""
     return 3 * timeout if timeout >= 60 else timeout
 
 
