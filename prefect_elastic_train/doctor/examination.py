@@ -111,7 +111,7 @@ def run_check(name: str, look: Callable[[], Iterable[Finding]], seconds: float) 
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        found.append(fail(f"no answer within {seconds:g} s", "see what is slow"))
+        found.append(fail(f"no answer within {seconds:g} s", "try it alone, such as with `ls` or `ray status`"))
     return [replace(one, check=name, message=_clean(one.message), remedy=_clean(one.remedy)) for one in [*found]]
 
 

@@ -61,14 +61,10 @@ def free_port() -> int:
             return port
 
 
-def patient(timeout: float) -> float:
-    """Return three times a timeout of a minute or more, which only ends a test that hangs: a machine may be slow."""
-    return 3 * timeout if timeout >= 60 else timeout
-
-
 def wait_for(what: Callable[[], T], timeout: float, why: str = "", of: FlowProcess | None = None) -> T:
     """Return what becomes true; a flow process that ends before, if one is given, fails the test at once."""
-    timeout = patient(timeout)
+    if timeout >= 60:  # it waits for clusters and processes to start, on a machine that may be slow
+        timeout *= 3
     deadline = time.monotonic() + timeout
     while True:
         has_ended = of is not None and of.process.poll() is not None
@@ -313,7 +309,7 @@ class FlowProcess:
     def wait(self, timeout: float) -> dict[str, Any]:
         """Wait for the end of the flow process; return what it wrote: ``state``, and ``result`` or ``error``."""
         try:
-            self.process.wait(patient(timeout))
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the flow did not end within {timeout:g} s:\n{self.log[-6000:]}") from None
         assert self.result_file.exists(), f"the flow process went without a result:\n{self.log[-6000:]}"

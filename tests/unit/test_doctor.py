@@ -131,4 +131,4 @@ def test_without_a_server_the_rest_is_skipped_with_which_setting_to_change(tmp_p
     assert "fail server    ValueError: No Prefect API URL provided. Please set PREFECT_API_URL" in shown.stdout
     assert "trainings cannot run like this: " in shown.stdout
     assert list(tmp_path.iterdir()) == []
-    assert CliRunner().invoke(app, ["doctor", "--tempo", "600"]).exit_code == 2, "wrong usage"
+    assert CliRunner().invoke(app, ["doctor", "--timeout", "600"]).exit_code == 2, "wrong usage"
