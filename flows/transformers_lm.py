@@ -24,7 +24,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
     Args:
         config: `max_steps`, `eval_steps` (default 50), `global_batch` (sequences over all workers; default 32), `seed`
-            (default 0).
+            (default 0), `save_every` (steps, or the default "auto").
     """
     import torch
     import transformers
@@ -62,6 +62,7 @@ def train_loop(config: dict[str, Any]) -> None:
             train_dataset=dataset[:-EVALUATED],
             eval_dataset=dataset[-EVALUATED:],
             global_batch=config.get("global_batch", 32),
+            session={"save_every": config.get("save_every", "auto")},
         ).train()
 
 

@@ -20,7 +20,8 @@ def _rehearse(
     with log.open("a") as lines:
         return rehearse(
             loop,
-            more.pop("config", {"flaw": flaw}),
+            # A rehearsal ends a loop that is far enough: it must not end by itself before a node has booted.
+            more.pop("config", {"flaw": flaw, "steps": 2000}),
             tell=lambda line: print(line, file=lines, flush=True),
             on_line=lambda source, line: print(f"    {source}: {line}", file=lines, flush=True),
             save_to=folder,
@@ -52,7 +53,7 @@ def test_what_is_wrong_with_a_loop_is_found_and_nothing_else(tmp_path: Path, fla
     ("package", "loop", "config"),
     [
         ("lightning", "flows.lightning_net:train_loop", {"max_epochs": 400}),
-        ("transformers", "flows.transformers_lm:train_loop", {"max_steps": 3000, "eval_steps": 25}),
+        ("transformers", "flows.transformers_lm:train_loop", {"max_steps": 3000, "eval_steps": 25, "save_every": 50}),
     ],
 )
 def test_trainers_of_others_recover_as_they_are(
