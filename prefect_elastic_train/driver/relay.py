@@ -23,6 +23,7 @@ from prefect_elastic_train.elastic.sending import EventQueue, Receiving
 from prefect_elastic_train.report.accounts import Tally
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.history import HistoryWriter, read_history
+from prefect_elastic_train.storage.retries import waiting_since
 from prefect_elastic_train.storage.store import RunStore
 
 logger = logging.getLogger("prefect_elastic_train.driver")
@@ -214,5 +215,6 @@ class AttemptTeller:
     def _show_life(self) -> None:
         while not self._closed.wait(ev.ALIVE_SECONDS):
             if self._doing:
-                seconds = time.time() - self._since
-                self.emit(ev.ControllerAlive(doing=self._doing, seconds=seconds, droppable=True))
+                self.emit(ev.ControllerAlive(doing=self._doing, seconds=time.time() - self._since))
+            elif waiting := waiting_since():
+                self.emit(ev.ControllerAlive(doing="waiting for the storage", seconds=time.monotonic() - waiting))

@@ -23,6 +23,8 @@ _WINDOW_SECONDS = 10.0
 _IN_FULL = 1000.0
 #: Between two lines about checkpoints, unless something happens.
 _COMMITS_SECONDS = 30.0
+#: Between two lines about what a training waits in.
+_STANDING_SECONDS = 60.0
 
 
 class OutputLimits:
@@ -191,6 +193,11 @@ class RunLog(ev.EventHandler):
         if event.seconds >= WORTH_TELLING_SECONDS:
             tries = f"in which {event.tries} requests failed and were repeated; last: {event.last}"
             self.note(f"The {event.who} waited {event.seconds:.1f} s for the storage, {tries}", WARNING)
+
+    def on_controller_alive(self, event: ev.ControllerAlive) -> None:
+        # What the driver does is in words, a state of Ray's controller in capitals.
+        if event.doing.islower() and event.seconds % _STANDING_SECONDS < ev.ALIVE_SECONDS < event.seconds:
+            self.note(f"The training has been {event.doing} for {event.seconds:.0f} s", WARNING)
 
     def on_checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         self._commits.append(event)

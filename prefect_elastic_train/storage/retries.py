@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ logger = logging.getLogger("prefect_elastic_train.storage")
 Answer = TypeVar("Answer")
 
 _BACK_OFF = tenacity.wait_random_exponential(multiplier=0.25, max=10.0)
-_TELL_SECONDS = 3.0  # an operation that has failed for so long is told
+_TELL_SECONDS = 3.0  # an operation that has failed, or stood, for so long is told
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Waits:
 # Of the process, for whoever waits is the process: how many operations wait now, since when, and what was before.
 _lock = threading.Lock()
 _waiting, _since, _waits = 0, 0.0, Waits()
+#: When each operation began that goes on. On a hard mount whose server does not answer, none succeeds or fails.
+_begun: dict[object, float] = {}
 
 
 def take_waits() -> Waits:
@@ -54,9 +57,9 @@ def take_waits() -> Waits:
 
 
 def waiting_since() -> float | None:
-    """Return when the wait began that goes on now, on the monotonic clock; None if nothing waits."""
-    with _lock:
-        return _since if _waiting else None
+    """Return when the oldest operation began, on the monotonic clock; None if none has gone on for some seconds."""
+    oldest = min([*_begun.values()], default=math.inf)
+    return oldest if time.monotonic() - oldest > _TELL_SECONDS else None
 
 
 def _count(*, begun: bool = False, failed: str = "", ended: bool = False) -> None:
@@ -162,6 +165,7 @@ class Retries:
             # Called outside of any handler: nothing is noted as what this was raised while.
             raise self._in_our_words(_error_of(state), what, f"tried {tries} times for {elapsed():.0f} s")
 
+        _begun[elapsed] = time.monotonic()
         try:
             yield {
                 "retry": tenacity.retry_if_exception_type(BaseException),
@@ -170,6 +174,7 @@ class Retries:
                 "retry_error_callback": give_up,
             }
         finally:
+            del _begun[elapsed]
             if tries:
                 _count(ended=True)
 

@@ -258,10 +258,10 @@ class Runtime:
     def _prepare(self) -> tuple[Path, dict[str, str]]:
         """Return the private folder, guarded from now on, and the environment of processes that end with it."""
         if self._folder is None:
-            base = tempfile.gettempdir()
+            base = os.path.realpath(tempfile.gettempdir())  # as Ray's processes name the folder that they work in
             if len(base) > _MAX_FOLDER_CHARACTERS:
-                base = "/tmp"
-            self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=os.path.realpath(base)))
+                base = os.path.realpath("/tmp")
+            self._folder = Path(tempfile.mkdtemp(prefix="elt-", dir=base))
         self.keep_guarded()
         environment = {
             "RAY_DEDUP_LOGS": "0",  # a person's prints are not to be guessed at; the run's log has a limit of its own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ from prefect_elastic_train.elastic.policy import requester_id
 from prefect_elastic_train.runs import layout
 from prefect_elastic_train.runs.commits import FencedOffError
 from prefect_elastic_train.runs.identity import fingerprint
+from prefect_elastic_train.storage import retries
 from prefect_elastic_train.storage.store import LocalRunStore
 from tests.support.processes import wait_for
 from tests.unit.support import spec
@@ -258,6 +260,21 @@ def test_a_driver_shows_life_in_a_slow_storage_and_says_its_end_before_it_is_not
     wait_for(lambda: '"attempt_ended"' in told.read_text(), 10, "the last word")
     assert before > 3
     assert told.read_text().count('"controller_alive"') - looked > 3
+
+
+def test_a_driver_shows_since_when_its_storage_neither_answers_nor_fails(
+    driver: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, standing = tmp_path / "output", tmp_path / "mnist" / "standing"
+    monkeypatch.setattr(retries, "_TELL_SECONDS", 0.2)
+    standing.parent.mkdir(exist_ok=True)
+    os.mkfifo(standing)  # whoever reads it stands until somebody writes, as on a hard mount whose server is away
+    reading = threading.Thread(target=driver.store.read, args=["standing"])
+    reading.start()
+    wait_for(lambda: '"doing":"waiting for the storage"' in told.read_text(), 10, "what it waits for")
+    standing.write_bytes(b"there it is")
+    reading.join(10)
+    assert retries.waiting_since() is None
 
 
 @pytest.mark.parametrize(("successor", "outcome"), [("1", Outcome.SUPERSEDED), ("2", Outcome.INVALID)])

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -221,6 +222,23 @@ def test_a_spare_driver_ends_for_want_of_memory_unless_it_is_needed_by_now(monke
 def test_ports_are_none_that_the_kernel_gives_to_others_meanwhile() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not {free_port() for _ in range(50)} & {*range(first, last + 1)}
+
+
+def test_the_private_folder_is_where_paths_are_short_also_if_a_short_link_leads_elsewhere(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = tmp_path / "a-folder-with-a-long-name"
+    far.mkdir()
+    link = Path("/tmp", secrets.token_hex(4))
+    link.symlink_to(far)
+    monkeypatch.setattr(tempfile, "tempdir", str(link))
+    try:
+        supervisor.follow("print(sys.argv[1], flush=True)")
+    finally:
+        link.unlink()
+    [(_, told)] = supervisor.lines
+    assert len(told) < 50
+    assert Path(told).is_relative_to(os.path.realpath("/tmp"))
 
 
 def test_a_token_is_in_a_private_file_and_in_no_environment(tmp_path: Path) -> None:

@@ -114,6 +114,15 @@ def test_a_restart_says_how_long_nobody_trained(lines: Lines) -> None:
     ]
 
 
+def test_what_a_training_has_stood_in_for_a_minute_is_told_each_minute_and_what_it_trains_is_not(lines: Lines) -> None:
+    log = _log(lines)
+    for seconds in (2.0, 58.0, 60.4, 62.4, 120.3):
+        log.event(ev.ControllerAlive(doing="looking whether the run is free", seconds=seconds))
+        log.event(ev.ControllerAlive(doing="RUNNING", seconds=seconds))
+    said = "The training has been looking whether the run is free for"
+    assert lines.messages == [f"{said} 60 s", f"{said} 120 s"]
+
+
 def test_the_different_errors_of_a_failure_are_told_whole(lines: Lines) -> None:
     errors = {str(rank): f"Traceback (most recent call last):\nValueError: {rank}" for rank in range(12)}
     _log(lines).event(ev.WorkerFailed(errors=errors, also={"3": [20, 21]}, retried=True))
