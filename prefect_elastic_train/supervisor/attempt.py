@@ -50,7 +50,7 @@ class Driver(ABC):
         self._ended: ev.AttemptEnded | None = None
         self._ended_at = float("inf")
         #: From when the time without a sign of life counts, and what was done then.
-        self._alive_at = time.monotonic()
+        self._alive_at = self._looked_at = time.monotonic()
         self._doing = "starting"
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
         #: What comes now was told by an earlier process of the flow run.
@@ -104,7 +104,11 @@ class Driver(ABC):
     def hung(self) -> ev.AttemptEnded | None:
         """The end of an attempt that gave no sign of life for too long, else None."""
         limit = self.follower.settings.liveness_timeout_seconds
-        if time.monotonic() - self._alive_at <= limit:
+        now = time.monotonic()
+        if now - self._looked_at > limit / 2:  # this process stood still: what the driver has sent since lies unread
+            self._alive_at = now
+        self._looked_at = now
+        if now - self._alive_at <= limit:
             return None
         return self.lost(
             f"the driver and Ray Train's controller gave no sign of life for {limit:g} s, last {self._doing}"

@@ -62,11 +62,14 @@ def serve(framework: str, threads: str) -> dict[str, Any]:
                         os.environ.update(request["environment"] | _OF_NO_JOB)
                         _import_ray(framework)
                         is_first = False
-                    if (_plain(request["environment"]), request["python"]) == (environment, sys.executable):
-                        connection.sendall(b".")  # fails if it was not waited for
-                        if os.fork() == 0:
-                            listener.close()
-                            return {**request, "descriptors": [os.dup(one) for one in descriptors]}
+                    is_same = (_plain(request["environment"]), request["python"]) == (environment, sys.executable)
+                    if is_same and os.fork() == 0:
+                        listener.close()
+                        try:
+                            connection.sendall(b".")  # by the child: where none is forked, nobody answers
+                        except OSError:  # it was not waited for
+                            os._exit(0)
+                        return {**request, "descriptors": [os.dup(one) for one in descriptors]}
                 finally:
                     for descriptor in descriptors:
                         os.close(descriptor)

@@ -136,6 +136,23 @@ def test_a_driver_without_a_sign_of_life_is_given_up_whatever_it_prints(supervis
     assert supervisor.events == [STARTED, *[alive] * 6], "signs of life have kept it"
 
 
+def test_a_driver_whose_signs_of_life_lie_unread_since_its_supervisor_stood_still_is_left_alone(
+    supervisor: Supervisor,
+) -> None:
+    def stand_still(event: ev.Event) -> None:
+        if event == STARTED:
+            time.sleep(2.5)
+
+    supervisor.settings = ElasticTrainSettings(liveness_timeout_seconds=2, stop_grace_seconds=0.1)
+    alive = _say(ev.ControllerAlive(doing="RUNNING", seconds=1))
+    runtime = supervisor.runtime(_say(STARTED) + f"for _ in range(20):\n    time.sleep(0.2)\n    {alive}" + _say(LAST))
+    runtime.on_event = stand_still
+    try:
+        assert runtime.run_attempt(SPEC) == LAST
+    finally:
+        runtime.close()
+
+
 class _Again(BaseException):
     """Another signal has come."""
 

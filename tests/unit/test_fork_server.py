@@ -106,6 +106,32 @@ def test_none_is_forked_for_a_request_that_nobody_waits_for_any_more(
     assert [one.name for one in tmp_path.glob("late*")] == ["late.py"], "its launcher has become that worker by itself"
 
 
+#: A fork server on a machine that takes no further process while there is a file of that name.
+_CROWDED = """
+import os, runpy, sys
+fork = os.fork
+def fork_unless_crowded():
+    if os.path.exists("crowded"):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = fork_unless_crowded
+sys.argv = ["fork_server", "none", "1"]
+runpy.run_module("prefect_elastic_train.supervisor.fork_server", run_name="__main__")
+"""
+
+
+def test_a_worker_that_cannot_be_forked_boots_by_itself(environment: dict[str, str], tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _CROWDED], env=environment, cwd=tmp_path) as server:
+        try:
+            wait_for(lambda: Path(environment[FORK_SERVER_VARIABLE]).exists(), 60, "the socket")
+            _worker(environment, tmp_path)  # with the imports done, nothing else makes the next one boot by itself
+            assert _worker(environment, tmp_path)["parent"] == server.pid
+            (tmp_path / "crowded").touch()
+            assert _worker(environment, tmp_path)["parent"] == os.getpid()
+        finally:
+            server.kill()
+
+
 def test_a_worker_with_variables_of_its_own_boots_by_itself(
     server: subprocess.Popen[bytes], environment: dict[str, str], tmp_path: Path
 ) -> None:
