@@ -35,6 +35,8 @@ class Owner(_Record):
     process_started_at: float = 0.0
     #: The call of ``elastic_train`` that started the driver; a flow run that was resumed has a new one.
     supervisor: str = ""
+    #: Which execution of the flow run it is, as Prefect counts them from 1; 0: not known.
+    execution: int = 0
     job: str = ""  # submission id of the Ray job that the driver is; empty for a process of the flow's own machine
 
     @property

@@ -185,7 +185,7 @@ def _climb(client: SyncPrefectClient, flow_run: FlowRun, flow_name: str) -> Plac
 
 def _owner(flow_run: FlowRun, flow_name: str) -> Owner:
     ids = {"flow_run_id": str(flow_run.id), "deployment_id": str(flow_run.deployment_id or "")}
-    return Owner(**ids, flow_name=flow_name, flow_run_name=flow_run.name)
+    return Owner(**ids, flow_name=flow_name, flow_run_name=flow_run.name, execution=flow_run.run_count)
 
 
 def _numbered(key: tuple[str, ...], flow_run_id: str) -> int:

@@ -146,13 +146,17 @@ def peek(run: RunDirectory, request: RunRequest) -> EndedRecord | None:
             f"several models, give each its own run_name; to continue this run with the new configuration, give "
             f"run_name={name!r}, and resume=True if it is finished"
         )
-    supervisors = [one.record.owner.supervisor for one in run.attempts if one.record is not None]
-    mine = request.owner.supervisor
-    if finished is None and is_own and mine and mine in supervisors and supervisors[-1] != mine:
-        raise refusal(
-            f"the newest attempt of run {name!r} was begun by another process of the same flow run; this one gives way",
-            Outcome.SUPERSEDED,
-        )
+    mine = request.owner
+    if finished is None and owner is not None and is_own and owner.supervisor != mine.supervisor:
+        was_mine = mine.supervisor in [one.record.owner.supervisor for one in run.attempts if one.record]
+        is_beside = 0 < mine.execution == owner.execution
+        if was_mine or (is_beside and not (last and last.ended) and is_alive(run.store, owner)):
+            raise refusal(
+                f"the newest attempt of run {name!r} in {run.uri} was begun by another "
+                f"{'training' if is_beside else 'process'} of the same flow run, and this one takes nothing over. "
+                "Trainings that run at the same time need a run_name each",
+                Outcome.INVALID if is_beside else Outcome.SUPERSEDED,
+            )
     return finished
 
 

@@ -6,11 +6,22 @@ import json
 from uuid import UUID
 
 import psutil
+import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
 from tests.support.clusters import RayHead
 from tests.support.loops import CHECKPOINT_EVERY, STEPS, is_right, train_config
-from tests.support.processes import Start, alive, attempts, commits, read_ledger, titled, wait_for
+from tests.support.processes import (
+    Start,
+    alive,
+    attempts,
+    commits,
+    read_ledger,
+    records,
+    steps_of,
+    titled,
+    wait_for,
+)
 
 
 def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_itself(
@@ -52,3 +63,21 @@ def test_frozen_holder_that_wakes_up_commits_nothing_that_counts_and_stops_by_it
     state = client.read_flow_run(UUID(first.flow_run_id)).state
     assert state is not None
     assert state.is_completed(), "the first process has nothing to say about the flow run"
+
+
+@pytest.mark.parametrize("process_pool", [False, True], ids=["threads", "processes"])
+def test_of_two_trainings_of_a_flow_run_with_one_name_at_the_same_time_one_is_refused_and_the_other_completes(
+    start: Start, ledger: str, process_pool: bool
+) -> None:
+    flow = start(
+        config=train_config(ledger, steps=60, sleep=0.2),
+        run_name="same",
+        within="two trainings at once",
+        process_pool=process_pool,
+        cluster={"num_cpus": 1},
+    )
+    outcome = flow.wait(240)
+    assert (outcome["state"], outcome["outcome"]) == ("FAILED", "invalid")
+    assert "need a run_name each" in outcome["error"]
+    assert [ended["outcome"] for ended in records(flow.run, "ended")] == ["completed"]
+    assert steps_of(ledger) == list(range(1, 61)), "one trained, and was not disturbed"

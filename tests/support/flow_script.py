@@ -19,6 +19,7 @@ from prefect import flow, serve, task
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
+from prefect.task_runners import ProcessPoolTaskRunner
 
 from prefect_elastic_train import (
     CheckpointPolicy,
@@ -94,6 +95,10 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
         return train_in_task.submit(arguments).result()
     if within == "mapped tasks":
         return train_in_task.map([arguments]).result()[0]
+    if within == "two trainings at once":
+        futures = [elastic_train.submit(**training(arguments)) for _ in range(2)]
+        ended = [future.result(raise_on_failure=False) for future in futures]
+        raise next(one for one in ended if isinstance(one, Exception))
     if within == "subflows":
         # A short training first, whose result the second try gets at once.
         short = {**arguments["config"], "steps": 3, "ledger": arguments["short_ledger"]}
@@ -114,7 +119,8 @@ async def atrain(arguments: dict[str, Any]) -> dict[str, Any]:
 def _run(arguments: dict[str, Any]) -> Any:
     """Run the flow, as a new flow run or as one that exists, and return its final state."""
     chosen: Any = (atrain if arguments.get("asynchronous") else train).with_options(
-        timeout_seconds=arguments.get("flow_timeout")
+        timeout_seconds=arguments.get("flow_timeout"),
+        **({"task_runner": ProcessPoolTaskRunner(max_workers=2)} if arguments.get("process_pool") else {}),
     )
     existing = None
     if "flow_run_id" in arguments:

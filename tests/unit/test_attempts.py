@@ -205,6 +205,29 @@ def test_a_process_gives_way_to_another_one_of_its_flow_run_that_has_taken_over(
     assert begin(store, of("new")).attempt == 4
 
 
+def test_a_second_training_in_one_execution_of_a_flow_run_is_refused_and_a_later_execution_takes_over(
+    store: LocalRunStore, old_driver: subprocess.Popen[bytes]
+) -> None:
+    begin(store, _claim_of(old_driver, supervisor="one", execution=1))
+    beside = claim(supervisor="two", execution=1)
+    refused = _refused(store, beside, "another training of the same flow run", "need a run_name each")
+    assert refused.outcome is Outcome.INVALID
+    assert old_driver.poll() is None
+    assert begin(store, claim(supervisor="three", execution=2)).attempt == 2
+    assert not psutil.pid_exists(old_driver.pid), "its driver was ended"
+
+
+def test_a_training_whose_run_was_taken_over_between_two_of_its_drivers_fails_if_its_own_flow_run_did_that(
+    store: LocalRunStore, old_driver: subprocess.Popen[bytes]
+) -> None:
+    first = _claim_of(old_driver, supervisor="one", execution=1)
+    begin(store, first)
+    old_driver.kill()
+    old_driver.wait()
+    assert begin(store, claim(supervisor="two", execution=1)).attempt == 2
+    assert _refused(store, first, "another training of the same flow run").outcome is Outcome.INVALID
+
+
 def test_a_run_that_two_flow_runs_create_at_once_is_one_of_theirs(store: LocalRunStore) -> None:
     gate = threading.Barrier(6)
 
