@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import multiprocessing
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 from uuid import UUID, uuid4
 
@@ -235,6 +237,27 @@ def is_ending(flow: FlowRunContext) -> bool:
     # completed by then, it ends by a signal or another exception, and nobody wants the training to go on.
     state = flow.flow_run.state if flow.flow_run is not None else None
     return not state.is_completed() if state is not None and state.is_final() else flow._token is None
+
+
+def end_with_flow_process(flows: Sequence[FlowRunContext]) -> None:
+    """Have this process end with the one that executes the flows, if that has started it as the worker of a pool.
+
+    Such a worker does not notice that its flow process was killed, and would train on.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and (not flows or any(flow.detached for flow in flows)):
+        _end_with(parent)
+
+
+@cache
+def _end_with(parent: BaseProcess) -> None:
+    """Kill this process once its parent has exited: the guard ends what it leaves, as that of a flow process."""
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="elastic-train-parent", daemon=True).start()
 
 
 class FlowRunWatch:

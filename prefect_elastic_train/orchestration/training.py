@@ -141,6 +141,7 @@ class Training:
         context = TaskRunContext.get()
         self._task, self._retried = (context.task, context.task_run.run_count - 1) if context is not None else (None, 0)
         self._flows, self._detached = list(flow_runs.flows_around()), False
+        flow_runs.end_with_flow_process(self._flows)
         if self._runtime is None:
             self._left = self.failures.driver_restarts
             self._runtime = self._begin(in_task=context is not None)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from prefect_elastic_train.core.checkpoint_names import loop_name, written_by
+from prefect_elastic_train.supervisor.guard import marked_processes
 from tests.support.clusters import RayHead
 from tests.support.loops import CHECKPOINT_EVERY, STEPS, is_right, train_config
 from tests.support.processes import (
@@ -20,6 +21,7 @@ from tests.support.processes import (
     alive,
     assert_every_step_counts_once,
     attempts,
+    drivers_of,
     read_ledger,
     steps_of,
     titled,
@@ -95,6 +97,20 @@ def test_nothing_is_left_when_the_flow_process_is_killed_while_the_cluster_start
     flow.process.kill()
     wait_for(lambda: flow.marked() == [], 15, "all processes to end")
     assert steps_of(ledger) == []
+
+
+@pytest.mark.parametrize("within", ["a submitted training", "a submitted task"])
+def test_nothing_is_left_of_a_process_pool_whose_flow_process_is_killed(start: Start, ledger: str, within: str) -> None:
+    config = train_config(ledger, steps=100_000)
+    flow = start(config=config, process_pool=True, within=within, submit=True, cluster={"num_cpus": 1})
+    flow.wait_for(lambda: len(steps_of(ledger)) > 5, 120, "some steps")
+    pool = psutil.Process(flow.pid).children(recursive=True)
+    [(_, _, mark)] = drivers_of(*(process.pid for process in pool))
+    before = [*pool, *marked_processes(mark)]
+    flow.process.kill()
+    flow.process.wait(10)
+    wait_for(lambda: not alive(before) and not marked_processes(mark), 15, f"all processes to end: {alive(before)}")
+    wait_for(lambda: not Path(mark).exists(), 5, "spec and token to be removed")
 
 
 @pytest.mark.parametrize("way", ["background", pytest.param("own function", marks=pytest.mark.full)])

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import subprocess
+import sys
+import time
 from collections import Counter
+from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 from uuid import UUID
 
+import psutil
 import pytest
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import AwaitingRetry, Cancelling, Failed, Running
@@ -24,6 +31,8 @@ from prefect_elastic_train.orchestration.publisher import Publisher
 from prefect_elastic_train.orchestration.task import elastic_train
 from prefect_elastic_train.orchestration.training import End, SilentEndError, Stop, Training, ending_of
 from prefect_elastic_train.report.run_report import RunReport
+from tests.support.processes import alive, wait_for
+from tests.unit.support import REPOSITORY
 
 
 def _loop() -> None:
@@ -214,3 +223,42 @@ def test_where_a_job_is_followed_from_is_when_its_own_flow_run_last_told_somethi
         SimpleNamespace(timestamp=datetime.fromtimestamp(at[logs.task_run_id.any_[0]]))
     ]
     assert flow_runs.last_told_at(client, "mnist", [str(own)]) == 98
+
+
+#: Asks in a process that it has started, whose process id it prints, to be followed to its end.
+_POOL = """
+import multiprocessing, os, sys, time
+from types import SimpleNamespace
+from prefect_elastic_train.orchestration.flow_runs import end_with_flow_process
+
+def work():
+    end_with_flow_process([SimpleNamespace(detached=word == "detached") for word in sys.argv[1:]])
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=work).start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flows", "ends"), [([], True), (["subflow", "detached"], True), (["executed in the process itself"], False)]
+)
+def test_a_worker_of_a_process_pool_ends_with_its_flow_process_and_a_flow_process_does_not_with_who_has_started_it(
+    tmp_path: Path, flows: list[str], ends: bool
+) -> None:
+    program = tmp_path / "pool.py"
+    program.write_text(_POOL)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, program, *flows], stdout=subprocess.PIPE, env=environment) as flow:
+        assert flow.stdout is not None
+        worker = psutil.Process(int(flow.stdout.readline()))
+        flow.kill()
+        try:
+            if ends:
+                wait_for(lambda: not alive([worker]), 15, "the worker to end")
+            time.sleep(1)
+            assert bool(alive([worker])) is not ends
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
