@@ -260,6 +260,13 @@ def _end_with(parent: BaseProcess) -> None:
     threading.Thread(target=wait, name="elastic-train-parent", daemon=True).start()
 
 
+def ended_flow_run(client: SyncPrefectClient, flow_run_ids: Sequence[str]) -> str:
+    """Return the outermost of these flow runs, the last, whose state is an end for their trainings; empty if none."""
+    found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": flow_run_ids}}))
+    ended = {str(one.id) for one in found if wants_an_end(one.state)}
+    return next((one for one in reversed(flow_run_ids) if one in ended), "")
+
+
 class FlowRunWatch:
     """Looks at the states of a flow run and those that it is called from now and then, in a thread of its own.
 
@@ -281,10 +288,12 @@ class FlowRunWatch:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(self._interval):
-            try:
-                with get_client(sync_client=True) as client:
-                    flow_runs = [client.read_flow_run(UUID(one)) for one in reversed(self._flow_run_ids)]
-                self.ended = next((str(one.id) for one in flow_runs if wants_an_end(one.state)), "")
-            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
-                logger.debug("cannot read the state of the flow run: %s", error)
+        seconds = self._interval
+        with get_client(sync_client=True) as client:
+            while not self._closed.wait(seconds):
+                try:
+                    self.ended = ended_flow_run(client, self._flow_run_ids)
+                    seconds = self._interval
+                except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+                    logger.debug("cannot read the state of the flow run: %s", error)
+                    seconds = min(2 * seconds, 4 * self._interval)  # it may be for a rate limit

@@ -334,10 +334,8 @@ class Training:
     def _is_end_wanted(self) -> bool:
         """Whether a flow run around is cancelled or has failed. Without one nobody would ever go on with a job."""
         ids = self.place.flow_run_ids
-        if not ids:
-            return True
-        runs = flow_runs.ask_prefect(lambda client: [client.read_flow_run(UUID(one)) for one in ids], _STATE_SECONDS)
-        return any(flow_runs.wants_an_end(run.state) for run in runs or ())
+        look = partial(flow_runs.ended_flow_run, flow_run_ids=ids)
+        return not ids or bool(flow_runs.ask_prefect(look, _STATE_SECONDS))
 
     def _followed_until(self) -> float:
         """When this training last told something in an earlier process, from where a job is followed; else now."""

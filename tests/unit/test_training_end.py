@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psutil
 import pytest
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import Abort, TerminationSignal
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling, Failed, Running
 
 from prefect_elastic_train.core.events import AttemptEnded, CheckpointCommitted
@@ -262,3 +267,53 @@ def test_a_worker_of_a_process_pool_ends_with_its_flow_process_and_a_flow_proces
         finally:
             with suppress(psutil.NoSuchProcess):
                 worker.kill()
+
+
+class _Api(BaseHTTPRequestHandler):
+    """A Prefect API that knows three flow runs, and is used too much for a while."""
+
+    protocol_version = "HTTP/1.1"  # which keeps connections
+    connections: ClassVar[set[object]] = set()
+    requests: ClassVar[list[tuple[float, int]]] = []
+
+    def do_GET(self) -> None:
+        self._answer(404, {})  # no token against forgery is wanted
+
+    def do_POST(self) -> None:
+        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["flow_runs"]["id"]["any_"]
+        number = len(self.requests)
+        status = 429 if 3 <= number < 7 else 200
+        self.requests.append((time.monotonic(), status))
+        self.connections.add(self.client_address)
+        states = [Running(), Running(), Cancelling() if number > 7 else Running()]
+        runs = [FlowRun(id=one, flow_id=uuid4(), state=state) for one, state in zip(wanted, states, strict=True)]
+        self._answer(status, [run.model_dump(mode="json") for run in runs])
+
+    def _answer(self, status: int, content: object) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_all_flow_runs_around_a_training_are_one_request_and_an_api_that_is_used_too_much_gets_fewer() -> None:
+    ids = [str(uuid4()) for _ in range(3)]
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Api) as api:
+        threading.Thread(target=api.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{api.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_MAX_RETRIES: 0}):
+            watch = flow_runs.FlowRunWatch(ids, 0.2)
+            wait_for(lambda: len(_Api.requests) >= 3, 10, "three looks")
+            assert len(_Api.connections) == 1
+            assert watch.ended == ""
+            wait_for(lambda: watch.ended, 20, "the end of a flow run")
+        watch.close()
+        api.shutdown()
+    assert watch.ended == ids[-1]
+    (first, _), (second, _) = _Api.requests[5:7]
+    assert second - first > 0.6, "four times the interval"
