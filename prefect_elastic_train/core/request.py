@@ -46,7 +46,8 @@ class RunRequest:
         begun: An attempt of the run has begun before, as its events have shown: its run directory must be there.
         known_storage: URI of the storage that earlier trainings used through the same saved block, which must not be
             empty now, and the name of the Prefect variable that keeps the URI; both empty if that is not known.
-        has_datasets: Ray Data needs a CPU beside those that the workers hold.
+        has_datasets: Ray Data runs tasks beside the workers.
+        cpus_beside: CPUs that Ray Data and a validation need beside those that the workers hold.
         totals: How much there is to do, such as ``max_steps``, as far as the loop's configuration says.
     """
 
@@ -61,6 +62,7 @@ class RunRequest:
     begun: bool = False
     known_storage: tuple[str, str] = ("", "")
     has_datasets: bool = False
+    cpus_beside: int = 0
     totals: dict[str, Any] = field(default_factory=dict)
     worker_runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)
     payload: bytes = field(default=b"", repr=False)

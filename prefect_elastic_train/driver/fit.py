@@ -164,7 +164,7 @@ def connect(spec: DriverSpec) -> tuple[str, str, dict[str, float]]:
 
 def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingSettings:
     """Refuse what a local cluster can never hold, since nothing will join it later, and return the scaling."""
-    # Beside datasets its ``max_workers`` are those that fit: more would starve them.
+    # Beside datasets and validations its ``max_workers`` are those that fit: more would starve them.
     scaling = spec.scaling
     problem = ""
     fitting = spec.scaling.max_workers
@@ -178,7 +178,7 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
             "is one node without labels; leave them at their defaults, or join another"
         )
     for name, amount in resources_per_worker(scaling).items():
-        there = resources.get(name, 0) - (name == "CPU" and spec.request.has_datasets)
+        there = resources.get(name, 0) - (name == "CPU" and spec.request.cpus_beside)
         if amount * scaling.min_workers > there:
             problem = (
                 f"min_workers={scaling.min_workers} need {amount * scaling.min_workers:g} {name}, and the local "
@@ -189,7 +189,7 @@ def fit_local_cluster(spec: DriverSpec, resources: dict[str, float]) -> ScalingS
             fitting = min(fitting, int(there / amount))
     if problem:
         raise AttemptFailedError(problem, outcome=Outcome.INVALID)
-    return scaling.model_copy(update={"max_workers": fitting}) if spec.request.has_datasets else scaling
+    return scaling.model_copy(update={"max_workers": fitting}) if spec.request.cpus_beside else scaling
 
 
 def _cluster_address(spec: DriverSpec) -> str:

@@ -5,6 +5,7 @@ People name a train loop in a form or a shell by an import path, or by a file an
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -75,6 +76,7 @@ def make_request(
     place = this_training()
     which = (place.number, place.calls)
     flow_name = place.flow_name or identity.loop_name(loop)
+    validation = payload.validation_config.ray_remote_kwargs if payload.validation_config else {"num_cpus": 0}
     request = RunRequest(
         run_name=run_name
         or identity.check_run_name(identity.default_run_name(flow_name, place.owner.flow_run_id, *which)),
@@ -86,6 +88,7 @@ def make_request(
         part=identity.training_part(flow_name, *which),
         resumed=place.resumed,
         has_datasets=bool(payload.datasets),
+        cpus_beside=bool(payload.datasets) + math.ceil(validation.get("num_cpus", 1)),
         # A ``num_steps`` may be anything, as the length of a roll-out.
         totals={
             name: total

@@ -294,11 +294,10 @@ class LocalCluster:
     def __init__(self, spec: DriverSpec, folder: Path, environment: dict[str, str], claims: DeviceClaims) -> None:
         self.folder = folder
         self._claims = claims
-        # Ray Data needs a CPU beside those that the workers hold. Without a number Ray counts by itself, and knows of
-        # the limits of a container.
+        # Without a number Ray counts by itself, and knows of the limits of a container.
         self._num_cpus = spec.cluster.num_cpus
-        if spec.request.has_datasets:
-            self._num_cpus = (self._num_cpus or len(os.sched_getaffinity(0))) + 1
+        if spec.request.cpus_beside:
+            self._num_cpus = (self._num_cpus or len(os.sched_getaffinity(0))) + spec.request.cpus_beside
         self._num_gpus = len(claims.gpus) or spec.cluster.num_gpus
         self._forking: subprocess.Popen[bytes] | None = None
         self._has_told = False

@@ -254,6 +254,20 @@ def dataset_loop(config: dict[str, Any]) -> None:
     ray.train.report({"rows": len(rows)})
 
 
+def validated_loop(config: dict[str, Any]) -> None:
+    """Report three checkpoints to be validated, and note in the ledger how many are within a minute."""
+    import ray.train
+    from ray.train.v2.api.report_config import CheckpointConsistencyMode
+
+    for step in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "step").write_text(str(step))
+            ray.train.report({"step": step}, ray.train.Checkpoint.from_directory(folder), validation=True)
+    mode = CheckpointConsistencyMode.VALIDATED
+    reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
+    write_ledger(config["ledger"], validated=sum(one.status.name == "VALIDATED" for one in reported))
+
+
 def habitual_loop(config: dict[str, Any]) -> None:
     """Report steps with a checkpoint at each fourth, die once after the eighth, and go on as the habit is.
 

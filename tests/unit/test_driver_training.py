@@ -124,20 +124,21 @@ LARGE = ScalingSettings(min_workers=4, max_workers=8, resources_per_worker={"CPU
 
 
 @pytest.mark.parametrize(
-    ("scaling", "has_datasets", "fitting", "says"),
+    ("scaling", "cpus_beside", "fitting", "says"),
     [
-        (LARGE, False, 8, ""),  # capacity decides, as always
-        (LARGE, True, 0, "min_workers=4 need 8 CPU, and the local cluster on this machine has 7 for them"),
-        (ScalingSettings(max_workers=12), True, 7, ""),
-        (ScalingSettings(accelerator="gpu"), False, 0, "need 1 GPU"),
-        (ScalingSettings(max_workers=2, placement_strategy="STRICT_SPREAD"), False, 0, "one node without labels"),
+        (LARGE, 0, 8, ""),  # capacity decides, as always
+        (LARGE, 1, 0, "min_workers=4 need 8 CPU, and the local cluster on this machine has 7 for them"),
+        (ScalingSettings(max_workers=12), 1, 7, ""),
+        (ScalingSettings(max_workers=12), 3, 5, ""),
+        (ScalingSettings(accelerator="gpu"), 0, 0, "need 1 GPU"),
+        (ScalingSettings(max_workers=2, placement_strategy="STRICT_SPREAD"), 0, 0, "one node without labels"),
     ],
 )
 def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers(
-    scaling: ScalingSettings, has_datasets: bool, fitting: int, says: str
+    scaling: ScalingSettings, cpus_beside: int, fitting: int, says: str
 ) -> None:
     told = _spec(scaling=scaling)
-    told = replace(told, request=replace(told.request, has_datasets=has_datasets))
+    told = replace(told, request=replace(told.request, cpus_beside=cpus_beside))
     joined = replace(told, cluster=ClusterSettings(address="auto"))
     assert fit_local_cluster(joined, {}) == scaling, "others may join it"
     if fitting:

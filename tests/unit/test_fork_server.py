@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,14 @@ def test_why_a_fork_server_has_ended_by_itself_is_told_once_and_one_that_was_kil
     assert told == [
         "Workers are not forked, and take longer to start: FileNotFoundError: [Errno 2] No such file or directory"
     ]
+
+
+def test_a_local_cluster_has_the_cpus_that_tasks_beside_its_workers_need(tmp_path: Path) -> None:
+    for given, all_of_them in ((4, 6), (0, len(os.sched_getaffinity(0)) + 2)):
+        told = spec(cluster=ClusterSettings(num_cpus=given))
+        told = replace(told, request=replace(told.request, cpus_beside=2))
+        command = LocalCluster(told, tmp_path, {**os.environ}, DeviceClaims())._command("1", tmp_path)
+        assert f"--num-cpus={all_of_them}" in command
 
 
 def test_none_is_forked_where_an_import_has_used_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

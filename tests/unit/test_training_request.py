@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from ray.train.v2.api.validation_config import ValidationConfig
 
 from prefect_elastic_train import (
     CheckpointPolicy,
@@ -111,6 +112,26 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
     assert spec.poll_interval_seconds == pytest.approx(0.32)
     payload = pickle.loads(wanted.payload)
     assert {name: getattr(payload, name) for name in of_the_user} == of_the_user
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cpus"),
+    [
+        ({}, 0),
+        ({"datasets": {"train": [1]}}, 1),
+        ({"validation_config": ValidationConfig(loop)}, 1),
+        (
+            {
+                "validation_config": ValidationConfig(loop, ray_remote_kwargs={"num_cpus": 1.5}),
+                "datasets": {"train": [1]},
+            },
+            3,
+        ),
+        ({"validation_config": ValidationConfig(loop, ray_remote_kwargs={"num_cpus": 0})}, 0),
+    ],
+)
+def test_datasets_and_a_validation_need_cpus_beside_those_of_the_workers(arguments: dict[str, Any], cpus: int) -> None:
+    assert elastic_train.ask(train_loop=loop, **arguments).request.cpus_beside == cpus
 
 
 def test_a_block_that_the_settings_name_is_loaded_anew_at_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
