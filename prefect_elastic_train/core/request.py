@@ -112,7 +112,11 @@ class DriverSpec:
 
 @dataclass(frozen=True)
 class Payload:
-    """The user's own objects, which only the driver unpickles, after Ray is imported."""
+    """The user's own objects, which only the driver unpickles, after Ray is imported.
+
+    Attributes:
+        data_context: Ray's ``DataContext`` of the flow process, which datasets are made with; None if it has none.
+    """
 
     train_loop: Callable[..., Any] | str
     train_loop_config: dict[str, Any] | None = None
@@ -121,6 +125,7 @@ class Payload:
     torch_config: Any = None
     jax_config: Any = None
     validation_config: Any = None
+    data_context: Any = None
 
 
 def write_spec(spec: DriverSpec, path: Path) -> None:

@@ -114,6 +114,8 @@ def check_loop(loop: Any) -> None:
 def make_datasets(payload: Payload) -> dict[str, Any]:
     """Return the datasets, calling the functions that make them; one that fails is a ``user_error``."""
     try:
+        if context := payload.data_context:
+            vars(context.get_current()).update(vars(context))
         datasets = payload.datasets() if callable(payload.datasets) else payload.datasets
         return {name: made() if inspect.isfunction(made) else made for name, made in (datasets or {}).items()}
     except Exception as error:

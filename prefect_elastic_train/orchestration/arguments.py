@@ -76,7 +76,7 @@ def make_request(
     place = this_training()
     which = (place.number, place.calls)
     flow_name = place.flow_name or identity.loop_name(loop)
-    validation = payload.validation_config.ray_remote_kwargs if payload.validation_config else {"num_cpus": 0}
+    validation = getattr(payload.validation_config, "ray_remote_kwargs", {"num_cpus": 0})
     request = RunRequest(
         run_name=run_name
         or identity.check_run_name(identity.default_run_name(flow_name, place.owner.flow_run_id, *which)),
@@ -114,6 +114,12 @@ def pickled(payload: Payload) -> bytes:
         raise ConfigurationError(f"the train loop must be a function or an import path, got {type(loop).__name__}")
     if config is not None and not isinstance(config, dict):
         raise ConfigurationError(f"train_loop_config must be a dict or None, got {type(config).__name__}")
+    for name, dataset in payload.datasets.items() if isinstance(payload.datasets, dict) else ():
+        if not getattr(dataset, "has_serializable_lineage", lambda: True)():
+            raise ConfigurationError(
+                f"datasets[{name!r}] holds data of this process, as made by from_items() or materialize(), which the "
+                f"driver cannot read. Give a function that makes the dataset: datasets={{{name!r}: make_dataset}}"
+            )
     try:
         return dump_payload(payload)  # now, since the objects may be changed for the next training
     except Exception as error:

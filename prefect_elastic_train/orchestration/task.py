@@ -145,8 +145,16 @@ def elastic_train(
     check_arguments(framework, run_name, resume, resume_from, timeout_seconds)
     get_settings()  # what is wrong with them is said now, whether or not a block is looked for
     blocks = given_blocks(scaling=scaling, failures=failures, checkpoints=checkpoints, storage=storage, cluster=cluster)
+    ray_data = sys.modules.get("ray.data") if datasets else None
     payload = Payload(
-        train_loop, train_loop_config, datasets, dataset_config, torch_config, jax_config, validation_config
+        train_loop,
+        train_loop_config,
+        datasets,
+        dataset_config,
+        torch_config,
+        jax_config,
+        validation_config,
+        ray_data and ray_data.DataContext.get_current(),
     )
     request, place = make_request(payload, framework, run_name, resume, resume_from, worker_runtime_env)
     return Training(request, blocks, place, timeout_seconds)

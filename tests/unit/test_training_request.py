@@ -9,6 +9,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from ray.data import DataContext, Dataset
+from ray.data._internal.logical.interfaces import LogicalPlan
+from ray.data._internal.logical.operators.input_data_operator import InputData
+from ray.data._internal.stats import DatasetStats
 from ray.train.v2.api.validation_config import ValidationConfig
 
 from prefect_elastic_train import (
@@ -23,6 +27,7 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.core.events import AttemptEnded
 from prefect_elastic_train.core.outcomes import may_retry
+from prefect_elastic_train.driver.fit import make_datasets
 from prefect_elastic_train.orchestration import arguments
 from prefect_elastic_train.orchestration.arguments import driver_spec
 from prefect_elastic_train.orchestration.task import _elastic_train_task, _with_budget, elastic_train
@@ -36,6 +41,11 @@ def loop(config: dict[str, Any]) -> None:
 def two(config: dict[str, Any], other: int) -> None:
     """Not a train loop."""
 
+
+#: As ``materialize()`` makes them.
+BLOCKS = Dataset(
+    LogicalPlan(InputData(input_data=[]), DataContext()), DataContext(), DatasetStats(metadata={}, parent=None)
+)
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"train_loop": 7}, ["must be a function or an import path, got int"]),
@@ -51,6 +61,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"scaling": FailureBudget()}, ["expected ElasticScaling or the name of one, got FailureBudget"]),
     ({"cluster": {"address": "auto"}}, ["expected RayCluster or the name of one, got dict"]),
     ({"train_loop_config": {"lock": threading.Lock()}}, ["cannot be sent to another process", "lock"]),
+    ({"datasets": {"train": BLOCKS}}, ["datasets['train'] holds data of this process", "{'train': make_dataset}"]),
     ({"cluster": RayCluster(auth_token="********")}, ["RayCluster.auth_token is masked", "Save the block"]),
 ]
 
@@ -112,6 +123,15 @@ def test_everything_that_was_asked_for_reaches_the_driver_and_nothing_secret_the
     assert spec.poll_interval_seconds == pytest.approx(0.32)
     payload = pickle.loads(wanted.payload)
     assert {name: getattr(payload, name) for name in of_the_user} == of_the_user
+
+
+def test_datasets_are_made_with_the_settings_of_ray_data_in_the_flow_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = DataContext.get_current()
+    before = context.target_max_block_size
+    monkeypatch.setattr(context, "target_max_block_size", 7)
+    asked = elastic_train.ask(loop, datasets=lambda: {"bytes": DataContext.get_current().target_max_block_size})
+    monkeypatch.setattr(context, "target_max_block_size", before)  # a driver is another process
+    assert make_datasets(pickle.loads(asked.request.payload)) == {"bytes": 7}
 
 
 @pytest.mark.parametrize(
