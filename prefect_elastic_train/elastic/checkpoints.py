@@ -26,8 +26,8 @@ from fsspec.spec import AbstractBufferedFile
 from pyarrow import fs
 from ray.air._internal.filelock import TempFileLock
 from ray.train import Checkpoint
+from ray.train.v2._internal.execution import context as rays_context
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
-from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.storage import StorageContext
 
 from prefect_elastic_train.core.checkpoint_names import physical_name
@@ -44,6 +44,7 @@ from prefect_elastic_train.storage.opening import open_storage
 from prefect_elastic_train.storage.store import LocalRunStore, RunStore
 
 _READ_BYTES = 8 * 2**20  # that a reader asks for at a time
+_is_managed_checkpoint = rays_context.is_managed_checkpoint
 
 
 class RunFilesystem(fs.FileSystemHandler):  # type: ignore[misc]
@@ -211,7 +212,7 @@ class RunStorageContext(StorageContext):  # type: ignore[misc]
         return RunCheckpoint(path, self.storage_filesystem)
 
 
-def name_folders(context: TrainContext, attempt: int, group: int) -> None:
+def name_folders(context: rays_context.TrainContext, attempt: int, group: int) -> None:
     """Have a worker's checkpoints, however uploaded, written into folders whose names are never used again.
 
     Rank 0's name is that of all ranks; ``group`` is how many worker groups the attempt has started.
@@ -226,6 +227,17 @@ def name_folders(context: TrainContext, attempt: int, group: int) -> None:
         return str(agree(physical_name(name.rstrip("/"), attempt, group, next(reports))))
 
     context._sync_checkpoint_dir_name_across_ranks = agree_on_folder
+    rays_context.is_managed_checkpoint = is_managed_checkpoint
+
+
+def is_managed_checkpoint(storage_context: StorageContext, checkpoint: Checkpoint) -> Any:
+    """Return whether a checkpoint is in the run directory; one that is, by its path, is used by the run filesystem.
+
+    Ray compares filesystems, and those of ``Checkpoint(path)`` and ``Checkpoint.from_directory(path)`` are others.
+    """
+    if PurePosixPath(checkpoint.path).is_relative_to(storage_context.experiment_fs_path):
+        checkpoint.filesystem = storage_context.storage_filesystem
+    return _is_managed_checkpoint(storage_context, checkpoint)
 
 
 class RunCheckpoint(Checkpoint):  # type: ignore[misc]

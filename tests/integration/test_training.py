@@ -25,7 +25,7 @@ from prefect_elastic_train import (
 )
 from prefect_elastic_train.core.bounds import MAX_EVENT_BYTES
 from prefect_elastic_train.orchestration.flow_runs import has_begun
-from tests.support.processes import attempts, read_ledger, steps_of, wait_for
+from tests.support.processes import attempts, commits, read_ledger, steps_of, wait_for
 
 pytestmark = pytest.mark.usefixtures("api")
 
@@ -76,6 +76,26 @@ def test_ray_data_shards_reach_the_workers(where: dict[str, Any], ledger: str) -
     lines = read_ledger(ledger)
     assert sorted(line["rank"] for line in lines) == [0, 1]
     assert sorted(row for line in lines for row in line["rows"]) == list(range(100))
+
+
+def test_checkpoints_that_a_loop_has_put_into_the_run_itself_count_if_its_ranks_agree(where: dict[str, Any]) -> None:
+    @flow
+    def places(mixed: bool) -> TrainingResult:
+        scaling = ElasticScaling(min_workers=2, max_workers=2)
+        config = {"mixed": mixed}
+        name = f"mixed-{mixed}"
+        return elastic_train(
+            "tests.support.loops:placing_loop", train_loop_config=config, run_name=name, scaling=scaling, **where
+        )
+
+    result = places(False)
+    manifest = commits(Path(result.run_uri))[-1]["manifest"]
+    assert [name.partition("_")[0] for name in manifest] == ["placed", "checkpoint"]
+    assert [sorted(files) for files in manifest.values()] == [["rank-0", "rank-1"]] * 2
+    error = places(True, return_state=True).result(raise_on_failure=False)
+    assert isinstance(error, AttemptFailedError)
+    assert (error.outcome, error.attempt) == (Outcome.USER_ERROR, 1)
+    assert "with NO_UPLOAD, all ranks must report the same path" in str(error)
 
 
 def test_flow_that_is_retried_after_its_training_succeeded_gets_the_result_at_once(

@@ -268,6 +268,35 @@ def validated_loop(config: dict[str, Any]) -> None:
     write_ledger(config["ledger"], validated=sum(one.status.name == "VALIDATED" for one in reported))
 
 
+def placing_loop(config: dict[str, Any]) -> None:
+    """Put a checkpoint into the run directory by itself, and one by an upload function, each rank a file.
+
+    Config: ``mixed`` (the second rank has Ray upload its part of the first instead).
+    """
+    import ray.train
+    from ray.train import Checkpoint
+
+    rank = ray.train.get_context().get_world_rank()
+
+    def write(name: str) -> str:
+        path = Path(ray.train.get_context().get_storage().build_checkpoint_path_from_name(name))
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"rank-{rank}").write_text("weights")
+        return str(path)
+
+    with tempfile.TemporaryDirectory() as folder:
+        if config.get("mixed") and rank:
+            ray.train.report({}, Checkpoint.from_directory(folder), checkpoint_dir_name="placed")
+            return
+        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
+        ray.train.report({"step": 1}, Checkpoint(write("placed")), checkpoint_upload_mode=mode)
+        ray.train.report(
+            {"step": 2},
+            Checkpoint.from_directory(folder),
+            checkpoint_upload_fn=lambda checkpoint, name: Checkpoint.from_directory(write(name)),
+        )
+
+
 def habitual_loop(config: dict[str, Any]) -> None:
     """Report steps with a checkpoint at each fourth, die once after the eighth, and go on as the habit is.
 

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 from pyarrow import fs
 from ray.train import Checkpoint
+from ray.train.v2._internal.execution import context
 
 from prefect_elastic_train.core.outcomes import StorageFaultError
 from prefect_elastic_train.elastic import loop_watch
-from prefect_elastic_train.elastic.checkpoints import RunStorageContext, open_checkpoint, readable, run_filesystem
+from prefect_elastic_train.elastic.checkpoints import (
+    RunStorageContext,
+    name_folders,
+    open_checkpoint,
+    readable,
+    run_filesystem,
+)
+from prefect_elastic_train.runs.model import RunDirectory
 from prefect_elastic_train.runs.resume import seed_from_source
 from prefect_elastic_train.storage.objects import ObjectRunStore
 from prefect_elastic_train.storage.opening import Storage
@@ -114,6 +124,27 @@ def test_what_is_no_checkpoint_on_this_machines_disk_is_refused_by_its_path(run:
     with pytest.raises(FileNotFoundError, match=f"the checkpoint to report is not there: {source}/none"):
         _report(run, source / "none", "another")
     assert "another" not in run.folders()
+
+
+@on_a_disk
+def test_what_a_loop_has_put_into_the_run_itself_is_committed_whichever_filesystem_it_names(
+    run: RunStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "is_managed_checkpoint", context.is_managed_checkpoint)  # put back afterwards
+    begin(run)
+    ray = Ray(run, 1).start()
+    name_folders(SimpleNamespace(_sync_checkpoint_dir_name_across_ranks=None), 1, 1)  # type: ignore[arg-type]
+    placed = ray.storage.build_checkpoint_path_from_name("epoch-3")
+    shutil.copytree(source, placed)
+    for checkpoint in (Checkpoint(placed), Checkpoint.from_directory(placed)):
+        assert context.is_managed_checkpoint(ray.storage, checkpoint)
+        assert isinstance(checkpoint.filesystem, fs.PyFileSystem), "whose deletions are fenced"
+        ray.register(checkpoint)
+    commit = RunDirectory(run, 1).newest_commit
+    assert commit is not None
+    assert commit.manifest == {"epoch-3": {name: len(data) for name, data in FILES.items()}}
+    for path in (source, f"{run.path}/../another"):
+        assert not context.is_managed_checkpoint(ray.storage, Checkpoint.from_directory(path))
 
 
 class Disk:

@@ -153,6 +153,10 @@ def test_what_a_local_cluster_can_never_hold_is_refused_with_the_numbers(
 STORAGE = LocalStorageSettings(path="/runs")
 _DIED = WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError())
 
+_MIXED = RuntimeError(
+    "… This means the checkpoints are not consistent.Got a mix of the following checkpoint paths: "
+    "{'/run/a', '/run/b'}\nThis is unexpected -- please file a Github issue."
+)
 _PREEMPTED = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"n": [1]})
 _PEER_LOST = RuntimeError("[/gloo/pair.cc:534] Connection closed by peer")
 
@@ -173,6 +177,7 @@ ENDS: list[tuple[Exception, Outcome, str]] = [
     (ControllerError(OSError(28, "No space left on device")), Outcome.STORAGE_ERROR, ""),
     (ControllerError(TimeoutError(110, "the mount does not answer")), Outcome.DRIVER_LOST, ""),
     (ControllerError(ValueError("a bug of Ray")), Outcome.DRIVER_LOST, ""),
+    (ControllerError(_MIXED), Outcome.USER_ERROR, "none may upload. The folders: {'/run/a', '/run/b'}"),
     (ray.exceptions.ActorDiedError(), Outcome.DRIVER_LOST, ""),
     (ray.exceptions.RaySystemError("GCS is gone"), Outcome.CLUSTER_LOST, ""),
     (ConnectionError("GCS is gone"), Outcome.CLUSTER_LOST, "the Ray cluster was lost: GCS is gone"),

@@ -23,6 +23,7 @@ from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal import constants
 from ray.train.v2._internal.execution import context, failure_handling, scaling_policy
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import TrainControllerState, TrainControllerStateType
 from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client as client
@@ -250,6 +251,15 @@ def test_ranks_agree_on_a_checkpoints_folder_in_one_place_for_every_way_to_uploa
     assert not _calls(report, "make_default_checkpoint_dir_name")
     (broadcast,) = _calls(_tree(context.TrainContext._sync_checkpoint_dir_name_across_ranks), "remote")
     assert {"data": "checkpoint_dir_name"}.items() <= {k.arg: ast.unparse(k.value) for k in broadcast.keywords}.items()
+
+
+def test_for_every_way_to_upload_a_report_asks_its_module_once_whether_its_checkpoint_is_in_the_run() -> None:
+    assert len(_calls(_tree(context.TrainContext.report), "is_managed_checkpoint")) == 3
+
+
+def test_ray_says_that_ranks_have_reported_different_folders_in_words_by_which_that_is_known() -> None:
+    source = inspect.getsource(ReportCallbackHandler.after_worker_group_poll_status)
+    assert all(words in source for words in ("checkpoints are not consistent.", 'checkpoint paths: "'))
 
 
 def test_the_folder_of_a_checkpoint_is_created_inside_of_the_transfer_hook_in_the_same_thread() -> None:
