@@ -25,6 +25,7 @@ from ray.train import (
     TrainingFailedError,
     WorkerGroupError,
 )
+from ray.train.v2._internal.callbacks import preemption_callback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution import scaling_policy as rays
 from ray.train.v2._internal.execution.context import TrainRunContext
@@ -50,6 +51,8 @@ _RESERVED_SECONDS = 60
 _WORTH_TELLING_SECONDS = 2.0
 _REPORT_WAITING_SECONDS = 10.0
 _LONG_WAIT_SECONDS = 60.0  # for which no standby worker is kept
+#: Seconds before the deadline of a drain at which the workers learn of it, to save, where they could not go on before.
+_SAVE_SECONDS = 60.0
 #: Too little for Ray, which counts in ten-thousandths. Its coordinator counts in binary floating point, and cannot take
 #: 0.2 twenty times from 4.
 _HAIR = 1e-9
@@ -64,6 +67,24 @@ def requester_id(store: RunStore) -> str:
 def release_reservation(requester_id: str) -> None:
     """Give back what a run reserves, in place of its controller; others would wait until it lapses."""
     rays.autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient(requester_id).cancel_resource_request()
+
+
+def patient_watcher(demand: sizing.Demand, may_restart: bool) -> Any:
+    """Return Ray's watcher of drains, which tells the workers once another group can start, or shortly before the end.
+
+    Until then they train on: they could only save, and leave their nodes idle up to the deadline.
+    """
+
+    class PatientWatcher(preemption_callback.PreemptionWatcher):  # type: ignore[misc]
+        def _on_drain_change(self, drained: Any) -> None:
+            deadline = min(filter(None, drained.values()), default=0) / 1000
+            held = {node_id: len(ranks) for node_id, ranks in self._node_to_ranks.items()}
+            possible = may_restart and sizing.possible_workers(cluster_nodes(), demand, held)
+            if possible < demand.min_workers and not 0 < deadline < time.time() + _SAVE_SECONDS:
+                drained.clear()  # Ray keeps this as what it has told, and comes again
+            super()._on_drain_change(drained)
+
+    return PatientWatcher
 
 
 @dataclass
@@ -99,6 +120,8 @@ class RunScalingPolicy(rays.ElasticScalingPolicy):  # type: ignore[misc]
 
     def after_controller_start(self, train_run_context: TrainRunContext) -> None:
         """Reserve under the run's own id, taking over what an earlier attempt of it still holds."""
+        may_restart = train_run_context.run_config.failure_config.max_preemption_failures
+        preemption_callback.PreemptionWatcher = patient_watcher(self._demand, may_restart)
         if self._requester_id:
             client = rays.autoscaling_coordinator_client
             client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = _RESERVED_SECONDS

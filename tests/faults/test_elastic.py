@@ -183,6 +183,27 @@ def test_a_killed_worker_a_killed_driver_and_a_resize_are_told_as_just_these_thr
     assert result["goodput"] == pytest.approx(spent["productive_seconds"] / spent["wall_seconds"], abs=1e-3)
 
 
+def test_a_node_that_goes_much_later_is_used_until_another_group_can_start(
+    start: Start, cluster: ElasticCluster, tmp_path: Path
+) -> None:
+    cluster.add_gpu()
+    training = Training(start, cluster, tmp_path, scaling={"max_workers": 1})
+    training.flow.wait_for_commits(1)
+    drained = training.node_of(0)
+    cluster.drain(drained, 100)
+    notice = time.time()
+    time.sleep(20)
+    assert read_ledger(training.ledger)[-1]["at"] > notice + 15, "it trains on"
+    cluster.add_gpu()
+    wait_for(lambda: training.sizes == [1, 1], 60, "a group on the other node")
+    assert time.time() - notice < 60, "long before the deadline"
+    assert training.node_of(0) != drained
+    assert repeated(steps_of(training.ledger)) <= 1
+    cluster.remove(drained)
+    result = training.end()
+    assert (result["preemptions"], result["worker_failures"], result["attempts"]) == (1, 0, 1)
+
+
 @pytest.mark.full
 def test_a_drain_shorter_than_the_upload_goes_on_from_the_commit_before(
     start: Start, cluster: ElasticCluster, tmp_path: Path

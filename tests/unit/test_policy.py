@@ -13,8 +13,10 @@ from typing import Any
 import cloudpickle
 import pytest
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError
-from ray.train import ControllerError
+from ray.train import ControllerError, RunConfig
+from ray.train.v2._internal.callbacks import preemption_callback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution import preemption
 from ray.train.v2._internal.execution.controller.state import PreemptingState, RunningState
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
@@ -123,6 +125,12 @@ class Worker:
 def _group(size: int) -> SimpleNamespace:
     workers = [Worker(f"n{number}") for number in range(size)]
     return SimpleNamespace(workers=workers, num_workers=size, start_time=1.0)
+
+
+def _context(max_preemption_failures: int = -1) -> Any:
+    """What the policy sees of a run's context."""
+    failures = FailureConfig(max_preemption_failures=max_preemption_failures)
+    return SimpleNamespace(run_config=RunConfig(failure_config=failures))
 
 
 def _fail_to_start(failure: Exception) -> None:
@@ -328,7 +336,7 @@ def test_the_policy_travels_to_the_controller_and_reserves_under_the_runs_own_id
     monkeypatch.setattr(client, "_autoscaling_coordinator", coordinator)
     monkeypatch.setattr(policy.ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(client, "send_resource_request", lambda self, config, size: asked.append(self._requester_id))
-    travelled.after_controller_start(None)
+    travelled.after_controller_start(_context())
     assert travelled._get_reserved_resources() == {"n0": {"CPU": 1.0}}
     assert asked == ["run-x", ("run-x", True)]
     assert policy.rays.autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S == 60, "two renewals fit in"
@@ -374,9 +382,50 @@ def test_workers_are_polled_soon_after_a_report_unless_they_are_many(monkeypatch
 def test_a_run_that_is_alone_on_its_cluster_reserves_nothing_and_boots_no_coordinator() -> None:
     settings = ScalingSettings(max_workers=4)
     alone = RunScalingPolicy(scaling_config(settings), "", settings)
-    alone.after_controller_start(None)
+    alone.after_controller_start(_context())
     alone._maybe_send_resource_request()
     assert alone._coordinator_client is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "free", "max_preemption_failures", "is_told"),
+    [
+        (3600.0, 1, -1, True),  # another group can start
+        (3600.0, 0, -1, False),
+        (59.0, 0, -1, True),  # time to save
+        (0.0, 0, -1, False),  # without a deadline
+        (0.0, 1, -1, True),
+        (0.0, 1, 0, False),  # the training would end
+        (59.0, 1, 0, True),
+    ],
+)
+def test_workers_learn_of_a_drain_when_another_group_can_start_or_shortly_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, free: int, max_preemption_failures: int, is_told: bool
+) -> None:
+    monkeypatch.setattr(preemption_callback, "PreemptionWatcher", preemption.PreemptionWatcher)  # put back afterwards
+    monkeypatch.setattr(preemption.PreemptionWatcher, "_build_failure_domain_map", staticmethod(dict))
+    monkeypatch.setattr(preemption.PreemptionWatcher, "_watch_loop", lambda self: None)
+    drained = {"n0": int(1000 * (time.time() + seconds)) if seconds else 0, "of nobody": 1}
+    monkeypatch.setattr(preemption, "_get_draining_nodes", lambda: drained)
+    nodes = [
+        Node("n0", {"CPU": 1.0}, {"CPU": 0.0}, draining=True),
+        Node("n1", {"CPU": 1.0}, {"CPU": 0.0}),
+        Node("n2", {"CPU": 1.0}, {"CPU": float(free)}),
+    ]
+    monkeypatch.setattr(policy, "cluster_nodes", lambda: nodes)
+    settings = ScalingSettings(min_workers=2, max_workers=2)
+    RunScalingPolicy(scaling_config(settings), "", settings).after_controller_start(_context(max_preemption_failures))
+    kind = cloudpickle.loads(cloudpickle.dumps(preemption_callback.PreemptionWatcher))  # it is an actor's
+    told: list[Any] = []
+    worker: Any = SimpleNamespace(mark_preempt=SimpleNamespace(remote=told.append))
+    watcher = kind({"n0": [0], "n1": [1]}, worker_actors_by_rank={0: worker})
+    for _ in range(3):
+        watcher._poll_once()
+    assert [notice.preempted_node_to_ranks for notice in told] == [{"n0": [0]}] * is_told
+    if not is_told:
+        drained["n0"] = int(1000 * (time.time() + 30))
+        watcher._poll_once()
+        assert len(told) == 1, "it is looked at again"
 
 
 def test_what_is_reserved_is_renewed_during_a_drain_too() -> None:

@@ -21,11 +21,13 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.constants import JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S, TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal import constants
+from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
 from ray.train.v2._internal.execution import context, failure_handling, scaling_policy
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import TrainControllerState, TrainControllerStateType
+from ray.train.v2._internal.execution.preemption import PreemptionWatcher
 from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client as client
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
@@ -103,6 +105,8 @@ ATTRIBUTES: dict[str, Any] = {
     "_load_state": CheckpointManager,
     "_make_and_handle_scaling_decision_for_non_running_worker_group": TrainController,
     "_maybe_send_resource_request": scaling_policy.ScalingPolicy,
+    "_node_to_ranks": PreemptionWatcher,
+    "_on_drain_change": PreemptionWatcher,
     "_poll_workers": TrainController,
     "_poll_workers_and_collect_errors": WorkerGroup,
     "_private": ray,
@@ -155,6 +159,12 @@ def test_every_private_attribute_of_ray_in_use_is_listed_and_exists_and_no_other
 def test_rays_controller_makes_the_checkpoint_manager_that_its_module_names() -> None:
     assert issubclass(controller.rays_controller.CheckpointManager, CheckpointManager)
     assert "self._checkpoint_manager = CheckpointManager(" in inspect.getsource(controller.RaysTrainController.__init__)
+
+
+def test_rays_watcher_of_drains_is_the_one_that_its_module_names_and_looks_again_at_what_was_kept_back() -> None:
+    assert "(PreemptionWatcher)" in inspect.getsource(PreemptionCallback.after_worker_group_start)
+    (tell,) = _calls(poll := _tree(PreemptionWatcher._poll_once), "_on_drain_change")
+    assert f"self._last_drained = {ast.unparse(tell.args[0])}" in ast.unparse(poll)
 
 
 def test_private_names_that_are_no_attributes_of_a_class_exist() -> None:
