@@ -20,6 +20,7 @@ from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker 
 from prefect_elastic_train.core.ray_output import silence_ray_train
 from prefect_elastic_train.elastic import callbacks, loop_watch
 from prefect_elastic_train.elastic.checkpoints import RunStorageContext, name_folders, readable
+from prefect_elastic_train.elastic.standby_process import wait_for_devices
 from prefect_elastic_train.loop import notice
 from prefect_elastic_train.loop.context import RunContext, enter_run
 
@@ -44,6 +45,7 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         self._context = context
         self._failures_before = context.failures
         self._group = 0
+        self._before: list[tuple[str, int]] = []  # node and process of each worker of the group before
         self._reporting = 0
         self._saves = False  # the loop's thread while it reports; whether with a checkpoint
 
@@ -53,8 +55,12 @@ class LoopCallback(WorkerGroupCallback, WorkerCallback, TrainContextCallback):  
         self._context = replace(self._context, failures=self._failures_before + callbacks.current().group_failures)
         return {}
 
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        self._before = [(worker.metadata.node_id, worker.metadata.pid) for worker in worker_group.get_workers()]
+
     def after_init_train_context(self) -> None:
         """Let checkpoints be read and written by the run filesystem, and note what the loop asks for."""
+        wait_for_devices(self._before)
         enter_run(self._context)
         context = get_train_context()
         name_folders(context, self._context.attempt, self._group)

@@ -31,7 +31,7 @@ from prefect_elastic_train.core.settings import ScalingSettings
 from prefect_elastic_train.elastic import callbacks
 from prefect_elastic_train.elastic.loop_watch import answered, ask
 from prefect_elastic_train.elastic.sizing import DEVICES
-from prefect_elastic_train.elastic.standby_process import GONE_SECONDS, about, own_devices, use_devices, warm_up
+from prefect_elastic_train.elastic.standby_process import about, own_devices, use_devices, warm_up
 from prefect_elastic_train.elastic.warming import memory_left
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,6 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._parked: list[Standby] = []
         self._group: Any = None
         self._has_reported = False
-        self._before: defaultdict[str, list[int]] = defaultdict(list)  # processes of the last group, by node
         self._looks_at = 0.0
         self._beyond_since = float("inf")
         self._told = (0, 0)
@@ -156,9 +155,6 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
         self._group = None
-        self._before = defaultdict(list)
-        for worker in worker_group.get_workers():
-            self._before[worker.metadata.node_id].append(worker.metadata.pid)
 
     def after_controller_finish(self, result: Any) -> None:
         self.release()
@@ -221,7 +217,7 @@ class Standbys(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
                 place = nodes[index], visible[nodes[index]]
                 for one in [one for one in warm if (one.node_id, one.visible) == place]:
                     warm.remove(one)
-                    worker = _worker(one, found.get(index, {}), self._before[one.node_id], resources, index)
+                    worker = _worker(one, found.get(index, {}), resources, index)
                     if worker is not None:
                         parked.remove(one)
                         taken[index] = worker
@@ -302,12 +298,11 @@ def _devices(group: PlacementGroup, indices: list[int], gpus: float) -> dict[int
 
 
 def _worker(
-    standby: Standby, devices: Mapping[str, list[Any]], before: list[int], resources: dict[str, float], index: int
+    standby: Standby, devices: Mapping[str, list[Any]], resources: dict[str, float], index: int
 ) -> Worker | None:
     """Return a standby as the worker of a bundle, whose devices it has taken over; None if it does not answer."""
     try:
-        patience = _ANSWER_SECONDS + (GONE_SECONDS if devices else 0)
-        ray.get(standby.actor.execute.remote(use_devices, dict(devices), before), timeout=patience)
+        ray.get(standby.actor.execute.remote(use_devices, dict(devices)), timeout=_ANSWER_SECONDS)
     except Exception as error:  # noqa: BLE001 - another worker is booted for it
         logger.info("A standby worker is gone: %s", error)
         return None

@@ -17,7 +17,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 
 from prefect_elastic_train.elastic.warming import WORKER_MODULES, import_ahead, step_of_torch
 
-GONE_SECONDS = 10.0  # for which a worker waits for the end of those that had its devices
+_GONE_SECONDS = 10.0  # for which a worker waits for the end of those that had its devices
 
 
 def warm_up(visible: str, framework: str, cpus: float) -> tuple[int, ActorMetadata]:
@@ -49,13 +49,19 @@ def own_devices() -> dict[str, list[Any]]:
     return {name: ids for name, ids in ray.get_runtime_context().get_accelerator_ids().items() if ids}
 
 
-def use_devices(devices: dict[str, list[Any]], before: list[int]) -> None:
-    """Have Ray say that these are this process's own; raise if it does not see them.
+def wait_for_devices(before: list[tuple[str, int]]) -> None:
+    """Wait for the end of the processes that had this one's devices ``before``, each with its node.
 
-    They are free once the processes that had them ``before`` are gone, which may take a driver of GPUs seconds.
+    Their memory is free then, which may take a driver of GPUs seconds.
     """
+    if own_devices():
+        node_id = ray.get_runtime_context().get_node_id()
+        psutil.wait_procs([one for one in psutil.process_iter() if (node_id, one.pid) in before], _GONE_SECONDS)
+
+
+def use_devices(devices: dict[str, list[Any]]) -> None:
+    """Have Ray say that these are this process's own; raise if it does not see them."""
     if devices:
-        psutil.wait_procs([one for one in psutil.process_iter() if one.pid in before], GONE_SECONDS)
         torch: Any = sys.modules.get("torch")
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         is_real = torch is not None and (torch.version.cuda or torch.version.hip)  # else they are pretended ones

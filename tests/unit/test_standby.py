@@ -9,12 +9,16 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
+import psutil
 import pytest
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
 from prefect_elastic_train.core.settings import ScalingSettings
-from prefect_elastic_train.elastic import callbacks, loop_watch, standby
+from prefect_elastic_train.elastic import callbacks, loop_callback, loop_watch, standby, standby_process
+from prefect_elastic_train.elastic.loop_callback import LoopCallback
 from prefect_elastic_train.elastic.standby import Standby, Standbys
+from prefect_elastic_train.loop.context import RunContext
 
 GIB, NODE, OTHER = 2**30, "ab" * 28, "cd" * 28
 
@@ -135,7 +139,7 @@ def test_a_worker_takes_over_the_devices_of_its_place_and_none_that_sees_others_
         1: {"GPU": ["0"]},
     }
     for index, worker in taken.items():
-        assert (standby.use_devices, (cluster.devices[index], [])) in worker.actor.done
+        assert (standby.use_devices, (cluster.devices[index],)) in worker.actor.done
     assert [actor.name for actor in cluster.ended] == ["b/3/warm"]
 
 
@@ -224,6 +228,31 @@ def test_only_where_all_workers_of_a_node_see_its_gpus_are_these_replaced(monkey
     assert chosen == {("cpu", "torch"), ("cpu", "jax"), ("cpu", "none"), ("gpu", "torch")}
     monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", "0")
     assert not standby.may_replace(ScalingSettings(accelerator="gpu"), "torch")
+
+
+@pytest.mark.parametrize("devices", [{"GPU": ["0"]}, {}])
+def test_a_worker_with_devices_waits_for_the_end_of_those_before_it_on_its_node_however_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, devices: dict[str, list[str]]
+) -> None:
+    before, elsewhere, another = [subprocess.Popen(["sleep", duration]) for duration in ("1", "60", "60")]
+    try:
+        callback = LoopCallback(RunContext("run", "", 1, "", ""))
+        workers = [
+            SimpleNamespace(metadata=SimpleNamespace(node_id=node, pid=process.pid))
+            for node, process in (("n0", before), ("n1", elsewhere))
+        ]
+        callback.before_worker_group_shutdown(SimpleNamespace(get_workers=lambda: workers))
+        context = SimpleNamespace(get_node_id=lambda: "n0", get_accelerator_ids=lambda: {"GPU": [], **devices})
+        monkeypatch.setattr(standby_process.ray, "get_runtime_context", lambda: context)
+        sent = cloudpickle.loads(cloudpickle.dumps(callback))  # as to each worker
+        monkeypatch.setattr(loop_callback, "enter_run", lambda context: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sent.after_init_train_context()
+        assert [psutil.pid_exists(one.pid) for one in (before, elsewhere, another)] == [not devices, True, True]
+    finally:
+        for process in (before, elsewhere, another):
+            process.kill()
+            process.wait()
 
 
 def test_other_devices_of_a_worker_are_shown_to_no_other_process() -> None:
